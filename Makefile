@@ -18,7 +18,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 3
-# Files in the order given: those of faults, whose tests take longest, are not left to the end.
+# Files in the order given, those with Ray and the others at once (tests/scheduling.py): those of faults, whose tests
+# take longest, are not left to the end.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -37,8 +38,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu)
-	$(if $(ARGS),,$(PYTEST) tests/faults tests/ray)
+	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu tests/faults tests/ray)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/hosts)
 
 test-full: $(VENV)/.installed-test

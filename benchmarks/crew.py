@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 import raycollect as col
-from benchmarks import doorless
+from benchmarks import unchecked
 from benchmarks.interleave import timed
 from benchmarks.report import Skipped
 
@@ -157,14 +157,14 @@ class Worker(col.CollectiveParticipant):
 
     # ------------------------------------------------------------------------------------------ the consistency check
 
-    def set_door(self, there: bool) -> int:
-        """Has collectives agree from now on, or not; see `benchmarks.doorless`.
+    def set_check(self, there: bool) -> int:
+        """Has collectives agree from now on, or not; see `benchmarks.unchecked`.
 
         Returns:
             How often the agreement was left out so far.
         """
-        doorless.set_door(there)
-        return doorless.left_out()
+        unchecked.set_check(there)
+        return unchecked.left_out()
 
     # ------------------------------------------------------------------------------------------ memory
 

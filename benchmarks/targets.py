@@ -138,7 +138,7 @@ _TCP_TO_XOSCAR = {4: 1.0, 64 * KB: 2.0, MB: 2.0, 16 * MB: 1.3, 64 * MB: 1.3}
 _MANY = 200 * 4 * KB
 _NEARLY_ONE = 1 / 1.3
 """How much faster many tensors have to be than one of the same bytes: at most 1.3 times slower."""
-_DOOR = 0.3
+_CHECK = 0.3
 """The consistency check's share of the time of the smallest collective."""
 _RECORDED = 0.02
 """What recording a timeline may cost, as a share of the time of a collective."""
@@ -175,8 +175,8 @@ TARGETS: tuple[Goal, ...] = (
         ranks=2,
         nbytes=4,
         contender=names.CAPTURED,
-        without=names.DOORLESS,
-        most=_DOOR,
+        without=names.NO_CHECK,
+        most=_CHECK,
     ),
     *(
         Share(

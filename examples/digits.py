@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import raycollect as col
@@ -73,6 +72,8 @@ class Images:
 
 def load() -> tuple[Images, Images]:
     """Loads the digits and splits them, always in the same way, into images to train on and images to test with."""
+    from sklearn.datasets import load_digits  # only here: every actor imports this module
+
     digits: Any = load_digits()  # scikit-learn's own types say a tuple, too
     pixels = np.hstack([digits.data / 16.0, np.ones((len(digits.data), 1))])
     images = Images(pixels=pixels, labels=digits.target)

@@ -19,6 +19,14 @@ if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests with Ray and others at the same time; see CONTRIBUTING.md."""
+    from tests.scheduling import BothSides
+
+    return BothSides(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
     """What is loaded by now stays; tests that collect garbage need not look through it, which takes half a second."""

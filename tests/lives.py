@@ -16,7 +16,7 @@ import ray
 LASTING: list[Any] = []
 """The classes whose actors go on."""
 
-MOST_IDLE = int(os.environ.get("RAYCOLLECT_TEST_IDLE_ACTORS", "4"))
+MOST_IDLE = int(os.environ.get("RAYCOLLECT_TEST_IDLE_ACTORS", "5"))
 """How many actors of a class wait for another test."""
 
 RESET_TIMEOUT_S = 5.0
@@ -95,8 +95,11 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
         runtime.kernel_threads.shutdown(wait=False)
         runtime.plan_threads.shutdown(wait=False)
     if process_groups is not None:
-        if process_groups._process_groups or process_groups.notices:
-            return False
+        for process_group in process_groups.all():  # its members are all in the same test
+            process_groups.remove(process_group)
+            process_group.close()
+        for notice in process_groups.notices.values():
+            notice.end()
         process_groups.hub.close()
     Runtime._current = ProcessGroups._current = Tracer._current = (
         None  # the arena stays: it is empty once nobody uses it

@@ -101,7 +101,7 @@ def _segments() -> SegmentSource:
 
 
 def _kernel(operands: Operands) -> tuple[Kernel, int]:
-    """The kernel, and the size of its largest piece, which is known after the door."""
+    """The kernel, and the size of its largest piece, which is known after the check."""
     op, rank, src, dst = operands.op, operands.rank, operands.src, operands.dst
     if op == "send":
         kind = OpKind.RECV if rank else OpKind.SEND

@@ -4,7 +4,7 @@ Compiled Graphs has actors of its own, as it occupies those that it compiles. It
 holds, reduces it over Ray's CPU communicator into a new one, and keeps that; the others work in place.
 
 Then the consistency check's share of the smallest one: the captured allreduce beside the same without the agreement of
-the ranks, in the same actors; `benchmarks.doorless` says what is left out. Both tell their actors before each burst
+the ranks, in the same actors; `benchmarks.unchecked` says what is left out. Both tell their actors before each burst
 whether they agree, by a captured step, so that bursts begin alike and nothing of Ray is in their way.
 """
 
@@ -58,7 +58,7 @@ class Agreeing(Captured):
         self._agrees = agrees
         with col.capture() as self._switch:
             there = self._switch.argument("there")
-            self._switch.returns([self._switch.call(actor, "set_door", there) for actor in self.actors])
+            self._switch.returns([self._switch.call(actor, "set_check", there) for actor in self.actors])
 
     def prepare(self, nbytes: int) -> None:
         """Makes the buffers, records, and runs once: that one has to agree."""
@@ -225,12 +225,12 @@ def measure(choice: Choice) -> Iterator[Record]:
             ]
             runs = choice.runs_or(5 * BURST, 10 * BURST)
             yield from _compared(choice, makers, ranks, "allreduce", choice.sizes or SIZES, runs)
-            doors: list[Maker] = [
+            checks: list[Maker] = [
                 entry(names.CAPTURED, Agreeing, actors, agrees=True),
-                entry(names.DOORLESS, Agreeing, actors, agrees=False),
+                entry(names.NO_CHECK, Agreeing, actors, agrees=False),
             ]
             runs = choice.runs_or(25 * BURST, 50 * BURST)
-            yield from _compared(choice, doors, ranks, "check", SIZES[:1], runs)
+            yield from _compared(choice, checks, ranks, "check", SIZES[:1], runs)
 
 
 def _compared(

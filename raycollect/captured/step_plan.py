@@ -63,7 +63,7 @@ class StepPlan(Plan):
             alone=(),
             brought=(),
             rounds=max((plan.rounds for plan in plans), default=0),
-            door=None,
+            agreement=None,
             width=max(sum(plan.width for plan in plans), 1),
             stages=tuple(stages),
             homes=tuple(homes),

@@ -76,7 +76,7 @@ class PlanArrivals:
         if launch != self._seq:
             return int(self._seq < launch < self._seq + self._plan.width)
         # Else a group gathers them, and only the commit is here.
-        is_own = bool(group_id) == (self._plan.door is not None)
+        is_own = bool(group_id) == (self._plan.agreement is not None)
         return self._plan.rounds * is_own + (self._plan.commits and not group_id)
 
     def positions_of(self, launch: int, group_id: str) -> dict[int, int]:

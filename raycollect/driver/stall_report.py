@@ -260,18 +260,20 @@ def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | Non
     position, mine = tracker.plan.positions.get(actor_id, -1), seen.get(actor_id)
     if position < 0 or _has_done(tracker, mine):
         return 0.0
-    last = max(_doors(tracker, mine), default=-1)
-    others = [_doors(tracker, one).items() for other, one in seen.items() if other != actor_id]
-    waits = [s for doors in others for door, s in doors if door > last and tracker.is_at(position, door)]
+    last = max(_checks(tracker, mine), default=-1)
+    others = [_checks(tracker, one).items() for other, one in seen.items() if other != actor_id]
+    waits = [s for checks in others for check, s in checks if check > last and tracker.is_at(position, check)]
     return max(waits, default=0.0)
 
 
-def _doors(tracker: PlanTracker, seen: Seen | None) -> dict[int, float]:
+def _checks(tracker: PlanTracker, seen: Seen | None) -> dict[int, float]:
     """The launches whose agreement a participant has arrived at, and how many seconds ago."""
     if seen is None or not _has_begun(tracker, seen):  # its own (imperative) calls have numbers, too
         return {}
     return {
-        door: since_ms / 1000 for door, since_ms in zip(seen.doors, seen.doors_ms, strict=False) if tracker.has(door)
+        check: since_ms / 1000
+        for check, since_ms in zip(seen.checks, seen.checks_ms, strict=False)
+        if tracker.has(check)
     }
 
 
@@ -279,7 +281,7 @@ def _has_begun(tracker: PlanTracker, seen: Seen | None) -> bool:
     return seen is not None and (
         tracker.seq in seen.running
         or _has_done(tracker, seen)
-        or (seen.ended >= tracker.seq and any(map(tracker.has, seen.doors)))
+        or (seen.ended >= tracker.seq and any(map(tracker.has, seen.checks)))
     )
 
 

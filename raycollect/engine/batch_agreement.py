@@ -59,7 +59,7 @@ class BatchAgreement:
         self.conflict: bool = False
         self.verdicts: dict[int, Verdict] = {}
         self._program = program
-        self._brought: list[dict[int, bytes]] = [{} for _ in program.door.ranks]
+        self._brought: list[dict[int, bytes]] = [{} for _ in program.agreement.ranks]
 
     def meet(self, blobs: Sequence[bytes]) -> tuple[Violation, ...]:
         """Judges one round of blobs, by place; returns every violation of all requests.

@@ -128,10 +128,10 @@ class Execution:
             self._launches.begin()
             self._at("start")
             self._preparation.run(self._step)
-            self._at("before_door")
-            with self._timed.door():
+            self._at("before_check")
+            with self._timed.check():
                 schedule = self._schedule = self._agree()
-            self._at("after_door")
+            self._at("after_check")
             with self._timed.calls(schedule):
                 self._run(schedule)
             self._at("end")
@@ -382,7 +382,7 @@ class Execution:
 
     def _at(self, point: str) -> None:
         if self._faults is not None:
-            self._faults.at(point, self._seq, self._program.door.rank)
+            self._faults.at(point, self._seq, self._program.agreement.rank)
 
 
 def given_up(reason: str | None, is_late: bool, limit_s: float) -> RaycollectError | None:
@@ -403,7 +403,7 @@ def located(
     if isinstance(error, FaultError):
         share = under_way.share if under_way else None
         error.op = error.op or (share.op if share else program.name)
-        error.group_name = error.group_name or (share.group_id if share else program.door.group_id)
+        error.group_name = error.group_name or (share.group_id if share else program.agreement.group_id)
         if share and error.rank < 0 and isinstance(error, KernelError):
             error.rank = share.rank
     return kept(error)  # its frames would keep the tensors alive

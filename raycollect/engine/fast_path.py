@@ -24,7 +24,7 @@ from raycollect.engine.run_cache import RunCache, places_of
 from raycollect.engine.spans import label_of_bundle
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.observe import Ring, run_steps
-from raycollect.observe.trace import AGAIN, DOOR
+from raycollect.observe.trace import AGAIN, CHECK
 from raycollect.planner import Program
 from raycollect.pos import Container
 
@@ -67,7 +67,7 @@ class FastPath:
         communicators: Callable[[str], Communicator],
     ) -> FastPath | None:
         """Returns the fast path of a program on these operands; None where their last run can't be repeated."""
-        if type(instruments.faults) is not NoFaults or not program.door.group_id:
+        if type(instruments.faults) is not NoFaults or not program.agreement.group_id:
             return None
         containers = [one for one in held if type(one) is Container]
         known = RunCache.last(program, containers) if len(containers) == len(held) else None
@@ -128,7 +128,7 @@ class FastPath:
         """
         program, seq, self._aborted = self.program, self._seq, aborted
         self.instruments.recorder.add("again", seq, program.name)
-        launch = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
+        launch = Launch(seq=seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
         self._kernel_progress, step = here(), run_steps.here()
         self._kernel_progress.clear()
         communicator, scheduled, ok = None, None, False
@@ -139,7 +139,7 @@ class FastPath:
         if ring is not None:
             began_s = ring.clock()
         try:
-            communicator = self._communicator = self.communicators(program.door.group_id)
+            communicator = self._communicator = self.communicators(program.agreement.group_id)
             reason = self._reason()  # an abort from here on finds the communicator
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
@@ -166,7 +166,7 @@ class FastPath:
                 ended = communicator.end(launch, ok)
             if ring is not None:
                 label = self._label if ring is self._ring else self._met_ring(ring)
-                kind = DOOR if agreed_s and scheduled is None else AGAIN  # what goes on in full notes the rest itself
+                kind = CHECK if agreed_s and scheduled is None else AGAIN  # what goes on in full notes the rest itself
                 at, thread, failed = next(ring.numbers), get_ident(), "" if error is None else type(error).__name__
                 until_s = (ended_s or ring.clock()) if kind is AGAIN else agreed_s
                 ring.entries.append((at, kind, program.name, began_s, until_s, thread, seq, label, failed, agreed_s))
@@ -228,11 +228,15 @@ class FastPath:
         return given_up(self._reason(), now_s > self._until_s, limit_s)
 
     def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...] | None) -> Execution:
-        program, door = self.program, self._communicator  # which is ended even if the group has gone meanwhile
+        program, communicator = self.program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
             program,
             keys,
-            lambda group_id: door if door and group_id == program.door.group_id else self.communicators(group_id),
+            lambda group_id: (
+                communicator
+                if communicator and group_id == program.agreement.group_id
+                else self.communicators(group_id)
+            ),
             self.instruments,
             seq=seq,
             aborted=self._reason,
@@ -246,6 +250,10 @@ class FastPath:
 def _is_simple(program: Program, known: RunCache) -> bool:
     if len(known.schedule.bundles) != 1 or len(known.schedule.bundles[0].moves) != 1:
         return False
-    (move,), door = known.schedule.bundles[0].moves, program.door
+    (move,), agreement = known.schedule.bundles[0].moves, program.agreement
     is_plain = len(move.kernels) == 1 and move.packed is None and move.staging_copies is None and not move.copies
-    return is_plain and (move.number, move.group_id, tuple(move.ranks)) == (0, door.group_id, tuple(door.ranks))
+    return is_plain and (move.number, move.group_id, tuple(move.ranks)) == (
+        0,
+        agreement.group_id,
+        tuple(agreement.ranks),
+    )

@@ -15,7 +15,16 @@ from raycollect.observe import Recorder, Tracer
 from raycollect.pos import Store
 
 # Where faults can be injected.
-POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "before_commit", "after_commit", "end")
+POINTS = (
+    "start",
+    "before_check",
+    "after_check",
+    "before_kernel",
+    "after_kernel",
+    "before_commit",
+    "after_commit",
+    "end",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,11 +42,11 @@ class LaunchSequence:
 
     def begin(self) -> None:
         """Opens the launch of the agreement; raises GroupBrokenError where this participant has no such group."""
-        door = self.program.door
-        if door.group_id:
-            communicator = self.communicators(door.group_id)
+        agreement = self.program.agreement
+        if agreement.group_id:
+            communicator = self.communicators(agreement.group_id)
             with self._lock:
-                self.opened, self._wakes = (communicator, self._door()), communicator.abort
+                self.opened, self._wakes = (communicator, self._launch()), communicator.abort
         elif self.exchange is None:
             raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
         else:
@@ -62,11 +62,11 @@ class LaunchSequence:
         """
         self._check()
         if self.opened is not None:
-            communicator, door = self.opened
-            blobs = communicator.agree(door, arrival)
+            communicator, agreement = self.opened
+            blobs = communicator.agree(agreement, arrival)
         else:
             assert self.exchange is not None  # `begin` has checked it
-            blobs = self.exchange(self._door(), arrival)
+            blobs = self.exchange(self._launch(), arrival)
         return tuple(map(bytes, blobs))
 
     def again(self, kernel: Kernel | None, arrival: bytes, expected: tuple[bytes, ...]) -> tuple[bytes, ...] | None:
@@ -124,7 +124,7 @@ class LaunchSequence:
         """
         exchange, program = self.exchange, self.program
         assert exchange is not None  # whoever runs a program that commits has given it
-        ranks = tuple(range(len(program.door.ranks)))
+        ranks = tuple(range(len(program.agreement.ranks)))
         patient = program.timeout_s * (2 + self._number)  # the others may be busy with what comes before
         with self._lock:
             self._check()
@@ -156,8 +156,8 @@ class LaunchSequence:
         if wake is not None:
             wake(seq)
 
-    def _door(self) -> Launch:
-        return Launch(seq=self.seq, ranks=self.program.door.ranks, timeout_s=self.program.timeout_s)
+    def _launch(self) -> Launch:
+        return Launch(seq=self.seq, ranks=self.program.agreement.ranks, timeout_s=self.program.timeout_s)
 
     def _close(self, *, ok: bool) -> tuple[int, ...]:
         with self._lock:

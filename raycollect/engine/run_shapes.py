@@ -81,7 +81,7 @@ class RunShapes:
     def forget(self, group_id: str) -> None:
         """Forgets the runs of a group that has ended."""
         for name, run in tuple(self._known.items()):
-            if run.program.door.group_id == group_id:
+            if run.program.agreement.group_id == group_id:
                 self._known.pop(name, None)
 
     def recall(

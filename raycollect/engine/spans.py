@@ -16,7 +16,7 @@ from raycollect.engine.agreement import Verdict
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
 from raycollect.errors import RaycollectError
 from raycollect.observe import Label, Ring
-from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL, NO_LABEL, PART, STAGING
+from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
 from raycollect.planner import Program
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -51,9 +51,9 @@ class Timed:
         yield
         self._ring.waited(what, began_s, self._seq)
 
-    def door(self) -> AbstractContextManager[None]:
+    def check(self) -> AbstractContextManager[None]:
         """The agreement of all ranks."""
-        return _Noted(self._ring, DOOR, "consistency check", self._seq, self._number())
+        return _Noted(self._ring, CHECK, "consistency check", self._seq, self._number())
 
     def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
         """All that is done after the agreement, recorded where there are several calls."""
@@ -61,7 +61,7 @@ class Timed:
         if len(program.tasks) == 1:
             return _NOTHING
         nbytes = sum(_agreed_nbytes(one.share.op, verdict) for one in schedule.bundles for verdict in one.agreed)
-        label = _label_of_door(program, self._meeting)._replace(nbytes=nbytes, calls=1)  # as one batch
+        label = _label_of_check(program, self._meeting)._replace(nbytes=nbytes, calls=1)  # as one batch
         return self._span(COLLECTIVE, program.name, label)
 
     def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
@@ -105,7 +105,7 @@ class _Untimed:
     def _ignore(self, *what: Any, **which: Any) -> AbstractContextManager[None]:
         return _NOTHING
 
-    begin = end = waiting = door = calls = bundle = staging = kernels = _ignore
+    begin = end = waiting = check = calls = bundle = staging = kernels = _ignore
 
 
 _UNTIMED = cast("Timed", _Untimed())
@@ -139,13 +139,15 @@ def _label_of_program(program: Program, meeting: str = "") -> Label:
     if len(program.tasks) == 1:
         share = program.shares[program.tasks[0].share]
         return Label(share.op, share.group_id, share.rank, len(share.ranks), 0, 0, meeting)
-    return _label_of_door(program, meeting)
+    return _label_of_check(program, meeting)
 
 
-def _label_of_door(program: Program, meeting: str = "") -> Label:
+def _label_of_check(program: Program, meeting: str = "") -> Label:
     groups = dict.fromkeys(share.group_id for share in program.shares)
-    door = program.door
-    return Label(program.name, door.group_id or ",".join(groups), door.rank, len(door.ranks), 0, 0, meeting)
+    agreement = program.agreement
+    return Label(
+        program.name, agreement.group_id or ",".join(groups), agreement.rank, len(agreement.ranks), 0, 0, meeting
+    )
 
 
 def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:

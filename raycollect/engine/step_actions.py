@@ -93,7 +93,7 @@ class PlanCall:
         self._offset = one.offset
         self._first = one.first if step_program.numbered else -1
         self._program = decode_program(one.program)
-        self._kept_door = not self._program.door.group_id  # by the controller
+        self._kept_agreement = not self._program.agreement.group_id  # by the controller
         self._inputs = one.inputs
         self._outputs = one.outputs
         self._last: tuple[int, ...] = ()  # the operands of the last run, by identity
@@ -171,7 +171,7 @@ class PlanCall:
             seq=seq,
             aborted=aborted,
             held=held,
-            exchange=exchange(program, seq) if self._kept_door else None,
+            exchange=exchange(program, seq) if self._kept_agreement else None,
         )
         runner.begin(execution)
         try:

@@ -44,6 +44,7 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,
     FaultError,
+    GroupBrokenError,
     InternalError,
     KernelError,
     PlanAbortedError,
@@ -209,9 +210,8 @@ class MemberCommunicator:
                     self._give_up()
 
     def _attempts(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome:
-        outcome = None
-        while outcome is None:
-            outcome = self._attempt(attempt, object_to, deadline_s)
+        while (outcome := self._attempt(attempt, object_to, deadline_s)) is None:
+            pass
         return outcome
 
     def _attempt(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome | None:
@@ -235,22 +235,24 @@ class MemberCommunicator:
             within.deadline_s = deadline_s
             outcome = attempt(within, self._seq)
         except BaseException as exc:
-            self._give_up(_unforeseen(exc))
+            unforeseen = InternalError(detail=threads.cause_of(exc))
+            self._give_up(unforeseen)
             if isinstance(exc, Exception):
-                raise _unforeseen(exc) from exc
+                raise unforeseen from exc
             raise
         failure, agreed = outcome.error, hub.agreed
         if failure is None:
             return outcome
         if agreed and isinstance(failure, RefusedError):
             raise anew(failure)
-        if not isinstance(failure, PlanAbortedError):
-            self._give_up(failure)
+        if not isinstance(failure, PlanAbortedError) and (agreed or not isinstance(failure, GroupBrokenError)):
+            self._give_up(failure)  # else a rank may have left, which closes its connections before the hub tells of it
         raised = self._explained(failure, agreed)
         if hub.recalled:
             again = PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.contest}")
             self._give_up(raised or again)
-        self._give_up(raised if isinstance(raised, RefusedError) else None)  # denied: only this rank knows of it
+        is_told = isinstance(raised, (RefusedError, GroupBrokenError))  # else the others know of it
+        self._give_up(raised if is_told else None)
         if raised is None:
             return None
         raise anew(raised)
@@ -259,10 +261,12 @@ class MemberCommunicator:
         """Finds the cause of a failure, which may be an echo of another rank's; None as in `_attempt`."""
         hub = self.hub
         with self._changed:
-            if isinstance(error, (KernelError, PlanAbortedError)):  # the hub tells the cause, maybe later
+            if isinstance(error, (KernelError, PlanAbortedError, GroupBrokenError)):  # the hub tells why, maybe later
                 self._changed.wait_for(lambda: hub.stop or hub.stale or hub.recalled, CAUSE_S)
             if hub.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(hub.stop, FaultError)):
                 return hub.stop
+            if isinstance(error, GroupBrokenError) and hub.stale and not agreed:
+                return None
             if not isinstance(error, PlanAbortedError):
                 return error
             if not agreed:
@@ -444,7 +448,3 @@ class MemberCommunicator:
             self.hub.closed = True
             self._changed.notify_all()
             return bool(self.hub.call)
-
-
-def _unforeseen(exc: BaseException) -> InternalError:
-    return InternalError(detail=threads.cause_of(exc))

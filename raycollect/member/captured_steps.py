@@ -315,7 +315,7 @@ class CapturedStep:
         return results
 
     def _make_exchange(self, program: Program, seq: int) -> ChannelExchange:
-        made = ChannelExchange("", program.door.rank, self._send)
+        made = ChannelExchange("", program.agreement.rank, self._send)
         self._exchange = seq, made
         return made
 

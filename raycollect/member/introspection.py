@@ -19,15 +19,15 @@ def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> S
     """What this process is doing."""
     recorder, running = instruments.recorder, sequencer.running()
     doing, places = what_runs(), run_steps.steps()
-    doors = arrivals(recorder.story(), instruments.clock())
+    checks = arrivals(recorder.story(), instruments.clock())
     return Seen(
         request=message.request,
         doing=doing.what,
         stack=list(doing.stack),
         running=list(running),
         steps=[places.get(seq, "") for seq in running],
-        doors=list(doors),
-        doors_ms=[int(1000 * since_s) for since_s in doors.values()],
+        checks=list(checks),
+        checks_ms=[int(1000 * since_s) for since_s in checks.values()],
         ended=sequencer.last,
         story=list(recorder.tail()),
         cut=list(sockets.cut_links()),

@@ -183,7 +183,7 @@ class Lease:
 
     def _run(self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, is_in_turn: bool) -> Outcome:
         sequencer = self._sequencer
-        place, exchange = program.door, None
+        place, exchange = program.agreement, None
         if program.commits or not place.group_id:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
         run, execution = self._prepared(seq, keys, program, is_ordered, exchange)
@@ -224,7 +224,7 @@ class Lease:
         # If all participants see each other, the last one tells for all that it went well.
         if outcome.error is not None:
             self._reporter.tell_failure(seq, outcome.error)
-        elif not outcome.ended or len(outcome.ended) == len(program.door.ranks):
+        elif not outcome.ended or len(outcome.ended) == len(program.agreement.ranks):
             self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 
     # ------------------------------------------------------------------------------------------ captured steps

@@ -13,7 +13,7 @@ from ray.util.metrics import Counter, Histogram
 
 from raycollect.core import threads
 from raycollect.observe import Place, Ring, Span
-from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL
+from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL
 
 EVERY_S = 2.0
 """How often the ring is read, in seconds."""
@@ -21,7 +21,7 @@ EVERY_S = 2.0
 TAGS = ("group", "op", "backend", "rank")
 _BOUNDS_S = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
 
-CALLS, NBYTES, SECONDS, DOOR_SECONDS = (
+CALLS, NBYTES, SECONDS, CHECK_SECONDS = (
     "raycollect_calls",
     "raycollect_bytes",
     "raycollect_seconds",
@@ -31,7 +31,7 @@ METRICS = {
     CALLS: "Collectives that this rank has run.",
     NBYTES: "Bytes of these collectives, as nccl-tests count them.",
     SECONDS: "Time of a collective on this rank, from leaving the consistency check to the end of its kernels.",
-    DOOR_SECONDS: "Time in the consistency check of a plan: how long this rank waited until all had agreed.",
+    CHECK_SECONDS: "Time in the consistency check of a plan: how long this rank waited until all had agreed.",
 }
 """Name -> description. Ray puts ``ray_`` before names, and ``_total`` behind those of counters."""
 
@@ -43,7 +43,7 @@ class RayMeters:
         self._counters = {name: Counter(name, METRICS[name], tag_keys=TAGS) for name in (CALLS, NBYTES)}
         self._histograms = {
             name: Histogram(name, METRICS[name], boundaries=_BOUNDS_S, tag_keys=TAGS)
-            for name in (SECONDS, DOOR_SECONDS)
+            for name in (SECONDS, CHECK_SECONDS)
         }
 
     def count(self, name: str, value: float, tags: Mapping[str, str]) -> None:
@@ -96,7 +96,7 @@ class Publisher:
 
 def _publish(span: Span, places: Mapping[str, Place], meters: RayMeters) -> None:
     label = span.label
-    if span.error or not (span.kind == DOOR or (span.kind in (COLLECTIVE, KERNEL) and label.calls)):
+    if span.error or not (span.kind == CHECK or (span.kind in (COLLECTIVE, KERNEL) and label.calls)):
         return
     place = places.get(label.group_id)
     tags = {
@@ -106,8 +106,8 @@ def _publish(span: Span, places: Mapping[str, Place], meters: RayMeters) -> None
         "rank": str(label.rank),
     }
     took_s = span.end_s - span.begin_s
-    if span.kind == DOOR:
-        meters.observe(DOOR_SECONDS, took_s, tags)
+    if span.kind == CHECK:
+        meters.observe(CHECK_SECONDS, took_s, tags)
         return
     meters.count(CALLS, label.calls, tags)
     meters.count(NBYTES, label.nbytes, tags)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycollect.core import html
-from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL
+from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL
 from raycollect.observe.whole import Process, Trace
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
@@ -144,7 +144,7 @@ class Summary:
 
 
 def _cells(row: SummaryRow) -> tuple[str, ...]:
-    has_door = row.last_rank >= 0
+    has_check = row.last_rank >= 0
     return (
         row.group,
         row.op,
@@ -155,10 +155,10 @@ def _cells(row: SummaryRow) -> tuple[str, ...]:
         seconds_words(row.p99_s),
         _bandwidth(row.algorithm_bandwidth),
         _bandwidth(row.bus_bandwidth),
-        f"{row.waiting:.0%}" if row.waiting or has_door else "",
-        seconds_words(row.skew_s) if has_door else "",
-        seconds_words(row.worst_skew_s) if has_door else "",
-        f"{row.last_rank} ({row.last_share:.0%})" if has_door else "",
+        f"{row.waiting:.0%}" if row.waiting or has_check else "",
+        seconds_words(row.skew_s) if has_check else "",
+        seconds_words(row.worst_skew_s) if has_check else "",
+        f"{row.last_rank} ({row.last_share:.0%})" if has_check else "",
     )
 
 
@@ -184,7 +184,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Door:
+class _Check:
     """One agreement: rank -> (when it came, when it left)."""
 
     row: _Row
@@ -194,15 +194,15 @@ class _Door:
 def summarize(trace: Trace) -> Summary:
     """Summarizes a timeline."""
     calls: dict[_Meeting, _Call] = {}
-    doors: dict[_Meeting, _Door] = {}
+    checks: dict[_Meeting, _Check] = {}
     for process in trace.processes:
-        _gather(process, calls, doors)
-    by_row: dict[_Row, tuple[list[_Call], list[_Door]]] = defaultdict(lambda: ([], []))
+        _gather(process, calls, checks)
+    by_row: dict[_Row, tuple[list[_Call], list[_Check]]] = defaultdict(lambda: ([], []))
     for call in calls.values():
         if not call.has_failed:  # on any rank
             by_row[call.row][0].append(call)
-    for door in doors.values():
-        by_row[door.row][1].append(door)
+    for check in checks.values():
+        by_row[check.row][1].append(check)
     rows = [(sum(max(one.took_s) for one in some), _row(row, some, met)) for row, (some, met) in by_row.items() if some]
     return Summary(
         rows=tuple(row for _, row in sorted(rows, key=lambda one: -one[0])),
@@ -213,15 +213,15 @@ def summarize(trace: Trace) -> Summary:
     )
 
 
-def _gather(process: Process, calls: dict[_Meeting, _Call], doors: dict[_Meeting, _Door]) -> None:
+def _gather(process: Process, calls: dict[_Meeting, _Call], checks: dict[_Meeting, _Check]) -> None:
     pieces = Counter[tuple[str, str, int, str]]()
     for one in process.slices:
         leader = "" if one.meeting else process.leader
         row = one.group, one.op, one.backend
-        if one.kind == DOOR and one.op:
-            door = doors.setdefault((leader, one.meeting, one.group_id, one.seq, 0), _Door(row, {}))
-            came_s, went_s = door.stays.get(one.rank, (one.begin_s, one.end_s))
-            door.stays[one.rank] = min(came_s, one.begin_s), max(went_s, one.end_s)
+        if one.kind == CHECK and one.op:
+            check = checks.setdefault((leader, one.meeting, one.group_id, one.seq, 0), _Check(row, {}))
+            came_s, went_s = check.stays.get(one.rank, (one.begin_s, one.end_s))
+            check.stays[one.rank] = min(came_s, one.begin_s), max(went_s, one.end_s)
         elif one.kind in (COLLECTIVE, KERNEL) and one.calls:
             key = one.meeting, one.group_id, one.seq, one.op
             place = (leader, one.meeting, f"{one.group_id} {one.op}", one.seq, pieces[key])
@@ -232,15 +232,15 @@ def _gather(process: Process, calls: dict[_Meeting, _Call], doors: dict[_Meeting
             call.has_failed = call.has_failed or bool(one.error)
 
 
-def _row(row: _Row, calls: Sequence[_Call], doors: Sequence[_Door]) -> SummaryRow:
+def _row(row: _Row, calls: Sequence[_Call], checks: Sequence[_Check]) -> SummaryRow:
     times = sorted(max(one.took_s) for one in calls)
     nbytes, total_s = sum(one.nbytes for one in calls), sum(times)
     rate = nbytes / total_s if total_s else 0.0
     ranks = max(one.ranks for one in calls)
-    waited_s = sum(went - came for door in doors for came, went in door.stays.values())
+    waited_s = sum(went - came for check in checks for came, went in check.stays.values())
     worked_s = sum(sum(one.took_s) for one in calls)
-    skews = sorted(_skews(doors))
-    last = Counter(_last(door) for door in doors if len(door.stays) > 1).most_common(1)
+    skews = sorted(_skews(checks))
+    last = Counter(_last(check) for check in checks if len(check.stays) > 1).most_common(1)
     group, op, backend = row
     return SummaryRow(
         group=group,
@@ -261,12 +261,12 @@ def _row(row: _Row, calls: Sequence[_Call], doors: Sequence[_Door]) -> SummaryRo
     )
 
 
-def _skews(doors: Iterable[_Door]) -> Iterator[float]:
-    for door in doors:
-        if len(door.stays) > 1:
-            came = [came_s for came_s, _ in door.stays.values()]
+def _skews(checks: Iterable[_Check]) -> Iterator[float]:
+    for check in checks:
+        if len(check.stays) > 1:
+            came = [came_s for came_s, _ in check.stays.values()]
             yield max(came) - min(came)
 
 
-def _last(door: _Door) -> int:
-    return max(door.stays, key=lambda rank: door.stays[rank][0])
+def _last(check: _Check) -> int:
+    return max(check.stays, key=lambda rank: check.stays[rank][0])

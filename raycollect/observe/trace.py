@@ -19,9 +19,9 @@ import msgpack
 from raycollect.core.model import GroupSpec
 from raycollect.errors.text import a_type
 
-PLAN, RUN, PART, WAIT, DOOR = "plan", "run", "part", "wait", "check"
+PLAN, RUN, PART, WAIT, CHECK = "plan", "run", "part", "wait", "check"
 COLLECTIVE, KERNEL, STAGING, METHOD, CALL = "collective", "kernel", "staging", "method", "call"
-KINDS = (PLAN, RUN, PART, WAIT, DOOR, COLLECTIVE, KERNEL, STAGING, METHOD, CALL)
+KINDS = (PLAN, RUN, PART, WAIT, CHECK, COLLECTIVE, KERNEL, STAGING, METHOD, CALL)
 """The kinds of spans; docs/timeline.md says what each one covers."""
 
 AGAIN = "again"
@@ -188,7 +188,9 @@ def _spans(entries: Iterable[Entry], labels: Sequence[Label]) -> Iterator[Span]:
             yield Span(kind, name or label.op, begin_s, end_s, thread, seq, label, error)
             continue
         yield Span(PART, name or label.op, begin_s, end_s, thread, seq, label, error)
-        yield Span(DOOR, "consistency check", begin_s, agreed_s or end_s, thread, seq, label, "" if agreed_s else error)
+        yield Span(
+            CHECK, "consistency check", begin_s, agreed_s or end_s, thread, seq, label, "" if agreed_s else error
+        )
         if agreed_s:
             yield Span(KERNEL, label.op, agreed_s, end_s, thread, seq, label, error)
 

@@ -138,7 +138,7 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
     return Explanation(
         name=plan.name,
         participants=len(plan.participants),
-        door="the controller" if plan.door is None else plan.door.spec.name,
+        agreement="the controller" if plan.agreement is None else plan.agreement.spec.name,
         rounds=plan.rounds,
         launches=len({launch for row in rows for launch in row.launches} | {0}),
         staging=plan.staging,

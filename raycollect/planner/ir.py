@@ -172,7 +172,7 @@ class Plan:
     brought: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
     rounds: int  # how many rounds of agreement there are
     # The roster of a group that has all participants; None: they agree through the controller
-    door: Roster | None = field(repr=False)
+    agreement: Roster | None = field(repr=False)
     width: int  # how many launches there may be, that of the agreement included
     staging: int = STAGING_NBYTES  # see `Program.staging`
 
@@ -281,7 +281,7 @@ class Plan:
             name=self.name,
             timeout_s=self.timeout_s,
             rounds=self.rounds,
-            door=self._door(position),
+            agreement=self._agreement(position),
             shares=tuple(written),
             tasks=tuple(tasks),
             bundles=self._bundles(task_of),
@@ -319,16 +319,18 @@ class Plan:
     def _whole(self) -> tuple[Bundle, ...]:
         return tuple(Bundle(tasks=together.requests, base=together.base) for together in self.order)
 
-    def _door(self, position: int) -> Domain:
-        if self.door is None:
-            return Domain(group_id="", rank=position, ranks=self._at_door)
-        return Domain(group_id=self.door.spec.group_id, rank=self._at_door[position], ranks=self._at_door)
+    def _agreement(self, position: int) -> Domain:
+        if self.agreement is None:
+            return Domain(group_id="", rank=position, ranks=self._at_agreement)
+        return Domain(
+            group_id=self.agreement.spec.group_id, rank=self._at_agreement[position], ranks=self._at_agreement
+        )
 
     @cached_property
-    def _at_door(self) -> tuple[int, ...]:
-        if self.door is None:
+    def _at_agreement(self) -> tuple[int, ...]:
+        if self.agreement is None:
             return tuple(range(len(self.participants)))
-        return tuple(map(self.door.rank_of, self.participants))
+        return tuple(map(self.agreement.rank_of, self.participants))
 
     def _given(self, number: int, rank: int) -> tuple[Source, ...]:
         part = self.parts[number]

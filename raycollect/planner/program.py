@@ -84,7 +84,7 @@ class Program:
     rounds: int  # how many rounds of agreement; more than one where a participant learns shapes from others
     # Who agrees: the ranks of a group that all participants are members of; or all positions, with an empty group
     # id, through the controller
-    door: Domain
+    agreement: Domain
     shares: tuple[Share, ...]  # distinct
     tasks: tuple[Task, ...]
     # The tasks in the order in which they run, valid where different keys are different memory. Where one
@@ -106,7 +106,7 @@ class Program:
 
     def places_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The places of ranks that have ended the launch of the agreement; none where others may have more to do."""
-        return () if self.everyone else tuple([self.door.ranks.index(rank) for rank in ranks])
+        return () if self.everyone else tuple([self.agreement.ranks.index(rank) for rank in ranks])
 
 
 @dataclass(frozen=True, slots=True)

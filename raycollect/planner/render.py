@@ -261,7 +261,7 @@ def _totals(report: Report) -> list[tuple[str, str]]:
 def _stage_totals(report: Report) -> list[tuple[str, str]]:
     memory = report.memory
     return [
-        ("consistency check", f"{report.door}, {report.rounds} round{'s' if report.rounds > 1 else ''}"),
+        ("consistency check", f"{report.agreement}, {report.rounds} round{'s' if report.rounds > 1 else ''}"),
         ("launches", f"{report.launches}, with that of the consistency check"),
         ("bytes inside hosts", nbytes_words(report.nbytes_inside)),
         ("bytes between hosts", nbytes_words(report.nbytes_between)),

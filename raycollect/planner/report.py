@@ -159,7 +159,7 @@ class Report:
 
     name: str  # the operation, or "batch"
     participants: int  # how many processes take part; each gets one message
-    door: str  # where they agree: the name of a group, or "the controller"
+    agreement: str  # where they agree: the name of a group, or "the controller"
     rounds: int  # how many rounds of agreement there are
     launches: int  # how many launches there are, that of the agreement included
     staging: int  # the bytes in which tensors may travel packed; 0: none does

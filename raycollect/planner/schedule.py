@@ -18,12 +18,13 @@ from raycollect.planner.topology import Roster
 
 def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequence[Roster], staging: int) -> Plan:
     """Makes the plan of a batch; parts of one form must be the same object."""
-    participants, door = _participants(parts, rosters)
+    participants, agreement = _participants(parts, rosters)
     order = _bundled(requests, parts)
-    at_door = [
-        door is roster and len(part.ranks) == len(participants) for part, roster in zip(parts, rosters, strict=True)
+    at_agreement = [
+        agreement is roster and len(part.ranks) == len(participants)
+        for part, roster in zip(parts, rosters, strict=True)
     ]
-    together, width = _numbered(order, parts, at_door)
+    together, width = _numbered(order, parts, at_agreement)
     alone = [0] * len(parts)
     if width > 1:
         *alone, width = accumulate((part.width for part in parts), initial=width)
@@ -37,7 +38,7 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
         alone=tuple(alone),
         brought=brought,
         rounds=max((first + part.rounds for first, part in zip(brought, parts, strict=True)), default=1),
-        door=door,
+        agreement=agreement,
         width=width,
         staging=staging,
     )
@@ -83,7 +84,7 @@ def _bundled(requests: Sequence[Request], parts: Sequence[Part]) -> list[list[in
 
 
 def _numbered(
-    order: Sequence[Sequence[int]], parts: Sequence[Part], at_door: Sequence[bool]
+    order: Sequence[Sequence[int]], parts: Sequence[Part], at_agreement: Sequence[bool]
 ) -> tuple[tuple[Together, ...], int]:
     """Numbers the launches; consecutive ones over the same ranks of the same group become one."""
     together = []
@@ -94,7 +95,7 @@ def _numbered(
         part = parts[requests[0]]
         who = (part.request.group.group_id, part.ranks)
         if len(part.choices) == 1 and part.width == 1:
-            if at_door[requests[0]] and not begun:
+            if at_agreement[requests[0]] and not begun:
                 base = 0
             elif open_ is not None and open_[0] == who:
                 base = open_[1]
@@ -103,8 +104,8 @@ def _numbered(
                 open_ = (who, base)
             together.append(Together(requests=tuple(requests), base=(base,)))
             continue
-        door_is_open = at_door[requests[0]] and not begun
-        bases = [0 if door_is_open and choice.name == NATIVE.name else width for choice in part.choices]
+        is_open = at_agreement[requests[0]] and not begun
+        bases = [0 if is_open and choice.name == NATIVE.name else width for choice in part.choices]
         together.append(Together(requests=tuple(requests), base=tuple(bases)))
         width, begun, open_ = width + part.width, True, None
     return tuple(together), width

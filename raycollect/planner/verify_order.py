@@ -45,8 +45,8 @@ def _participants_problem(plan: Plan) -> str:
         strangers = [rank for rank in part.ranks if roster.members[rank] not in places]
         if strangers:
             return f"lacks the participants of ranks {strangers} of group {roster.spec.name!r}"
-    if plan.door is not None and any(plan.door.rank_of(one) < 0 for one in plan.participants):
-        return f"has participants that are no members of the consistency check's group {plan.door.spec.name!r}"
+    if plan.agreement is not None and any(plan.agreement.rank_of(one) < 0 for one in plan.participants):
+        return f"has participants that are no members of the consistency check's group {plan.agreement.spec.name!r}"
     return ""
 
 
@@ -102,9 +102,9 @@ def _launch_problem(plan: Plan) -> str:
     for together in plan.order:
         part, roster = plan.parts[together.requests[0]], plan.rosters[together.requests[0]]
         who = _who(part) if len(part.choices) == 1 and part.width == 1 else None
-        at_door = plan.door is roster and _is_whole(part, roster, plan.participants)
+        at_agreement = plan.agreement is roster and _is_whole(part, roster, plan.participants)
         for base, choice in zip(together.base, part.choices, strict=True):
-            if base == 0 and highest == 0 and at_door and choice.width == 1:
+            if base == 0 and highest == 0 and at_agreement and choice.width == 1:
                 continue
             if base > highest or (base == highest > 0 and who is not None and who == shared):
                 continue

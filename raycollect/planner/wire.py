@@ -56,7 +56,7 @@ def encode_program(program: Program) -> bytes:
     p = program
     tasks = list(map(attrgetter(*_TASK), p.tasks))
     bundles = [(b.tasks, b.base) for b in p.bundles]
-    head = (VERSION, p.name, p.timeout_s, p.rounds, _plain_domain(p.door), p.keys, p.staging, p.commits)
+    head = (VERSION, p.name, p.timeout_s, p.rounds, _plain_domain(p.agreement), p.keys, p.staging, p.commits)
     packed: bytes = msgpack.packb((*head, [_encode_share(share) for share in p.shares], tasks, bundles, p.everyone))
     return packed
 
@@ -99,12 +99,12 @@ def decode_program(data: bytes) -> Program:
                 detail=f"a program of version {values[0]}, this process reads {VERSION}: driver and actors must run "
                 "the same raycollect"
             )
-        _, name, timeout_s, rounds, door, keys, staging, commits, shares, tasks, bundles, everyone = values
+        _, name, timeout_s, rounds, agreement, keys, staging, commits, shares, tasks, bundles, everyone = values
         return Program(
             name=name,
             timeout_s=timeout_s,
             rounds=rounds,
-            door=_domain(door),
+            agreement=_domain(agreement),
             keys=keys,
             staging=staging,
             commits=commits,

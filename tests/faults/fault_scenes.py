@@ -18,10 +18,10 @@ from raycollect import errors
 from tests.faults import inject
 from tests.faults.inject import IN_KERNEL, Folder
 from tests.faults.matrix import (
-    AT_THE_DOOR,
     DRIVER,
     FAULTS,
     GROUP,
+    IN_THE_CHECK,
     LARGE,
     LIMIT_S,
     RUNS_BEFORE,
@@ -135,7 +135,7 @@ class Scene:
         """Puts the fault into its rank."""
         row = self.row
         nth = RUNS_BEFORE + 1 if row.caller == "run" else 2 if self.is_chunked else 1
-        more = {"way": self.backend} if row.fault in AT_THE_DOOR else {}
+        more = {"way": self.backend} if row.fault in IN_THE_CHECK else {}
         fault = FAULTS[row.fault](row.rank, row.phase, nth=nth, group=GROUP, folder=str(self.folder.path), **more)
         ray.get(self.workers[row.rank].call.remote(inject.put_fault, fault))
 

@@ -29,7 +29,7 @@ from raycollect.member.runtime import Runtime
 IN_KERNEL = "in_kernel"
 """The point that no executor has: amid the work of a kernel, where the backend can be reached there."""
 
-PHASES = ("before_door", "after_door", "before_kernel", IN_KERNEL, "after_kernel")
+PHASES = ("before_check", "after_check", "before_kernel", IN_KERNEL, "after_kernel")
 
 STRUCK, PIPE = "struck", "pipe"
 MOST_HELD = 100

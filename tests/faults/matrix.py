@@ -41,7 +41,7 @@ FAULTS: dict[str, Callable[..., Fault]] = {
 """What a participant does."""
 
 DEADLY = ("SIGKILL", "os._exit", "ray.kill", "SystemExit")
-AT_THE_DOOR = ("loses its arrival", "garbles its arrival")
+IN_THE_CHECK = ("loses its arrival", "garbles its arrival")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,41 +125,47 @@ _GOES_ON: dict[str, Any] = {"goes_on": True}
 
 TABLE: tuple[Row, ...] = (
     # a process ends
-    _rows("before_door", ALL, "SIGKILL", _DIED, UNTOUCHED),
-    _rows("after_door", ALL, "SIGKILL", _DIED, NOT_TORN),
+    _rows("before_check", ALL, "SIGKILL", _DIED, UNTOUCHED),
+    _rows("after_check", ALL, "SIGKILL", _DIED, NOT_TORN),
     _rows("before_kernel", ALL, "SIGKILL", _DIED, NOT_TORN),
     _rows("in_kernel", ALL, "SIGKILL", _DIED, DIRTY),
     _rows("after_kernel", ALL, "SIGKILL", _DIED, NOT_TORN),
-    _rows("before_door", ("shm",), "os._exit", _DIED, UNTOUCHED),
+    _rows("before_check", ("shm",), "os._exit", _DIED, UNTOUCHED),
     _rows("before_kernel", ("tcp",), "ray.kill", _DIED, NOT_TORN),
-    _rows("before_door", ALL, "SystemExit", _DIED, UNTOUCHED),
+    _rows("before_check", ALL, "SystemExit", _DIED, UNTOUCHED),
     # a participant fails
-    _rows("before_door", ALL, "raises", _FAILED, UNTOUCHED),
-    _rows("after_door", ALL, "raises", _FAILED, NOT_TORN),
+    _rows("before_check", ALL, "raises", _FAILED, UNTOUCHED),
+    _rows("after_check", ALL, "raises", _FAILED, NOT_TORN),
     _rows("before_kernel", ALL, "raises", _FAILED, NOT_TORN),
     _rows("in_kernel", ALL, "raises", _FAILED, DIRTY),
     _rows("after_kernel", ALL, "raises", _FAILED, NOT_TORN),
     # a participant stays away
-    _rows("before_door", ALL, "is held", _LATE, UNTOUCHED, **_SHORT),
+    _rows("before_check", ALL, "is held", _LATE, UNTOUCHED, **_SHORT),
     _rows("in_kernel", ALL, "is held", _LATE, DIRTY, **_SHORT),
-    _rows("after_door", ALL, "is held", _LATE, DONE, **_GOES_ON),
+    _rows("after_check", ALL, "is held", _LATE, DONE, **_GOES_ON),
     _rows("before_kernel", ALL, "is held", _LATE, DONE, **_GOES_ON),
     _rows("after_kernel", ALL, "is held", _LATE, DONE, **_GOES_ON),
     # what it says is lost, or damaged
-    _rows("before_door", ("shm",), "loses its arrival", None, DONE),
+    _rows("before_check", ("shm",), "loses its arrival", None, DONE),
     *(
         _rows(
-            "before_door", (on,), "loses its arrival", errors.PlanAbortedError, UNTOUCHED, blamed=(0, 1, 2), works=False
+            "before_check",
+            (on,),
+            "loses its arrival",
+            errors.PlanAbortedError,
+            UNTOUCHED,
+            blamed=(0, 1, 2),
+            works=False,
         )
         for on in ("tcp", "gloo")
     ),
-    _rows("before_door", ("shm",), "garbles its arrival", _GARBLED, UNTOUCHED),
-    _rows("before_door", ("tcp", "gloo"), "garbles its arrival", _GARBLED, NOT_TORN),
+    _rows("before_check", ("shm",), "garbles its arrival", _GARBLED, UNTOUCHED),
+    _rows("before_check", ("tcp", "gloo"), "garbles its arrival", _GARBLED, NOT_TORN),
     _rows("after_kernel", ("tcp", "gloo"), "loses a frame", _LATE, DONE, works=False, later=_DIED, **_GOES_ON),
     _rows("after_kernel", ("tcp", "gloo"), "garbles a frame", _DIED, NOT_TORN, works=False),
     # where outputs are made
     *(
-        _rows("before_door", ALL, fault, error, UNTOUCHED, caller="outputs")
+        _rows("before_check", ALL, fault, error, UNTOUCHED, caller="outputs")
         for fault, error in (("SIGKILL", _DIED), ("raises", _FAILED))
     ),
     *(
@@ -167,20 +173,20 @@ TABLE: tuple[Row, ...] = (
         for fault, error in (("SIGKILL", _DIED), ("raises", _FAILED))
     ),
     # runs of a captured step
-    _rows("before_door", ALL, "SIGKILL", _DIED, UNTOUCHED, caller="run"),
+    _rows("before_check", ALL, "SIGKILL", _DIED, UNTOUCHED, caller="run"),
     _rows("in_kernel", MESH, "SIGKILL", _DIED, NOT_TORN, caller="run"),
     _rows("after_kernel", MESH, "SIGKILL", _DIED, NOT_TORN, caller="run"),
-    _rows("before_door", ALL, "raises", _FAILED, UNTOUCHED, caller="run"),
+    _rows("before_check", ALL, "raises", _FAILED, UNTOUCHED, caller="run"),
     _rows("in_kernel", MESH, "raises", _FAILED, NOT_TORN, caller="run"),
-    _rows("before_door", MESH, "is held", _LATE, UNTOUCHED, caller="run", **_SHORT),
+    _rows("before_check", MESH, "is held", _LATE, UNTOUCHED, caller="run", **_SHORT),
     # calls of the members
-    _rows("before_door", ALL, "SIGKILL", _DIED, UNTOUCHED, caller="call"),
+    _rows("before_check", ALL, "SIGKILL", _DIED, UNTOUCHED, caller="call"),
     _rows("in_kernel", ALL, "SIGKILL", _DIED, DIRTY, caller="call"),
-    _rows("before_door", ALL, "raises", _FAILED, UNTOUCHED, caller="call"),
+    _rows("before_check", ALL, "raises", _FAILED, UNTOUCHED, caller="call"),
     _rows("in_kernel", MESH, "raises", errors.PlanAbortedError, DIRTY, caller="call"),
-    _rows("before_door", ALL, "is held", _LATE, UNTOUCHED, caller="call", **_SHORT),
+    _rows("before_check", ALL, "is held", _LATE, UNTOUCHED, caller="call", **_SHORT),
     _rows("in_kernel", ALL, "is held", _LATE, DIRTY, caller="call", **_SHORT),
-    *(_rows("before_door", MESH, "SIGKILL", _DIED, UNTOUCHED, caller="own call", rank=rank) for rank in (0, 1)),
+    *(_rows("before_check", MESH, "SIGKILL", _DIED, UNTOUCHED, caller="own call", rank=rank) for rank in (0, 1)),
     _rows("in_kernel", MESH, "SIGKILL", _DIED, DIRTY, caller="own call"),
 )
 

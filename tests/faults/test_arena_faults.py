@@ -75,11 +75,11 @@ def strike(self, reached=None, gate=None, blocks=3):
 
 
 def put(actor, point):
-    """Lets an actor die at a point of the next plan; between door and kernel, once the others wait for it there."""
+    """Lets an actor die at a point of the next plan; between check and kernel, once the others wait for it there."""
     if point == "in_kernel":
         ray.get(actor.call.remote(strike))
     else:
-        way = "once awaited" if point in ("after_door", "before_kernel") else "exit"
+        way = "once awaited" if point in ("after_check", "before_kernel") else "exit"
         ray.get(actor.call.remote(inject.put, point, "die", way))
 
 
@@ -143,8 +143,8 @@ def is_sum_or_dirty(ref):
 @pytest.mark.parametrize(
     "point",
     [
-        "before_door",
-        *(pytest.param(point, marks=pytest.mark.full) for point in ("after_door", "before_kernel")),
+        "before_check",
+        *(pytest.param(point, marks=pytest.mark.full) for point in ("after_check", "before_kernel")),
         "in_kernel",
         "after_kernel",
     ],
@@ -159,7 +159,7 @@ def test_a_member_that_is_killed(actors, point):
     survivors, refs = [workers[0], workers[2]], [refs[0], refs[2]]
     assert_alone(survivors)
     assert [one and one.arena.mapped for one in group.statistics().members] == [0, None, 0]
-    if point == "before_door":
+    if point == "before_check":
         assert all((found == 1).all() for found in col.get(refs))
         assert_works(col.declare_collective_group(survivors, group_name="again"), refs)
     elif point == "after_kernel":  # the others may have ended the kernel before they heard, or not

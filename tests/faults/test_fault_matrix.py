@@ -137,7 +137,7 @@ def _cells(row: Row, runs: list[Seen]) -> tuple[str, ...]:
     found = {state for seen in runs for state in seen.tensors}
     return (
         f"{row.fault}{'' if row.rank else ' (the hub)'}",
-        row.phase.replace("door", "consistency check").replace("_", " "),
+        row.phase.replace("check", "consistency check").replace("_", " "),
         _CALLED[row.caller],
         ", ".join(row.backends),
         raised,

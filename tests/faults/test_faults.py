@@ -110,7 +110,7 @@ def test_cancel(actors):
 def test_outputs_of_a_failed_plan_raise_where_they_are_used(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
-    ray.get(workers[1].call.remote(inject.put, "after_door", "raise"))
+    ray.get(workers[1].call.remote(inject.put, "after_check", "raise"))
     work = col.allreduce_refs(buffers(workers), inplace=False, async_op=True)
     with pytest.raises(errors.KernelError):
         work.wait()

@@ -131,7 +131,7 @@ def test_retry_after_a_rebuild(actors):
 def test_a_derived_group_is_derived_again(actors):
     workers = actors(Worker, 2)
     refs = filled(workers, (1, 2))
-    ray.get(workers[1].call.remote(inject.put, "after_door", "raise"))
+    ray.get(workers[1].call.remote(inject.put, "after_check", "raise"))
     work = col.allreduce_refs(refs, inplace=False, async_op=True)
     with pytest.raises(errors.KernelError):
         work.wait()
@@ -152,8 +152,14 @@ def test_successful_work_holds_no_operands(actors):
 # ---------------------------------------------------------------------------------------------- all or nothing
 
 
-@pytest.mark.parametrize("size", [7, 300_001])
-@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        pytest.param(backend, size, marks=[pytest.mark.full] * ((backend == "tcp") != (size == 7)))
+        for backend in ("shm", "tcp", "gloo")
+        for size in (7, 300_001)
+    ],
+)
 def test_a_snapshot_gives_the_same_result(actors, backend, size):
     workers = actors(Worker, 3)
     col.declare_collective_group(workers, backend=backend)
@@ -168,8 +174,14 @@ def test_a_snapshot_gives_the_same_result(actors, backend, size):
         np.testing.assert_array_equal(found, times * (3 * np.arange(size) + 3))
 
 
-@pytest.mark.parametrize("point", ["before_kernel", "after_kernel", "before_commit"])
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("backend", "point"),
+    [
+        pytest.param(backend, point, marks=[pytest.mark.full] * ((backend == "tcp") != (point == "after_kernel")))
+        for backend in ("shm", "tcp")
+        for point in ("before_kernel", "after_kernel", "before_commit")
+    ],
+)
 def test_a_failure_before_all_have_the_result_changes_nothing(actors, backend, point):
     workers = actors(Worker, 3)
     col.declare_collective_group(workers, backend=backend, timeout_s=20)

@@ -238,7 +238,7 @@ def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:
     return run_launch(communicator, launch, arrival=b"here")
 
 
-def test_a_rank_that_does_not_come_to_the_door_is_named_and_the_next_call_works(team_of: TeamOf) -> None:
+def test_a_rank_that_does_not_come_to_the_check_is_named_and_the_next_call_works(team_of: TeamOf) -> None:
     team = team_of(2)
     (found,) = team.run(body_arrive, team.launch(timeout_s=0.5), ranks=(1,))
     assert isinstance(found, CollectiveTimeoutError)

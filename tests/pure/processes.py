@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.pure.communicators import FORKS
 
 _names = itertools.count(1)
 
@@ -21,9 +22,8 @@ class Process:
 
     def __init__(self):
         self.warm: set[str] = set()
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_work, args=(theirs,), daemon=True)
+        self._pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=_work, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
         self._lock = threading.Lock()

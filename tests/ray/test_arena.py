@@ -278,7 +278,7 @@ class Reader:
         assert not self.failures, self.failures[0]
 
 
-ROUNDS, MOST_ROUNDS = 40, 400
+ROUNDS, MOST_ROUNDS = 20, 400
 """How often the tensors are reduced; and how often where the machine is busy, and the readers are slow to come."""
 
 

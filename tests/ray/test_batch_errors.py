@@ -218,7 +218,7 @@ def test_a_member_that_is_gone_before_the_block_ends(actors, submits):
         assert wait_until(lambda: group.status().state == "broken")
 
 
-@pytest.mark.parametrize("point", ["before_door", "before_kernel"])
+@pytest.mark.parametrize("point", ["before_check", "before_kernel"])
 def test_a_participant_that_dies_in_a_batch(actors, point):
     workers = actors(Worker, 4)
     col.declare_collective_group(workers[:3], group_name="first")
@@ -247,7 +247,7 @@ def test_a_failure_in_a_batch_aborts_it_everywhere(actors):
     for name, members in (("ab", (0, 1)), ("bc", (1, 2))):
         col.declare_collective_group([workers[at] for at in members], group_name=name)
     refs = spread(workers)
-    ray.get(workers[2].call.remote(inject.put, "before_door", "raise"))
+    ray.get(workers[2].call.remote(inject.put, "before_check", "raise"))
     with pytest.raises(errors.KernelError, match="injected") as caught, col.batch(timeout_s=30):
         col.allreduce_refs(refs[:2], "ab")
         col.allreduce_refs(refs[1:], "bc")
@@ -317,7 +317,7 @@ def test_timeout_names_the_missing_participant(actors):
     for name, members in (("ab", (0, 1)), ("bc", (1, 2))):
         col.declare_collective_group([workers[at] for at in members], group_name=name)
     refs = spread(workers)
-    ray.get(workers[2].call.remote(inject.put, "before_door", "stall"))
+    ray.get(workers[2].call.remote(inject.put, "before_check", "stall"))
     with pytest.raises(errors.CollectiveTimeoutError) as caught, col.batch(timeout_s=3):  # in which the others come
         col.allreduce_refs(refs[:2], "ab")
         col.allreduce_refs(refs[1:], "bc")

@@ -60,7 +60,7 @@ def test_a_method_that_raises_breaks_the_step_and_nothing_else(trio, request, pi
     assert works_on(trio)
 
 
-def test_a_shape_that_changes_is_refused_at_the_door(trio):
+def test_a_shape_that_changes_is_refused_at_the_check(trio):
     with col.capture() as step:
         made = [step.call(trio[0], "grow"), step.call(trio[1], "steady"), step.call(trio[2], "steady")]
         col.allreduce_refs(made)
@@ -88,7 +88,7 @@ def test_refusal_reaches_participants_of_other_plans(trio):
     assert works_on(trio)
 
 
-def test_a_method_that_gives_no_tensor_is_refused_at_the_door(trio):
+def test_a_method_that_gives_no_tensor_is_refused_at_the_check(trio):
     with col.capture() as step:
         col.allreduce_refs([step.call(worker, "loss") for worker in trio])
     with pytest.raises(errors.NotATensorError):
@@ -221,7 +221,7 @@ def test_close_aborts_the_runs_under_way(trio, pipe):
     assert wait_until(lambda: ray.get([worker.call.remote(captured_here) for worker in trio]) == [0] * 3)
 
 
-@pytest.mark.parametrize("point", ["before_door", "before_kernel"])
+@pytest.mark.parametrize("point", ["before_check", "before_kernel"])
 def test_a_fault_of_a_kernel_breaks_the_step(trio, point):
     refs = spread(trio, lambda rank: [1])
     ray.get(trio[1].call.remote(inject.put, point, "raise"))
@@ -234,7 +234,7 @@ def test_a_fault_of_a_kernel_breaks_the_step(trio, point):
     assert ray.get(trio[1].call.remote(inject.was_consumed))
     assert is_broken(step, "KernelError")
     assert all_landed()
-    if point == "before_door":
+    if point == "before_check":
         assert ray.get(trio[0].noted.remote()) == []
 
 

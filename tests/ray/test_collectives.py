@@ -47,7 +47,12 @@ def hold(actors, arrays):
     return [actor.get_buffer.remote() for actor in actors]
 
 
-@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"])
+MORE = [pytest.param(backend, marks=pytest.mark.full) for backend in ("tcp", "gloo")]
+on_shm = pytest.mark.parametrize("group", ["shm", *MORE], indirect=True)
+"""For what is above the kernels; tests/pure/backends/test_conformance.py has these on all backends."""
+
+
+@pytest.fixture(params=["shm", MORE[0], "gloo"])
 def group(request, actors):
     """Three actors in a declared group."""
     return col.declare_collective_group(actors(Worker, 3), backend=request.param)
@@ -70,6 +75,7 @@ def check_allreduce_in_place(group, op):
             assert found.dtype == np.dtype(dtype)
 
 
+@on_shm
 def test_allreduce_into_new_tensors(group):
     arrays = inputs(3, (1025,), "int64")
     refs = hold(group.actors, arrays)
@@ -80,6 +86,7 @@ def test_allreduce_into_new_tensors(group):
         np.testing.assert_array_equal(found, given)
 
 
+@on_shm
 def test_broadcast(group):
     for root in range(3):
         arrays = inputs(3, (1001,), "float32", seed=root)
@@ -89,6 +96,7 @@ def test_broadcast(group):
             np.testing.assert_array_equal(found, arrays[root])
 
 
+@on_shm
 def test_send_to_a_ref_and_to_an_actor(group):
     arrays = inputs(3, (300_001,), "float32")
     refs = hold(group.actors, arrays)
@@ -101,11 +109,13 @@ def test_send_to_a_ref_and_to_an_actor(group):
     assert ray.get(made).actor_id == group.actors[1]._actor_id.hex()
 
 
+@on_shm
 def test_barrier(group):
     assert col.barrier() is None
     col.barrier(async_op=True).wait()
 
 
+@on_shm
 def test_containers_are_one_operand(group):
     def make(self, rank):
         return {"w": np.full((2, 3), rank, np.float32), "b": np.full(5, 10 * rank, np.int64)}
@@ -121,6 +131,7 @@ def test_containers_are_one_operand(group):
     assert list(col.get(made)) == ["w", "b"]
 
 
+@on_shm
 def test_output_refs_chain(group):
     refs = hold(group.actors, inputs(3, (11,), "float32"))
     total = sum(col.get(refs))

@@ -200,7 +200,7 @@ def case(backend, way, what, *, is_more):
 def _is_more(backend, way, name):
     """Each situation is shown as a plan and as calls, in groups of either kind, on one backend after the other.
 
-    gloo has the door of tcp.
+    gloo has the check of tcp.
     """
     at = list(SITUATIONS).index(name)
     return way == WAYS[1 + at % 2] or backend != ("shm", "tcp", "torch:gloo")[(at + WAYS.index(way)) % 3]
@@ -240,7 +240,7 @@ AWAITED = [
         backend,
         way,
         operation,
-        is_more=(operation, backend) != ("allreduce", "shm") and (way != "plan" or backend == "tcp"),
+        is_more=(operation, backend) != ("allreduce", "shm") and (way != "plan" or backend in ("tcp", "gloo")),
     )
     for backend in BACKENDS
     for way in WAYS
@@ -268,6 +268,11 @@ def test_timeout_names_the_missing_rank(team, operation, tmp_path):
     team.goes_on(name)
 
 
+MESHES = ["shm", "tcp", *(pytest.param(backend, marks=pytest.mark.full) for backend in ("gloo", "torch:gloo"))]
+"""Where ranks agree: in shared memory, or on sockets, as those of gloo do."""
+
+
+@pytest.mark.parametrize("declared", MESHES, indirect=True)
 @pytest.mark.parametrize("team", ["plan"], indirect=True)
 def test_a_thread_that_gives_up_ends_the_wait_of_another(team, tmp_path):
     """The wait ends when the thread says so, not when time is up. The rank that was awaited finds nothing to do."""
@@ -295,6 +300,7 @@ def test_a_thread_that_gives_up_ends_the_wait_of_another(team, tmp_path):
 # ---------------------------------------------------------------------------------------------- plans against calls
 
 
+@pytest.mark.parametrize("declared", MESHES, indirect=True)
 @pytest.mark.parametrize("team", ["plan"], indirect=True)
 @pytest.mark.parametrize("callers", [(ODD,), (0, 2)], ids=["one", "two"])
 def test_a_call_out_of_step_with_a_plan_is_a_named_mismatch(team, callers):

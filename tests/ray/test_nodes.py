@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ LIMIT_S = 280
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
-def run(*arguments):
+def run(*arguments, **variables):
     """Runs a program without any cluster address; returns what it printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        env={**environment, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -57,4 +58,8 @@ def test_a_whole_node_that_dies_is_noticed_and_replaced(printed):
 def test_ray_starts_by_itself():
     """The first call that needs Ray starts it, as Ray's own first `.remote()` does."""
     program = "import ray; from raycollect.driver.controller import Controller; Controller.current()"
-    assert "started: True" in run("-c", f"{program}; print('started:', ray.is_initialized())")
+    # Without an address Ray joins the cluster that its folder names last: that of another run, if the folder is shared.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # sockets need a short path
+        told = run("-c", f"{program}; print('started:', ray.is_initialized())", RAY_TMPDIR=folder)
+        assert "started: True" in told
+        assert list(Path(folder).glob("ray/session_*")), "it has joined another one"

@@ -53,7 +53,12 @@ def check(outs, expected, given=None):
         assert_same(found, wanted)
 
 
-@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"])
+MORE = [pytest.param(backend, marks=pytest.mark.full) for backend in ("tcp", "gloo")]
+on_shm = pytest.mark.parametrize("trio", ["shm", *MORE], indirect=True)
+"""For what no kernel takes part in, or moves only; tests/pure/backends/test_conformance.py has it on all backends."""
+
+
+@pytest.fixture(params=["shm", MORE[0], "gloo"])
 def trio(request, actors):
     """Three actors in a declared group that must work when the test is over."""
     workers = actors(Worker, WORLD)
@@ -79,6 +84,7 @@ def test_reduce_changes_only_the_root(trio):
             np.testing.assert_array_equal(found, sum(map(part, range(WORLD))) if rank == root else part(rank))
 
 
+@on_shm
 def test_allgather(trio):
     expected = [part(rank, 0, SIZES[rank]) for rank in range(WORLD)]
     refs = make(trio, lambda rank: expected[rank])
@@ -90,6 +96,7 @@ def test_allgather(trio):
     check(outs, [np.stack([part(rank) for rank in range(WORLD)])] * WORLD, whole)
 
 
+@on_shm
 def test_gather(trio):
     expected = [part(rank, 0, SIZES[rank]) for rank in range(WORLD)]
     refs = make(trio, lambda rank: expected[rank])
@@ -102,6 +109,7 @@ def test_gather(trio):
         assert_same(col.get(given), expected)
 
 
+@on_shm
 def test_scatter(trio):
     expected = [part(0, rank, SIZES[rank]) for rank in range(WORLD)]
     for root in range(WORLD):
@@ -138,6 +146,7 @@ def test_scan_and_exscan(trio):
     check(col.scan_refs(mine), sums, mine)
 
 
+@on_shm
 def test_alltoall(trio):
     def sizes(giver, taker):
         return (giver + 2 * taker) % 4
@@ -161,6 +170,7 @@ def test_alltoall(trio):
     check(col.alltoall_refs(same, same), expected, same)  # in place
 
 
+@on_shm
 def test_pieces_that_are_dicts(trio):
     def state(rank, size=3):
         return {"w": np.full((2, size), rank, np.float32), "b": np.full(rank + 1, rank, np.int64)}
@@ -172,6 +182,7 @@ def test_pieces_that_are_dicts(trio):
         np.testing.assert_array_equal(one["b"], state(rank)["b"], strict=True)
 
 
+@on_shm
 def test_async_and_chained(trio):
     refs = make(trio, part)
     gathered = col.gather_refs(None, refs, 1, async_op=True)
@@ -207,6 +218,7 @@ def test_derived_groups_take_their_ranks_from_the_tensors(actors):
 # ---------------------------------------------------------------------------------------------- refusals
 
 
+@on_shm
 def test_a_list_on_the_wrong_actor_is_named(trio):
     refs = make(trio, part)
     lists = zeros(trio, lambda rank: [part(0)] * WORLD)
@@ -216,6 +228,7 @@ def test_a_list_on_the_wrong_actor_is_named(trio):
         col.scatter_refs(refs, lists[2], 1)
 
 
+@on_shm
 def test_both_lists_are_read_before_anything_is_refused(trio, actors):
     (stranger,) = actors(Worker, 1)
     refs, lists = make(trio, part), zeros(trio, lambda rank: [part(0)] * WORLD)
@@ -237,6 +250,7 @@ def test_both_lists_are_read_before_anything_is_refused(trio, actors):
         col.reduce_refs([trio[0], *refs[1:]])
 
 
+@on_shm
 def test_roots_out_of_range(trio):
     refs = make(trio, part)
     source = make(trio, lambda rank: [part(0)] * WORLD)[0]

@@ -53,7 +53,7 @@ def test_an_operation_is_explained_and_not_run(pair):
     (row,) = found.rows
     assert (row.op, row.group, row.backend, row.ranks) == ("allreduce max", "default", "shm", (0, 1))
     assert (row.tensors, row.dtypes, row.nbytes) == (1, ("float32",), 4000)
-    assert (found.participants, found.launches, found.door) == (2, 1, "default")
+    assert (found.participants, found.launches, found.agreement) == (2, 1, "default")
     assert "allreduce max" in found.explain()
     assert unchanged(refs)
     col.allreduce_refs(refs)

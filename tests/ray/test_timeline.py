@@ -16,7 +16,7 @@ import raycollect as col
 from raycollect.errors import InvalidArgumentError, KernelError, MismatchError, TimelineError
 from raycollect.member.runtime import Runtime
 from raycollect.observe.timeline_session import TimelineSession
-from raycollect.observe.trace import CALL, DOOR, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
+from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
 from tests.faults import inject
 from tests.pure.observe.test_chrome import check
 from tests.ray.test_statistics import is_stopped
@@ -79,7 +79,7 @@ def test_a_timeline_has_all_that_its_processes_did(actors, tmp_path):
         found = by_kind(one)
         # a run of the step with a method is a part, and so is its plan; that of the other is one; so is the call's
         assert (found[PART], found[CALL], found[METHOD]) == (4 + 2 * 5 + 5 + 1, 1, 1 + 5 + 1)
-        assert found[DOOR] >= 4 + 10 + 1
+        assert found[CHECK] >= 4 + 10 + 1
         kernels = [each for each in one.slices if each.kind == KERNEL and each.calls]
         assert {(each.group, each.backend, each.rank, each.ranks) for each in kernels} == {
             ("default", "shm", one.ranks[0][1], 2)
@@ -124,7 +124,7 @@ def test_waits_staging_and_failures_are_seen(actors):
     plans = [(one.kind, one.error) for one in line.trace.processes[0].slices]
     assert plans[0] == (PLAN, "")
     assert plans[1] == (PLAN, "MismatchError")
-    assert "MismatchError" in {one.error for one in slices if one.kind == DOOR}
+    assert "MismatchError" in {one.error for one in slices if one.kind == CHECK}
     (row,) = line.summary().rows
     assert (row.op, row.calls, row.nbytes) == ("allreduce", 1, 4 * sum(names.values()))
 

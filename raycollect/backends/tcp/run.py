@@ -83,9 +83,7 @@ class Run:
         if not 0 < src.size <= most or not self._is_small(src):
             return False
         own, batch, takers = src.read(0, src.size), Batch(), _takers(kernel, self._ranks)
-        for taker in takers:
-            if taker != self._me:
-                self._link.send(taker, own, batch, ahead=True)
+        self._send_to(takers, own, batch, ahead=True)
         parts = self._receive(0, own, batch, ahead=True) if self._me in takers else []
         self._ahead = own, parts, batch
         return True
@@ -158,9 +156,7 @@ class Run:
     ) -> Steps:
         # A chunk that every taker receives whole, and folds.
         own, batch = src.read(lo, hi), Batch()
-        for taker in takers:
-            if taker != self._me:
-                self._link.send(taker, own, batch)
+        self._send_to(takers, own, batch)
         if dst is None:
             yield batch
             return
@@ -199,7 +195,7 @@ class Run:
         place, count = self._ranks.index(self._me), len(self._ranks)
         counts = {rank: folded_ranks(kernel.kind, at, count) for at, rank in enumerate(self._ranks)}
         givers = self._ranks[: counts[self._me]]
-        takers = [rank for rank in self._others if place < counts[rank]]
+        takers = [rank for rank in self._ranks if place < counts[rank]]
         op, step = reduce_op(kernel), self._step(src.dtype, len(self._others))
         spans = enumerate(metered(src.size, step))
         self._go(self._prefix(op, src, dst, givers, takers, turn, lo, hi) for turn, (lo, hi) in spans)
@@ -217,8 +213,7 @@ class Run:
     ) -> Steps:
         # A chunk that a rank sends to those that fold it, and of which it folds what the givers send.
         own, batch = src.read(lo, hi), Batch()
-        for taker in takers:
-            self._link.send(taker, own, batch)
+        self._send_to(takers, own, batch)
         others = [rank for rank in givers if rank != self._me]
         parts = self._receive(turn, own, batch, others)
         yield batch
@@ -246,6 +241,11 @@ class Run:
         out = dst.target(*span)
         self._fold(op, own, parts, out)
         dst.commit(*span, out)
+
+    def _send_to(self, takers: Collection[int], own: Array, batch: Batch, *, ahead: bool = False) -> None:
+        for taker in takers:
+            if taker != self._me:
+                self._link.send(taker, own, batch, ahead=ahead)
 
     def _receive(
         self, turn: int, like: Array, batch: Batch, givers: Sequence[int] | None = None, *, ahead: bool = False

@@ -130,8 +130,8 @@ class Surveyed(Message):
 class Seen(Message):
     """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story.
 
-    `steps` says of each of the plans in `running` where it is, in words; `doors` are the launches to whose consistency
-    checks the participant came last, `doors_ms` for each of them how many milliseconds ago; `cut` is
+    `steps` says of each of the plans in `running` where it is, in words; `checks` are the launches to whose consistency
+    checks the participant came last, `checks_ms` for each of them how many milliseconds ago; `cut` is
     `sockets.cut_links`.
     """
 
@@ -140,8 +140,8 @@ class Seen(Message):
     stack: list[str] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
-    doors: list[int] = field(default_factory=list)
-    doors_ms: list[int] = field(default_factory=list)
+    checks: list[int] = field(default_factory=list)
+    checks_ms: list[int] = field(default_factory=list)
     ended: int = 0
     story: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)

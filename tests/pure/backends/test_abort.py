@@ -39,7 +39,7 @@ def sum_of(array: np.ndarray) -> Kernel:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_an_abort_wakes_whoever_waits_at_the_door(team: ThreadTeam, before: bool) -> None:
+def test_an_abort_wakes_whoever_waits_at_the_check(team: ThreadTeam, before: bool) -> None:
     launch = team.launch()
     first = team.communicators[0]
     if before:
@@ -77,7 +77,7 @@ def body_leave_in_the_middle(communicator: Communicator, launch: Launch, quitter
 
 
 @pytest.mark.parametrize("quitter", [0, 1, 2])
-def test_a_rank_that_leaves_after_the_door_is_named_and_nothing_is_written(team: ThreadTeam, quitter: int) -> None:
+def test_a_rank_that_leaves_after_the_check_is_named_and_nothing_is_written(team: ThreadTeam, quitter: int) -> None:
     arrays = [np.full(1000, rank, np.int32) for rank in team.everyone]
     launch = team.launch()
     futures = [team.start(rank, body_leave_in_the_middle, launch, quitter, arrays[rank]) for rank in team.everyone]
@@ -152,7 +152,7 @@ def test_ranks_that_skip_different_launches_meet_again(team: ThreadTeam) -> None
     check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
-def test_end_without_the_door_lets_the_others_go_at_once(team: ThreadTeam) -> None:
+def test_end_without_the_check_lets_the_others_go_at_once(team: ThreadTeam) -> None:
     launch = team.launch(timeout_s=60)
     waiting = [team.start(rank, body_arrive, launch) for rank in (0, 1)]
     team.communicators[2].end(launch, False)

@@ -175,7 +175,7 @@ def test_a_large_kernel_remembered_by_one_rank_alone(team: MakeTeam, make: Any, 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("remembered", [False, True])
 @pytest.mark.parametrize("size", [5, 5000, 140_001])
-def test_closing_between_the_door_and_the_end_leaves_the_memory_till_then(
+def test_closing_between_the_check_and_the_end_leaves_the_memory_till_then(
     team: MakeTeam, world: int, remembered: bool, size: int
 ) -> None:
     pair = team(world)
@@ -244,7 +244,7 @@ def test_others_hear_that_it_has_left_only_at_the_end(team: MakeTeam) -> None:
 
 
 @pytest.mark.parametrize("way", ["agree", "again"])
-def test_after_a_refusal_it_goes_to_the_same_door(team: MakeTeam, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_after_a_refusal_it_goes_to_the_same_check(team: MakeTeam, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """As an `Execution` goes on, in either way. The other, who came the short way, is told what was brought."""
     pair, held = team(2), mapped()
     crew = Crew(pair, [np.zeros(5) for _ in range(2)])
@@ -273,7 +273,7 @@ def test_after_a_refusal_it_goes_to_the_same_door(team: MakeTeam, monkeypatch: p
 
 
 @pytest.mark.parametrize("how", ["nobody comes", "an abort", "the other has left"])
-def test_after_a_door_that_nobody_passes_it_ends_and_comes_again(team: MakeTeam, how: str) -> None:
+def test_after_a_check_that_nobody_passes_it_ends_and_comes_again(team: MakeTeam, how: str) -> None:
     pair, held = team(2), mapped()
     crew = Crew(pair, [np.zeros(5) for _ in range(2)])
     for _ in range(2):

@@ -212,7 +212,7 @@ def test_who_leaves_before_a_kernel_breaks_the_group_only_if_the_library_runs_it
         check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
-def body_door_and_kernel(communicator: Communicator, launch: Launch) -> None:
+def body_check_and_kernel(communicator: Communicator, launch: Launch) -> None:
     communicator.agree(launch, b"")
     try:
         body_kernel(communicator, launch)
@@ -221,7 +221,7 @@ def body_door_and_kernel(communicator: Communicator, launch: Launch) -> None:
         raise
 
 
-def body_door(communicator: Communicator, launch: Launch) -> None:
+def body_check(communicator: Communicator, launch: Launch) -> None:
     communicator.agree(launch, b"")
 
 
@@ -238,8 +238,8 @@ def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: 
         stopped = team.workers[1].process.pid
         assert stopped is not None
         through = [
-            team.start(1, body_door, launch),
-            *(team.start(rank, body_door_and_kernel, launch) for rank in (0, 2)),
+            team.start(1, body_check, launch),
+            *(team.start(rank, body_check_and_kernel, launch) for rank in (0, 2)),
         ]
         assert through[0].result(20) is None
         began_s = time.monotonic()

@@ -119,7 +119,7 @@ def test_a_rank_that_does_not_come_to_the_kernel(three: tuple[Fake, SharingTeam]
     check_works(team)
 
 
-def test_a_rank_that_leaves_behind_the_door(three: tuple[Fake, SharingTeam]) -> None:
+def test_a_rank_that_leaves_behind_the_check(three: tuple[Fake, SharingTeam]) -> None:
     _, team = three
     launch = team.launch(timeout_s=WAIT_S)
     running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
@@ -349,7 +349,7 @@ def test_a_handle_that_can_not_be_opened(three: tuple[Fake, SharingTeam], monkey
     assert not fake.opened
 
 
-def test_what_is_refused_before_the_door(three: tuple[Fake, SharingTeam]) -> None:
+def test_what_is_refused_before_the_check(three: tuple[Fake, SharingTeam]) -> None:
     _, team = three
     with team.as_process(0):
         communicator, launch = team.of(0), team.launch()

@@ -94,7 +94,7 @@ def test_a_kernel_for_which_the_dead_did_nothing_ends_at_once_and_names_them(tea
     never.set()
 
 
-def test_who_waits_at_the_door_for_the_dead_is_woken(team: ThreadTeam) -> None:
+def test_who_waits_at_the_check_for_the_dead_is_woken(team: ThreadTeam) -> None:
     launch, go = team.launch(timeout_s=WAIT_S), threading.Event()
     running = [team.start(rank, body, launch, None, go) for rank in LIVING]
     died_s = time.monotonic()

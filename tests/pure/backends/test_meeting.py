@@ -91,7 +91,7 @@ TURNS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class Check:
     """One launch, as all ranks come to it.
 
     Attributes:
@@ -110,12 +110,12 @@ class Door:
         return [self.arrivals[turn][rank] for rank in self.ranks]
 
 
-def doors(world: int, launches: int, seed: int) -> list[Door]:
+def checks(world: int, launches: int, seed: int) -> list[Check]:
     """Launches of which most are as those before, but for some arrivals, some of the ranks, or the count of turns."""
     rng = random.Random(seed)
     arrivals = [b"", b"a", b"b", b"ab", rng.randbytes(7), rng.randbytes(4096), rng.randbytes(ARRIVAL_NBYTES)]
     now = [dict.fromkeys(range(world), b"a") for _ in range(TURNS)]
-    made, seq, ranks = list[Door](), 0, tuple(range(world))
+    made, seq, ranks = list[Check](), 0, tuple(range(world))
     for _ in range(launches):
         seq += rng.choice((1, 1, 1, 2, 70))
         if rng.random() < 0.2:
@@ -125,13 +125,13 @@ def doors(world: int, launches: int, seed: int) -> list[Door]:
                 now[turn] = now[turn] | {rng.randrange(world): rng.choice(arrivals)}
         count = rng.choice((1, 2, 2, TURNS))
         afresh = [rng.random() < 0.1 for _ in range(count)]
-        made.append(Door(seq=seq, ranks=ranks, arrivals=now[:count], afresh=afresh))
+        made.append(Check(seq=seq, ranks=ranks, arrivals=now[:count], afresh=afresh))
     return made
 
 
 @dataclass(slots=True, kw_only=True)
 class Visitor:
-    """One rank at doors, that compares what it is told with what is meant.
+    """One rank at checks, that compares what it is told with what is meant.
 
     Attributes:
         meeting: Its end.
@@ -145,12 +145,12 @@ class Visitor:
     known: list[Sequence[bytes]] = field(default_factory=list)
     heard: Counter[str] = field(default_factory=Counter)
 
-    def visit(self, door: Door) -> None:
-        launch = Launch(seq=door.seq, ranks=door.ranks, timeout_s=WAIT_S)
+    def visit(self, check: Check) -> None:
+        launch = Launch(seq=check.seq, ranks=check.ranks, timeout_s=WAIT_S)
         until_s = time.monotonic() + WAIT_S
-        for turn, afresh in enumerate(door.afresh):
-            brought = door.brought(turn)
-            arrival = door.arrivals[turn][self.meeting.rank]
+        for turn, afresh in enumerate(check.afresh):
+            brought = check.brought(turn)
+            arrival = check.arrivals[turn][self.meeting.rank]
             if afresh:
                 assert list(self.meeting.agree(launch, arrival)) == brought
                 continue
@@ -181,15 +181,15 @@ class Visitor:
 @pytest.mark.parametrize("seed", range(4))
 def test_who_agrees_again_hears_of_all_that_is_not_as_expected(world: int, seed: int) -> None:
     """In either area, among any ranks, and whatever changed and changed back meanwhile."""
-    every = doors(world, 60, seed)
+    every = checks(world, 60, seed)
     visitors = [
         Visitor(meeting=meeting, rng=random.Random(seed * 10 + rank)) for rank, meeting in enumerate(meetings(world))
     ]
 
     def visit_all(one: Visitor) -> None:
-        for door in every:
-            if one.meeting.rank in door.ranks:
-                one.visit(door)
+        for check in every:
+            if one.meeting.rank in check.ranks:
+                one.visit(check)
 
     with ThreadPoolExecutor(world) as threads:
         for future in [threads.submit(visit_all, one) for one in visitors]:

@@ -272,7 +272,7 @@ def test_an_error_of_the_device_ends_the_wait_at_once(
     until(lambda: not fake.pending(stream_of(communicator)))
 
 
-def test_a_rank_that_is_gone_behind_the_door(three: tuple[Fake, GpuTeam]) -> None:
+def test_a_rank_that_is_gone_behind_the_check(three: tuple[Fake, GpuTeam]) -> None:
     """The others' kernels wait for it on their GPUs; NCCL finds out, or the deadline does."""
     fake, team = three
     launch = team.launch(timeout_s=0.3)

@@ -37,6 +37,7 @@ from tests.pure.conformance import FOLDING, Case, check_allreduce, check_cases, 
 HEADER = struct.Struct("<QHHIII")
 ON = (("checksum", True),)
 WITH_DATA = tuple(kind for kind in OpKind if kind not in (OpKind.RECV, OpKind.BARRIER))  # SEND has RECV at its end
+WHOLE = (*FOLDING, OpKind.BROADCAST)  # what is sent whole where it is small, and else in slices
 
 
 class Trigger:
@@ -190,8 +191,14 @@ def test_a_changed_byte_is_seen_where_it_comes_and_the_group_works_on(
         check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
-@pytest.mark.parametrize("kind", WITH_DATA)
-@pytest.mark.parametrize("whole_up_to", [-1, 1 << 62])
+@pytest.mark.parametrize(
+    ("kind", "whole_up_to"),
+    [
+        pytest.param(kind, whole_up_to, marks=[pytest.mark.full] * (kind not in WHOLE and (at + turn) % 2))
+        for at, kind in enumerate(WITH_DATA)
+        for turn, whole_up_to in enumerate((-1, 1 << 62))
+    ],
+)
 def test_a_changed_byte_is_seen_in_any_of_many_chunks(
     monkeypatch: pytest.MonkeyPatch, form: Callable[..., WiredTeam], kind: OpKind, whole_up_to: int
 ) -> None:

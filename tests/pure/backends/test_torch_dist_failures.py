@@ -200,14 +200,14 @@ def test_close_wakes_a_rank_in_mid_kernel(teams: Callable[..., OptionsTeam], mon
 def test_a_peer_that_does_not_come_to_the_kernel_is_a_timeout_that_names_it(teams: Callable[..., OptionsTeam]) -> None:
     team = teams()
     launch = team.launch(timeout_s=0.3)
-    assert team.run(body_door, launch) == [None, None]
+    assert team.run(body_check, launch) == [None, None]
     late = team.run(started, launch, kernel_of(OpKind.ALLREDUCE, np.ones(LARGE)), ranks=(0,))[0]
     assert isinstance(late, CollectiveTimeoutError)
     assert (late.group_name, late.timeout_s, late.missing, late.within) == ("team", 0.3, (1,), (1,))
     assert isinstance(team.run(body_sum, team.launch(), 1, ranks=(0,))[0], GroupBrokenError)
 
 
-def body_door(communicator: Communicator, launch: Launch) -> None:
+def body_check(communicator: Communicator, launch: Launch) -> None:
     communicator.agree(launch, b"")
 
 

@@ -86,7 +86,7 @@ class Fleet:
         first = plan([asked(left, (0, 1, 2)).request()], [left.roster])
         pairs = [(right, asked(right, (4, 3))), (left, asked(left, (0, 1, 2)))]
         second = plan([one.request() for _, one in pairs], [one.roster for _, one in pairs])
-        assert second.door is None
+        assert second.agreement is None
         participants = (*first.participants, right.members[0].actor_id)
         places = {one: at for at, one in enumerate(participants)}
         self.stages = [

@@ -348,7 +348,7 @@ def test_an_abort_reaches_a_run(here: Lease) -> None:
     assert _said(here).heard[-1] == Done(seq=1, ranks=[], error=None, story=[]), "it has ended"
 
 
-def test_arrivals_at_no_door_are_of_no_use(here: Lease) -> None:
+def test_arrivals_at_no_check_are_of_no_use(here: Lease) -> None:
     _capture(here, _echo(), note=int)
     here._arrivals(Arrivals(group_id="", seq=1, round=0, blobs=[b""], more=False))
     here._run_came(_run(1, 0, 3))

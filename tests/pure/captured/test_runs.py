@@ -104,8 +104,8 @@ def test_run_reports_the_tensors_it_writes(fleet: Fleet) -> None:
     tracker.abort(PlanAbortedError(detail="the end"))
 
 
-def test_the_doors_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
-    """At the controller's door ranks are places in the plan that is there, not among all participants."""
+def test_the_checks_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
+    """At the controller's check ranks are places in the plan that is there, not among all participants."""
     tracker = fleet.begin()
     stage = fleet.stages[1]
     seq, everybody = tracker.seq + stage.offset, list(range(4))

@@ -46,7 +46,7 @@ def _any_message(cls: type) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_every_type_survives_the_wire(name: str) -> None:
-    @settings(deadline=None)  # the machine's load is none of this test's business
+    @settings(deadline=None, max_examples=40)  # the machine's load is none of this test's business
     @given(_any_message(MESSAGES[name]))
     def survives(message: Any) -> None:
         assert decode(encode(message)) == message

@@ -83,7 +83,7 @@ def renumbered(tracker: PlanTracker, seq: int) -> PlanTracker:
 @pytest.mark.parametrize(
     ("nbytes", "parts"), [(0, 1), (1000, 1), (1 << 18, 2), ((1 << 18) + 1, 4), ((1 << 20) - 200, 4)]
 )
-def test_an_answer_at_the_door_comes_in_as_many_parts_as_frames_need(
+def test_an_answer_at_the_check_comes_in_as_many_parts_as_frames_need(
     controller: Controller, nbytes: int, parts: int
 ) -> None:
     tracker = registered(controller)

@@ -51,7 +51,7 @@ def kept(convoy: Convoy, kind: OpKind, lists: Sequence[Any], **more: Any) -> Req
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCE])
-@pytest.mark.parametrize("point", ["after_door", "before_kernel"])
+@pytest.mark.parametrize("point", ["after_check", "before_kernel"])
 def test_failure_before_the_write_leaves_the_lists_unchanged(
     gpus: Gpus, convoy: Convoy, kind: OpKind, point: str
 ) -> None:

@@ -83,7 +83,7 @@ def position(tracker: PlanTracker, number: int) -> int:
 
 def test_all_participants_are_waited_for(chain: PlanTracker) -> None:
     assert len(chain.plan.participants) == 4
-    assert chain.plan.door is None
+    assert chain.plan.agreement is None
     assert chain.group_name == "left, right"
     for number in (8, 5, 7):
         assert chain.done(position(chain, number), None, []) == []
@@ -227,10 +227,10 @@ def test_completion_after_an_echo_is_no_success(chain: PlanTracker) -> None:
     assert chain.error.rank == 0
 
 
-# ---------------------------------------------------------------------------------------------- doors
+# ---------------------------------------------------------------------------------------------- checks
 
 
-def test_the_door_of_a_plan_without_a_group_of_all(chain: PlanTracker) -> None:
+def test_the_check_of_a_plan_without_a_group_of_all(chain: PlanTracker) -> None:
     everybody = [0, 1, 2, 3]
 
     def come(at: int, rank: int) -> list[tuple[int, Any]]:
@@ -244,7 +244,7 @@ def test_the_door_of_a_plan_without_a_group_of_all(chain: PlanTracker) -> None:
     assert orders == [(at, answer) for at in everybody]
 
 
-def test_doors_of_several_launches_and_groups_stand_beside_each_other(chain: PlanTracker) -> None:
+def test_checks_of_several_launches_and_groups_stand_beside_each_other(chain: PlanTracker) -> None:
     def come(number: int, name: str, rank: int, ranks: list[int], seq: int) -> list[int]:
         message = Arrive(group_id=f"id of {name}", seq=seq, round=0, ranks=ranks, rank=rank, blob=b"")
         return [at for at, _ in chain.arrive(position(chain, number), message)]
@@ -256,24 +256,24 @@ def test_doors_of_several_launches_and_groups_stand_beside_each_other(chain: Pla
     assert come(7, "left", 2, [0, 1, 2], SEQ + 1) == [position(chain, number) for number in (5, 6, 7)]
 
 
-def test_a_launch_of_its_own_has_one_round_and_the_doors_as_many_as_are_planned() -> None:
+def test_a_launch_of_its_own_has_one_round_and_the_checks_as_many_as_are_planned() -> None:
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
     gathering = asked(left, (0, 1, 2), kind=OpKind.ALLGATHER, op=None)
     tracker = flying((left, gathering), (right, asked(right, (4, 3))))
     assert tracker.plan.rounds == 2
     common = Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=1, blob=b"")
     own = replace(common, group_id="id of left", seq=SEQ + 1, ranks=[0, 1, 2])
-    for at_door, rounds in ((common, 2), (own, 1)):
+    for at_check, rounds in ((common, 2), (own, 1)):
         for turn in (-1, rounds, rounds + 5):
             with pytest.raises(ProtocolError, match="no round"):
-                tracker.arrive(1, replace(at_door, round=turn))
+                tracker.arrive(1, replace(at_check, round=turn))
         for turn in range(rounds):
-            assert tracker.arrive(1, replace(at_door, round=turn)) == []
+            assert tracker.arrive(1, replace(at_check, round=turn)) == []
     with pytest.raises(ProtocolError, match="no round"):
         tracker.arrive(1, replace(own, seq=SEQ + tracker.plan.width))
 
 
-def test_a_timeout_at_the_door_of_all_names_actors(chain: PlanTracker) -> None:
+def test_a_timeout_at_the_check_of_all_names_actors(chain: PlanTracker) -> None:
     for at in (0, 2):
         chain.arrive(at, Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=at, blob=b""))
     chain.done(0, CollectiveTimeoutError(timeout_s=2.0), [])
@@ -368,7 +368,7 @@ def test_only_the_group_that_an_error_names_is_broken(chain: PlanTracker) -> Non
         assert [one.spec.name for one in found] == blamed
 
 
-def test_doors_inside_are_kept_as_well(nodes: PlanTracker) -> None:
+def test_checks_inside_are_kept_as_well(nodes: PlanTracker) -> None:
     leaders = nodes.groups[0].inner[-1].spec.group_id
 
     def come(number: int, rank: int) -> list[int]:

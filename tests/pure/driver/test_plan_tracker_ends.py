@@ -39,7 +39,7 @@ def _come(tracker: PlanTracker, rank: int, turn: int, blob: bytes, *, seq: int =
     return tracker.arrive(tracker.plan.positions.get(f"{rank:032x}", -1), message)
 
 
-def test_a_rank_lost_before_the_door_aborts_the_others() -> None:
+def test_a_rank_lost_before_the_check_aborts_the_others() -> None:
     tracker = tracked(3)
     _come(tracker, 0, 0, b"zero")
     assert who_aborted(tracker.lost(1, "connection reset")) == [0, 2]
@@ -85,7 +85,7 @@ def test_a_timeout_names_the_missing_ranks_and_their_actors() -> None:
     assert "Worker(2)" not in str(tracker.error)
 
 
-def test_timeout_at_the_star_names_ranks_missing_from_the_door() -> None:
+def test_timeout_at_the_star_names_ranks_missing_from_the_check() -> None:
     tracker = tracked(3)
     _come(tracker, 0, 0, b"")
     _come(tracker, 2, 0, b"")
@@ -119,7 +119,7 @@ def test_a_timeout_without_anyone_to_blame_says_so() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_last_arrival_opens_the_door_for_all(seed: int) -> None:
+def test_the_last_arrival_completes_the_check_for_all(seed: int) -> None:
     tracker = _learning(5)
     order = random.Random(seed).sample(range(5), 5)
     for turn in (0, 1):
@@ -133,20 +133,20 @@ def test_the_last_arrival_opens_the_door_for_all(seed: int) -> None:
     assert not tracker.resolved
 
 
-def test_the_door_of_a_send_waits_for_its_two_ranks_only() -> None:
+def test_the_check_of_a_send_waits_for_its_two_ranks_only() -> None:
     tracker = tracked(6, ranks=(5, 2))
     assert _come(tracker, 5, 0, b"five") == []
     orders = _come(tracker, 2, 0, b"two")
     assert [(at, message.blobs) for at, message in orders] == [(0, [b"two", b"five"]), (1, [b"two", b"five"])]
 
 
-def test_a_rank_at_the_door_twice_or_a_stranger_breaks_the_protocol() -> None:
+def test_a_rank_at_the_check_twice_or_a_stranger_breaks_the_protocol() -> None:
     tracker = tracked(6, ranks=(5, 2))
     _come(tracker, 5, 0, b"")
     for rank in (5, 3):
         with pytest.raises(ProtocolError):
             _come(tracker, rank, 0, b"")
-    at_door = Arrive(group_id="0123", seq=SEQ, round=0, ranks=[2, 5], rank=2, blob=b"")
+    at_check = Arrive(group_id="0123", seq=SEQ, round=0, ranks=[2, 5], rank=2, blob=b"")
     for wrong in (
         {"rank": 5},  # it is rank 2
         {"ranks": []},
@@ -163,8 +163,8 @@ def test_a_rank_at_the_door_twice_or_a_stranger_breaks_the_protocol() -> None:
         {"seq": SEQ - 1},
     ):
         with pytest.raises(ProtocolError):
-            tracker.arrive(0, replace(at_door, **wrong))
-    assert len(tracker.arrive(0, at_door)) == 2, "nothing of that was counted"
+            tracker.arrive(0, replace(at_check, **wrong))
+    assert len(tracker.arrive(0, at_check)) == 2, "nothing of that was counted"
 
 
 def test_cancelling_aborts_everyone_and_is_the_outcome() -> None:

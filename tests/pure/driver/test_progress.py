@@ -168,14 +168,14 @@ def test_execution_can_be_queried_at_every_point(fleet: MakeFleet, monkeypatch: 
     at = Execution._at
 
     def asks(self: Execution, point: str) -> None:
-        found[point, self._program.door.rank] = self.bytes_done()
+        found[point, self._program.agreement.rank] = self.bytes_done()
         at(self, point)
 
     monkeypatch.setattr(Execution, "_at", asks)
     one = fleet(2)
     one.must(OpKind.ALLREDUCE, one.keep_all(numbers(0, 2, (100,))))
     for rank in range(2):
-        said = [found[point, rank] for point in ("before_door", "after_door", "before_kernel", "after_kernel", "end")]
+        said = [found[point, rank] for point in ("before_check", "after_check", "before_kernel", "after_kernel", "end")]
         assert said == [NOWHERE, BytesDone(0, 800), BytesDone(0, 800), BytesDone(800, 800), BytesDone(800, 800)]
 
 

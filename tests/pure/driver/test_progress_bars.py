@@ -73,7 +73,7 @@ def test_bytes_are_summed_over_all_ranks(tracker: Flying) -> None:
     assert str(far) == "90 B of 300 B (30 %), 45 B/s, 4.67 s left"
 
 
-def test_no_bytes_are_known_before_the_door(tracker: Flying) -> None:
+def test_no_bytes_are_known_before_the_check(tracker: Flying) -> None:
     told = Told({}, {"has_begun": False}, {})
     far = look(gauge_of(tracker, told))
     assert (far.done_nbytes, far.total_nbytes, far.rate, far.left_s, far.fraction) == (0, 0, 0.0, None, 0.0)

@@ -22,7 +22,7 @@ from tests.pure.driver.flights import Clock, Flying
 
 def seen(**said: Any) -> Seen:
     """What a participant says: nothing but this."""
-    nothing = {"doing": "", "stack": [], "running": [], "steps": [], "doors": [], "doors_ms": [], "ended": 0}
+    nothing = {"doing": "", "stack": [], "running": [], "steps": [], "checks": [], "checks_ms": [], "ended": 0}
     return Seen(request=1, story=[], **{**nothing, **said})
 
 
@@ -46,8 +46,8 @@ class Asked:
                 stack=["x"],
                 running=[7],
                 steps=["in the consistency check"],
-                doors=[6, 7],
-                doors_ms=[9000, 2500],
+                checks=[6, 7],
+                checks_ms=[9000, 2500],
                 ended=6,
             ),
             1: seen(doing="W.train (t.py:3)", stack=["t.py:3"], ended=5),
@@ -229,8 +229,10 @@ def awaited(tracker: Any, **said: Seen | None) -> list[float]:
     return [stall_report.awaited_s(tracker, actor_id, said) for actor_id in "abc"]
 
 
-def at(*doors: int, ms: tuple[int, ...], ended: int = 0, running: tuple[int, ...] = (7,)) -> Seen:
-    return seen(doors=list(doors), doors_ms=list(ms), ended=ended, running=list(running), steps=["" for _ in running])
+def at(*checks: int, ms: tuple[int, ...], ended: int = 0, running: tuple[int, ...] = (7,)) -> Seen:
+    return seen(
+        checks=list(checks), checks_ms=list(ms), ended=ended, running=list(running), steps=["" for _ in running]
+    )
 
 
 @pytest.mark.parametrize("plan", [None, Stages()])
@@ -260,7 +262,7 @@ def test_calls_of_a_members_own_have_numbers_too() -> None:
     tracker: Any = Flying()
     other = at(7, ms=(10,), ended=6, running=())
     assert awaited(tracker, a=at(7, ms=(3000,)), b=other, c=other) == [0, 3, 3]
-    assert awaited(tracker, a=at(6, 12, ms=(3000, 3000)), b=other, c=other) == [0, 0, 0], "doors of other plans"
+    assert awaited(tracker, a=at(6, 12, ms=(3000, 3000)), b=other, c=other) == [0, 0, 0], "checks of other plans"
 
 
 def test_captured_step_awaits_a_rank_in_its_own_stages() -> None:

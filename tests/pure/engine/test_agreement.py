@@ -54,7 +54,7 @@ def _named(violations: tuple[Violation, ...]) -> list[tuple[int, str, str, str]]
 
 @pytest.mark.parametrize("world", range(1, 9))
 @pytest.mark.parametrize("spec", [SPEC, DICT, replace(SPEC, gives=None), Spec(op="barrier")])
-def test_equal_arrivals_open_the_door(world: int, spec: Spec) -> None:
+def test_equal_arrivals_complete_the_check(world: int, spec: Spec) -> None:
     assert _decide(*[spec] * world) == ()
 
 

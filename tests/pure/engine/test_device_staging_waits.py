@@ -134,7 +134,7 @@ def _run_in(entered: Sequence[Any], fleet: Fleet, planned: Any, rank: int) -> Ou
 # ---------------------------------------------------------------------------------------------- what goes wrong
 
 
-@pytest.mark.parametrize("point", ["before_kernel", "after_kernel", "after_door", "before_door"])
+@pytest.mark.parametrize("point", ["before_kernel", "after_kernel", "after_check", "before_check"])
 @pytest.mark.parametrize("backend", ["local", "nccl"])
 def test_a_failure_leaves_a_staged_tensor_as_it_was(backend: str, point: str, mixed: Callable[[str], Mixed]) -> None:
     one = mixed(backend)

@@ -119,7 +119,7 @@ def test_send_to_nowhere_makes_an_output_as_the_source_has_it(value: Any, fleet:
 
 def test_a_barrier_lets_nobody_through_before_all_have_come(fleet: MakeFleet) -> None:
     one = fleet(3)
-    one.faults = hold = HoldAt(point="before_door", rank=2)
+    one.faults = hold = HoldAt(point="before_check", rank=2)
     futures = one.start(OpKind.BARRIER, dict.fromkeys(range(3)))
     assert hold.came.wait(WAIT_S)
     assert not any(future.done() for future in futures)
@@ -256,9 +256,9 @@ def test_what_a_backend_lacks_is_made_of_what_it_has(kind: OpKind, world: int, h
 def test_ranks_meet_twice_only_where_one_learns_its_output(kind: OpKind, fleet: MakeFleet) -> None:
     one = fleet(2)
     root, peer = _roots(kind, 2)[0]
-    for how, doors in (("made", 2), ("given", 1), ("call", 1)):
+    for how, checks in (("made", 2), ("given", 1), ("call", 1)):
         _check(one, kind, how, root, peer)
-        assert [one.story(rank).count("check") for rank in range(2)] == [doors, doors]
+        assert [one.story(rank).count("check") for rank in range(2)] == [checks, checks]
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL])

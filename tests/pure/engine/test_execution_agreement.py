@@ -270,9 +270,9 @@ def test_an_abort_ends_the_wait_for_a_producer(fleet: MakeFleet) -> None:
     one.works_on()
 
 
-def test_an_abort_ends_the_wait_at_the_door(fleet: MakeFleet) -> None:
+def test_an_abort_ends_the_wait_at_the_check(fleet: MakeFleet) -> None:
     one = fleet(3)
-    one.faults = hold = HoldAt(point="before_door", rank=2)
+    one.faults = hold = HoldAt(point="before_check", rank=2)
     values = numbers(0, 3)
     before = [value.copy() for value in values]
     futures = one.start(OpKind.ALLREDUCE, one.keep_all(values))
@@ -289,9 +289,9 @@ def test_an_abort_ends_the_wait_at_the_door(fleet: MakeFleet) -> None:
     one.works_on()
 
 
-def test_who_does_not_come_to_the_door_is_named_when_time_is_up(fleet: MakeFleet) -> None:
+def test_who_does_not_come_to_the_check_is_named_when_time_is_up(fleet: MakeFleet) -> None:
     one = fleet(3)
-    one.faults = hold = HoldAt(point="before_door", rank=1)
+    one.faults = hold = HoldAt(point="before_check", rank=1)
     futures = one.start(OpKind.ALLREDUCE, one.keep_all(numbers(0, 3)), timeout_s=0.05)
     first = {rank: futures[rank].result(WAIT_S).error for rank in (0, 2)}
     timeouts = [error for error in first.values() if isinstance(error, CollectiveTimeoutError)]

@@ -33,8 +33,8 @@ IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit")
 
 
 @pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("point", ["start", "before_door"])
-def test_a_failure_before_the_door_touches_nothing_and_nobody_hangs(point: str, rank: int, fleet: MakeFleet) -> None:
+@pytest.mark.parametrize("point", ["start", "before_check"])
+def test_a_failure_before_the_check_touches_nothing_and_nobody_hangs(point: str, rank: int, fleet: MakeFleet) -> None:
     one = fleet(3)
     one.faults = fault = FailAt(point=point, rank=rank)
     values = numbers(rank, 3)
@@ -176,11 +176,11 @@ def test_dirt_is_forgotten_with_the_tensor(fleet: MakeFleet) -> None:
     assert one.dirty == [0, 0]
 
 
-def test_a_failure_after_the_door_but_before_the_kernels_dirties_only_the_others(fleet: MakeFleet) -> None:
+def test_a_failure_after_the_check_but_before_the_kernels_dirties_only_the_others(fleet: MakeFleet) -> None:
     one = fleet(3)
     values = numbers(0, 3)
     before = values[1].copy()
-    one.faults = fault = FailAt(point="after_door", rank=1)
+    one.faults = fault = FailAt(point="after_check", rank=1)
     outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
     assert fault.consumed == 1
     assert all(outcome.error is not None for outcome in outcomes)
@@ -362,7 +362,7 @@ def test_faults_are_asked_at_every_point_in_order(fleet: MakeFleet) -> None:
     one.faults = asked = Asked()
     one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3, "float32")])])
     kernels = ["before_kernel", "after_kernel"] * 2
-    points = ["start", "before_door", "after_door", *kernels, "end"]
+    points = ["start", "before_check", "after_check", *kernels, "end"]
     assert asked.points == [(point, 1, 0) for point in points]
     assert set(points) == set(IN_EVERY_PLAN)
 

@@ -45,13 +45,13 @@ class LateFor:
         self.looked, self.go = threading.Event(), threading.Event()
 
     def at(self, point: str, seq: int, rank: int) -> None:
-        if (point, rank) == ("before_door", 0):
+        if (point, rank) == ("before_check", 0):
             self.looked.set()
         if (point, rank) == ("start", 1):
             assert self.go.wait(WAIT_S)
 
 
-def test_memory_that_changed_while_a_run_waited_at_the_door_is_not_remembered(pair: Convoy) -> None:
+def test_memory_that_changed_while_a_run_waited_at_the_check_is_not_remembered(pair: Convoy) -> None:
     tensor, other = Rebound(np.ones(3)), np.ones(3)
     keys = [pair.keep(0, tensor), pair.keep(1, other)]
     request = _request(pair, OpKind.ALLREDUCE, ((0, keys[0], None), (1, keys[1], None)), op=ReduceOp.SUM)

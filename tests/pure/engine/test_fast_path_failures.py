@@ -124,7 +124,7 @@ def test_a_wait_for_a_reader_can_be_ended(loop: MakeLoop, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("backend", ["local", "shm"])
-def test_who_does_not_come_to_the_door_is_named(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_who_does_not_come_to_the_check_is_named(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     def scenario() -> Any:
         one = loop(backend, [np.ones(5) for _ in range(3)], timeout_s=2.0)
         one.hold(2)

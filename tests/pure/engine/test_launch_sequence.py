@@ -106,7 +106,7 @@ def test_a_reason_to_stop_is_asked_for_at_each_launch() -> None:
         launches.at(1, "g1", (0, 1))
 
 
-def test_a_door_that_nobody_keeps_is_said_at_once() -> None:
+def test_a_check_that_nobody_keeps_is_said_at_once() -> None:
     launches, _ = _launches(_program(2), [])
     with pytest.raises(GroupBrokenError):
         launches.begin()

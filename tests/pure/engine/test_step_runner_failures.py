@@ -117,7 +117,7 @@ def test_nothing_of_an_aborted_run_is_begun(team: MakeTeam, world: int) -> None:
 
 
 @pytest.mark.parametrize("others", [1, 2])
-def test_an_abort_reaches_who_waits_at_the_door(team: MakeTeam, others: int) -> None:
+def test_an_abort_reaches_who_waits_at_the_check(team: MakeTeam, others: int) -> None:
     """One is held in a method; the others wait for it in the plan, and are woken. Then the held one stops, too."""
     one, gate = team(1 + others), Gate()
     slots = [script.call("make") for script in one.scripts]
@@ -187,7 +187,7 @@ def test_aborts_race_with_runs(team: MakeTeam) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_door_that_the_controller_keeps_is_asked_for_by_its_launch(team: MakeTeam, world: int) -> None:
+def test_a_check_that_the_controller_keeps_is_asked_for_by_its_launch(team: MakeTeam, world: int) -> None:
     tensors = [full(rank + 1) for rank in range(world)]
     one = team(world, [Script(rank, [pinned(tensors[rank])]) for rank in range(world)])
     one.collective(OpKind.ALLREDUCE, every([0] * world))
@@ -196,8 +196,10 @@ def test_a_door_that_the_controller_keeps_is_asked_for_by_its_launch(team: MakeT
     for rank, script in enumerate(one.scripts):
         action = script.actions[1]
         assert isinstance(action, Collective)
-        door = Domain(group_id="", rank=rank, ranks=tuple(range(world)))
-        script.actions[1] = replace(action, program=encode_program(replace(decode_program(action.program), door=door)))
+        check = Domain(group_id="", rank=rank, ranks=tuple(range(world)))
+        script.actions[1] = replace(
+            action, program=encode_program(replace(decode_program(action.program), agreement=check))
+        )
     star = LocalWorld(world, "star")
     stars = [Star(star, rank) for rank in range(world)]
     asked: list[tuple[int, int]] = []
@@ -220,8 +222,8 @@ def test_an_abort_just_before_a_plan_begins_is_seen(team: MakeTeam) -> None:
     one.collective(OpKind.ALLREDUCE, every([0, 0]))
     action = one.scripts[0].actions[0]
     assert isinstance(action, Collective)
-    door = Domain(group_id="", rank=0, ranks=(0, 1))
-    program = encode_program(replace(decode_program(action.program), door=door))
+    check = Domain(group_id="", rank=0, ranks=(0, 1))
+    program = encode_program(replace(decode_program(action.program), agreement=check))
     one.scripts[0].actions[0] = replace(action, program=program)
     star = Star(LocalWorld(2, "star"), 0)
     replay = one.capture()[0]

@@ -273,14 +273,14 @@ def test_a_violation_that_is_nobodys_names_no_rank() -> None:
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if issubclass(cls, FaultError) and cls is not MethodError])
 def test_a_fault_names_op_group_rank_actor_detail_and_story(cls: type[FaultError]) -> None:
-    story = ("0.1 plan 3 start", "0.2 plan 3 door")
+    story = ("0.1 plan 3 start", "0.2 plan 3 check")
     text = str(cls(op="broadcast", group_name="ring", rank=4, actor="Worker(aa)", detail="it broke", story=story))
     for part in ("broadcast", "'ring'", "rank 4", "Worker(aa)", "it broke"):
         assert part in text
     if cls is CollectiveTimeoutError:  # its reports are what matters
         assert story[0] not in text
     else:
-        told = "\nWhat the rank that reported it did last:\n  | 0.1 plan 3 start\n  | 0.2 plan 3 door"
+        told = "\nWhat the rank that reported it did last:\n  | 0.1 plan 3 start\n  | 0.2 plan 3 check"
         assert told in text
     assert ("What to do" in text) == bool(cls.cure)
 

@@ -74,7 +74,7 @@ def _communicator(name, ranks="all"):
     return init.get_group_handle(name).communicator(ranks)
 
 
-def _is_at_door(name):
+def _is_at_check(name):
     return lambda: _communicator(name).call and _communicator(name).hub.place.startswith("check")
 
 
@@ -108,7 +108,7 @@ def _two_at_once(name, rank):
     col.barrier(name)
     if rank == 0:
         first = _in_thread(name, "first", _summed, 1)
-        _until(_is_at_door(name))
+        _until(_is_at_check(name))
         second = _in_thread(name, "second", _summed, 2)
         _until(lambda: _communicator(name)._objecting is not None)
         _tell(name)
@@ -138,7 +138,7 @@ def test_calls_of_two_threads_at_once_are_refused_on_all_ranks(crew, backend):
     assert group.must(_sum) == [6.0] * 3
 
 
-def _second_past_the_door(name, rank, barrier=None):
+def _second_past_the_check(name, rank, barrier=None):
     """On rank 0 a second thread comes while the first one's call is in its kernel."""
     col.barrier(name)
     if rank:
@@ -162,9 +162,9 @@ def _second_past_the_door(name, rank, barrier=None):
 
 
 @pytest.mark.parametrize("backend", ["tcp", "gloo"])
-def test_a_call_that_has_passed_the_door_goes_on(crew, backend):
+def test_a_call_that_has_passed_the_check_goes_on(crew, backend):
     group = crew.group(2, backend)
-    for first, second in group.must(_second_past_the_door):
+    for first, second in group.must(_second_past_the_check):
         assert first == 11
         assert _is_told(second)
     assert group.must(_sum) == [3.0] * 2
@@ -249,7 +249,7 @@ def test_calls_that_are_queued_are_refused_as_well(crew, backend):
 
 def _nobody_comes(name, rank):
     first = _in_thread(name, "first", _summed, 1, timeout_s=0.3)
-    _until(_is_at_door(name))
+    _until(_is_at_check(name))
     return [_in_thread(name, "second", _summed, 2, timeout_s=0.3).result(WAIT_S), first.result(WAIT_S)]
 
 

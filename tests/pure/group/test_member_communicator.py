@@ -11,7 +11,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.backends.exchanged import Exchanged
-from raycollect.channel.messages import Depart, Gone, Meet, Message, Met
+from raycollect.channel.messages import Depart, Drop, Gone, Meet, Message, Met
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.engine.execution import Outcome
@@ -310,7 +310,7 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
-def test_passed_door_counts_despite_a_simultaneous_death(table: Callable[..., Table], kind: type[Plain]) -> None:
+def test_passed_check_counts_despite_a_simultaneous_death(table: Callable[..., Table], kind: type[Plain]) -> None:
     """The hub's answer and the end of a process come at once; the caller looks at both afterwards."""
     here = table(kind)
     here.form()
@@ -326,6 +326,33 @@ def test_passed_door_counts_despite_a_simultaneous_death(table: Callable[..., Ta
     calls[1].go.set()
     here.release()
     running[1].result(WAIT_S)
+
+
+def test_a_connection_that_a_rank_closed_as_it_left_is_no_broken_group(table: Callable[..., Table]) -> None:
+    """The others find it closed before the hub tells them, and wait where that rank comes next."""
+    here = table()
+    here.form()
+    here.holds = lambda rank, message: isinstance(message, Drop)
+    here.process_groups[0].communicator("all")._give_up(KernelError(rank=0, detail="no memory"))
+    found = [threading.Event() for _ in range(2)]
+
+    def closed(event: threading.Event) -> Callable[..., Any]:
+        def agree(*_: Any) -> Any:
+            event.set()
+            raise GroupBrokenError(group_name="g", detail="the connection to rank 0 has ended")
+
+        return agree
+
+    for rank, event in enumerate(found, 1):
+        here.made[rank].agree = closed(event)
+    calls = [Call(process_group) for process_group in here.process_groups]
+    running = [here.start(one) for one in calls]
+    for event in found:
+        assert_set(event)
+    here.release()
+    for call, one in zip(calls, running, strict=True):
+        call.go.set()
+        one.result(WAIT_S)
 
 
 def test_call_missing_the_work_of_dead_ranks_names_them(table: Callable[..., Table]) -> None:

@@ -205,7 +205,7 @@ class _Late:
 
     def at(self, point, seq, rank):
         deadline_s = time.monotonic() + 20
-        while point == "after_door" and self._process_group.why_not((self._victim,)) is None:
+        while point == "after_check" and self._process_group.why_not((self._victim,)) is None:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)  # polls for what the hub's thread hears
 

@@ -165,7 +165,7 @@ def test_wrong_places_to_meet_are_refused(tmp_path):
     with pytest.raises(InvalidGroupError, match="chmod 700"):
         init.init_collective_group(1, 0, rendezvous=f"file://{tmp_path}")
     with pytest.raises(UnknownBackendError):
-        init.init_collective_group(1, 0, "nonsense", rendezvous="file:///tmp/x")
+        init.init_collective_group(1, 0, "nonsense", rendezvous=f"file://{tmp_path / 'x'}")
 
 
 def test_outside_of_a_group():

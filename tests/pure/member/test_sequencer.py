@@ -258,10 +258,10 @@ def test_aborts_at_any_moment_leave_no_thread_waiting(threads: ThreadPoolExecuto
         assert sequencer.running() == ()
 
 
-# ---------------------------------------------------------------------------------------------- doors
+# ---------------------------------------------------------------------------------------------- checks
 
 
-def test_story_records_arrivals_at_doors() -> None:
+def test_story_records_arrivals_at_checks() -> None:
     now_s = iter(range(100))
     recorder = Recorder(lambda: float(next(now_s)))
     for what, seq in [
@@ -280,7 +280,7 @@ def test_story_records_arrivals_at_doors() -> None:
     assert arrivals((), 1.0) == {}
 
 
-def test_story_keeps_the_last_doors() -> None:
+def test_story_keeps_the_last_checks() -> None:
     recorder = Recorder(lambda: 0.0)
     for seq in [*range(1, 3 * ARRIVALS), 5]:
         recorder.add("again", seq)

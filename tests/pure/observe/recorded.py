@@ -6,7 +6,7 @@ from typing import Any
 
 from raycollect.observe import Label
 from raycollect.observe.trace import (
-    DOOR,
+    CHECK,
     KERNEL,
     METHOD,
     PART,
@@ -44,10 +44,10 @@ def two_ranks() -> Trace:
         slices = [
             a_slice(METHOD, 0.5, 1, name="get"),
             a_slice(PART, 2 + late_ms, 20, seq=1, **same),
-            a_slice(DOOR, 2 + late_ms, 10, seq=1, **same),
+            a_slice(CHECK, 2 + late_ms, 10, seq=1, **same),
             a_slice(KERNEL, 10, 20, seq=1, nbytes=4_000_000, calls=1, **same),
             a_slice(PART, 21, 39, 2, seq=2, **same),
-            a_slice(DOOR, 22, 24 + late_ms, 2, seq=2, **same),
+            a_slice(CHECK, 22, 24 + late_ms, 2, seq=2, **same),
             a_slice(KERNEL, 24 + late_ms, 34, 2, seq=2, nbytes=4_000_000, calls=1, **same),
         ]
         ranks.append(a_process(f"W{rank}", 20 + 10 * rank, slices, ranks=(("default", rank),)))

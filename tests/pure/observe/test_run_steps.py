@@ -55,7 +55,7 @@ def a_plan(fleet: Fleet, run: Callable[[Callable[[], Any]], Any]) -> list[dict[i
     return asking.told
 
 
-def test_a_plan_is_at_its_door_and_then_in_its_kernels(fleet: MakeFleet) -> None:
+def test_a_plan_is_at_its_check_and_then_in_its_kernels(fleet: MakeFleet) -> None:
     told = a_plan(fleet(2), lambda run: within(41, run))
     assert told == [{41: "in the consistency check"}, {41: "in its kernels (allreduce)"}]
 

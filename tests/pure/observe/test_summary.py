@@ -8,8 +8,8 @@ import pytest
 
 from raycollect.observe.summary import bus_factor, summarize
 from raycollect.observe.trace import (
+    CHECK,
     COLLECTIVE,
-    DOOR,
     KERNEL,
 )
 from raycollect.observe.whole import Missing, Process
@@ -57,7 +57,7 @@ def test_the_rank_that_was_last_most_often_is_named() -> None:
         for seq in range(1, 11):
             came_ms = 10 * seq + (3 if rank == (2 if seq <= 7 else 0) else rank / 10)
             same = {**OF_G, "rank": rank, "seq": seq, "ranks": 3}
-            slices += [a_slice(DOOR, came_ms, 10 * seq + 5, **same)]
+            slices += [a_slice(CHECK, came_ms, 10 * seq + 5, **same)]
             slices += [a_slice(KERNEL, 10 * seq + 5, 10 * seq + 6, calls=1, nbytes=1000, **same)]
         processes.append(a_process(f"W{rank}", 20 + rank, slices))
     (row,) = summarize(a_trace(*processes)).rows
@@ -78,7 +78,7 @@ def test_members_own_calls_and_those_of_another_controller_are_not_mixed() -> No
 def test_batches_have_a_row_and_so_have_their_calls() -> None:
     batch = {**OF_G, "op": "batch"}
     slices = [
-        a_slice(DOOR, 0, 1, seq=1, **batch),
+        a_slice(CHECK, 0, 1, seq=1, **batch),
         a_slice(COLLECTIVE, 1, 9, seq=1, calls=1, nbytes=30, **batch),
         a_slice(COLLECTIVE, 1, 4, seq=1, calls=2, nbytes=20, **OF_G),
         a_slice(COLLECTIVE, 4, 6, seq=1, calls=3, nbytes=10, **OF_G),

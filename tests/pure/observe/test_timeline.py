@@ -11,7 +11,7 @@ import pytest
 from raycollect.observe import Label, Place, Ring, Tracer
 from raycollect.observe.trace import (
     AGAIN,
-    DOOR,
+    CHECK,
     KERNEL,
     METHOD,
     PART,
@@ -58,10 +58,10 @@ def test_a_run_of_a_loop_is_one_entry_and_three_spans() -> None:
     spans = ring.read().spans
     assert [(one.kind, one.name, one.begin_s, one.end_s, one.error) for one in spans] == [
         (PART, "allreduce", 1.0, 3.0, ""),
-        (DOOR, "consistency check", 1.0, 2.0, ""),
+        (CHECK, "consistency check", 1.0, 2.0, ""),
         (KERNEL, "allreduce", 2.0, 3.0, ""),
         (PART, "allreduce", 4.0, 5.0, "PlanAbortedError"),
-        (DOOR, "consistency check", 4.0, 5.0, "PlanAbortedError"),
+        (CHECK, "consistency check", 4.0, 5.0, "PlanAbortedError"),
     ]
     assert {one.label for one in spans} == {LABEL}
 

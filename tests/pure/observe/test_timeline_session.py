@@ -16,9 +16,9 @@ from raycollect.errors import ConnectionLostError, ProtocolError, TimelineError
 from raycollect.member.recording_agent import PART_NBYTES
 from raycollect.observe import Label, Place, Ring, Tracer, timeline_session
 from raycollect.observe.clocks import clock_id
-from raycollect.observe.metrics import CALLS, DOOR_SECONDS, NBYTES, SECONDS, Publisher
+from raycollect.observe.metrics import CALLS, CHECK_SECONDS, NBYTES, SECONDS, Publisher
 from raycollect.observe.timeline_session import TimelineSession, round_trips
-from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL, METHOD, PART, PLAN, encode_recorded
+from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, METHOD, PART, PLAN, encode_recorded
 
 LABEL = Label(op="allreduce", group_id="g1", rank=0, ranks=2, nbytes=64, calls=1)
 
@@ -311,7 +311,7 @@ def test_what_is_recorded_is_published_once() -> None:
     ring, meters = Ring(), Numbers()
     publisher = Publisher(ring, lambda: {"g1": Place("default", "shm", 0, 2)}, meters)
     ring.add(METHOD, "get", 0, 1)
-    ring.add(DOOR, "check", 1, 1.5, 1, LABEL._replace(calls=0, nbytes=0))
+    ring.add(CHECK, "check", 1, 1.5, 1, LABEL._replace(calls=0, nbytes=0))
     ring.add(KERNEL, "allreduce", 1.5, 3.5, 1, LABEL)
     ring.add(KERNEL, "allreduce", 3, 4, 2, LABEL, "KernelError")
     ring.add(COLLECTIVE, "broadcast", 5, 6, 3, Label("broadcast", "g2", 1, 2, 100, 3))
@@ -320,7 +320,7 @@ def test_what_is_recorded_is_published_once() -> None:
     assert publisher.join(20)
     mine, other = "default/allreduce/shm/0", "g2/broadcast//1"
     assert meters.counted == {(CALLS, mine): 1, (NBYTES, mine): 64, (CALLS, other): 3, (NBYTES, other): 100}
-    assert [(name, value) for name, value, _ in meters.observed] == [(DOOR_SECONDS, 0.5), (SECONDS, 2.0), (SECONDS, 1)]
+    assert [(name, value) for name, value, _ in meters.observed] == [(CHECK_SECONDS, 0.5), (SECONDS, 2.0), (SECONDS, 1)]
     assert meters.observed[0][2] == {"group": "default", "op": "allreduce", "backend": "shm", "rank": "0"}
 
 
@@ -344,13 +344,13 @@ def test_rays_metrics_get_the_tags_that_were_declared(monkeypatch: pytest.Monkey
     monkeypatch.setattr(metrics.Histogram, "observe", _noting(metrics.Histogram.observe, seen))
     ring = Ring()
     publisher = Publisher(ring, lambda: {"g1": Place("default", "shm", 0, 2)}, meters)
-    ring.add(DOOR, "check", 1, 1.5, 1, LABEL)
+    ring.add(CHECK, "check", 1, 1.5, 1, LABEL)
     ring.add(KERNEL, "barrier", 1.5, 3.5, 1, LABEL._replace(op="barrier", nbytes=0))
     publisher.close()
     assert publisher.join(20)
     tags = {"group": "default", "backend": "shm", "rank": "0"}
     assert seen == [
-        (DOOR_SECONDS, 0.5, {**tags, "op": "allreduce"}),
+        (CHECK_SECONDS, 0.5, {**tags, "op": "allreduce"}),
         (CALLS, 1, {**tags, "op": "barrier"}),
         (SECONDS, 2.0, {**tags, "op": "barrier"}),
     ]

@@ -358,7 +358,7 @@ def test_nothing_is_cheaper_than_a_backend_that_goes_host_by_host(kind: OpKind) 
         assert names(plan_part(request(kind, of), of)) == ["native"]
 
 
-def test_what_is_learned_at_the_door_or_made_of_others_has_one_way() -> None:
+def test_what_is_learned_at_the_check_or_made_of_others_has_one_way() -> None:
     of = roster("aaaaaaaabbbbbbbb")
     assert names(plan_part(request(OpKind.ALLGATHER, of, given=False), of)) == ["native"]
     lacking = roster("aaaaaaaabbbbbbbb", ops=tuple(op for op in ALL_OPS if op != "allreduce"))

@@ -114,7 +114,7 @@ def test_a_fault_in_a_fused_kernel_makes_all_of_its_tensors_dirty() -> None:
         np.testing.assert_array_equal(again, np.full((4, 2, 3), 5.0))
 
 
-@pytest.mark.parametrize("point", ["start", "before_door", "after_door"])
+@pytest.mark.parametrize("point", ["start", "before_check", "after_check"])
 def test_a_fault_outside_of_the_kernels_leaves_nothing_dirty(point: str) -> None:
     with convoy_of([[0, 1], [1, 2]]) as convoy:
         values = [[np.ones(2), np.ones(2)], [np.ones(2), np.ones(2)]]

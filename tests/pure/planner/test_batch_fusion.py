@@ -250,7 +250,7 @@ def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
         for _ in range(3):
             assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 4).values())
             assert len(sizes) == 2, "one each, and remembered"
-        convoy.faults = FailAt(point="before_door", rank=0)
+        convoy.faults = FailAt(point="before_check", rank=0)
         assert isinstance(convoy.run(requests, convoy.rosters * 4)[0].error, KernelError)
         convoy.faults = FailAt(point="start", rank=9)
         assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 4).values())
@@ -279,7 +279,7 @@ def test_an_abort_ends_the_wait_for_a_method() -> None:
             assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
 
 
-def test_who_ended_is_told_by_places_only_where_all_ran_in_the_doors_launch() -> None:
+def test_who_ended_is_told_by_places_only_where_all_ran_in_the_checks_launch() -> None:
     with convoy_of([[0, 1], [1, 2]]) as convoy:
         for communicators in convoy.communicators:
             for name, inner in list(communicators.items()):

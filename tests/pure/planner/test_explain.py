@@ -193,7 +193,7 @@ def test_times_go_on_where_all_who_take_part_are_free():
             ends[position] = lane.bars[-1].ends_s
     assert sorted(ends) == [0, 1, 2]
     assert found.time_s == max(ends.values())
-    assert found.door == "the controller"
+    assert found.agreement == "the controller"
 
 
 def test_independent_groups_run_side_by_side():

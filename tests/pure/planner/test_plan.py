@@ -108,7 +108,7 @@ def test_a_program_carries_the_ranks_half() -> None:
     for rank in range(5):
         program = whole.program(rank)
         (share,) = program.shares
-        assert (share.op, share.rank, program.door.rank) == ("broadcast", rank, rank)
+        assert (share.op, share.rank, program.agreement.rank) == ("broadcast", rank, rank)
         assert (share.ranks, share.root, share.reduce_op) == ((0, 1, 2, 3, 4), 3, None)
         assert (share.group_id, program.timeout_s, program.rounds) == ("0123", 2.5, 1)
         assert whole.sources(rank) == (key_of(rank),)
@@ -117,7 +117,7 @@ def test_a_program_carries_the_ranks_half() -> None:
         assert program == plan([request]).program(rank), "the same whenever the same request is planned again"
 
 
-def test_the_plan_of_one_call_runs_in_the_doors_launch() -> None:
+def test_the_plan_of_one_call_runs_in_the_checks_launch() -> None:
     """The consistency check is the group's own, and there is nothing but its launch."""
     for request in (allreduce(5), broadcast(3, 1), barrier(4), send(6, 4, 2)):
         whole = plan([request])
@@ -127,8 +127,8 @@ def test_the_plan_of_one_call_runs_in_the_doors_launch() -> None:
             (task,), (bundle,) = program.tasks, program.bundles
             assert (task.share, task.request, task.round, task.alone) == (0, 0, 0, 0)
             assert (bundle.tasks, bundle.base) == ((0,), (0,))
-            assert (program.door.group_id, program.door.rank) == ("0123", rank)
-            assert program.door.ranks == plan_part(request).ranks
+            assert (program.agreement.group_id, program.agreement.rank) == ("0123", rank)
+            assert program.agreement.ranks == plan_part(request).ranks
 
 
 def test_a_program_for_a_learned_output_has_no_key() -> None:

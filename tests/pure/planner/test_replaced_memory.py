@@ -27,7 +27,7 @@ def _other_data(tensor: Any) -> Any:
 CHANGES: dict[str, Callable[[Any], Any]] = {"set_": _other_storage, "data": _other_data}
 
 
-@pytest.mark.parametrize("point", ["before_door", "after_door", "before_kernel"])
+@pytest.mark.parametrize("point", ["before_check", "after_check", "before_kernel"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_its_own(name: str, point: str, fleet: MakeFleet) -> None:
     """A thread of the actor gives it the memory. The collective writes what it has looked at, whoever has that now."""
@@ -52,7 +52,7 @@ def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_its_own(name: str, 
     one.works_on()
 
 
-@pytest.mark.parametrize("point", ["before_door", "after_door", "before_kernel"])
+@pytest.mark.parametrize("point", ["before_check", "after_check", "before_kernel"])
 def test_what_a_method_lets_go_of_meanwhile_is_written_all_the_same(point: str, fleet: MakeFleet) -> None:
     one = fleet(2)
     values = [[np.ones(3), np.ones(4)] for _ in range(2)]

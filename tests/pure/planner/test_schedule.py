@@ -63,10 +63,10 @@ def _launches(program: Program, share: Share, base: int, way: int, names: dict[s
             continue
         domain = share.domains[step.level]
         if base + step.at == 0:
-            assert (step.level, domain.group_id) == (0, program.door.group_id), (
+            assert (step.level, domain.group_id) == (0, program.agreement.group_id), (
                 "the consistency check's communicator runs it"
             )
-            assert (step.ranks or domain.ranks) == program.door.ranks, "exactly who is in the consistency check"
+            assert (step.ranks or domain.ranks) == program.agreement.ranks, "exactly who is in the consistency check"
             continue
         members = tuple(names[domain.group_id][rank] for rank in step.ranks or domain.ranks)
         found.append(_Launch(base + step.at, domain.group_id, members))
@@ -172,11 +172,11 @@ def test_programs_of_batches_survive_the_wire_and_are_the_same_again(seed: int) 
 
 @CALM
 @given(_SEEDS)
-def test_everyone_knows_who_brings_what_to_the_door(seed: int) -> None:
+def test_everyone_knows_who_brings_what_to_the_check(seed: int) -> None:
     whole = random_plan(seed)
     for position in range(len(whole.participants)):
         program = whole.program(position)
-        everyone = program.everyone or [(program.door.ranks, tuple(range(len(program.door.ranks))))] * len(
+        everyone = program.everyone or [(program.agreement.ranks, tuple(range(len(program.agreement.ranks))))] * len(
             whole.requests
         )
         for (ranks, places), part, of in zip(everyone, whole.parts, whole.rosters, strict=True):
@@ -225,15 +225,15 @@ def test_groups_that_share_participants_have_launches_of_their_own() -> None:
     right = roster("aa", group_id="right", members=("y", "z"))
     whole = plan([*sums(left, 1), *sums(right, 1)], [left, right])
     assert whole.participants == ("x", "y", "z")
-    assert whole.door is None
+    assert whole.agreement is None
     assert [together.base for together in whole.order] == [(1,), (2,)]
     assert [len(whole.program(position).tasks) for position in range(3)] == [1, 2, 1]
-    assert whole.program(1).door.group_id == ""
+    assert whole.program(1).agreement.group_id == ""
     around = roster("aaa", group_id="around", members=("z", "x", "y"))
     asked = [replace(one, operands=tuple((rank, f"{rank}!", None) for rank in range(3))) for one in sums(around, 1)]
     whole = plan([*asked, *sums(left, 1)], [around, left])
     assert whole.participants == ("z", "x", "y")
-    assert whole.door is around
+    assert whole.agreement is around
     assert [together.base for together in whole.order] == [(0,), (1,)]
 
 
@@ -248,7 +248,7 @@ def test_shapes_that_are_learned_are_known_before_they_are_used() -> None:
     assert [task.round for task in whole.program(0).tasks] == [0, 1, 2]
 
 
-def test_alternatives_have_launches_of_their_own_and_the_native_way_the_doors() -> None:
+def test_alternatives_have_launches_of_their_own_and_the_native_way_the_checks() -> None:
     of = roster("aaaabbbb")
     whole = plan(sums(of, 3), [of] * 3)
     (together,) = whole.order
@@ -262,7 +262,7 @@ def test_kinds_of_the_random_batches_are_all_there() -> None:
     """The tests above would prove little, were the batches all alike."""
     plans = [random_plan(seed) for seed in range(200)]
     assert {asked.kind for whole in plans for asked in whole.requests} == set(KINDS)
-    assert any(whole.door is None for whole in plans)
+    assert any(whole.agreement is None for whole in plans)
     assert any(len(part.choices) > 1 for whole in plans for part in whole.parts)
     assert any(part.choices[0].width > 1 for whole in plans for part in whole.parts)
     assert any(len(together.requests) > 1 for whole in plans for together in whole.order)

@@ -101,7 +101,7 @@ BAD: dict[str, tuple[Plan, str]] = {
         "a participant twice",
     ),
     "the consistency check's group lacks participants": (
-        replace(GOOD, door=_stranger(GOOD)),
+        replace(GOOD, agreement=_stranger(GOOD)),
         "no members of the consistency check's",
     ),
     "a column is too short": (replace(GOOD, alone=GOOD.alone[1:]), "columns"),
@@ -143,7 +143,7 @@ def test_a_writer_not_after_a_reader_is_caught() -> None:
         verify_order(_reorder(whole, (1,), (0,)))
 
 
-def test_all_in_the_doors_launch_alone_only_where_each_has_one() -> None:
+def test_all_in_the_checks_launch_alone_only_where_each_has_one() -> None:
     of = roster("aaa")
     good = plan(sums(of, 3), [of] * 3)
     verify_order(good)

@@ -88,7 +88,7 @@ _PROGRAMS = st.builds(
     name=st.text(max_size=16),
     timeout_s=st.floats(allow_nan=False),
     rounds=st.integers(1, 3),
-    door=_DOMAINS,
+    agreement=_DOMAINS,
     shares=st.lists(_SHARES, max_size=2).map(tuple),
     tasks=st.lists(_TASKS, max_size=3).map(tuple),
     bundles=st.lists(st.builds(Bundle, tasks=_FEW, base=_FEW), max_size=3).map(tuple),

@@ -29,10 +29,11 @@ _held: dict[str, Any] = {}
 
 
 @pytest.fixture
-def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Process]]:
+def processes(tmp_path: Path) -> Iterator[list[Process]]:
     """Two processes, and a folder for temporary files that is to stay empty."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     both = [Process(), Process()]
+    for one in both:
+        one.call(use_temporary, str(tmp_path))
     yield both
     for one in both:
         one.close()
@@ -87,6 +88,11 @@ def mapped() -> tuple[int, int]:
 
 def blocks() -> int:
     return Segments.current().statistics().blocks
+
+
+def use_temporary(path: str) -> None:
+    os.environ["TMPDIR"] = path
+    tempfile.tempdir = None
 
 
 def temporary() -> str:

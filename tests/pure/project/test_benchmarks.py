@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks need what `make bench` installs")
 
-from benchmarks import doorless
+from benchmarks import unchecked
 from benchmarks.interleave import RUNS_PER_ROUND, interleave, timed
 from benchmarks.report import Skip, Skipped
 from benchmarks.suite import Choice, close, entry, gather
@@ -183,7 +183,7 @@ def test_the_planner_is_checked_too(fresh):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_without_the_door_a_collective_is_the_same(fleet, ranks):
+def test_without_the_check_a_collective_is_the_same(fleet, ranks):
     made, team = fleet(ranks), ThreadTeam("shm", ranks)
     made.communicators = team.communicators
     held = [np.full(1, rank + 1, np.float32) for rank in range(ranks)]
@@ -191,30 +191,30 @@ def test_without_the_door_a_collective_is_the_same(fleet, ranks):
     try:
         made.must(OpKind.ALLREDUCE, keys)
         for at, there in enumerate([False, True, False, False, True], 1):
-            before = doorless.left_out()
-            doorless.set_door(there)
+            before = unchecked.left_out()
+            unchecked.set_check(there)
             made.must(OpKind.ALLREDUCE, keys)
-            assert (doorless.left_out() > before) is not there
+            assert (unchecked.left_out() > before) is not there
             total = ranks * (ranks + 1) / 2 * ranks**at
             assert [array.tolist() for array in held] == [[total]] * ranks
     finally:
-        doorless.set_door(True)
+        unchecked.set_check(True)
         team.close()
 
 
-def test_without_the_door_operands_of_another_shape_still_agree(fleet):
+def test_without_the_check_operands_of_another_shape_still_agree(fleet):
     made, team = fleet(2), ThreadTeam("shm", 2)
     made.communicators = team.communicators
-    doorless.set_door(False)
+    unchecked.set_check(False)
     try:
-        before = doorless.left_out()
+        before = unchecked.left_out()
         for size in (1, 2, 3):
             held = [np.ones(size, np.float32), np.ones(size, np.float32)]
             made.must(OpKind.ALLREDUCE, made.keep_all(held))
             assert [array.tolist() for array in held] == [[2.0] * size] * 2
-        assert doorless.left_out() == before
+        assert unchecked.left_out() == before
     finally:
-        doorless.set_door(True)
+        unchecked.set_check(True)
         team.close()
 
 

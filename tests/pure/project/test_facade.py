@@ -68,7 +68,7 @@ def test_the_pure_rooms_import_without_ray() -> None:
     assert _python(f"import raycollect\n{imports}\nprint('ray' in sys.modules)", "ray") == "False"
 
 
-def test_the_planner_door_and_channel_import_without_an_array_library() -> None:
+def test_the_planner_check_and_channel_import_without_an_array_library() -> None:
     rooms = ("channel", "engine.agreement", "errors", "member.sequencer", "core.model", "observe", "planner", "pos")
     imports = "\n".join(f"import raycollect.{room}" for room in rooms)
     assert _python(f"{imports}\nprint('numpy' in sys.modules)", "ray", "numpy", "torch", "cupy") == "False"
@@ -83,7 +83,7 @@ keys = tuple((rank, task_key(bytes([rank] * 24), 1), None) for rank in range(2))
 request = planner.Request(kind=OpKind.ALLREDUCE, group=group, operands=keys, op=ReduceOp.SUM)
 program = planner.plan([request]).program(1)
 assert planner.decode_program(planner.encode_program(program)) == program
-print(program.name, program.door.rank)
+print(program.name, program.agreement.rank)
 """
     assert _python(code, "ray") == "allreduce 1"
 

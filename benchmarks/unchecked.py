@@ -4,7 +4,7 @@ What stays: the operands are looked up and compared with those of the last run, 
 kernel stages, waits at its barrier and folds. What goes: arrivals are neither written nor read nor compared, and
 nothing is staged ahead of them. With the consistency check its barrier is the kernel's first one; without it the kernel
 has one of its own, so that both ways have as many. A collective that has not run before on operands like these goes
-through the door, to find out what to do. It is right for small tensors of a `shm` group that stay as they are.
+through the check, to find out what to do. It is right for small tensors of a `shm` group that stay as they are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from raycollect.backends.shm.communicator import ShmCommunicator
 
-__all__ = ["left_out", "set_door"]
+__all__ = ["left_out", "set_check"]
 
 _AGAIN = ShmCommunicator.again
 _left_out = 0
 
 
-def set_door(there: bool) -> None:
+def set_check(there: bool) -> None:
     """Has all collectives of this process that are run again agree from now on, or not."""
     ShmCommunicator.again = _AGAIN if there else _begin  # type: ignore[method-assign]
 
