@@ -41,10 +41,10 @@ def test_refused_arguments(trio, submits):
         refused(errors.InvalidArgumentError, "handle of a participant", wrong(actor="a"))
         refused(errors.InvalidArgumentError, "its name", wrong(method=3))
         refused(errors.InvalidArgumentError, "'nothing', which Learning.* lacks.*steady", wrong(method="nothing"))
-        refused(errors.NotAMemberError, "send_ref it first", wrong(own, actor=trio[1]))
+        refused(errors.NotAMemberError, "by send_ref", wrong(own, actor=trio[1]))
         refused(
             errors.NotAMemberError,
-            "send_ref it first",
+            "by send_ref",
             lambda step: step.call(trio[1], "note", step.call(trio[0], "loss")),
         )
         refused(errors.RefusedError, "argument 0", wrong([own]))

@@ -53,10 +53,10 @@ def test_an_actor_where_a_ref_of_its_tensor_belongs(trio):
 
 def test_a_reduce_op_in_the_place_of_the_group(trio):
     for given, said in (
-        (col.ReduceOp.MAX, "a ReduceOp is no group's name; .* op='max'"),
+        (col.ReduceOp.MAX, "a ReduceOp is not the name of a group; .* op='max'"),
         ("avg", "'avg'.* not declared; .* op='avg'"),
         ("Sum", "op='sum'"),
-        ([1], "a list is no group's name"),
+        ([1], "a list is not the name of a group"),
     ):
         with pytest.raises(errors.UnknownGroupError, match=said):
             col.allreduce_refs(buffers(trio), given)
