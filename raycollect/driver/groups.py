@@ -71,7 +71,7 @@ class Groups:
                 with self._changing:  # until its members are those that it will have
                     pass
             return self._named[name]
-        raise unknown(name, f"not declared; there are {sorted(self._named) or 'none'}")
+        raise unknown(name, f"not declared; declared are {sorted(self._named) or 'none'}")
 
     def is_declared(self, name: Any) -> bool:
         """Whether a group of that name is declared."""
