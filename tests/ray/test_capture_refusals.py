@@ -167,7 +167,7 @@ def test_placeholders_outside_of_their_block(trio):
             lambda: col.free(loss),
             lambda: col.plan(col.barrier) and loss.ref,
         ):
-            with pytest.raises(errors.CaptureError, match="only while (the step|that one) runs"):
+            with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"):
                 use()
     for use in (
         lambda: made[0].ref,
@@ -177,13 +177,13 @@ def test_placeholders_outside_of_their_block(trio):
         lambda: pickle.loads(pickle.dumps(loss)),
         lambda: pickle.loads(pickle.dumps(rate)),
     ):
-        with pytest.raises(errors.CaptureError, match="only while (the step|that one) runs"):
+        with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"):
             use()
-    with pytest.raises(errors.CaptureError, match="only while (the step|that one) runs"), col.capture() as other:
+    with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.capture() as other:
         other.call(trio[0], "note", made[0])
     with pytest.raises(errors.CaptureError, match="belongs to another captured step"), col.capture() as other:
         other.call(trio[0], "note", rate)
-    with pytest.raises(errors.CaptureError, match="only while (the step|that one) runs"), col.batch():
+    with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.batch():
         col.broadcast_refs(made)
     step.run()
 
