@@ -23,8 +23,8 @@ from raycollect.errors import CaptureError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type, listed
 
 _AS_ARGUMENT = (
-    "a plain value or an array, alone or in lists, tuples and dicts; anything else as an argument of its own: a ref of "
-    "ray.put or of a method, what a call of the step gives, or step.argument()"
+    "a plain value or an array, alone or in lists, tuples and dicts; pass anything else as an argument of its own: a "
+    "ref of ray.put or of a method, what a call of the step gives, or step.argument()"
 )
 _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a list, tuple or dict of them"
 

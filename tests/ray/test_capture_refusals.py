@@ -36,7 +36,7 @@ def test_refused_arguments(trio, submits):
         return lambda step: step.call(actor, method, *args, **kwargs)
 
     with nothing_sent(submits):
-        refused(errors.InvalidArgumentError, "pass a ref", wrong({1, 2}))
+        refused(errors.InvalidArgumentError, "pass anything else as an argument of its own", wrong({1, 2}))
         refused(errors.InvalidArgumentError, "other", wrong(1, other=[object()]))
         refused(errors.InvalidArgumentError, "handle of a participant", wrong(actor="a"))
         refused(errors.InvalidArgumentError, "its name", wrong(method=3))
