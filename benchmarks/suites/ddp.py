@@ -168,7 +168,7 @@ class _Model:
         return spent
 
     def check(self, _: int) -> float:
-        return float(sum(one.double().sum() for one in self._model.parameters()))
+        return float(sum(one.detach().double().sum() for one in self._model.parameters()))
 
     def drop(self, _: int) -> None:
         del self._model, self._optimizer

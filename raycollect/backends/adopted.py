@@ -71,7 +71,7 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
     ops = frozenset(kind for kind, method in METHODS.items() if _overrides(group_cls, method))
     if not isinstance(group_cls, type) or not ops or not _overrides(group_cls, "check_backend_availability"):
         raise TypeError(
-            f"{group_cls!r} is no collective group: it needs a classmethod check_backend_availability, and some of "
+            f"{group_cls!r} is not a collective group: it needs a classmethod check_backend_availability, and some of "
             f"{', '.join(METHODS.values())}, with the arguments of ray.util.collective's BaseGroup"
         )
     adoption = Adoption(group_cls)

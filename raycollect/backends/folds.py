@@ -32,7 +32,7 @@ _NO_ORDER = "complex numbers have no order"
 _NO_BITS = "only bool and whole numbers have bits to combine"
 # Reduce op -> the kinds for which it has no meaning, and why
 REFUSED: dict[ReduceOp, tuple[str, str]] = {
-    ReduceOp.AVG: ("biu", "an average of whole numbers is no whole number"),
+    ReduceOp.AVG: ("biu", "an average of whole numbers is not a whole number"),
     ReduceOp.MIN: ("c", _NO_ORDER),
     ReduceOp.MAX: ("c", _NO_ORDER),
     ReduceOp.BAND: ("fc", _NO_BITS),

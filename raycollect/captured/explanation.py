@@ -47,7 +47,7 @@ def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int, fix
     for source in stage.plan.uses():
         known = infos[source]
         if known is None:
-            what = "what methods return, and collectives make of it, shows when it runs: run it once first"
+            what = "what its methods return is known only after a run: run it once first"
             raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
         given[source] = known
     return Planned(plan=stage.plan, given=given, first=first, fixed=sum(source in fixed for source in given))

@@ -255,7 +255,7 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
 
 
 def _foreign(one: Ref, actor: str) -> Violation:
-    expected = "a tensor of the actor whose method it is given to, or a value: send_ref it first"
+    expected = "a tensor of the actor whose method gets it, or a value: send it there first, by send_ref"
     return Violation(
         kind="not_member", field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
     )

@@ -23,8 +23,8 @@ from raycollect.errors import CaptureError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type, listed
 
 _AS_ARGUMENT = (
-    "a plain value or an array, alone or in lists, tuples and dicts; for others pass a ref, of ray.put or of a method, "
-    "as an argument of its own, as you do with what calls of the step give and with step.argument()"
+    "a plain value or an array, alone or in lists, tuples and dicts; pass anything else as an argument of its own: a "
+    "ref of ray.put or of a method, what a call of the step gives, or step.argument()"
 )
 _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a list, tuple or dict of them"
 
@@ -69,7 +69,7 @@ class Recording(Batch):
     def _own(self, value: Pending) -> Pending:
         if value.step >= 0 and not value.is_of(self.request_list):
             raise CaptureError(
-                detail=f"{value!r} is of another captured step: what that makes is there only while it runs"
+                detail=f"{value!r} belongs to another captured step, and is there only while that one runs"
             )
         return value
 
@@ -125,7 +125,7 @@ class Recording(Batch):
         value = self._stands_for(value, where)
         if type(value) is Pending:
             if actor_id and value.actor_id != actor_id:
-                found, expected = "a value of another actor", "one of the same actor: send_ref it first"
+                found, expected = "a value of another actor", "one of the same actor: send it there first, by send_ref"
                 violations.append(Violation(kind="not_member", field=where, found=found, expected=expected))
             return value
         if type(value) in (Argument, Ref):

@@ -20,8 +20,8 @@ RESERVED = ("async_op", "fence", "timeout_s")  # `Capture.run`'s own parameters
 MISSING = object()  # stands for what was not given, where None is a value
 
 _IN_RUN = (
-    "a plain value or an array, alone or in lists, tuples and dicts: hand over others by an ordinary method before the "
-    "run"
+    "a plain value or an array, alone or in lists, tuples and dicts: pass anything else by an ordinary method before "
+    "the run"
 )
 
 
@@ -89,7 +89,7 @@ def _pack(names: tuple[str, ...], values: Mapping[str, Any]) -> bytes:
         raise
     if len(written) > ARGUMENTS_NBYTES:
         sizes = listed(f"{name} {len(pack_value(values[name]))}" for name in names)
-        expected = f"at most {ARGUMENTS_NBYTES}: hand over what is long by an ordinary method before the run"
+        expected = f"at most {ARGUMENTS_NBYTES}: pass what is longer by an ordinary method before the run"
         raise refusal(
             "run", "", (wrong_argument("length of the arguments", f"{len(written)} bytes ({sizes})", expected),)
         )

@@ -312,7 +312,7 @@ class Connection:
 
     def _receive_challenge(self, payload: bytes) -> list[Event]:
         if len(payload) != _CHALLENGE.size or not payload.startswith(MAGIC):
-            raise ProtocolError(detail="the peer is no raycollect endpoint")
+            raise ProtocolError(detail="the peer is not a raycollect endpoint")
         _, version, nonce = _CHALLENGE.unpack(payload)
         if version != VERSION:
             raise ProtocolError(detail=f"{OTHER_VERSION} {version} of the protocol, this end {VERSION}")
@@ -375,5 +375,5 @@ def _read_claim(claim: bytes) -> tuple[str, dict[str, Any]]:
         raise ProtocolError(detail=f"unknown purpose {name[:20]!r}")
     value = unpack(hello)
     if not isinstance(value, dict):
-        raise ProtocolError(detail="the hello is no dict")
+        raise ProtocolError(detail="the hello is not a dict")
     return purpose, value

@@ -54,7 +54,7 @@ def _size(text: str) -> int:
     read = _SIZE.fullmatch(text.strip())
     nbytes = int(read[1]) * _UNITS[read[2].upper()] if read else 0
     if not nbytes:
-        raise ValueError(f"{text!r} is no number of bytes above zero, such as 4, 64K or 1M")
+        raise ValueError(f"{text!r} is not a number of bytes above zero, such as 4, 64K or 1M")
     return nbytes
 
 

@@ -124,7 +124,7 @@ def _parsed(device_ids: str) -> Any:
     try:
         return json.loads(device_ids.replace("'", '"'))  # Python's quotes are as good
     except (ValueError, RecursionError) as exc:
-        problem = f'{device_ids[:100]!r} is no nested list such as "[[0, 1], [0, 1]]": {exc}.'
+        problem = f'{device_ids[:100]!r} is not a nested list such as "[[0, 1], [0, 1]]": {exc}.'
         raise click.BadParameter(problem, param_hint="--device-id") from exc
 
 

@@ -261,7 +261,7 @@ class Submission:
         now = {one: controller.groups.as_it_is(one, tracker.plan.timeout_s) for one in dict.fromkeys(self.memberships)}
         for before, after in now.items():
             if [one.actor_id for one in before.members] != [one.actor_id for one in after.members]:
-                detail = f"group {before.spec.name!r} has other members now: make the calls anew, with their refs"
+                detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
                 raise RetryError(op=name, detail=detail)
         memberships = tuple(now[one] for one in self.memberships)
         asked = [one._replace(roster=group.roster) for one, group in zip(self.asked, memberships, strict=True)]

@@ -69,6 +69,10 @@ class Group:
         """The actor handles by rank."""
         return self._actors
 
+    def get_rank(self, actor: Any) -> int:
+        """The rank of an actor; -1 where it is no member."""
+        return next((rank for rank, one in enumerate(self._actors) if one == actor), -1)
+
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every actor, as ``actor.method.remote(*args, **kwargs)``; all get the same arguments.
 

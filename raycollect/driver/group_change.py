@@ -106,7 +106,7 @@ def _ranks(membership: Membership, members: Any, problems: list[str]) -> list[in
         if isinstance(one, ray.actor.ActorHandle):
             rank = membership.rank_of(one._actor_id.hex())
             if rank < 0:
-                problems.append(f"{ray_internals.describe_actor(one)} is no member")
+                problems.append(f"{ray_internals.describe_actor(one)} is not a member")
         else:
             rank = -1 if isinstance(one, bool) or not hasattr(one, "__index__") else operator.index(one)
             if not 0 <= rank < size:

@@ -71,11 +71,16 @@ class Groups:
                 with self._changing:  # until its members are those that it will have
                     pass
             return self._named[name]
-        raise unknown(name, f"not declared; there are {sorted(self._named) or 'none'}")
+        raise unknown(name, f"not declared; declared are {sorted(self._named) or 'none'}")
 
     def is_declared(self, name: Any) -> bool:
         """Whether a group of that name is declared."""
         return isinstance(name, str) and name in self._named
+
+    def declared(self) -> list[tuple[Membership, Declaration]]:
+        """All declared groups, with what was asked for."""
+        with self._changing:
+            return [(membership, self._declarations[name]) for name, membership in self._named.items()]
 
     def exists(self, membership: Membership) -> bool:
         """False once the group was destroyed."""
@@ -323,7 +328,7 @@ class Groups:
         if drains:
             self._draining = old.spec.group_id
             if not self._drained(old, deadline_s):
-                detail = "its plans under way have not ended in time, so that its members did not change"
+                detail = "its collectives under way have not ended in time, so its members did not change"
                 raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
         self._ending(old, "its group was formed again")
         for one in reversed(old.inner):

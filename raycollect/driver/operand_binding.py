@@ -25,11 +25,19 @@ class Operand:
     actor_id: str
 
 
+_NEARLY: dict[type, str] = {
+    ray.actor.ActorHandle: "an actor handle",
+    ray.actor.ActorMethod: "a method that was not called (call it as actor.method.remote())",
+}
+"""What is easily taken for a ref -> in words."""
+
+
 def operand(ref: Any, position: int) -> Operand | Violation:
     """Reads a ref. The id alone names the participant (P1); one of ray.put or a task may hold a handle."""
     if not isinstance(ref, ray.ObjectRef):
-        is_actor = isinstance(ref, ray.actor.ActorHandle)
-        return _foreign(position, "an actor handle" if is_actor else a_type(ref), "")
+        return _foreign(
+            position, next((what for kind, what in _NEARLY.items() if isinstance(ref, kind)), a_type(ref)), ""
+        )
     key, actor_id = ray_internals.read_ref(ref)
     if actor_id:
         return Operand(ref=ref, key=key, actor_id=actor_id)

@@ -10,8 +10,8 @@ from raycollect.errors import BatchError, CaptureError, RaycollectError
 
 _OPEN = "its batch has not ended: use it after the block, or as an operand of a later call in it"
 _IN_RUNS = (
-    "what a captured step makes is there only while it runs: give it to later calls in its own block, or to `returns`; "
-    "step.explain() tells of it after the block, plan() can't"
+    "a value of a captured step exists only while the step runs: pass it to later calls of its block, or to `returns`; "
+    "step.explain() describes it after the block, plan() can't"
 )
 _OF_RUNS = "stands for a value of each run: compute with it in a method"
 
@@ -57,9 +57,9 @@ class Pending(Placeholder):
             CaptureError: It is made in the runs of a captured step.
         """
         if self.step >= 0:
-            raise CaptureError(detail=f"{self!r} is no ref: {_IN_RUNS}")
+            raise CaptureError(detail=f"{self!r} is not a ref: {_IN_RUNS}")
         if self._ref is None:
-            raise BatchError(detail=f"{self!r} is no ref: {self._why}")
+            raise BatchError(detail=f"{self!r} is not a ref: {self._why}")
         return self._ref
 
     def _misused(self, name: str = "") -> Exception:

@@ -189,7 +189,7 @@ class PlanTracker:
                 return []
             self._pending.discard(position)
         error = ParticipantDiedError(
-            detail=f"its process, or the connection to it, ended while the plan was under way ({reason})"
+            detail=f"its process, or the connection to it, ended while the collective was under way ({reason})"
         )
         return self._failed(position, error, ())
 

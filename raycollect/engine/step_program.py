@@ -91,7 +91,7 @@ def decode_step_program(data: bytes) -> StepProgram:
         named["keys"] = tuple(map(Key, named["keys"]))
         return StepProgram(**named)
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
-        raise ProtocolError(detail=f"malformed routine: {exc}") from exc
+        raise ProtocolError(detail=f"malformed captured step: {exc}") from exc
 
 
 def _plain(one: Any) -> Any:

@@ -45,8 +45,8 @@ class HolderUnreachableError(ChannelError):
     actor: str = ""
     ref: str = ""
     cure: ClassVar[str] = (
-        "call it again; if it stays so, see to what the detail names: file descriptors (ulimit -n) here or there, the "
-        "network between the hosts, or a holder that is stopped"
+        "call it again. If it fails again, check what the message names: file descriptors (ulimit -n) on both sides, "
+        "the network between the hosts, or a holder that is stopped"
     )
 
     def __str__(self) -> str:

@@ -140,9 +140,9 @@ class CollectiveTimeoutError(FaultError):
     def told(self, who: Sequence[str], others: Sequence[str]) -> str:
         """The text of `detail`, from the names of the ranks in `missing` and in `within`."""
         if not others:
-            return f"after {self.timeout_s:g} s these had not come: {listed(who) or 'nobody'}"
+            return f"after {self.timeout_s:g} s these had not arrived: {listed(who) or 'nobody'}"
         silent = f"these gave no answer: {listed(who)}"
-        alive = "all of these answer, but not by the library's own connections, or not fast enough"
+        alive = "all of them answer, but not over the library's own connections, or too slowly"
         return f"after {self.timeout_s:g} s in the kernel, with {listed(others)}: {silent if who else alive}"
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class CollectiveTimeoutError(FaultError):
         told = "\n  - " + listed(self.reports, "\n  - ") if self.reports else ""
         if self.cut:
             told += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is gone"
-            rest = "see to the network between these hosts; the ranks named above may be healthy."
+            rest = "check the network between these hosts; the ranks named above may be healthy."
         return text + told + cure + rest
 
 
@@ -181,7 +181,9 @@ class MethodError(FaultError):
     call: int = -1
     raised: str = ""
     trace: str = ""
-    cure = "mend the method, close the step and capture it again; on this actor collectives before the call are done"
+    cure = (
+        "correct the method, close the step and capture it again; this actor has done the collectives before that call"
+    )
 
     def __str__(self) -> str:
         who = f" of {self.actor}" if self.actor else ""

@@ -46,7 +46,8 @@ class GroupBrokenError(GroupError):
 
     cure = (
         "group.rebuild() forms it again over the members that live, group.replace(dead, new) with others in their "
-        "place; a group that members made themselves: destroy_collective_group(name) and init_collective_group again"
+        "place. Where the members made it: destroy_collective_group(name), and init_collective_group in all of them; "
+        "in torch.distributed, destroy_process_group and init_process_group"
     )
 
 

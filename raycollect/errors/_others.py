@@ -46,9 +46,7 @@ class CaptureBrokenError(CaptureError):
     """
 
     why: str = ""
-    cure: ClassVar[str] = (
-        "mend the cause, bring the actors to a state that you know, close the step and capture it again"
-    )
+    cure: ClassVar[str] = "correct the cause, bring the actors to a known state, close the step and capture it again"
 
     def __str__(self) -> str:
         return f"{self.detail}: {self.why}\nWhat to do: {self.cure}."
@@ -63,7 +61,7 @@ class CaptureMembersError(CaptureError):
     """
 
     lost: tuple[str, ...] = ()
-    cure: ClassVar[str] = "close the step and capture it again, with the members of now"
+    cure: ClassVar[str] = "close the step and capture it again, with the current members"
 
     def __str__(self) -> str:
         return f"{self.detail}: {listed(self.lost, '; ')}\nWhat to do: {self.cure}."

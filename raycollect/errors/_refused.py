@@ -162,7 +162,7 @@ class ConcurrentCallError(RefusedError):
 class UnsupportedError(RefusedError):
     """Neither the backend nor numpy has a meaning for it."""
 
-    cure = "choose another operation, reduce op, dtype, device or backend"
+    cure = "use what was expected, or another operation, reduce op, dtype, device or backend"
 
 
 class TensorFreedError(RefusedError):
@@ -190,7 +190,7 @@ class ProducerFailedError(RefusedError):
 
 
 class AllocationError(RefusedError):
-    """An output or a staging buffer could not be had."""
+    """An output or a staging buffer could not be allocated."""
 
     cure = "free memory on that participant, or use smaller tensors"
 

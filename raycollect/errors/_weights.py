@@ -10,7 +10,7 @@ from raycollect.errors._base import RaycollectError, summary
 
 @dataclass(eq=False, kw_only=True)
 class VersionError(RaycollectError):
-    """A version of weights can't be put, or can't be had; what methods see is as it was.
+    """A version of weights can't be put or read; what methods see is as it was.
 
     Attributes:
         name: That of the publication.
@@ -38,7 +38,7 @@ class VersionError(RaycollectError):
 class UnknownVersionError(VersionError):
     """Nothing of that name or number is there."""
 
-    cure = "publish and put first; a publisher keeps its two newest versions"
+    cure = "call publish() and put() first; a publisher keeps its two newest versions"
 
 
 class PublisherReplacedError(VersionError):
@@ -50,13 +50,13 @@ class PublisherReplacedError(VersionError):
 class VersionNotPutError(VersionError):
     """A version was not put: a rank of the publisher failed, or replicas differ; no receiver can see anything of it."""
 
-    cure = "see the cause, and put again; after a death, publish again over the actors that live"
+    cure = "see the cause, and call put() again; after a death, call publish() again with the actors that live"
 
 
 class VersionNotWholeError(VersionError):
     """A receiver could not get all atoms with the right digests; the group's methods see what they saw before."""
 
-    cure = "update again: only what is missing is read"
+    cure = "call update() again: it reads only what is missing"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,4 +72,6 @@ class VersionTimeoutError(VersionError):
     missing: tuple[int, ...] = ()
     timeout_s: float = 0.0
     is_shown: bool = False
-    cure: ClassVar[str] = "see what these ranks are doing; raise timeout_s if they are only busy, and update again"
+    cure: ClassVar[str] = (
+        "see what these ranks are doing; raise timeout_s if they are only busy, and call update() again"
+    )

@@ -224,7 +224,7 @@ def _find_leader(request: BootstrapRequest, store: BootstrapStore, hub: Hub, dea
             tried, again_s = there, now_s + _RETRY_S
         if now_s >= deadline_s:
             name, limit_s = request.spec.name, request.spec.timeout_s
-            detail = f"after {limit_s:g} s these had not come: rank 0 ({why})"
+            detail = f"after {limit_s:g} s these had not arrived: rank 0 ({why})"
             raise CollectiveTimeoutError(
                 op="join", group_name=name, rank=0, missing=(0,), timeout_s=limit_s, detail=detail
             )

@@ -56,9 +56,9 @@ class Record:
         try:
             value = json.loads(record)
         except (ValueError, RecursionError):
-            raise _malformed("it is no JSON") from None
+            raise _malformed("it is not JSON") from None
         if not isinstance(value, dict) or value.keys() != {"host", "port", "secret", "who"}:
-            raise _malformed("it is no object with host, port, secret and who")
+            raise _malformed("it is not an object with host, port, secret and who")
         host, port, who = value["host"], value["port"], value["who"]
         secret = _secret(value["secret"])
         wrong = {
@@ -80,7 +80,7 @@ def _secret(text: Any) -> bytes | None:
 
 
 def _malformed(why: str) -> InvalidGroupError:
-    return InvalidGroupError(group_name="", detail=f"what is posted is no record of rank 0: {why}")
+    return InvalidGroupError(group_name="", detail=f"what is posted is not a record of rank 0: {why}")
 
 
 class BootstrapStore(Protocol):
@@ -160,7 +160,7 @@ class DirectoryBulletin:
             try:
                 found = os.fstat(fd)
                 if not stat.S_ISREG(found.st_mode):
-                    raise _malformed("it is no regular file")
+                    raise _malformed("it is not a regular file")
                 if found.st_uid != os.geteuid():
                     raise _malformed(f"it is a file of user {found.st_uid}, and this process runs as {os.geteuid()}")
                 return os.read(fd, MOST_RECORD_NBYTES + 1)
@@ -215,5 +215,5 @@ def store_at(place: str) -> DirectoryBulletin:
     """The store of a URL ``file:///path``; InvalidGroupError: it is another kind of URL."""
     url = urlparse(place)
     if url.scheme != "file" or not url.path:
-        raise InvalidGroupError(group_name="", detail=f"rendezvous {place!r} is no 'file:///path'")
+        raise InvalidGroupError(group_name="", detail=f"rendezvous {place!r} is not of the form 'file:///path'")
     return DirectoryBulletin(url.path)

@@ -40,7 +40,7 @@ class Callers:
             found = (
                 f"{threading.current_thread().name!r}, which calls {op} while a call of {_name(other)} has not ended"
             )
-            expected = "that of all calls that have not ended"
+            expected = "the thread of the calls that have not ended"
             self.contest = Violation(kind="concurrent", rank=self._rank, field="thread", found=found, expected=expected)
             return True
 

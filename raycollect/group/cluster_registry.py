@@ -220,7 +220,7 @@ def find_cluster(address: str | None = None) -> str:
     try:
         return ray_internals.cluster_address(named)
     except ValueError as exc:
-        raise ConnectionError(f"{named!r} is no address of a Ray cluster: {exc}") from exc
+        raise ConnectionError(f"{named!r} is not the address of a Ray cluster: {exc}") from exc
 
 
 class ClusterReader:
@@ -243,7 +243,7 @@ class ClusterReader:
             detail = str(exc).partition(". ")[0]
             if "AuthToken" in detail:
                 detail += " (set RAY_AUTH_MODE, and the token, as for the cluster)"
-            raise ConnectionError(f"{address} refuses, or is no Ray cluster of this version: {detail}") from exc
+            raise ConnectionError(f"{address} refuses, or is not a Ray cluster of this version: {detail}") from exc
 
     def alive_nodes(self) -> int:
         """Counts the nodes that live; ConnectionError: the cluster does not answer."""

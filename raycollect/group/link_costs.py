@@ -197,5 +197,5 @@ def _parsed(document: Any) -> list[Measured]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MOST_TEXT:
-        raise ValueError(f"{shown(value)} is no text of at most {MOST_TEXT} characters")
+        raise ValueError(f"{shown(value)} is not a text of at most {MOST_TEXT} characters")
     return value

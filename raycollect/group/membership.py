@@ -128,7 +128,7 @@ def placed(spec: GroupSpec, machines: Sequence[str]) -> GroupSpec:
 def unknown(name: Any, detail: str) -> UnknownGroupError:
     """The error for a group name that is not known, with a hint if it is something else than a name."""
     if not isinstance(name, str):
-        detail = f"{a_type(name)} is no group's name; look at the order of the arguments, or name them"
+        detail = f"{a_type(name)} is not the name of a group; check the order of the arguments, or name them"
     op = str(getattr(name, "name", name))
     if op.upper() in ReduceOp.__members__:
         detail += f". A reduce op is given by name here: op={op.lower()!r}"

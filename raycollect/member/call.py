@@ -233,6 +233,6 @@ def _program(
     )
     planned = plan([replace(request, operands=operands)])
     if planned.width > 1:  # members count one launch per call
-        found = f"{kind.value}, which backend {spec.backend!r} does not have inside the members"
+        found = f"{kind.value}, which members of a group of backend {spec.backend!r} can't call"
         raise refusal(kind.value, spec.name, (Violation(kind="unsupported", field="op", found=found),))
     return planned.program(planned.parts[0].places[rank])

@@ -97,7 +97,9 @@ def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any
     if isinstance(found, Container):
         return found
     if found is None:
-        why = MissingOperand("not_member", f"a tensor of {value.actor}", "one of this very actor: send_ref it first")
+        why = MissingOperand(
+            "not_member", f"a tensor of {value.actor}", "one of this actor: send it here first, by send_ref"
+        )
     else:
         why = missing(found)
     ref = value.key.hex()

@@ -101,7 +101,7 @@ def _problems(world_size: Any, rank: Any, group_name: Any, gloo_timeout: Any) ->
     elif len(group_name) > MOST_NAME:
         problems.append(f"group_name has {len(group_name)} characters, not at most {MOST_NAME}")
     elif not group_name.isprintable() and group_name.encode(errors="ignore").decode() != group_name:
-        problems.append(f"group_name is {group_name!r}, which is no Unicode text")
+        problems.append(f"group_name is {group_name!r}, which is not Unicode text")
     sizes = [type(value) is int for value in (world_size, rank)]
     if not all(sizes):
         problems.append(f"world_size is {shown(world_size)} and rank is {shown(rank)}, not two integers")
@@ -145,7 +145,7 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
     """
     process_group = _find(group_name)
     if process_group is None:
-        raise unknown(name_of(group_name), "this process is no member of it")
+        raise unknown(name_of(group_name), "this process is not a member of it")
     ProcessGroups.current().remove(process_group)
     process_group.part()
 
@@ -188,10 +188,10 @@ def get_group_handle(group_name: Any = "default") -> ProcessGroup:
         process_group = _find(name)
         if process_group is not None:
             return process_group
-    detail = "this process is no member of it"
+    detail = "this process is not a member of it"
     if isinstance(name, str) and ProcessGroups.current().drives(name):
         detail = (
-            "this process drives it and is no member of it: the driver's operations take refs, as allreduce_refs(refs)"
+            "this process drives it and is not a member: the driver's operations take refs, as allreduce_refs(refs)"
         )
     raise unknown(name, detail)
 

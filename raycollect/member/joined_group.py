@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
 
 
-CHANGED = "the members of the group have changed: call again, with the rank and the world size of now"
+CHANGED = "the members of the group have changed: call again, with the current rank and world size"
 
 
 class JoinedGroup:

@@ -87,6 +87,11 @@ class TorchCalls:
         self._process_group = get_group_handle(name)
         self._queues: dict[str, CallQueue] = {}  # by communicator
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks work on each other's tensors in shared memory."""
+        return self._process_group.spec.backend == "shm"
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long later calls wait for the other ranks."""
         self._process_group.timeout_s = timeout.total_seconds()

@@ -62,27 +62,6 @@ def create(given: Any, options: Any) -> TorchProcessGroup:
     return TorchProcessGroup(given.group_rank, given.group_size, TorchCalls(name))
 
 
-def allreduce_hook(process_group: Any, bucket: Any) -> Any:
-    """Averages gradients of DDP: ``model.register_comm_hook(None, raycollect.torch.allreduce_hook)``.
-
-    Without it DDP divides the gradients in a pass of its own before they are added; here that is a part of the
-    reduction.
-
-    Args:
-        process_group: That of the model; None: the default one.
-        bucket: What DDP gives: gradients in one tensor, `torch.distributed.GradBucket`.
-
-    Returns:
-        A `torch.futures.Future` of the averages.
-    """
-    op, group = distributed.ReduceOp.AVG, process_group or distributed.group.WORLD
-    work = distributed.all_reduce(bucket.buffer(), op=op, group=group, async_op=True)
-    return work.get_future().then(lambda ended: ended.value()[0])
-
-
-allreduce_hook.__annotations__.clear()  # DDP takes its own types there, or none
-
-
 class TorchStore:
     """A `BootstrapStore` in a store of torch, which has a prefix for each group."""
 
@@ -170,6 +149,11 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
     @property
     def _device_types(self) -> list[Any]:
         return [torch.device("cpu")]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its ranks work on each other's tensors in shared memory."""
+        return self._calls.shares_memory
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long later calls wait for the other ranks."""
@@ -287,7 +271,7 @@ class TorchProcessGroup(_Named):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
         """Refuses: a rank receives from a rank that it names."""
-        raise self._calls.unsupported("recv", "source rank", "any", "a rank")
+        raise self._calls.unsupported("recv", "source rank", "missing", "the rank to receive from")
 
     def barrier(self, opts: Any = None) -> TorchWork:
         """Waits until all ranks have called it."""

@@ -235,7 +235,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
             return trace_of(json.loads(data))
         except _MALFORMED as exc:
             why = f"it has no {shown(exc.args[0])}" if isinstance(exc, KeyError) else str(exc)[:_MOST_TEXT]
-            raise ValueError(f"{os.fspath(path)!r} is no timeline of raycollect: {why}") from exc
+            raise ValueError(f"{os.fspath(path)!r} is not a timeline of raycollect: {why}") from exc
 
 
 def trace_of(found: Any) -> Trace:
@@ -277,7 +277,7 @@ def _slice(event: Mapping[str, Any], rows: Mapping[int, int], began_s: float) ->
 def _finite(value: Any) -> float:
     found = float(value)
     if not math.isfinite(found):
-        raise ValueError(f"{found} is no time")
+        raise ValueError(f"{found} is not a time")
     return found
 
 

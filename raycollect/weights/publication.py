@@ -181,7 +181,7 @@ class Publication:
                 **where,
                 missing=late,
                 timeout_s=timeout_s,
-                detail=f"after {timeout_s:g} s these had not come: rank {who}",
+                detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
             )
         if job.round.differing:
             first = atoms.shown(job.round.differing[0])

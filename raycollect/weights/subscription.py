@@ -274,7 +274,7 @@ class Subscription:
                 missing=late,
                 timeout_s=timeout_s,
                 is_shown=len(job.round.done) > len(late),
-                detail=f"after {timeout_s:g} s these had not come: rank {who}",
+                detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
             )
         for error in job.errors.values():
             return anew(error)

@@ -66,7 +66,7 @@ def test_bad_input_changes_nothing(actors):
         (lambda: group.add(workers[2], timeout_s=-1), "timeout_s"),
         (lambda: group.remove([0, 1]), "no member would be left: destroy"),
         (lambda: group.remove([1, workers[1]]), "rank 1 more than once"),
-        (lambda: group.remove(workers[2]), r"Buffers\(.*\) is no member"),
+        (lambda: group.remove(workers[2]), r"Buffers\(.*\) is not a member"),
         (
             lambda: group.remove([2, True, "a"]),
             "2 is neither a rank from 0 to 1 .*; True is neither .*; 'a' is neither",
@@ -120,7 +120,7 @@ def test_a_plan_that_does_not_end_in_time_leaves_the_group_as_it_was(actors):
     blocked = block(workers[1], gate)
     assert wait_until(lambda: group.status().members[1].doing)  # by data, a plan may come before a method
     work = col.allreduce_refs(refs, async_op=True)
-    with pytest.raises(errors.CollectiveTimeoutError, match="plans under way have not ended"):
+    with pytest.raises(errors.CollectiveTimeoutError, match="collectives under way have not ended"):
         group.remove(1, timeout_s=3)  # only rank 0 is asked, which has nothing to do
     assert group.epoch == 0
     ray.get([gate.open.remote(), blocked])

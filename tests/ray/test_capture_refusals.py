@@ -36,15 +36,15 @@ def test_refused_arguments(trio, submits):
         return lambda step: step.call(actor, method, *args, **kwargs)
 
     with nothing_sent(submits):
-        refused(errors.InvalidArgumentError, "pass a ref", wrong({1, 2}))
+        refused(errors.InvalidArgumentError, "pass anything else as an argument of its own", wrong({1, 2}))
         refused(errors.InvalidArgumentError, "other", wrong(1, other=[object()]))
         refused(errors.InvalidArgumentError, "handle of a participant", wrong(actor="a"))
         refused(errors.InvalidArgumentError, "its name", wrong(method=3))
         refused(errors.InvalidArgumentError, "'nothing', which Learning.* lacks.*steady", wrong(method="nothing"))
-        refused(errors.NotAMemberError, "send_ref it first", wrong(own, actor=trio[1]))
+        refused(errors.NotAMemberError, "by send_ref", wrong(own, actor=trio[1]))
         refused(
             errors.NotAMemberError,
-            "send_ref it first",
+            "by send_ref",
             lambda step: step.call(trio[1], "note", step.call(trio[0], "loss")),
         )
         refused(errors.RefusedError, "argument 0", wrong([own]))
@@ -167,7 +167,7 @@ def test_placeholders_outside_of_their_block(trio):
             lambda: col.free(loss),
             lambda: col.plan(col.barrier) and loss.ref,
         ):
-            with pytest.raises(errors.CaptureError, match="only while it runs"):
+            with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"):
                 use()
     for use in (
         lambda: made[0].ref,
@@ -177,13 +177,13 @@ def test_placeholders_outside_of_their_block(trio):
         lambda: pickle.loads(pickle.dumps(loss)),
         lambda: pickle.loads(pickle.dumps(rate)),
     ):
-        with pytest.raises(errors.CaptureError, match="only while it runs"):
+        with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"):
             use()
-    with pytest.raises(errors.CaptureError, match="only while it runs"), col.capture() as other:
+    with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.capture() as other:
         other.call(trio[0], "note", made[0])
     with pytest.raises(errors.CaptureError, match="belongs to another captured step"), col.capture() as other:
         other.call(trio[0], "note", rate)
-    with pytest.raises(errors.CaptureError, match="only while it runs"), col.batch():
+    with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.batch():
         col.broadcast_refs(made)
     step.run()
 

@@ -129,14 +129,14 @@ def test_misplaced_calls_raise_capture_error(pair):
         made = col.allreduce_refs(refs, inplace=False)
         with pytest.raises(errors.CaptureError, match="can't be explained before its block has ended"):
             step.explain()
-        with pytest.raises(errors.CaptureError, match=r"step.explain\(\) tells of it"):
+        with pytest.raises(errors.CaptureError, match=r"step.explain\(\) describes it"):
             col.plan(col.allreduce_refs, made)
     for use in (
         lambda other: other.call(pair[0], "echo", made[0]),
         lambda other: col.allreduce_refs(made),
         lambda other: other.returns(made),
     ):
-        refused(errors.CaptureError, "of another captured step", use)
+        refused(errors.CaptureError, "to another captured step", use)
     step.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import backends, errors
+from raycollect import backends, errors, experimental
 from raycollect.core.model import GroupSpec
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
@@ -209,6 +209,31 @@ def test_the_call_of_rays_experimental_module_is_explained(actors):
         col.declare_collective_group(workers, "grads")
 
 
+def test_the_names_of_rays_experimental_module(actors):
+    first, second, third = actors(Plain, 3)
+    pair = experimental.create_collective_group([first, second], "GLOO", "pair")
+    unnamed = experimental.create_collective_group([second, third], backend="shm")
+
+    assert (pair.name, pair.backend, pair.get_rank(second), pair.get_rank(third)) == ("pair", "gloo", 1, -1)
+    for names, asked in (
+        ({"pair", unnamed.name}, {}),
+        ({"pair", unnamed.name}, {"actors": [second]}),
+        ({"pair"}, {"actors": [second, first]}),
+        (set(), {"actors": [first, third]}),
+        ({"pair"}, {"actors": [second], "backend": "GLOO"}),
+    ):
+        assert {one.name for one in experimental.get_collective_groups(**asked)} == names
+    with refused(errors.UnknownBackendError, "no such"):
+        experimental.get_collective_groups([first], "no such")
+
+    experimental.destroy_collective_group(pair)
+    assert [one.name for one in experimental.get_collective_groups()] == [unnamed.name]
+    experimental.destroy_all_collective_groups()
+    assert experimental.get_collective_groups() == []
+    with pytest.raises(AttributeError, match=r"Compiled Graphs\. Call allreduce_refs in a captured step"):
+        _ = experimental.allreduce
+
+
 def test_timeout_distinguishes_pending_from_busy_actors(actors):
     (busy,), unmade = actors(Gated, 1), Worker.options(num_cpus=1000).remote()
     ray.get(busy.ready.remote())
@@ -226,7 +251,7 @@ def test_member_operation_on_the_driver_raises_unknown_group_error(actors):
     col.declare_collective_group(actors(Worker, 2), group_name="g")
     with refused(errors.UnknownGroupError, "this process drives it", "allreduce_refs(refs)"):
         col.allreduce(np.ones(2), "g")
-    with refused(errors.UnknownGroupError, "a ReduceOp is no group's name", "op='sum'"):
+    with refused(errors.UnknownGroupError, "a ReduceOp is not the name of a group", "op='sum'"):
         col.allreduce(np.ones(2), col.types.ReduceOp.SUM)
 
 

@@ -171,7 +171,7 @@ def test_a_captured_step_works_on_them(trio):
     step.close()
     assert ray.get(c.take.remote(refs[1])) == ("Tensor", [6.0] * 10)
 
-    with pytest.raises(errors.NotAMemberError, match="send_ref it first"), col.capture() as step:
+    with pytest.raises(errors.NotAMemberError, match="by send_ref"), col.capture() as step:
         step.call(b, "take", refs[0])
 
 

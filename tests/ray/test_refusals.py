@@ -49,14 +49,16 @@ def test_an_actor_where_a_ref_of_its_tensor_belongs(trio):
     with pytest.raises(errors.ForeignRefError, match="an actor handle") as caught:
         col.allreduce_refs(trio)
     assert [violation.rank for violation in caught.value.violations] == [0, 1, 2]
+    with refused(errors.ForeignRefError, "not called (call it as actor.method.remote())", actors=trio):
+        col.allreduce_refs([trio[0].get_buffer, *buffers(trio[1:])])
 
 
 def test_a_reduce_op_in_the_place_of_the_group(trio):
     for given, said in (
-        (col.ReduceOp.MAX, "a ReduceOp is no group's name; .* op='max'"),
+        (col.ReduceOp.MAX, "a ReduceOp is not the name of a group; .* op='max'"),
         ("avg", "'avg'.* not declared; .* op='avg'"),
         ("Sum", "op='sum'"),
-        ([1], "a list is no group's name"),
+        ([1], "a list is not the name of a group"),
     ):
         with pytest.raises(errors.UnknownGroupError, match=said):
             col.allreduce_refs(buffers(trio), given)

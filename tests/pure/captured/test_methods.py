@@ -404,7 +404,7 @@ def test_refs_are_pinned_or_go_by_value(here: Lease) -> None:
 def test_foreign_and_missing_tensors_are_refused(here: Lease) -> None:
     script = Script(0, [None])
     key = Key(bytes(28))
-    with pytest.raises(NotAMemberError, match="send_ref it first"):
+    with pytest.raises(NotAMemberError, match="by send_ref"):
         _capture(here, script, _handle(key, "cd"))
     here._store.put(key, pinned(full(1)))
     here._store.free([key])

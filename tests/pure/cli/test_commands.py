@@ -178,9 +178,9 @@ def test_device_ids_that_make_no_table_are_refused_and_nothing_is_written(tmp_pa
         (("--output", "t.json"), "either --device-id or --check"),
         (("--device-id", "[[0]]", "--check", "t.json"), "either --device-id or --check"),
         (("--check", "t.json", "--output", "u.json"), "--check writes nothing"),
-        (("--device-id", "[[0"), "no nested list"),
-        (("--device-id", ""), "no nested list"),
-        (("--device-id", "[" * 100_000), "no nested list"),
+        (("--device-id", "[[0"), "not a nested list"),
+        (("--device-id", ""), "not a nested list"),
+        (("--device-id", "[" * 100_000), "not a nested list"),
         (("--device-id", "[[0]]", "--output", "{tmp}"), "can't be written: Is a directory"),
         (("--device-id", "[[0]]", "--output", "{tmp}/absent/t.json"), "can't be written: No such file"),
         (("--device-id", "[[0]]", "--output", "nul\0"), "can't be written"),
@@ -355,7 +355,7 @@ def test_files_that_are_no_timelines_end_with_1(recorded: Path, tmp_path: Path) 
     for args, says in (
         ((str(tmp_path / "absent.json"),), "absent.json"),
         ((str(tmp_path),), "Is a directory"),
-        ((str(tmp_path / "junk.json"),), "no timeline of raycollect"),
+        ((str(tmp_path / "junk.json"),), "not a timeline of raycollect"),
         ((str(recorded), str(other)), "different hosts"),
     ):
         result = run_command("timeline", "show", *args)

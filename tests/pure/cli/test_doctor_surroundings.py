@@ -206,6 +206,7 @@ def test_a_named_file_of_costs_that_is_no_good_stops_everything(tmp_path: Path, 
     [
         ({"address": "h:1", "nodes": 1, "groups": 2}, {}, OK, "h:1: 1 node, 2 groups declared", ""),
         ({"problem": "none runs"}, {}, MISSING, "none runs", "ray start --head"),
+        ({"problem": "not asked"}, {"RAY_ADDRESS": "local"}, OK, "each driver starts a cluster of its own", ""),
         ({"problem": "refused", "address": "h:1"}, {}, WARNING, "refused", "RAY_ADDRESS"),
         ({"problem": "refused"}, {"RAY_ADDRESS": "h:1"}, WARNING, "refused", "unset RAY_ADDRESS"),
         (ChildError("no answer after 20 s"), {}, MISSING, "no answer after 20 s", "ray start"),

@@ -101,7 +101,7 @@ def test_a_gpu_that_does_not_get_there_ends_the_call_in_time(gpus: Gpus) -> None
     errors = [outcome.error for outcome in outcomes]
     assert all(isinstance(one, FaultError) for one in errors), errors
     assert isinstance(errors[1], CollectiveTimeoutError)
-    assert "a device has not done" in str(errors[1])
+    assert "a device has not finished" in str(errors[1])
     with cuda.Device(3):
         fake.release(cuda.Stream.null)
     same([lists[0], late, lists[2]], before)

@@ -292,7 +292,7 @@ def test_a_fault_of_no_group_names_none() -> None:
 def test_a_method_that_raised_and_one_that_returned_what_can_not_travel() -> None:
     raised = MethodError(op="step", actor="W(aa)", call=3, raised="KeyError", detail="'x'", trace="one\ntwo")
     assert str(raised).startswith("call 3 of the step, step of W(aa), raised KeyError: 'x'\n  | one\n  | two\n")
-    assert "mend the method" in str(raised)
+    assert "correct the method" in str(raised)
     returned = str(MethodError(op="step", actor="W(aa)", call=3, detail="a value of type set"))
     assert "step of W(aa), returned a value of type set\n" in returned
     assert "raised" not in returned

@@ -109,7 +109,7 @@ def test_leader_replaces_a_malformed_record(place: Place, case: str) -> None:
 @pytest.mark.parametrize("case", GARBAGE)
 def test_a_follower_says_which_file_is_no_record_once_its_time_is_over(place: Place, case: str) -> None:
     _file(place).write_bytes(GARBAGE[case])
-    with pytest.raises(CollectiveTimeoutError, match="no record of rank 0") as caught:
+    with pytest.raises(CollectiveTimeoutError, match="not a record of rank 0") as caught:
         place.follow(timeout_s=0.05)
     assert f"Delete {_file(place)}" in caught.value.detail
     assert caught.value.missing == (0,)

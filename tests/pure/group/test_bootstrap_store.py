@@ -135,7 +135,7 @@ def _fifo(path: Path) -> None:
 @pytest.mark.parametrize("make", [_link, _fifo, lambda path: (path / "group-g").mkdir()], ids=["link", "fifo", "dir"])
 def test_irregular_file_is_no_record(board: DirectoryBulletin, path: Path, make: Any) -> None:
     make(path)
-    with pytest.raises(InvalidGroupError, match="no record of rank 0"):
+    with pytest.raises(InvalidGroupError, match="not a record of rank 0"):
         board.read("g")
 
 
@@ -213,6 +213,6 @@ MALFORMED = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_record_raises_invalid_group_error(case: str) -> None:
-    with pytest.raises(InvalidGroupError, match="no record of rank 0") as caught:
+    with pytest.raises(InvalidGroupError, match="not a record of rank 0") as caught:
         Record.from_bytes(MALFORMED[case])
     assert len(str(caught.value)) < 300

@@ -176,7 +176,11 @@ def test_outside_of_a_group():
         col.allreduce(np.ones(1), "nobody")
     with pytest.raises(UnknownGroupError):
         init.destroy_group("nobody")
-    for given, said in (("avg", "op='avg'"), (ReduceOp.MAX, "a ReduceOp is no .* op='max'"), ([1], "a list is no")):
+    for given, said in (
+        ("avg", "op='avg'"),
+        (ReduceOp.MAX, "a ReduceOp is not the .* op='max'"),
+        ([1], "a list is not"),
+    ):
         assert init.get_rank(given) == -1
         for use in (init.get_group_handle, init.destroy_group, lambda name: col.allreduce(np.ones(1), name)):
             with pytest.raises(UnknownGroupError, match=said):

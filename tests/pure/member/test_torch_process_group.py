@@ -128,6 +128,11 @@ def test_ddp_has_the_gradients_that_it_has_on_gloo(ranks, how):
     ranks(bodies.data_parallel, 2, how)
 
 
+@pytest.mark.parametrize("is_possible", [True, False])
+def test_the_hook_moves_the_buckets_of_ddp_to_shared_memory(ranks, is_possible):
+    ranks(bodies.in_shared_memory, 2, is_possible)
+
+
 def test_fsdp_has_the_parameters_that_it_has_on_gloo(ranks):
     ranks(bodies.fully_sharded)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from raycollect.errors import (
     NotATensorError,
     UnsupportedError,
 )
+from raycollect.pos.segments import Segments
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 
@@ -323,6 +326,23 @@ def data_parallel(rank, world, how):
             optimizer.step()
         models.append(model.module)
     _same(models[0].state_dict(), models[1].state_dict())
+
+
+def in_shared_memory(rank, world, is_possible):
+    """The hook moves DDP's buckets, of which the gradients are views, and those that DDP makes after the first step."""
+    model = DistributedDataParallel(Model(), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, raycollect.torch.allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    segments, places = Segments.current(), []
+    with nullcontext() if is_possible else mock.patch.object(Segments, "allocate", side_effect=OSError("off")):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(_batch(rank, step), True).square().sum().backward()
+            gradients = [one.grad for one in model.parameters()]
+            found = [segments.locate(one.data_ptr(), one.nbytes) for one in gradients]
+            assert all(one is not None for one in found) == is_possible
+            places.append({one.data_ptr() for one in gradients})
+    assert places[1] == places[2]  # moved once
 
 
 def _same(mine, other):

@@ -193,7 +193,7 @@ def test_a_file_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) ->
 def test_other_files_are_no_timelines(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="no timeline of raycollect") as caught:
+    with pytest.raises(ValueError, match="not a timeline of raycollect") as caught:
         chrome.read(path)
     assert len(str(caught.value)) < 1000
 

@@ -1,0 +1,73 @@
+"""The names of `ray.experimental.collective`: groups that the driver makes, finds and destroys.
+
+::
+
+    from raycollect.experimental import create_collective_group  # was: from ray.experimental.collective import ...
+
+    group = create_collective_group(actors, backend="gloo")
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from raycollect import backends
+from raycollect.driver.controller import Controller
+from raycollect.driver.group import Group, declare_collective_group, destroy_collective_group
+
+__all__ = [
+    "create_collective_group",
+    "destroy_all_collective_groups",
+    "destroy_collective_group",
+    "get_collective_groups",
+]
+
+_OF_GRAPHS = ("allgather", "allreduce", "reducescatter")
+
+
+def create_collective_group(actors: Sequence[Any], backend: str, name: str | None = None) -> Group:
+    """Declares actors to be a group, in their order; see `declare_collective_group`.
+
+    Args:
+        actors: The actor handles, by rank.
+        backend: The name of the backend; ``"auto"`` chooses.
+        name: What to call the group; by default a name that no other group has.
+    """
+    return declare_collective_group(actors, backend=backend, group_name=name or f"group-{secrets.token_hex(8)}")
+
+
+def get_collective_groups(actors: Sequence[Any] | None = None, backend: str | None = None) -> list[Group]:
+    """The groups that this process has declared and not destroyed.
+
+    Args:
+        actors: Only groups that have all of these actors.
+        backend: Only groups of this backend.
+
+    Raises:
+        UnknownBackendError: There is no backend of that name.
+    """
+    controller = Controller.current()
+    wanted = {actor._actor_id for actor in actors or ()}
+    name = None if backend is None else backends.get(backend).name
+    declared = controller.groups.declared()
+    groups = [Group(controller, membership, asked.actors, asked.backend) for membership, asked in declared]
+    return [
+        group
+        for group in groups
+        if wanted <= {actor._actor_id for actor in group.actors} and name in (None, group.backend)
+    ]
+
+
+def destroy_all_collective_groups() -> None:
+    """Ends all groups that this process has declared; the actors live on."""
+    for group in get_collective_groups():
+        group.destroy()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_GRAPHS:
+        detail = f"Ray's {name} is for Compiled Graphs. Call {name}_refs in a captured step instead"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {detail}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
