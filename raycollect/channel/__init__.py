@@ -6,6 +6,7 @@
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
 `stream`                  a connection in blocking mode
 `server`, `client`        the listening end, the connecting ends
+`completion_bell`         wakes who waits for a plan, through shared memory
 `refusals`                logs refused clients
 ========================  ====================================================================
 """
@@ -13,7 +14,18 @@
 from __future__ import annotations
 
 from raycollect.channel.client import DataClient, Hub
+from raycollect.channel.completion_bell import CompletionBell, CompletionBellClient
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.server import DataLink, Server, ServerHandler
 
-__all__ = ["DataClient", "DataLink", "Hub", "Link", "LinkHandler", "Server", "ServerHandler"]
+__all__ = [
+    "CompletionBell",
+    "CompletionBellClient",
+    "DataClient",
+    "DataLink",
+    "Hub",
+    "Link",
+    "LinkHandler",
+    "Server",
+    "ServerHandler",
+]

@@ -53,6 +53,7 @@ class LentToken(NamedTuple):
 
     token: Any
     owner: bytes
+    packed: PackedRef  # the token as it came, which is how it goes back
 
     @staticmethod
     def read(argument: Any) -> LentToken | None:
@@ -60,7 +61,8 @@ class LentToken(NamedTuple):
         if type(argument) is not bytes or not argument.startswith(_MARK):
             return None
         owner, *packed = msgpack.unpackb(argument[len(_MARK) :])
-        return LentToken(PackedRef(*packed).ref(), owner)
+        as_it_came = PackedRef(*packed)
+        return LentToken(as_it_came.ref(), owner, as_it_came)
 
 
 @dataclass(frozen=True, slots=True)

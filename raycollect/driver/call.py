@@ -53,9 +53,11 @@ class Call:
 
     Attributes:
         name: The operation in messages; empty: that of its kind.
+        sent: What was sent, and for which group; None: nothing, or in a batch.
     """
 
     name = ""
+    sent: tuple[RequestKey, Membership] | None = None
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Call:
         self._group_name = name_of(group_name)
         was_started = ray_internals.is_started()
         if was_started:
-            self._controller = Controller.current()
+            self.controller = Controller.current()
         self._batch = batch.current()
         self._request_list = RequestList() if self._batch is None else self._batch.request_list
         self._violations: list[Violation] = []
@@ -84,7 +86,7 @@ class Call:
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
         if not was_started:  # no cluster is started for what can't be
-            self._controller = Controller.current()
+            self.controller = Controller.current()
         self._membership = self._find(operands)
         self._bound = {name: self._bind(name, given, alone=len(refs) == 1) for name, given in operands.items()}
         self._raise()
@@ -117,10 +119,11 @@ class Call:
         if self._batch is not None:
             result = request_list.results[-1]
             return list(result) if isinstance(result, list) else result  # the caller may change it
-        tracker, submission = request_list.send(self._controller, STAGING_NBYTES, is_batch=False)
+        self.sent = request_list.asked[-1], self._membership
+        tracker, submission = request_list.send(self.controller, STAGING_NBYTES, is_batch=False)
         if async_op:
-            return Work(self._controller, tracker, request_list.results[0], submission)
-        work = Work(self._controller, tracker, request_list.results[0])
+            return Work(self.controller, tracker, request_list.results[0], submission)
+        work = Work(self.controller, tracker, request_list.results[0])
         with work.cancelled_by_signals():
             return work.wait()
 
@@ -163,7 +166,7 @@ class Call:
         return name == _PARTS[self._kind][1] and name != _SINGLE
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
-        controller, group_name = self._controller, self._group_name
+        controller, group_name = self.controller, self._group_name
         if controller.groups.is_declared(group_name) or group_name != "default" or self._kind is OpKind.BARRIER:
             return controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
@@ -246,7 +249,7 @@ class Call:
         request_list, membership, kind = self._request_list, self._membership, self._kind
         source = request_list.source
         if self._batch is not None:
-            self._batch.outermost.held.hold(self._controller, membership)
+            self._batch.outermost.held.hold(self.controller, membership)
         keeps = kind is OpKind.BROADCAST or (inplace and kind in _REDUCTIONS)
         sole: int | None = None  # the one rank with a result; None: all have one
         if kind in _AT_ROOT or kind in (OpKind.SEND, OpKind.BARRIER):

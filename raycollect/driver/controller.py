@@ -10,10 +10,12 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from raycollect.channel import CompletionBell
 from raycollect.core import ray_internals
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.groups import Groups
@@ -37,6 +39,7 @@ class Controller:
         dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
         revision: Changes whenever a group, or a member of one, is gone.
         messages: Takes what participants say.
+        known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
     _current: Controller | None = None
@@ -56,19 +59,27 @@ class Controller:
             return cls._current
 
     @classmethod
+    def running(cls) -> Controller | None:
+        """The controller of this process and Ray session, if there is one; starts nothing."""
+        current = cls._current
+        if current is None or not ray_internals.is_connected() or current.session is not ray_internals.session():
+            return None
+        return current
+
+    @classmethod
     def drives(cls, name: str) -> bool:
         """Whether this process has declared a group of that name; starts nothing."""
-        current = cls._current
-        if current is None or not ray_internals.is_connected():
-            return False
-        return current.session is ray_internals.session() and current.groups.is_declared(name)
+        current = cls.running()
+        return current is not None and current.groups.is_declared(name)
 
     def __init__(self, session: object) -> None:
         self.session = session
         self.dispatching: threading.Lock = threading.Lock()
         self.revision: object = object()
+        self.known_calls: dict[Any, Any] = {}
         self.messages: ControllerMessages = ControllerMessages(self)
-        self.participants: Participants = Participants(self.messages, secrets.token_hex(8))
+        self._bell = _make_bell()
+        self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
         self.groups: Groups = Groups(self.participants, self._group_ends, self._drained)
         self._is_closed = False
         self._seq = itertools.count(1)
@@ -94,6 +105,8 @@ class Controller:
         self.revision = object()
         self.groups.close()
         self.participants.close()
+        if self._bell is not None:
+            self._bell.close()
         fetch.close_idle()
 
     def links(self, memberships: Sequence[Membership], actor_ids: Sequence[str]) -> list[ParticipantLink]:
@@ -143,6 +156,21 @@ class Controller:
             self._trackers.pop(tracker.seq, None)
         return [one for one in found if one.seq in self._trackers]
 
+    @contextmanager
+    def claimed_bell(self) -> Iterator[CompletionBell | None]:
+        """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it."""
+        bell = self._bell
+        if bell is None or not bell.claim():
+            yield None
+            return
+        try:
+            yield bell
+        finally:
+            for tracker in [one for one in list(self._trackers.values()) if one.bell is not None]:
+                unheard = PlanAbortedError(detail="its caller was interrupted")  # nobody looks at the bell any more
+                self.send(tracker, [] if tracker.resolved else tracker.fail(unheard))
+            bell.release()
+
     def tracker(self, seq: int) -> PlanTracker | None:
         """The plan whose first launch has that number."""
         return self._trackers.get(seq)
@@ -167,3 +195,10 @@ class Controller:
                 self.groups.release_later(held)
             else:
                 self._abandoned.append((let_go, held))
+
+
+def _make_bell() -> CompletionBell | None:
+    try:
+        return CompletionBell()
+    except OSError:  # this system has no memory to share, or none is left
+        return None

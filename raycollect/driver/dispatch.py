@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Order
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
@@ -24,7 +25,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink, StartBarrier
 from raycollect.driver.pending import Pending
-from raycollect.driver.plan_tracker import PlanTracker, retrieve_errors
+from raycollect.driver.plan_tracker import PlanTracker, Ringing, retrieve_errors
 from raycollect.errors import (
     CollectiveTimeoutError,
     DispatchError,
@@ -158,12 +159,34 @@ def send_plan(
         prepared = prepare(asked, staging)
     except RefusedError as exc:
         raise explained(exc, asked, memberships, tuple(refs)) from None
+    return send_prepared(controller, prepared, memberships, refs)
+
+
+def send_prepared(
+    controller: Controller,
+    prepared: DispatchPlan,
+    memberships: Sequence[Membership],
+    refs: dict[Key, Any],
+    bell: CompletionBell | None = None,
+) -> PlanTracker:
+    """Sends each participant its part of a plan over these refs.
+
+    Args:
+        controller: The controller.
+        prepared: The plan.
+        memberships: The group of each request.
+        refs: The operands, by the places that the programs name.
+        bell: The controller's, where the calling thread has claimed it, and waits for the plan.
+    """
     planned, keys = prepared.plan, tuple(refs)
     with controller.dispatching:
         peers = controller.links(memberships, planned.participants)
         by_channel = prepared.fits_channel and all(one.spec.ordering == DATA for one in memberships)
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
         tracker = controller.register(lambda seq: PlanTracker(seq, planned, memberships, refs), planned.width)
+        rings = bell is not None
+        if bell is not None:
+            tracker.bell = Ringing(bell, tuple([peer.bell_slot for peer in peers]))
         if together:
             _start_barrier(controller, tracker, peers, memberships)
         for at, peer in enumerate(peers):
@@ -173,9 +196,9 @@ def send_plan(
             made: Sequence[Any] = ()
             try:
                 if by_channel:
-                    peer.order(Order(payload=order, together=together, in_order=False, after=b""))
+                    peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
                 elif prepared.fits_channel:
-                    peer.submit_in_order(order, tracker, at)
+                    peer.submit_in_order(order, tracker, at, rings=rings)
                 else:
                     made = peer.submit(order, len(outputs))
             except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs

@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
-from raycollect.driver import own_tensors
+from raycollect.driver import known_calls, own_tensors
 from raycollect.driver.call import Call
 from raycollect.driver.own_tensors import OwnSource
 from raycollect.driver.work import Work
@@ -77,6 +77,10 @@ def allreduce_refs(
         GroupError: No such group, or it is broken.
         FaultError: A participant died or came too late, or the plan could not be sent.
     """
+    if inplace is True:
+        return known_calls.run(
+            OpKind.ALLREDUCE, group_name, timeout_s, tensor_refs, op=op, snapshot=snapshot, async_op=async_op
+        )
     call = Call(OpKind.ALLREDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
 
@@ -147,8 +151,7 @@ def broadcast_refs(
             raise refusal("broadcast", name_of(group_name), (wrong_argument("source", a_type(source), expected),))
         own = OwnSource(OpKind.BROADCAST, group_name, timeout_s, tensor_refs)
         return own.start(source, src_rank, async_op=async_op)
-    call = Call(OpKind.BROADCAST, group_name, timeout_s, tensor_refs=tensor_refs)
-    return call.run(root=src_rank, async_op=async_op)
+    return known_calls.run(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, root=src_rank, async_op=async_op)
 
 
 # fmt: off

@@ -108,6 +108,7 @@ class ParticipantLink:
                 calls.last, calls.before = None, None
         self._controller_id = controller_id
         self.last_seq = 0
+        self.bell_slot = -1  # its word at the controller's bell
         self.group_ids: set[str] = set()
         self.link: Link | None = None
         self.barriers: dict[int, StartBarrier] = {}
@@ -141,7 +142,7 @@ class ParticipantLink:
                 calls.last, calls.before = NOTHING, None  # the plans after it wait for it, and methods are behind it
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
 
-    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int) -> None:
+    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
         """Sends a program without outputs by the channel, to run where an actor task would; else as an actor task."""
         calls = self._calls
         if calls is None:
@@ -152,7 +153,7 @@ class ParticipantLink:
                 self.submit(payload, 0)
                 return
             calls.before = partial(_keep_behind, ref(tracker), position, ref(self))
-            self.order(Order(payload=payload, together=False, in_order=True, after=calls.last))
+            self.order(Order(payload=payload, together=False, in_order=True, after=calls.last, rings=rings))
 
     def fence(self, seq: int) -> None:
         """Submits an actor task that lets a plan begin, and ends with it."""

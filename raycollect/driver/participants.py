@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, astuple, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel import Hub
+from raycollect.channel import CompletionBell, Hub
 from raycollect.channel.messages import (
     Bye,
     Join,
@@ -27,7 +27,7 @@ from raycollect.channel.messages import (
     Surveyed,
     Unable,
 )
-from raycollect.core import ray_internals
+from raycollect.core import ray_internals, threads
 from raycollect.core.model import Member
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.participant_link import ParticipantLink
@@ -66,11 +66,14 @@ class _Joining:
 class Participants:
     """All participants of one controller. One thread at a time leases, joins and parts; any may do the rest."""
 
-    def __init__(self, owner: ControllerMessages, controller_id: str) -> None:
+    def __init__(self, owner: ControllerMessages, controller_id: str, bell: CompletionBell | None = None) -> None:
         self.timeline: TimelineSession | None = None
         self._owner = owner
         self._controller_id = controller_id
+        self._bell = bell
         self._hub = Hub()
+        self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
+        self._is_due = False
         self._peers: dict[str, ParticipantLink] = {}  # by actor id
         self._requests = itertools.count(1)
         self._joining: dict[int, _Joining] = {}
@@ -79,6 +82,7 @@ class Participants:
     def close(self) -> None:
         """Gives all back."""
         self._hub.close()
+        self._is_due = False  # what was due is not called any more
 
     # ------------------------------------------------------------------------------------------ who they are
 
@@ -138,12 +142,15 @@ class Participants:
         calls = calls if info["participant"] and info["ordered"] else None
         peer = ParticipantLink(self._owner, info, actor, controller_id=controller_id, calls=calls)
         owner = secrets.token_bytes(8)
-        hello = {
+        hello: dict[str, Any] = {
             "controller": controller_id,
             "description": ray_internals.describe_process(),
             "owner": owner,
             "worker": ray_internals.worker_id(),
         }
+        if self._bell is not None:
+            peer.bell_slot = self._bell.take_slot()
+            hello["bell"] = [*astuple(self._bell.segment), peer.bell_slot]
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             peer.welcome(max(deadline_s - monotonic(), 0.1))
@@ -153,11 +160,26 @@ class Participants:
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
-        peer.lend_tokens(owner, partial(self._hub.later, UNUSED_S))
+        peer.lend_tokens(owner, self._soon)
         self.add(peer)
         if self.timeline is not None:
             self.timeline.leased(peer)
         return peer
+
+    def _soon(self, call: Callable[[], None]) -> bool:
+        """Makes a call on the hub's thread after `UNUSED_S` at most; False where the hub is closed."""
+        self._due.append(call)  # before the flag is read: who clears it looks for calls afterwards
+        if self._is_due:
+            return True
+        self._is_due = True
+        if not self._hub.later(UNUSED_S, self._make_due_calls):
+            self._is_due = False
+        return self._is_due
+
+    def _make_due_calls(self) -> None:
+        self._is_due = False
+        while self._due:
+            threads.survives(self._due.popleft())
 
     def part(self, membership: Membership) -> None:
         """Makes the members of a group leave it, and ends the leases that no other group needs."""

@@ -11,11 +11,14 @@ Participants are positions in the plan here; errors name ranks of the user's gro
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Abort, Arrive
 from raycollect.core.model import Key, Member
 from raycollect.driver.error_location import ErrorLocator, RankNames
@@ -42,6 +45,17 @@ ABSENT = ("lost", "producer_failed")  # kinds of violations whose operand is not
 _MAX_REASON_CHARS = 1000
 
 
+class Ringing(NamedTuple):
+    """How a plan's end is told to the thread that waits for it."""
+
+    bell: CompletionBell
+    slots: tuple[int, ...]  # the words of its participants
+
+    def has_rung(self, seq: int) -> bool:
+        """Whether one of them has said that all have ended it well."""
+        return self.bell.has_rung(seq, self.slots)
+
+
 class PlanTracker:
     """A plan between its dispatch and the end of its last participant.
 
@@ -49,6 +63,7 @@ class PlanTracker:
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
         made: (request, position) -> the ref of what the request makes there.
+        bell: What is rung when it has gone well everywhere, where the thread that waits for it has claimed the bell.
         is_committed: Whether all participants were told to overwrite what they gave: all that live have results.
     """
 
@@ -62,6 +77,7 @@ class PlanTracker:
         self.made: dict[tuple[int, int], Any] = {}
         self.error: RaycollectError | None = None
         self.is_committed: bool = False
+        self.bell: Ringing | None = None
         self.ring: Ring | None = None
         self.began_s: float = 0.0
         self._memberships = memberships
@@ -129,10 +145,27 @@ class PlanTracker:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False where it is not known in time."""
+        if self.bell is not None and self.bell.bell.is_mine:
+            return self._wait_for(self.bell, timeout_s)
         if not self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
             return False
         self._unresolved.release()
         return True
+
+    def _wait_for(self, ringing: Ringing, timeout_s: float | None) -> bool:
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._resolved:
+            if ringing.has_rung(self.seq):
+                self._all_done()
+            elif (left_s := until_s - time.monotonic()) > 0:
+                ringing.bell.wait(left_s)
+            else:
+                return False
+        return True
+
+    def _all_done(self) -> Outgoing:
+        everybody = range(len(self.plan.participants))
+        return self.done(0, None, (), others=everybody)  # nobody is left who could be told of anything
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Calls back once the outcome is known: now, or later on the channel's thread."""
@@ -187,6 +220,9 @@ class PlanTracker:
         with self._lock:
             if position not in self._pending:
                 return []
+        if self.bell is not None and self.bell.has_rung(self.seq):
+            return self._all_done()
+        with self._lock:
             self._pending.discard(position)
         error = ParticipantDiedError(
             detail=f"its process, or the connection to it, ended while the collective was under way ({reason})"
@@ -255,6 +291,8 @@ class PlanTracker:
         if known:
             return
         self._unresolved.release()
+        if self.bell is not None and not self.bell.bell.is_mine:
+            self.bell.bell.wake()
         if self.ring is not None:
             _record(self, self.ring)
         for call in watchers:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel import Link, messages
+from raycollect.channel import CompletionBellClient, Link, messages
 from raycollect.core import threads
 from raycollect.core.model import Key, task_key
 from raycollect.engine.execution import Execution, Outcome
@@ -66,7 +66,14 @@ class _Running:
 class Lease:
     """What one controller drives. Any thread may call it; `received` and `end` are for the channel's."""
 
-    def __init__(self, controller: str, description: str, link: Link, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        controller: str,
+        description: str,
+        link: Link,
+        runtime: Runtime,
+        bell: CompletionBellClient | None = None,
+    ) -> None:
         self.controller = controller
         self.description = description
         self.link = link
@@ -74,6 +81,7 @@ class Lease:
         self._store = runtime.instruments.store
         self._sequencer = PlanSequencer()
         self._reporter = Reporter(link, runtime, self._sequencer)
+        self._bell = bell
         self._groups = JoinedGroups(controller, runtime, self._reporter)
         self._running: dict[int, _Running] = {}
         self._captures = CapturedSteps()
@@ -165,7 +173,7 @@ class Lease:
         finally:
             step.number = 0
             self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
-        self._tell_done(ticket.seq, program, outcome)
+        self._tell_done(ticket.seq, program, outcome, rings=order is not None and order.rings)
         if outcome.error is not None and program.makes:
             raise anew(outcome.error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
@@ -220,10 +228,12 @@ class Lease:
         )
         return execution.run, execution
 
-    def _tell_done(self, seq: int, program: Program, outcome: Outcome) -> None:
+    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool) -> None:
         # If all participants see each other, the last one tells for all that it went well.
         if outcome.error is not None:
             self._reporter.tell_failure(seq, outcome.error)
+        elif rings and self._bell is not None and len(outcome.ended) == len(program.agreement.ranks):
+            self._bell.ring(seq)
         elif not outcome.ended or len(outcome.ended) == len(program.agreement.ranks):
             self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 

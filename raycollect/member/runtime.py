@@ -19,12 +19,12 @@ from typing import Any
 import ray
 
 from raycollect.backends import Gpu, arrays, gpus, streams
-from raycollect.channel import DataLink, Link, Server
+from raycollect.channel import CompletionBellClient, DataLink, Link, Server
 from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
 from raycollect.core import ray_internals, threads
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.direct_transport import Returned
-from raycollect.core.model import Key
+from raycollect.core.model import Key, Segment
 from raycollect.core.serialization import take_over
 from raycollect.engine.instruments import Instruments
 from raycollect.errors import (
@@ -173,6 +173,7 @@ class Runtime:
         """
         infos = tuple(map(arrays.describe, container.tensors))
         streams.settle(infos)  # what the method has left to a GPU comes before what plans do
+        is_lent = lent is not None and self._lenders.note(lent.owner, key)
         handle = Handle(
             key=key,
             actor_id=self.actor_id,
@@ -182,7 +183,8 @@ class Runtime:
             infos=infos,
             incarnation=self.incarnation,
             placements=container.placements,
-            token=lent.token if lent is not None and self._lenders.note(lent.owner, key) else self._tokens.take(key),
+            token=lent.token if lent is not None and is_lent else self._tokens.take(key),
+            packed=lent.packed if lent is not None and is_lent else None,
         )
         self.store.put(key, container)
         if streamed:
@@ -263,12 +265,13 @@ class Runtime:
     def opened(self, link: Link, hello: dict[str, Any]) -> None:
         """A controller connected: it gets the lease, or hears which controller has it (P10)."""
         controller, description = str(hello.get("controller")), str(hello.get("description"))
+        bell = _open_bell(hello.get("bell"))
         with self._lock:
             if self._lease is not None and self._lease.controller != controller:
                 error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
                 link.send(Refused(error=to_wire(error)))
                 return
-            before, self._lease = self._lease, Lease(controller, description, link, self)
+            before, self._lease = self._lease, Lease(controller, description, link, self, bell)
             self._lenders.open(_lender(link))
             keeping = sorted(self._keeping)
         if before is not None:
@@ -305,6 +308,15 @@ class Runtime:
         lease.end(reason)
         with self._lock:
             self._lease = None
+
+
+def _open_bell(where: Any) -> CompletionBellClient | None:
+    """This participant's end of the controller's bell; None if there is none, or it is out of reach."""
+    try:
+        *segment, slot = where
+        return CompletionBellClient(Segment(*segment), slot)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _lender(link: Link) -> bytes:

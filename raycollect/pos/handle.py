@@ -46,6 +46,7 @@ class Handle(Placeholder):
         infos: Shape, dtype and device of each tensor.
         incarnation: Ray's id of the process that holds them: a restarted actor has a new one, and the tensors are lost.
         token: Keeps the value alive while any copy of this handle exists.
+        packed: The token for another process, where it is known already.
         placements: Of the tensors that are the local ones of DTensors, the place in `infos`, and where they lie.
     """
 
@@ -58,6 +59,7 @@ class Handle(Placeholder):
     incarnation: str = ""
     token: Any = None
     placements: tuple[tuple[int, Placement], ...] = ()
+    packed: PackedRef | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reduced(self.token)
@@ -67,7 +69,8 @@ class Handle(Placeholder):
         token = self.token
         if token is None:
             return None
-        return as_pickled(pickle.dumps([_Reduced(self._reduced(tuple(PackedRef.of(token))))], protocol=5), token)
+        packed = self.packed or PackedRef.of(token)
+        return as_pickled(pickle.dumps([_Reduced(self._reduced(tuple(packed)))], protocol=5), token)
 
     def _reduced(self, token: Any) -> tuple[Any, ...]:
         where = (self.actor_id, self.actor, self.address, self.incarnation)

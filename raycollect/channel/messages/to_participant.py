@@ -107,13 +107,14 @@ class Order(Message):
 
     `in_order`: as if it did, behind the task `after` and all before it (empty: there are none). Else when its operands
     are there, and `together` with the others if somebody may have to wait for an operand or another plan: say `Ready`
-    when you have both, and begin at `Go`.
+    when you have both, and begin at `Go`. `rings`: where all end it well, ring the bell instead of `Done`, if you can.
     """
 
     payload: bytes
     together: bool
     in_order: bool
     after: bytes
+    rings: bool
 
 
 @message

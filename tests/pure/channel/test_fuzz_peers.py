@@ -213,6 +213,7 @@ def _order(rng: random.Random) -> Order:
         together=True,
         in_order=False,
         after=b"",
+        rings=False,
     )
 
 
@@ -304,7 +305,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     program = flying((left, asked(left, (0, 1)))).plan.program(0)
     for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
         payload = encode_order(Ticket(seq, predecessor), [key(0)], encode_program(program))
-        link.send(Order(payload=payload, together=True, in_order=False, after=b""))
+        link.send(Order(payload=payload, together=True, in_order=False, after=b"", rings=False))
     caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
     link.close()
     asks(participant, hub)

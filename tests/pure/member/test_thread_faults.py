@@ -185,7 +185,7 @@ def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda order: done.set())
     made = PlanQueue(Store(), PlanSequencer(), cast(Any, None), FinishedCalls(), threading.Lock())
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"")
+    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
     with fail_at(desk, "run", thread="raycollect-order"):
         made.received(order, lambda order: desk.run(order))
     made.received(order, lambda order: desk.run(order))
@@ -197,7 +197,9 @@ def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
 def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Hears]) -> None:
     here, heard = leased
     with fail_at(Lease, "run_program", thread="raycollect-order"):
-        here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b""))
+        here.received(
+            Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
+        )
         done = heard.next(Done)
     assert done.seq == 1
     assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")
