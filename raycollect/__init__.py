@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     from raycollect.weights.protocol import Version as Version
     from raycollect.weights.publication import Publication as Publication
     from raycollect.weights.publication import publish as publish
+    from raycollect.weights.safetensors import map_safetensors as map_safetensors
     from raycollect.weights.subscription import RankReceipt as RankReceipt
     from raycollect.weights.subscription import Receipt as Receipt
     from raycollect.weights.subscription import Subscription as Subscription
@@ -210,6 +211,7 @@ _HOMES: dict[str, str] = {
     "join_layouts": "planner.joined",
     "layout": "planner.layout",
     "layout_of": "weights.layouts.dtensors",
+    "map_safetensors": "weights.safetensors",
     "mark_written": "member.runtime",
     "nccl_available": "member.init",
     "ones": "pos.tensors",

@@ -109,13 +109,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def compare(ways: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2) -> dict[str, float]:
+def compare(
+    ways: Mapping[str, Callable[[], object]],
+    runs: int,
+    warmup: int = 2,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
     """Times ways in turns, each in an order that is drawn, so that other load affects all of them alike.
 
     Args:
         ways: What each way does once, by its name.
         runs: How often each is timed.
         warmup: How many turns go before that.
+        before: What is done before each time, and not timed.
 
     Returns:
         The median of each way, in ms.
@@ -124,6 +130,7 @@ def compare(ways: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2
     draw = random.Random(0)
     for turn in range(-warmup, runs):
         for name in draw.sample(list(ways), len(ways)):
+            before()
             start_s = time.perf_counter()
             ways[name]()
             if turn >= 0:

@@ -23,7 +23,7 @@ from ray._private.state import GlobalState, state
 from ray._private.worker import global_worker
 from ray._raylet import ActorID
 from ray.actor import ActorHandle, ActorMethod
-from ray.experimental import internal_kv
+from ray.experimental import get_local_object_locations, get_object_locations, internal_kv
 
 from raycollect.core import threads
 from raycollect.core.model import Key
@@ -95,6 +95,16 @@ def read_ref(ref: Any) -> tuple[Key, str]:
     binary: bytes = ref.binary()
     no_actor = binary[8:20] == _NO_ACTOR or _is_of_put(binary)
     return Key(binary), "" if no_actor else binary[8:24].hex()
+
+
+def nbytes_of(ref: Any) -> int:
+    """The size of what a ref stands for, without fetching it; waits until it is there. 0: Ray does not tell."""
+    ray.wait([ref], fetch_local=False)
+    for ask in (get_local_object_locations, get_object_locations):  # this process, or else the ref's owner
+        nbytes = ask([ref]).get(ref, {}).get("object_size")
+        if nbytes:
+            return int(nbytes)
+    return 0
 
 
 def is_put(ref: Any) -> bool:

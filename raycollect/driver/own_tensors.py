@@ -21,14 +21,23 @@ from raycollect.errors import Violation, refusal
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
 
+MOST_LOOKED_AT_NBYTES = 100 << 10
+"""The most that Ray sends to the owner of a ref anyway, beside any object store."""
+
 
 def is_own(value: Any) -> bool:
-    """Whether a value, or that of a ref, is tensors that no participant holds; waits for the task that makes it."""
+    """Whether a value, or that of a ref, is tensors that no participant holds; waits for the task that makes it.
+
+    A large value is not looked at, as it would have to come here for that: it is no handle, and the participant that
+    takes it in finds out whether it is tensors.
+    """
     if isinstance(value, (Pending, ray.actor.ActorHandle)):
         return False
     if isinstance(value, ray.ObjectRef):
         if ray_internals.read_ref(value)[1]:
             return False
+        if ray_internals.nbytes_of(value) > MOST_LOOKED_AT_NBYTES:
+            return True
         value = direct_transport.get(value)
     return not isinstance(value, Handle) and Container.of(value, arrays.is_tensor) is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class LocalSide:
         LayoutError: The tensors don't fit the layouts.
         UnsupportedError: They are on a GPU.
         ReadOnlyError: They are to be written, and can't be.
+        AliasError: They are to be written, and overlap.
     """
 
     def __init__(self, op: str, container: Container, layouts: Layouts, rank: int, *, is_written: bool) -> None:
@@ -62,7 +64,19 @@ class LocalSide:
                 found.append(
                     wrong_layout(where, "with gaps", "without gaps, as its layout folds dimensions", self.rank)
                 )
-        return found
+        return found or (list(self._overlapping()) if is_written else [])
+
+    def _overlapping(self) -> Iterator[Violation]:
+        held = self._arrays()
+        spans = sorted((*arrays.byte_range(array), at) for at, array in enumerate(held))
+        for i, (_, stop, at) in enumerate(spans):
+            for start, _, other in spans[i + 1 :]:
+                if start >= stop:
+                    break
+                if arrays.overlap(held[at], held[other]):
+                    what, which = (f"tensor {self._tensors[one].key!r}" for one in (at, other))
+                    found, expected = f"overlapping {which} (tied weights?)", "separate memory, or one name for it"
+                    yield Violation(kind="alias", rank=self.rank, field=what, found=found, expected=expected)
 
     def _arrays(self) -> list[Any]:
         return [arrays.memory(self._container.tensors[place]) for place in self._places]

@@ -93,7 +93,7 @@ def subscribe(
         layout: As of `publish`; floats become those of a dtype that a layout asks for.
 
     Raises:
-        LayoutError, UnsupportedError, ReadOnlyError, RefusedError: As `publish`.
+        LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
     """
     return Subscription(name, dst_refs, layout)
 

@@ -29,7 +29,12 @@ NOT_RUN = {
 }
 """Document -> why some of its blocks are no programs. Add to it what can't be run anywhere, and nothing else."""
 
-NEEDS = {"import torch\n": "torch", "import ray.util.collective": "torch", "import cupy": "cupy"}
+NEEDS = {
+    "import torch\n": "torch",
+    "import ray.util.collective": "torch",
+    "import cupy": "cupy",
+    "from safetensors": "safetensors",
+}
 """What a program says -> the library without which it is skipped; Ray's gloo is torch's."""
 
 LIMIT_S = 100

@@ -127,6 +127,18 @@ def test_pain_2_a_silent_rank_is_named_and_its_group_shows_nothing(actors, name,
         other.close()
 
 
+def test_pain_2_sides_that_disagree_are_told_at_once(actors, name):
+    trainer, rollout = actors(Weights, 2)
+    shapes = SHAPES | {"down": (6, 9), "more": (2,)}
+    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout], shapes)) as sub:
+        ray.get(trainer.fill.remote(1))
+        pub.put()
+        with pytest.raises(errors.LayoutError) as raised:
+            sub.update(timeout_s=600.0)
+        assert {"'down'", "'more'"} <= set(str(raised.value).replace(":", " ").replace(",", " ").split())
+        assert looks([rollout], sub) == [([0.0], 0)]
+
+
 def test_pain_3_each_side_says_its_layout_once(actors, name):
     trainers, rollouts = actors(Weights, 2), actors(Weights, 2)
     whole = np.arange(48, dtype=np.float32).reshape(8, 6)

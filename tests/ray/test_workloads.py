@@ -106,6 +106,21 @@ def test_engines_compute_what_the_trainer_does():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore")  # RLlib's own
+@pytest.mark.usefixtures("tidy")
+def test_rllib_learns_the_same_with_our_weight_sync():
+    pytest.importorskip("torch")
+    pytest.importorskip("gymnasium")
+    pytest.importorskip("tree")
+    from examples.workloads import rllib
+
+    report = rllib.main(runners=2, rounds=3, runs=1, widths=[64])
+
+    assert len(told(report)) == 4
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("tidy")
 def test_the_timeline_of_the_page_shows_plans_checks_and_kernels(tmp_path):
     pytest.importorskip("matplotlib")

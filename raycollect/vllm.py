@@ -1,0 +1,349 @@
+"""raycollect for vLLM: a backend of vLLM's weight transfer interface, with digests of what landed.
+
+::
+
+    import raycollect.vllm
+
+    raycollect.vllm.register()  # in the trainer; in vLLM's workers, by a plugin of vLLM
+
+The trainer's rank 0 and all workers are a group that they make themselves. An update goes in buckets through host
+memory, each with its digest, and is kept beside the model until all workers have checked all of it. Then all of them
+load it, or none does. The interface is that of vLLM 0.33; docs/weight-sync.md says what of it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from importlib import import_module
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from raycollect.core.model import ReduceOp, TensorInfo
+from raycollect.errors import RaycollectError, VersionNotWholeError
+from raycollect.member import init, operations
+from raycollect.pos.tensors import allocate
+from raycollect.weights import digests
+
+__all__ = ["Engine", "InitInfo", "TrainerEngine", "TrainerInitInfo", "UpdateInfo", "register"]
+
+torch: Any = import_module("torch")
+base: Any = import_module("vllm.distributed.weight_transfer.base")
+
+BACKEND = "raycollect"
+_ALIGNMENT = 16  # of a tensor in its bucket; and the length of a digest
+_TRAINER = 0
+
+
+def register() -> None:
+    """Makes this backend known to vLLM, under the name ``"raycollect"``; twice does nothing more."""
+    factory: Any = import_module("vllm.distributed.weight_transfer.factory")
+    for registry, cls in (
+        (factory.WeightTransferEngineFactory, Engine),
+        (factory.WeightTransferTrainerFactory, TrainerEngine),
+    ):
+        if BACKEND not in registry._registry:
+            registry.register_engine(BACKEND, cls)
+
+
+# ---------------------------------------------------------------------------------------------- what is agreed on
+
+
+@dataclass(kw_only=True)
+class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
+    """How the group is made, on a worker.
+
+    Attributes:
+        world_size: The trainer's rank 0 and all workers.
+        rank_offset: The rank of the first worker.
+        group_name: What the group is called.
+        transport: raycollect's backend: ``"auto"``, ``"shm"``, ``"tcp"`` ...
+        rendezvous: How processes find each other that are no actors of one Ray cluster: ``"file:///path"``.
+        bucket_nbytes: The most that one message carries; at least a tensor.
+        timeout_s: How long ranks wait for each other, in seconds.
+    """
+
+    world_size: int
+    rank_offset: int = 1
+    group_name: str = "vllm"
+    transport: str = "auto"
+    rendezvous: str | None = None
+    bucket_nbytes: int = 64 << 20
+    timeout_s: float = 300.0
+
+
+@dataclass(kw_only=True)
+class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]
+    """The same on a rank of the trainer, which `rank` says; see `InitInfo`."""
+
+    backend: ClassVar[str] = BACKEND
+
+    world_size: int
+    group_name: str = "vllm"
+    transport: str = "auto"
+    rendezvous: str | None = None
+    bucket_nbytes: int = 64 << 20
+    timeout_s: float = 300.0
+
+
+@dataclass
+class UpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What an update has.
+
+    Attributes:
+        version: Its number.
+        names: The full tensors, in the order in which they come.
+        dtype_names: torch's names of their dtypes.
+        shapes: Their shapes.
+    """
+
+    version: int
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+            counts = f"{len(self.names)} names, {len(self.dtype_names)} dtypes, {len(self.shapes)} shapes"
+            raise ValueError(f"an update of {counts}: expected as many of each")
+
+
+# ---------------------------------------------------------------------------------------------- both sides
+
+
+_Part = tuple[str, Any, list[int], int, int]
+"""A tensor in a message: its name, dtype, shape, first byte, number of bytes."""
+
+
+class _Group:
+    """A process's end of the group of the trainer and the workers."""
+
+    def __init__(self, info: Any, rank: int) -> None:
+        init.init_collective_group(
+            info.world_size,
+            rank,
+            info.transport,
+            info.group_name,
+            int(info.timeout_s * 1000),
+            rendezvous=info.rendezvous,
+        )
+        self.rank = rank
+        self._name = info.group_name
+        self._bucket_nbytes = info.bucket_nbytes
+
+    def buckets(self, info: UpdateInfo) -> Iterator[list[_Part]]:
+        """The tensors of each message."""
+        bucket: list[_Part] = []
+        at = 0
+        for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            dtype = getattr(torch, dtype_name)
+            nbytes = prod(shape) * dtype.itemsize
+            if bucket and at + nbytes > self._bucket_nbytes:
+                yield bucket
+                bucket, at = [], 0
+            bucket.append((name, dtype, shape, at, nbytes))
+            at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if bucket:
+            yield bucket
+
+    def broadcast(self, buffer: Any) -> None:
+        operations.broadcast(buffer, _TRAINER, self._name)
+
+    def all_agree(self, is_good: bool) -> bool:
+        """Whether all ranks say so; none goes on before the last has."""
+        vote = np.array([is_good], np.uint8)
+        operations.allreduce(vote, self._name, ReduceOp.MIN)
+        return bool(vote[0])
+
+    def leave(self) -> None:
+        init.destroy_collective_group(self._name)
+
+
+def _nbytes(bucket: Sequence[_Part]) -> int:
+    """The length of a bucket's message: its tensors, and its digest behind them."""
+    _, _, _, at, nbytes = bucket[-1]
+    return -(-(at + nbytes) // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+
+
+def _digest(message: Any) -> Any:
+    found = digests.digest(message[:-_ALIGNMENT].numpy())
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+
+
+def _views(message: Any, bucket: Sequence[_Part]) -> Iterator[tuple[str, Any]]:
+    for name, dtype, shape, at, nbytes in bucket:
+        yield name, message[at : at + nbytes].view(dtype).view(shape)
+
+
+def _not_whole(group: _Group, version: int, detail: str) -> VersionNotWholeError:
+    return VersionNotWholeError(name=group._name, version=str(version), rank=group.rank, detail=detail)
+
+
+# ---------------------------------------------------------------------------------------------- a worker
+
+
+class Engine(base.WeightTransferEngine):  # type: ignore[misc]
+    """A worker's side; vLLM makes it and calls it."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._group: _Group | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Joins the group, and leaves the one before."""
+        self.shutdown()
+        parallel = self.parallel_config
+        first = parallel.data_parallel_index * parallel.world_size + init_info.rank_offset
+        self._group = _Group(init_info, first + parallel.rank)
+
+    def start_weight_update(self) -> None:
+        """Tells vLLM that weights in the checkpoint's form will come."""
+        import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Tells vLLM that they have all come."""
+        reload = import_module("vllm.model_executor.model_loader.reload")
+        reload.finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receives an update, checks it, and loads it when all workers have it.
+
+        Raises:
+            VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
+            RaycollectError: The trainer or a worker is gone or late; it names it.
+        """
+        group = self._group
+        if group is None:
+            raise RuntimeError("no group: init_transfer_engine has not been called")
+        weights: list[tuple[str, Any]] = []
+        wrong: list[str] = []
+        for bucket in group.buckets(update_info):
+            message = torch.empty(_nbytes(bucket), dtype=torch.uint8)
+            group.broadcast(message)
+            if not torch.equal(_digest(message), message[-_ALIGNMENT:]):
+                wrong.append(bucket[0][0])
+            weights += _views(message, bucket)
+        if not group.all_agree(not wrong):
+            detail = f"other bits than were sent, from {wrong[0]!r} on" if wrong else "another worker has other bits"
+            raise _not_whole(group, update_info.version, detail)
+        self.model.load_weights(iter(weights))
+
+    def shutdown(self) -> None:
+        """Leaves the group."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+
+
+# ---------------------------------------------------------------------------------------------- the trainer
+
+
+class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
+    """The trainer's side, on each of its ranks. Rank 0 sends; the others take part in gathers."""
+
+    init_info_cls = TrainerInitInfo
+
+    def __init__(
+        self, *, client: Any, source: Any = None, is_sender: bool = True, rank: int = 0, group: _Group | None = None
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender, rank=rank)
+        self._group = group
+        self._version = 0
+        self._memory: Any = None  # of the largest message: shared, so that workers of this host read it where it is
+
+    @classmethod
+    def trainer_init(cls, init_info: TrainerInitInfo, *, client: Any, source: Any = None) -> TrainerEngine:
+        """Makes the group with the workers; returns when all have joined.
+
+        Raises:
+            ValueError: There is no source, or rank 0 does not have all of it.
+            RaycollectError: The workers have not come, or the group can't be made.
+        """
+        if source is None or not source.implements_iter_full():
+            raise ValueError("the backend raycollect needs a WeightSource that implements iter_full()")
+        for one in source.metadata:
+            if one.owners is not None and _TRAINER not in one.owners:
+                raise ValueError(f"rank 0 sends all tensors, and {one.name!r} belongs to the ranks {one.owners}")
+        group = None
+        if init_info.is_sender:
+            shared = {one.name for one in fields(InitInfo)} & {one.name for one in fields(init_info)}
+            worker_info = asdict(InitInfo(**{name: getattr(init_info, name) for name in shared}))
+            with _aside(client.init_weight_transfer_engine, worker_info):
+                group = _Group(init_info, _TRAINER)
+        return cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank, group=group)
+
+    def send_weights(self) -> None:
+        """Sends what the source has now, as the next version; returns when all workers have loaded it.
+
+        Raises:
+            VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
+            RaycollectError: A worker is gone or late. `trainer_init` makes a new group.
+            ValueError: The source gives other tensors than it says.
+        """
+        if self._group is None:
+            for _ in self.source.iter_full():
+                pass
+            return
+        meta = self.source.metadata
+        info = UpdateInfo(
+            version=self._version + 1,
+            names=[one.name for one in meta],
+            dtype_names=[str(one.dtype).removeprefix("torch.") for one in meta],
+            shapes=[list(one.shape) for one in meta],
+        )
+        self.client.start_weight_update()
+        with _aside(self.client.update_weights, asdict(info)):
+            self._send(self._group, info)
+        self.client.finish_weight_update(str(info.version))
+        self._version = info.version
+
+    def _send(self, group: _Group, info: UpdateInfo) -> None:
+        given: Iterator[tuple[str, Any]] = iter(self.source.iter_full())
+        nothing: tuple[str, Any] = ("", torch.empty(0))
+        for bucket in group.buckets(info):
+            if self._memory is None or len(self._memory) < _nbytes(bucket):
+                made = allocate(TensorInfo(shape=(_nbytes(bucket),), dtype="uint8", itemsize=1, library="torch"))
+                self._memory = made.zero_()
+            message = self._memory[: _nbytes(bucket)]
+            for name, into in _views(message, bucket):
+                found, tensor = next(given, nothing)
+                if found != name or tensor.dtype != into.dtype or tensor.shape != into.shape:
+                    what = f"{found!r}, {tensor.dtype} {list(tensor.shape)}" if found else "no more"
+                    raise ValueError(f"the source gives {what}, and says {name!r}, {into.dtype} {list(into.shape)}")
+                into.copy_(tensor.detach())
+            message[-_ALIGNMENT:] = _digest(message)
+            group.broadcast(message)
+        if not group.all_agree(True):
+            raise _not_whole(group, info.version, "a worker has other bits than were sent")
+
+    def shutdown(self) -> None:
+        """Leaves the group."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+            self._memory = None
+
+
+class _aside:  # noqa: N801 - it is used like a function
+    """Calls the client in a thread, while the block does its half of the same collectives.
+
+    Where the block fails because the other side has refused, what the other side raised is the error.
+    """
+
+    def __init__(self, call: Any, argument: Any) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._called = self._pool.submit(call, argument)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
+        self._pool.shutdown(wait=False)  # after an error the other side may never answer
+        if exc is None or (isinstance(exc, RaycollectError) and self._called.done()):
+            self._called.result()

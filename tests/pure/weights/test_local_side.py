@@ -1,0 +1,38 @@
+"""A rank's tensors and its layouts: what is to be written lies in memory of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from raycollect import layout
+from raycollect.backends import arrays
+from raycollect.errors import AliasError
+from raycollect.pos import Container
+from raycollect.weights.local_side import LocalSide
+
+
+def side(tensors, *, is_written):
+    layouts = {name: layout(one.shape, mesh={"one": 1}, dtype=one.dtype.name) for name, one in tensors.items()}
+    return LocalSide("subscribe", Container.of(tensors, arrays.is_tensor), layouts, 0, is_written=is_written)
+
+
+WHOLE = np.arange(24.0).reshape(4, 6)
+OVERLAPPING = {
+    "tied": {"a": WHOLE, "b": WHOLE, "c": np.zeros(3)},
+    "in part": {"a": WHOLE[:3], "c": np.zeros(3), "b": WHOLE[2:]},
+    "inside": {"a": WHOLE, "b": WHOLE[1, 2:4]},
+}
+
+
+@pytest.mark.parametrize("what", OVERLAPPING)
+def test_what_overlaps_is_read_and_not_written(what):
+    side(OVERLAPPING[what], is_written=False)
+    with pytest.raises(AliasError, match=r"tensor '[ab]'.*overlapping tensor '[ab]'"):
+        side(OVERLAPPING[what], is_written=True)
+
+
+def test_neighbours_and_interleaved_columns_are_written():
+    found = side({"a": WHOLE[:2], "b": WHOLE[2:], "none": WHOLE[:0]}, is_written=True)
+    assert [one.shape for one in found.live()] == [(2, 6), (2, 6), (0, 6)]
+    side({"left": WHOLE[:, :3], "right": WHOLE[:, 3:]}, is_written=True)

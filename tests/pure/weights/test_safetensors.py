@@ -1,0 +1,160 @@
+"""safetensors files are mapped: the right values, only what is used is read, and bad files are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import raycollect as col
+from raycollect import errors
+from raycollect.weights.safetensors import _DTYPES, INDEX
+
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def write(path, tensors, align=8):
+    """Writes a file as the format's page says."""
+    header, at = {"__metadata__": {"format": "np"}}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % align)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(one.tobytes() for one in tensors.values()))
+    return path
+
+
+def some(dtype, shape):
+    return (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype)
+
+
+EVERY = {name: some(dtype, (3, 5)) for name, dtype in _DTYPES.items()}
+
+
+def assert_equal(found, expected):
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("align", [1, 8])
+def test_every_dtype_and_shape(tmp_path, align):
+    tensors = EVERY | {"number": np.array(7, np.int64), "none": np.zeros((0, 4), np.float32)}
+    found = col.map_safetensors(write(tmp_path / "model.safetensors", tensors, align))
+    assert_equal(found, tensors)
+    assert not any(one.flags.writeable for one in found.values())
+    assert {type(one) for one in found.values()} == {np.ndarray}
+
+
+def test_the_library_of_the_format_reads_and_writes_the_same(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    values = {
+        name: torch.arange(15).reshape(3, 5).to(getattr(torch, dtype.name if dtype.name != "bool" else "bool"))
+        for name, dtype in _DTYPES.items()
+    }
+    library.save_file(values, tmp_path / "theirs.safetensors")
+    found = col.map_safetensors(tmp_path / "theirs.safetensors")
+    assert {name: one.tobytes() for name, one in found.items()} == {
+        name: one.view(torch.uint8).numpy().tobytes() for name, one in values.items()
+    }
+    ours = library.load_file(write(tmp_path / "ours.safetensors", EVERY))
+    assert {name: one.view(torch.uint8).numpy().tobytes() for name, one in ours.items()} == {
+        name: one.tobytes() for name, one in EVERY.items()
+    }
+
+
+def test_several_files(tmp_path):
+    one, two = {"a": some("f4", (2, 3)), "b": some("f4", (4,))}, {"c": some("i8", (5,))}
+    write(tmp_path / "1.safetensors", one)
+    write(tmp_path / "2.safetensors", two)
+    assert_equal(col.map_safetensors(tmp_path), one | two)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"c": "2.safetensors", "a": "1.safetensors"}}))
+    assert_equal(col.map_safetensors(str(tmp_path)), two | {"a": one["a"]})
+    assert_equal(col.map_safetensors(tmp_path / INDEX), two | {"a": one["a"]})
+
+
+def resident(path):
+    """How much of a file this process has in its memory, in bytes."""
+    found = re.findall(rf"{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
+    return sum(map(int, found)) << 10
+
+
+def test_what_is_not_used_is_not_read(tmp_path):
+    path = write(tmp_path / "model.safetensors", {"big": np.ones(16 << 20, np.uint8), "used": np.ones(1 << 20, "u1")})
+    found = col.map_safetensors(path)
+    assert resident(path) <= 1 << 17
+    assert found["used"].sum() == 1 << 20
+    assert 1 << 20 <= resident(path) <= (1 << 20) + (1 << 18)
+
+
+def a_file(header, size=8, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(size)
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+BAD = {
+    "cut off": (a_file({"a": entry()}, size=7), "whole file"),
+    "too long": (a_file({"a": entry()}, size=9), "gap or an overlap"),
+    "gap": (a_file({"a": entry(), "b": entry(offsets=(12, 20))}, size=20), "gap or an overlap"),
+    "overlap": (a_file({"a": entry(), "b": entry(offsets=(4, 12))}, size=12), "gap or an overlap"),
+    "twice": (a_file({"a": entry(), "b": entry()}), "where another tensor is"),
+    "empty": (b"", "header"),
+    "no header": (a_file({}, length=1 << 40), "header"),
+    "no JSON": (a_file(b"{]"), "no JSON"),
+    "no object": (a_file([1]), "a list"),
+    "no entry": (a_file({"a": 3}), "data_offsets"),
+    "half an entry": (a_file({"a": {"dtype": "F32", "shape": [2]}}), "data_offsets"),
+    "dtype": (a_file({"a": entry("F4")}), "one of BOOL"),
+    "shape": (a_file({"a": entry(shape=(3,))}), r"shape \[3\] in bytes 0 to 8"),
+    "negative": (a_file({"a": entry(shape=(-1, -2))}), "shape"),
+    "fraction": (a_file({"a": entry(shape=(2.0,))}), "shape"),
+    "deep": (a_file(b"[" * 100_000), "JSON"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_files_are_refused(tmp_path, what):
+    data, text = BAD[what]
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        col.map_safetensors(path)
+
+
+def test_bad_folders_are_refused(tmp_path):
+    with pytest.raises(errors.InvalidArgumentError, match="without any"):
+        col.map_safetensors(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        col.map_safetensors(tmp_path / "none.safetensors")
+    write(tmp_path / "1.safetensors", {"a": some("f4", (2,))})
+    write(tmp_path / "2.safetensors", {"a": some("f4", (2,))})
+    with pytest.raises(errors.InvalidArgumentError, match="each tensor in one file"):
+        col.map_safetensors(tmp_path)
+    for index, text in (
+        ({"weight_map": {"b": "1.safetensors"}}, "without 'b'"),
+        ({"weight_map": {"a": "../1.safetensors"}}, "its own folder"),
+        ({}, "weight_map"),
+    ):
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        with pytest.raises(errors.InvalidArgumentError, match=text):
+            col.map_safetensors(tmp_path)
+
+
+def test_names_of_dtypes_are_those_of_the_library():
+    assert {dtype.name for dtype in _DTYPES.values()} >= {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+    assert np.dtype(ml_dtypes.bfloat16) in NAMES
