@@ -1,8 +1,8 @@
 """Weights that are moved while they are computed: 100 layers, each of 10 ms of compute.
 
-The compute is a loop over an array that fits into a cache, as long as 10 ms take when it is measured first. A stream
-should end when the longer of compute and transfer would end alone; without one, both take their times one after the
-other. All contenders write the same weights into the same rollouts, and each sees all values afterwards.
+The compute is a loop over an array that fits into a cache, until it has had 10 ms of a core: what moving takes from it
+counts. A stream should end when the longer of compute and transfer would end alone; without one, both take their times
+one after the other. All contenders write the same weights into the same rollouts, where all values are checked.
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ class Model(col.CollectiveParticipant):
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
         self.work = np.ones(64 << 10, np.float32)
-        self.turns = 0
 
     def prepare(self, nbytes: int) -> None:
-        """Makes the weights, unless they are there, and finds out how much compute takes 10 ms."""
+        """Makes the weights, unless they are there."""
         count = nbytes // (4 * LAYERS)
         if not self.weights or self.weights["layers.0"].size != count:
             self.weights = {f"layers.{at}": np.zeros(count, np.float32) for at in range(LAYERS)}
-        if not self.turns:
-            began_s = time.perf_counter()
-            self._compute(2000)
-            self.turns = round(2000 * LAYER_S / (time.perf_counter() - began_s))
 
     def fill(self, value: float) -> None:
         """Gives all elements a value."""
@@ -67,7 +62,7 @@ class Model(col.CollectiveParticipant):
     def layers(self, value: float) -> Iterator[str]:
         """Computes the layers, and yields the name of each."""
         for name, array in self.weights.items():
-            self._compute(self.turns)
+            self._compute()
             array.fill(value)
             yield name
 
@@ -76,8 +71,9 @@ class Model(col.CollectiveParticipant):
         for _ in self.layers(value):
             pass
 
-    def _compute(self, turns: int) -> None:
-        for _ in range(turns):
+    def _compute(self) -> None:
+        until_s = time.thread_time() + LAYER_S
+        while time.thread_time() < until_s:
             np.negative(self.work, out=self.work)
 
 

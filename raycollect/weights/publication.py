@@ -150,6 +150,12 @@ class Publication:
         one = self._attached[rank]
         return Holder(address=one.address, key=key, actor=one.actor, incarnation=one.incarnation, places=places)
 
+    def forget_overwritten(self) -> None:
+        """Forgets the version before the last, in whose place the next one is sealed."""
+        before, self._before = self._before, Version(self.epoch, 0)
+        if before.number:
+            self._directory.forget(before)
+
     def finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
         """Posts the version of a put that is over; raises as `put`."""
         self._check(job, timeout_s)
@@ -190,8 +196,6 @@ class Publication:
         self._directory.post_version(version)
         if not self._last.number:
             self._directory.forget_before(version)
-        elif self._before.number:
-            self._directory.forget(self._before)
         self._before, self._last = self._last, version
 
     def push(self, subscriptions: Sequence[Subscription], *, timeout_s: float = 60.0) -> list[Receipt]:

@@ -67,7 +67,7 @@ class Source:
 
         Args:
             version: The version.
-            among: Its atoms.
+            among: Its atoms, in the first call of an attempt.
             attempt: Who asks; what another attempt has sealed is sealed anew.
 
         Raises:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -48,7 +50,9 @@ class Stream:
         begun, _ = protocol.begin_put(version, len(publication.ranks))
         self._job = Job(round=begun, errors={})
         self._keys: dict[int, Key] = {}
-        self._sealing: dict[Any, tuple[int, bool]] = {}  # by ref or generator: which rank, and whether it is all
+        # By rank, what it was asked for, which it does in this order: a ref or a generator, and whether it is all.
+        self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication.ranks))]
+        self._told: list[tuple[Atom, ...]] = [self._among] * len(publication.ranks)
         self._landing: dict[Any, _Target] = {}
         self._due: dict[_Target, dict[Atom, bytes]] = {}
         self._wanted: dict[_Target, frozenset[Atom]] = {}
@@ -64,7 +68,7 @@ class Stream:
         """
         for rank in range(len(self._publication.ranks)):
             made = self._publication.ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
-            self._sealing[made] = rank, False
+            self._sealing[rank].append((made, False))
         self._pump(0.0)
 
     def part(self, *names: str) -> None:
@@ -79,7 +83,7 @@ class Stream:
             mine = [name for name in names if name in keys]
             if mine:
                 ref = self._publication.ranks.call(rank, agent.seal_part, *self._of(rank), mine)
-                self._sealing[ref] = rank, False
+                self._sealing[rank].append((ref, False))
         self._pump(0.0)
 
     def commit(self, *, timeout_s: float = 60.0) -> list[Receipt]:
@@ -94,7 +98,8 @@ class Stream:
             detail = "another version was put since this stream began"
             raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
         for rank in sorted(self._job.round.waiting):
-            self._sealing[self._publication.ranks.call(rank, agent.seal, *self._of(rank))] = rank, True
+            self._sealing[rank].append((self._publication.ranks.call(rank, agent.seal, *self._of(rank)), True))
+        self._publication.forget_overwritten()  # beside the actors' work
         while not self._job.round.is_over:
             if not self._pump(max(until_s - time.monotonic(), 0.0)):
                 self._job.end_late()
@@ -107,33 +112,35 @@ class Stream:
         return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
 
     def _of(self, rank: int) -> tuple[Any, ...]:
-        return self._publication.name, rank, self.version, self._among, self._attempt
+        """What a call to a rank of the publisher begins with: its atoms once, so that parts cost what they have."""
+        among, self._told[rank] = self._told[rank], ()
+        return self._publication.name, rank, replace(self.version, dtypes={}), among, self._attempt
 
     def _pump(self, wait_s: float) -> bool:
         """Takes what has come, after waiting so long for the first; False: nothing came."""
         some = False
-        while self._sealing or self._landing:
-            ready, _ = ray.wait([*self._sealing, *self._landing], timeout=0.0 if some else wait_s)
+        while True:
+            heads = {asked[0][0]: rank for rank, asked in enumerate(self._sealing) if asked}
+            pending = [*heads, *self._landing]
+            ready = ray.wait(pending, timeout=0.0 if some else wait_s)[0] if pending else []
             if not ready:
-                break
+                return some
             some = True
             if ready[0] in self._landing:
                 self._land(self._landing.pop(ready[0]))
             else:
-                self._take(ready[0])
-        return some
+                self._take(heads[ready[0]])
 
-    def _take(self, made: Any) -> None:
-        rank, is_all = self._sealing[made]
-        ref = made
-        if isinstance(made, ray.ObjectRefGenerator):
+    def _take(self, rank: int) -> None:
+        ref, is_all = self._sealing[rank][0]
+        if isinstance(ref, ray.ObjectRefGenerator):
             try:
-                ref = next(made)
+                ref = next(ref)
             except StopIteration:
-                del self._sealing[made]
+                self._sealing[rank].popleft()
                 return
         else:
-            del self._sealing[made]
+            self._sealing[rank].popleft()
         before = self._job.round
         event = self._event(rank, ref, is_all=is_all)
         self._job.round, tell = protocol.advance(before, event)
@@ -146,7 +153,8 @@ class Stream:
                     if target not in self._landing.values():
                         self._land(target)
         elif self._job.round.is_over:
-            self._sealing.clear()
+            for asked in self._sealing:
+                asked.clear()
             self._landing.clear()
 
     def _event(self, rank: int, ref: Any, *, is_all: bool) -> Event:
@@ -164,7 +172,9 @@ class Stream:
         part = self._due.pop(target, None)
         if part:
             number, rank = target
-            ref = self._subscriptions[number].land(rank, self.version, part, self._holders(part), HOLDER_S)
+            dtypes = {name: self.version.dtypes[name] for name, _ in part}
+            version = replace(self.version, dtypes=dtypes)
+            ref = self._subscriptions[number].land(rank, version, part, self._holders(part), HOLDER_S)
             self._landing[ref] = target
 
     def _holders(self, part: Mapping[Atom, bytes]) -> list[Holder]:
