@@ -130,7 +130,7 @@ def attach_receiver(
     actor: Any, name: str, subscription: str, key: Key, layouts: Layouts, rank: int, inplace: bool
 ) -> Attached:
     """This process has a rank of a receiver group; the same tensors keep what they have of the publication."""
-    made = Receiver(name, _held(key), layouts, rank, inplace=inplace)
+    made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace)
     with _agents.lock:
         for known in _agents.receivers.values():
             if rank in known and known[rank].span == made.span and known[rank].name == name:
@@ -199,6 +199,13 @@ def _receiver(subscription: str, rank: int) -> Receiver:
 
 def _held(key: Key) -> Container:
     return fetch.find(Runtime.current().store, key)
+
+
+def _held_to_be_written(key: Key) -> Container:
+    """As `_held`; also what an update in place has left dirty, as another driver may end it."""
+    runtime = Runtime.current()
+    found = runtime.store.look(key) if runtime.refusals else None
+    return found if isinstance(found, Container) else _held(key)
 
 
 def _attached(actor: Any, op: str, shown: Version | None = None) -> Attached:

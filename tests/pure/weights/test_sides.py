@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.core.model import Address
+from raycollect.core.model import Address, Key
 from raycollect.errors import TensorDirtyError, VersionDirtyError, VersionNotPutError, VersionNotWholeError
 from raycollect.member.runtime import Runtime
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, Store, fetch
-from raycollect.weights import atoms
+from raycollect.weights import agent, atoms
 from raycollect.weights.protocol import Version
 from raycollect.weights.receiver import Holder, Receiver
 from raycollect.weights.source import Source
@@ -183,3 +183,20 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown():
     assert dst.show(whole)
     mine["a"][0, 0] = 5  # and what they write afterwards is read again
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
+
+
+def test_in_place_another_driver_ends_what_one_has_left(runtime, monkeypatch):
+    monkeypatch.setattr(agent, "_attached", lambda actor, op, shown: shown)
+    monkeypatch.setattr(agent, "_agents", agent._Agents())
+    src, mine = source(tensors(1)), tensors(0)
+    runtime.store.put(Key(b"k" * 28), Container.of(mine, arrays.is_tensor))
+    runtime.is_ordered = False
+    key, found = src.seal(V1, AMONG, b"1")
+    whole = replace(V1, digests=found)
+    assert agent.attach_receiver(None, "policy", "first", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.attach_receiver(None, "policy", "second", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 0
+    assert agent.show(None, "second", 0, whole)
+    Runtime.may_begin()
+    assert agent.shown("second") == (True, V1)
