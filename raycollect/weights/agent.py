@@ -7,6 +7,7 @@ sees does not change while it runs. Reads of other processes are served beside m
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from raycollect.weights.atoms import Layouts
 from raycollect.weights.protocol import Atom, Digests, Version
 from raycollect.weights.receiver import Holder, Receiver, Staged
 from raycollect.weights.source import Source
+
+TOLD_NBYTES, TOLD_S = 8 << 20, 0.1
+"""A stream tells of its parts when they are so many bytes, or so many seconds after it has told of others."""
 
 
 class _Agents:
@@ -98,11 +102,23 @@ def seal_parts(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[tuple[Key, Digests]]:
-    """`Source.seal_part` of each item that a method of the actor yields; raises as `seal`."""
+    """`Source.seal_part` of each item that a method of the actor yields; raises as `seal`.
+
+    Small parts are told together: each time costs some ms of a core, here and in each receiver.
+    """
     source = _source(name, rank, version)
     with Runtime.method_guard(), _failing(source, version, attempt, f"{method!r}"):
+        sealed: dict[Atom, bytes] = {}
+        nbytes, told_s = 0, time.monotonic()
         for part in getattr(actor, method)(*args, **kwargs):
-            yield source.seal_part(version, among, attempt, part)
+            key, found = source.seal_part(version, among, attempt, part)
+            sealed.update(found)
+            nbytes += source.nbytes(found)
+            if nbytes >= TOLD_NBYTES or time.monotonic() - told_s >= TOLD_S:
+                yield key, sealed
+                sealed, nbytes, told_s = {}, 0, time.monotonic()
+        if sealed:
+            yield key, sealed
 
 
 @contextmanager

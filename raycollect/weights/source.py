@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raycollect.backends.arrays import Array, byte_range
 from raycollect.core.model import TENSOR, Key, Structure
 from raycollect.errors import VersionNotPutError, Violation, refusal
 from raycollect.member.runtime import Runtime
+from raycollect.planner.boxes import volume
 from raycollect.pos import Container, Store
 from raycollect.weights import atoms, digests
 from raycollect.weights.atoms import Layouts, Place
@@ -109,6 +110,10 @@ class Source:
         if again:
             raise self._wrong(version, f"{self._side.key_of(again[0][0])!r} was sealed before")
         return filling.key, self._copy(filling, wanted, live)
+
+    def nbytes(self, among: Iterable[Atom]) -> int:
+        """The bytes of atoms."""
+        return sum(volume(box) * self._side.layouts[name].itemsize for name, box in among)
 
     def fail(self, version: Version, attempt: bytes, detail: str) -> VersionNotPutError:
         """A part could not be made: this attempt can't be sealed. Returns the error."""

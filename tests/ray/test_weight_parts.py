@@ -35,6 +35,17 @@ def looks(actors, sub):
     return ray.get([actor.look.remote(sub) for actor in actors])
 
 
+def tells_of_each(actor):
+    """Has a trainer tell of each part, however small."""
+
+    def inside(_):
+        from raycollect.weights import agent
+
+        agent.TOLD_NBYTES = 1
+
+    ray.get(actor.__ray_call__.remote(inside))
+
+
 def ahead(actor, sub):
     """How many bytes a stream has brought to a receiver."""
 
@@ -48,6 +59,7 @@ def ahead(actor, sub):
 
 def test_layers_are_moved_while_the_last_is_computed_and_seen_all_at_once(actors, name, gate):
     trainer, *rollouts = actors(Weights, 3)
+    tells_of_each(trainer)
     with (
         col.publish(replicas([trainer], SHAPES), name) as pub,
         col.subscribe(name, replicas(rollouts, SHAPES)) as sub,
@@ -130,6 +142,7 @@ def test_pain_1_a_layer_that_fails_leaves_no_half_version(actors, name):
 @pytest.mark.parametrize("who", ["trainer", "receiver"])
 def test_pain_2_a_death_in_the_middle_of_a_stream(actors, name, who, gate):
     trainer, *rollouts = actors(Weights, 3)
+    tells_of_each(trainer)
     with (
         col.publish(replicas([trainer], SHAPES), name) as pub,
         col.subscribe(name, replicas(rollouts, SHAPES)) as sub,

@@ -130,6 +130,7 @@ def world(monkeypatch):
     monkeypatch.setattr(Runtime, "_current", runtime)
     monkeypatch.setitem(fetch._clients.local, b"here", runtime.store)
     monkeypatch.setattr(stream, "ray", Ray())
+    monkeypatch.setattr(agent, "TOLD_NBYTES", NBYTES)
     held, mine = tensors(0), tensors(0)
     made = SimpleNamespace(held=held, mine=mine, receiver=receiver(mine), finished=[])
     monkeypatch.setitem(agent._agents.sources, ("policy", 0), (1, source(held)))
@@ -160,6 +161,12 @@ def test_each_layer_is_landed_before_the_next_is_asked_for(world):
     assert world.receiver.stage(job.round.version, [], 1.0).nbytes == 3 * NBYTES  # all of it came before
     world.receiver.show(job.round.version)
     assert all((array == 1).all() for array in world.mine.values())
+
+
+def test_small_layers_are_told_together(world, monkeypatch):
+    monkeypatch.setattr(agent, "TOLD_NBYTES", 2 * NBYTES)
+    world.stream.call("layers")
+    assert world.group.landed == [["a", "b"], ["c"]]
 
 
 def test_what_is_no_part_comes_with_the_commit(world):
