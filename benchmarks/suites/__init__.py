@@ -17,6 +17,7 @@ SUITES = {
         "batch",
         "reshard",
         "weights",
+        "streams",
         "p2p",
         "members",
         "scale",

@@ -33,7 +33,7 @@
     ├── ArenaFullError            the shared memory for tensors can't take more
     ├── VersionError              a version of weights can't be put, or can't be had
     │   ├── UnknownVersionError   PublisherReplacedError   VersionNotPutError
-    │   └── VersionNotWholeError   VersionTimeoutError
+    │   └── VersionNotWholeError   VersionDirtyError   VersionTimeoutError
     └── InternalError             our bug: please report it
 
 Errors are values: their fields are public, the message is built from the fields, they survive pickling and they
@@ -117,6 +117,7 @@ from raycollect.errors._refused import wrong_argument as wrong_argument
 from raycollect.errors._refused import wrong_layout as wrong_layout
 from raycollect.errors._weights import PublisherReplacedError as PublisherReplacedError
 from raycollect.errors._weights import UnknownVersionError as UnknownVersionError
+from raycollect.errors._weights import VersionDirtyError as VersionDirtyError
 from raycollect.errors._weights import VersionError as VersionError
 from raycollect.errors._weights import VersionNotPutError as VersionNotPutError
 from raycollect.errors._weights import VersionNotWholeError as VersionNotWholeError

@@ -59,6 +59,12 @@ class VersionNotWholeError(VersionError):
     cure = "call update() again: it reads only what is missing"
 
 
+class VersionDirtyError(VersionError):
+    """A method was refused: an update has begun to write this actor's tensors in place, and has not ended."""
+
+    cure = "update again; what has landed is not read again"
+
+
 @dataclass(eq=False, kw_only=True)
 class VersionTimeoutError(VersionError):
     """Ranks did not answer in time.

@@ -80,6 +80,10 @@ class CollectiveParticipant:
         if seq:
             Runtime.current().pass_fence(controller, seq)
 
+    def _raycollect_items(self, function: Callable[..., Iterator[Any]], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """What `__ray_call__` does, for a generator function."""
+        yield from function(self, *args, **kwargs)
+
     def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
         return Runtime.current().leased().capture(payload, values, functools.partial(_invoker, self, None))
 
@@ -255,6 +259,7 @@ def _invoker(actor: Any, loop: asyncio.AbstractEventLoop | None, names: Sequence
     methods = {name: _method(actor, name) for name in names}
 
     def invoke(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        Runtime.may_begin()
         token = _inside.set(True)
         try:
             return methods[name](*args, **kwargs)
@@ -308,6 +313,7 @@ def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
     token, ring = _inside.set(True), Tracer.current().ring
     began_s = 0.0 if ring is None else ring.clock()
     try:
+        Runtime.may_begin()
         yield
     except SystemExit:
         Runtime.exits()

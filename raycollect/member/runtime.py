@@ -34,6 +34,7 @@ from raycollect.errors import (
     GroupBrokenError,
     ProtocolError,
     RaycollectError,
+    anew,
     to_wire,
 )
 from raycollect.group.process_groups import ProcessGroups
@@ -93,6 +94,13 @@ class Runtime:
         return here.method_lock if here is not None and here.is_ordered else _OVERLAP
 
     @classmethod
+    def may_begin(cls) -> None:
+        """Raises what keeps the methods of this actor from running."""
+        here = cls._current
+        if here is not None and here.refusals:
+            raise anew(next(iter(here.refusals.values())))
+
+    @classmethod
     def note_end(cls, task: bytes, *, is_over: bool) -> None:
         """`FinishedCalls.note`, where plans may wait for it."""
         here = cls._current
@@ -130,6 +138,7 @@ class Runtime:
         self.method_lock: threading.Lock = threading.Lock()
         self.finished_calls: FinishedCalls = FinishedCalls()
         self.watch: WaitMonitor = WaitMonitor()
+        self.refusals: dict[object, RaycollectError] = {}  # why methods can't run now, by what says so
         self._lenders = TokenLenders(self.store)
         self._keeping: set[str] = set()  # the methods that have returned tensors
         self._lease: Lease | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from raycollect.pos.container import Container
 Range = tuple[int, int]
 """Addresses in memory: first byte, one past the last."""
 
+_FEW = 64  # so many pairs of ranges are compared one by one
 _LOOK_S = 0.5  # how long a claim waits before it asks again whether to go on
 
 
@@ -287,7 +289,19 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> bool:
-    return any(max(a[0], b[0]) < min(a[1], b[1]) for other in others for b in other for a in ranges)
+    return any(_overlap(ranges, other) for other in others)
+
+
+def _overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
+    if len(some) * len(others) <= _FEW:
+        return any(max(a[0], b[0]) < min(a[1], b[1]) for b in others for a in some)
+    joined = _joined([one for one in others if one[0] < one[1]])
+    starts = [start for start, _ in joined]
+    for start, stop in some:
+        at = bisect_left(starts, stop) - 1  # the last that begins before this one ends
+        if start < stop and at >= 0 and joined[at][1] > start:
+            return True
+    return False
 
 
 def weak(owner: Any) -> Callable[[], Any]:

@@ -26,6 +26,7 @@ from raycollect.planner.boxes import (
     words,
 )
 from raycollect.planner.layout import Layout, Region
+from raycollect.planner.reshard.request import local_tensors
 from raycollect.weights.protocol import Atom
 
 MOST_NBYTES = 16 << 20
@@ -120,6 +121,15 @@ def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -
             lo, _ = moved(part, region.bounds[0], region.at)
             found[name, box] = (*found.get((name, box), ()), Place(name, part, lo))
     return found
+
+
+def held_places(layouts: Layouts, rank: int, among: Sequence[Atom]) -> dict[Atom, tuple[int, Point]]:
+    """The atoms that a rank has: each one's tensor among the local ones, and where it begins there."""
+    keys = [one.key for one in local_tensors(tuple(layouts.items())).get(rank, ())]
+    return {
+        atom: (keys.index(layouts[atom[0]].key or atom[0]), one.at)
+        for atom, (one,) in places(layouts, rank, among, whole=True).items()
+    }
 
 
 def shown(atom: Atom) -> str:

@@ -166,15 +166,22 @@ class Directory:
                 return found
         return None
 
+    def forget(self, version: Version) -> None:
+        """Removes what is about a version."""
+        self._forget(_numbered(version))
+
     def forget_before(self, version: Version) -> None:
         """Removes what is about older versions, and about earlier epochs."""
         for one in self._names("versions/"):
             if _number_of(one) < (version.epoch, version.number):
-                self._delete(f"versions/{one}")
-                self._delete(f"holders/{one}/", by_prefix=True)
+                self._forget(one)
         for one in self._names("epochs/"):
             if int(one) < version.epoch:
                 self._delete(f"epochs/{one}")
+
+    def _forget(self, number: str) -> None:
+        self._delete(f"versions/{number}")
+        self._delete(f"holders/{number}/", by_prefix=True)
 
     # ------------------------------------------------------------------------------------------ holders
 

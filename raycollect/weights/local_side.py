@@ -50,6 +50,7 @@ class LocalSide:
         if violations:
             raise refusal(op, "", tuple(violations))
         keys = [one.key for one in self._tensors]
+        self._keys = {key: at for at, key in enumerate(keys)}
         self._at = {name: keys.index(one.key or name) for name, one in layouts.items() if (one.key or name) in keys}
 
     def _unfit(self, *, is_written: bool) -> list[Violation]:
@@ -89,6 +90,10 @@ class LocalSide:
         """Where these lie."""
         return list(map(arrays.byte_range, self._arrays()))
 
+    def owners(self) -> list[Any]:
+        """The tensors as the actor has them."""
+        return [self._container.tensors[place] for place in self._places]
+
     def wholes(self) -> list[Range]:
         """Where those lie that the layouts cover."""
         return [span for span, one in zip(self.ranges(), self._tensors, strict=True) if one.is_whole]
@@ -102,6 +107,28 @@ class LocalSide:
     def tensor(self, name: str) -> int:
         """The place of a global tensor's local one among the arrays."""
         return self._at[name]
+
+    def key_of(self, name: str) -> str:
+        """The name of the local tensor in which a global one lies."""
+        return self.layouts[name].key or name
+
+    def fault_of(self, key: object) -> str:
+        """What is wrong with the name of a local tensor; empty for nothing."""
+        return "" if key in self._keys else "no name of a tensor here"
+
+    def replace(self, held: list[Array], key: object, tensor: object) -> str:
+        """Puts another tensor in the place of a local one; returns what is wrong with it, empty for nothing."""
+        if fault := self.fault_of(key):
+            return fault
+        at = self._keys[str(key)]
+        given, mine = arrays.view(tensor), self._arrays()[at]
+        if given is None or isinstance(given, DeviceArray):
+            return "no tensor in host memory"
+        if (given.shape, given.dtype) != (mine.shape, mine.dtype):
+            found = f"{name_of(given.dtype)}{list(given.shape)}"
+            return f"{found}, where {name_of(mine.dtype)}{list(mine.shape)} is published"
+        held[at] = unfold(given, self._tensors[at].axes)
+        return ""
 
     def box(self, held: list[Array], place: Place) -> Array:
         """A part of the arrays."""

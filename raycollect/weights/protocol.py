@@ -5,6 +5,13 @@ A *put* seals the version on each rank of the publisher, and posts it when all h
 the digest of each atom from what landed. When all have, and not before, they are told to show it, which each does
 between two methods. A rank that dies drops out; one that fails, or is late, fails the update, and nothing is shown.
 
+A *stream* is a put whose ranks seal one part after another, while they compute. Receivers may land a part at once. But
+they have no version then that could be verified or shown: that begins with an update, when the put is over and all of
+its digests are known. So a layer that fails leaves nothing but bytes that no method sees.
+
+A rank that has no memory for that makes the version *in place*. From the first byte on it is dirty, and sees no
+version: its methods are refused until it is told to show what it has verified.
+
 There is no record of the decision to show: what was told last is in the ranks, which a later update asks. So whoever
 dies, at whatever moment, no rank shows a version that not all living ranks of its group have verified
 (`tests/pure/weights/test_protocol.py` visits every order of these steps, with a death at each).
@@ -15,7 +22,7 @@ States are frozen. A move that makes no sense has no entry in its table, and is 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 Atom = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -66,12 +73,16 @@ class RankState:
         staged: The version that is made in memory which they don't see.
         wanted: The digest that each of its atoms has there.
         landed: The digests of what lies there, of verified atoms.
+        is_open: Whether more atoms of it are still to be known: it comes by a stream.
+        is_dirty: Whether it is made in place, and methods may see nothing.
     """
 
     shown: Version | None = None
     staged: Version | None = None
     wanted: Digests = field(default_factory=dict)
     landed: Digests = field(default_factory=dict)
+    is_open: bool = False
+    is_dirty: bool = False
 
     @property
     def missing(self) -> list[Atom]:
@@ -82,7 +93,29 @@ class RankState:
 def stage(state: RankState, version: Version, wanted: Digests) -> RankState:
     """Begins to make a version: what has landed before and is the same stays, so that a retry takes what is missing."""
     landed = {atom: digest for atom, digest in wanted.items() if state.landed.get(atom) == digest}
-    return replace(state, staged=version, wanted=wanted, landed=landed)
+    return replace(state, staged=version, wanted=wanted, landed=landed, is_open=False)
+
+
+def stage_in_place(state: RankState, version: Version, wanted: Digests, found: Digests) -> RankState:
+    """`stage`, where bytes land in what methods see; `found`: the digests of what lies there, made anew."""
+    state = stage(replace(state, landed=found), version, wanted)
+    return replace(state, shown=None, is_dirty=True) if state.missing else state
+
+
+def open_stream(state: RankState, version: Version, among: Sequence[Atom]) -> RankState:
+    """Begins to take a version part by part; `among`: its atoms, of which none has to come."""
+    if state.staged is not None and state.staged >= version:
+        return state
+    landed = {atom: state.landed[atom] for atom in among if atom in state.landed}
+    return replace(state, staged=version, wanted={}, landed=landed, is_open=True)
+
+
+def expect(state: RankState, version: Version, part: Digests) -> RankState:
+    """A part of a version that is open is there to be had; what lies there of it is missing, unless it is the same."""
+    if state.staged != version or not state.is_open:
+        return state
+    landed = {atom: digest for atom, digest in state.landed.items() if part.get(atom, digest) == digest}
+    return replace(state, wanted={**state.wanted, **part}, landed=landed)
 
 
 def land(state: RankState, version: Version, found: Digests) -> RankState:
@@ -95,12 +128,12 @@ def land(state: RankState, version: Version, found: Digests) -> RankState:
 
 def may_show(state: RankState, version: Version) -> bool:
     """Whether all of a version has been verified here."""
-    return state.staged == version and not state.missing
+    return state.staged == version and not state.is_open and not state.missing
 
 
 def show(state: RankState, version: Version) -> RankState:
     """Methods see a version from now on; one that is not whole here changes nothing."""
-    return replace(state, shown=version) if may_show(state, version) else state
+    return replace(state, shown=version, is_dirty=False) if may_show(state, version) else state
 
 
 # ---------------------------------------------------------------------------------------------- events and moves
@@ -130,6 +163,14 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
+class SealedPart:
+    """A rank of the publisher keeps some atoms of the version, with these digests, and will seal others."""
+
+    rank: int
+    digests: Digests = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """A rank's process is gone."""
 
@@ -143,16 +184,17 @@ class Failed:
     rank: int
 
 
-Event = Verified | Shown | Sealed | Lost | Failed
+Event = Verified | Shown | Sealed | SealedPart | Lost | Failed
 
 
 class Tell(enum.Enum):
-    """What is to be done next; by each rank that is waited for, where it is not POST."""
+    """What is to be done next: POST by the publisher, LAND by any receiver, the rest by whom is waited for."""
 
     STAGE = "stage"
     SHOW = "show"
     SEAL = "seal"
     POST = "post"
+    LAND = "land"
 
 
 class Phase(enum.Enum):
@@ -176,6 +218,7 @@ class Round:
         done: What the others have said, by rank: the digests of their atoms.
         lost: The ranks that are gone.
         differing: The atoms of which replicas of the publisher had different bits.
+        parts: The digests of the atoms that were sealed as parts of a stream.
     """
 
     version: Version
@@ -184,6 +227,7 @@ class Round:
     done: Mapping[int, Digests] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     differing: tuple[Atom, ...] = ()
+    parts: Digests = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -242,17 +286,28 @@ def _all_shown(state: Round) -> tuple[Round, Tell | None]:
     return replace(state, phase=Phase.DONE if state.done else Phase.FAILED), None
 
 
+def _sealed_part(state: Round, event: Event) -> tuple[Round, Tell | None]:
+    parts = dict(state.parts)
+    differing = _joined(parts, getattr(event, "digests", {}))
+    if differing:
+        return replace(state, phase=Phase.FAILED, differing=differing), None
+    return replace(state, parts=parts), Tell.LAND
+
+
 def _sealed(state: Round, event: Event) -> tuple[Round, Tell | None]:
     state = _heard(state, event)
     if state.waiting:
         return state, None
-    digests: dict[Atom, bytes] = {}
-    differing = []
-    for one in state.done.values():
-        differing += [atom for atom, digest in one.items() if digests.setdefault(atom, digest) != digest]
+    digests = dict(state.parts)
+    differing = [atom for one in state.done.values() for atom in _joined(digests, one)]
     if differing:
         return replace(state, phase=Phase.FAILED, differing=tuple(differing)), None
     return replace(state, phase=Phase.DONE, version=replace(state.version, digests=digests)), Tell.POST
+
+
+def _joined(known: dict[Atom, bytes], digests: Digests) -> tuple[Atom, ...]:
+    """Adds digests to those that are known, and returns the atoms of which others are."""
+    return tuple(atom for atom, digest in digests.items() if known.setdefault(atom, digest) != digest)
 
 
 def _failed(state: Round, event: Event) -> tuple[Round, Tell | None]:
@@ -266,6 +321,7 @@ _MOVES: dict[tuple[Phase, type], Callable[[Round, Event], tuple[Round, Tell | No
     (Phase.SHOWING, Shown): _shown,
     (Phase.SHOWING, Lost): _lost_one,
     (Phase.SHOWING, Failed): _failed,
+    (Phase.SEALING, SealedPart): _sealed_part,
     (Phase.SEALING, Sealed): _sealed,
     (Phase.SEALING, Lost): _failed,
     (Phase.SEALING, Failed): _failed,

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raycollect.core import ray_internals
+from raycollect.core.model import Key
 from raycollect.errors import (
     PublisherReplacedError,
     VersionNotPutError,
@@ -18,10 +19,12 @@ from raycollect.errors import (
     wrong_argument,
 )
 from raycollect.planner.layout import Layout
-from raycollect.weights import agent, atoms, protocol
+from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, HolderRecord
-from raycollect.weights.protocol import Atom, Event, Phase, Sealed, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, drive
+from raycollect.weights.protocol import Atom, Phase, Version
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks
+from raycollect.weights.receiver import Holder
+from raycollect.weights.stream import Stream
 
 if TYPE_CHECKING:
     from raycollect.weights.subscription import Receipt, Subscription
@@ -61,20 +64,21 @@ class Publication:
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
         ray_internals.ensure_ray()
         self.name = name
-        self._ranks = Ranks("publish", refs, layout, ATTACH_S)
-        faults = tuple(atoms.source_faults(self._ranks.layouts))
+        self.ranks = Ranks("publish", refs, layout, ATTACH_S)
+        faults = tuple(atoms.source_faults(self.ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)
         self._directory = Directory(name)
         self._publisher = ray_internals.describe_process()
         self.epoch: int = self._directory.begin_epoch(self._publisher)
-        self._signature = self._directory.post_layouts(self._ranks.layouts)
-        layouts, handles = self._ranks.layouts, self._ranks.handles
-        self._attached = self._ranks.attach(
+        self._signature = self._directory.post_layouts(self.ranks.layouts)
+        layouts, handles = self.ranks.layouts, self.ranks.handles
+        self._attached = self.ranks.attach(
             agent.attach_source, lambda rank: (name, self.epoch, handles[rank].key, layouts, rank)
         )
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
-        self._last = Version(self.epoch, 0)
+        self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
+        self._before = self._last = Version(self.epoch, 0)
 
     def put(self, version: int | None = None, *, timeout_s: float = 60.0) -> Version:
         """Makes what the actors have now a version, which receivers can have from then on.
@@ -94,36 +98,77 @@ class Publication:
             VersionTimeoutError: An actor did not come to it in time. Nothing was put.
             PublisherReplacedError: Another publisher has taken the name.
         """
+        stream = self.stream(version=version)
+        stream.commit(timeout_s=timeout_s)
+        return stream.version
+
+    def stream(self, subscriptions: Sequence[Subscription] = (), *, version: int | None = None) -> Stream:
+        """Begins a version that receivers read part by part, while the others are still being computed.
+
+        What `Stream.call` and `Stream.part` name is copied and digested at once, and read by the receivers into their
+        second set of tensors. `Stream.commit` puts the version and updates them. Nobody sees anything of it before. A
+        driver moves parts while it is in one of these calls.
+
+        Args:
+            subscriptions: Receiver groups that this process drives. Others get the version when it is put.
+            version: As of `put`.
+
+        Raises:
+            LayoutError: Layouts of a receiver group do not fit those of the publisher.
+        """
         number = self._last.number + 1 if version is None else version
         if type(number) is not int or number <= self._last.number:
             raise refusal("put", "", (wrong_argument("version", repr(version), f"above {self._last.number}"),))
+        self._check_groups("stream", subscriptions)
         known = self._directory.all_layouts()
         if frozenset(known) != self._cut[0]:
-            self._cut = frozenset(known), atoms.cut(self._ranks.layouts, known.values())
-        among = self._cut[1]
+            self._cut = frozenset(known), atoms.cut(self.ranks.layouts, known.values())
+            self._places.clear()
         asked = replace(
             Version(self.epoch, number, self._publisher, self._signature),
-            nbytes=sum(prod(one.shape) * one.itemsize for one in self._ranks.layouts.values()),
-            dtypes={name: one.dtype for name, one in self._ranks.layouts.items()},
+            nbytes=sum(prod(one.shape) * one.itemsize for one in self.ranks.layouts.values()),
+            dtypes={name: one.dtype for name, one in self.ranks.layouts.items()},
             count=self._last.count + 1,
         )
-        keys: dict[int, Any] = {}
+        return Stream(self, subscriptions, asked, self._cut[1])
 
-        def read(rank: int, answer: Any) -> Event:
-            keys[rank], digests = answer
-            return Sealed(rank, digests)
+    # ------------------------------------------------------------------------------------------ for a stream
 
-        begun, tell = protocol.begin_put(asked, len(self._ranks))
-        job = Job(
-            round=begun,
-            tell=lambda _, rank: self._ranks.call(rank, agent.seal, self.name, rank, asked, among),
-            read=read,
-            errors={},
-        )
-        drive([(job, tell)], timeout_s)
+    @property
+    def count(self) -> int:
+        """How many versions were put."""
+        return self._last.count
+
+    def places(self, rank: int) -> Mapping[Atom, tuple[int, tuple[int, ...]]]:
+        """Where the atoms of the next version lie on a rank."""
+        if rank not in self._places:
+            self._places[rank] = atoms.held_places(self.ranks.layouts, rank, self._cut[1])
+        return self._places[rank]
+
+    def holder(self, rank: int, key: Key, places: Mapping[Atom, tuple[int, tuple[int, ...]]]) -> Holder:
+        """A rank, of which some atoms can be had."""
+        one = self._attached[rank]
+        return Holder(address=one.address, key=key, actor=one.actor, incarnation=one.incarnation, places=places)
+
+    def forget_overwritten(self) -> None:
+        """Forgets the version before the last, in whose place the next one is sealed."""
+        before, self._before = self._before, Version(self.epoch, 0)
+        if before.number:
+            self._directory.forget(before)
+
+    def finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
+        """Posts the version of a put that is over; raises as `put`."""
         self._check(job, timeout_s)
-        self._post(job.round.version, keys)
-        return self._last
+        version = job.round.version
+        ordered = replace(version, digests={atom: version.digests[atom] for atom in among})
+        job.round = replace(job.round, version=ordered)
+        self._post(ordered, keys)
+
+    def _check_groups(self, op: str, subscriptions: Sequence[Subscription]) -> None:
+        for one in subscriptions:
+            if one.name != self.name:
+                raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
+            one.check(self.ranks.layouts)
 
     def _post(self, version: Version, keys: Mapping[int, Any]) -> None:
         newest = self._directory.epoch()
@@ -149,8 +194,9 @@ class Publication:
             ),
         )
         self._directory.post_version(version)
-        self._directory.forget_before(self._last if self._last.number else version)
-        self._last = version
+        if not self._last.number:
+            self._directory.forget_before(version)
+        self._before, self._last = self._last, version
 
     def push(self, subscriptions: Sequence[Subscription], *, timeout_s: float = 60.0) -> list[Receipt]:
         """Updates receiver groups that this process drives to the newest version, all at once; see `update`.
@@ -161,12 +207,15 @@ class Publication:
         """
         from raycollect.weights.subscription import update_all
 
-        return update_all(subscriptions, self._last if self._last.number else "latest", timeout_s)
+        self._check_groups("push", subscriptions)
+        if not self._last.number:
+            return update_all(subscriptions, "latest", timeout_s)
+        return update_all(subscriptions, self._last, timeout_s, is_known=True)
 
     def close(self) -> None:
         """Ends the publication: its versions can't be had any more, but from receivers that know of it."""
-        for rank in range(len(self._ranks)):
-            self._ranks.call(rank, agent.detach_source, self.name, rank, self.epoch)
+        for rank in range(len(self.ranks)):
+            self.ranks.call(rank, agent.detach_source, self.name, rank, self.epoch)
         if self._directory.epoch() == self.epoch:
             self._directory.forget_all()
 
@@ -190,9 +239,9 @@ class Publication:
         for rank, error in job.errors.items():
             if isinstance(error, PublisherReplacedError):
                 raise anew(error)
-            detail = "it could not copy its tensors"
+            detail = error.detail if isinstance(error, VersionNotPutError) else "it could not copy its tensors"
             raise VersionNotPutError(**where, rank=rank, actor=self._attached[rank].actor, detail=detail) from error
-        gone = min(set(range(len(self._ranks))) - set(job.round.done))
+        gone = min(set(range(len(self.ranks))) - set(job.round.done))
         raise VersionNotPutError(**where, rank=gone, actor=self._attached[gone].actor, detail="its process has ended")
 
     def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`
@@ -202,4 +251,4 @@ class Publication:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Publication {self.name!r}, epoch {self.epoch}, {len(self._ranks)} ranks, version {self._last.number}>"
+        return f"<Publication {self.name!r}, epoch {self.epoch}, {len(self.ranks)} ranks, version {self._last.number}>"

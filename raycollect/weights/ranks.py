@@ -25,6 +25,7 @@ from raycollect.errors import (
     wrong_argument,
 )
 from raycollect.planner.layout import Layout, layout
+from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos.handle import Handle
 from raycollect.weights import protocol
 from raycollect.weights.agent import Attached
@@ -80,6 +81,15 @@ class Ranks:
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function in a rank's actor, in its queue; returns the ref."""
         return self.actors[rank].__ray_call__.options(max_task_retries=0).remote(function, *args)
+
+    def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a generator function in a rank's actor, in its queue; returns the generator of refs."""
+        made = self.actors[rank]._raycollect_items
+        return made.options(num_returns="streaming", max_task_retries=0).remote(function, *args, **kwargs)
+
+    def keys(self, rank: int) -> frozenset[str]:
+        """The names of a rank's local tensors."""
+        return frozenset(one.key for one in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
     def attach(self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]]) -> list[Attached]:
         """Calls a function in all of them, and raises what any of them raises."""
@@ -145,47 +155,61 @@ class Job:
 
     Attributes:
         round: How far it is.
-        tell: Calls a rank, and returns the ref.
-        read: What a rank's answer means; it keeps what else it needs of it.
         errors: What ranks raised.
         is_late: Whether its time was over.
     """
 
     round: Round
-    tell: Callable[[Tell, int], Any]
-    read: Callable[[int, Any], Event]
     errors: dict[int, RaycollectError]
     is_late: bool = False
 
+    def end_late(self) -> None:
+        """Its time is over."""
+        if not self.round.is_over:
+            self.is_late = True
+            self.round, _ = protocol.advance(self.round, Failed(min(self.round.waiting)))
 
-def drive(jobs: Sequence[tuple[Job, Tell]], timeout_s: float) -> None:
-    """Drives rounds side by side until all are over, or the time is."""
+
+@dataclass(eq=False, kw_only=True)
+class Update(Job):
+    """A round whose ranks are told one thing after the other.
+
+    Attributes:
+        tell: Calls a rank, and returns the ref.
+        read: What a rank's answer means; it keeps what else it needs of it.
+    """
+
+    tell: Callable[[Tell, int], Any]
+    read: Callable[[int, Any], Event]
+
+
+def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callable[[], None]) -> None:
+    """Drives rounds side by side until all are over, or the time is; `beside` is called when all have begun."""
     until_s = time.monotonic() + timeout_s
-    pending: dict[Any, tuple[Job, int]] = {}
+    pending: dict[Any, tuple[Update, int]] = {}
     for job, tell in jobs:
         _tell(pending, job, tell)
+    beside()
     while pending:
         ready, _ = ray.wait(list(pending), timeout=max(until_s - time.monotonic(), 0.0))
         if not ready:
             for job, _ in jobs:
-                if not job.round.is_over:
-                    job.is_late = True
-                    job.round, _ = protocol.advance(job.round, Failed(min(job.round.waiting)))
+                job.end_late()
             return
         for ref in ready:
             job, rank = pending.pop(ref)
             job.round, following = protocol.advance(job.round, _event(job, rank, ref))
-            if following is not None and following is not Tell.POST:
+            if following is not None:
                 _tell(pending, job, following)
         pending = {ref: one for ref, one in pending.items() if not one[0].round.is_over}
 
 
-def _tell(pending: dict[Any, tuple[Job, int]], job: Job, tell: Tell) -> None:
+def _tell(pending: dict[Any, tuple[Update, int]], job: Update, tell: Tell) -> None:
     for rank in sorted(job.round.waiting):
         pending[job.tell(tell, rank)] = job, rank
 
 
-def _event(job: Job, rank: int, ref: Any) -> Event:
+def _event(job: Update, rank: int, ref: Any) -> Event:
     try:
         return job.read(rank, ray.get(ref))
     except RayActorError:

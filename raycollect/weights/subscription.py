@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -23,12 +24,11 @@ from raycollect.errors import (
     wrong_argument,
 )
 from raycollect.planner.layout import Layout
-from raycollect.planner.reshard.request import local_tensors
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.agent import Holder, Staged
 from raycollect.weights.directory import Directory, HolderRecord
 from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, drive
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive
+from raycollect.weights.receiver import Holder, Staged
 
 MOST_RECEIVERS = 8
 """How many receivers that hold a version a rank may ask, before it asks the publisher."""
@@ -80,7 +80,11 @@ class Receipt:
 
 
 def subscribe(
-    name: str, dst_refs: Sequence[Any], *, layout: Layout | Mapping[str, Layout] | None = None
+    name: str,
+    dst_refs: Sequence[Any],
+    *,
+    layout: Layout | Mapping[str, Layout] | None = None,
+    inplace: bool = False,
 ) -> Subscription:
     """Makes actors a receiver group of a publication, which need not be there yet.
 
@@ -91,11 +95,14 @@ def subscribe(
         name: That of the publication.
         dst_refs: One ref per rank, in the order of the layouts' ranks; what they stand for is written by updates.
         layout: As of `publish`; floats become those of a dtype that a layout asks for.
+        inplace: Saves the memory of a second set of tensors: an update writes the tensors themselves, between two
+            methods. From then on until it has ended, the actors' methods raise a `VersionDirtyError`, also when it has
+            failed, until another one ends.
 
     Raises:
         LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
     """
-    return Subscription(name, dst_refs, layout)
+    return Subscription(name, dst_refs, layout, inplace=inplace)
 
 
 class Subscription:
@@ -105,16 +112,17 @@ class Subscription:
         name: That of the publication.
     """
 
-    def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any) -> None:
+    def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
         ray_internals.ensure_ray()
         self.name = name
         self._id = secrets.token_hex(8)
+        self._inplace = inplace
         self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
         self._directory = Directory(name)
         self._signature = self._directory.post_layouts(self._ranks.layouts)
         layouts, handles = self._ranks.layouts, self._ranks.handles
         self._attached = self._ranks.attach(
-            agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank)
+            agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace)
         )
         self._version = min((one.shown for one in self._attached if one.shown), default=None)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
@@ -167,15 +175,43 @@ class Subscription:
         if found is None:
             raise UnknownVersionError(name=self.name, version="" if version == "latest" else str(version))
         src = self._directory.layouts(found.signature)
-        faults = () if src is None else tuple(atoms.reader_faults(self._ranks.layouts, src))
-        if faults:
-            raise refusal("update", "", faults)
+        if src is not None:
+            self.check(src)
         return found
 
-    def job(self, version: Version, timeout_s: float) -> tuple[Job, Tell, dict[int, Staged]]:
-        """The round that brings the ranks to a version, and what they will have staged."""
+    def check(self, src: atoms.Layouts) -> None:
+        """Raises a LayoutError where a publisher's layouts do not fit."""
+        faults = tuple(atoms.reader_faults(self._ranks.layouts, src))
+        if faults:
+            raise refusal("update", "", faults)
+
+    def open_stream(self, version: Version, among: Sequence[Atom]) -> list[frozenset[Atom]]:
+        """Has the ranks begin to take a version part by part; returns the atoms that each needs."""
+        if self._inplace:
+            return []  # they would be dirty for as long as the stream lasts
+        found = []
+        for rank in range(len(self._ranks)):
+            self._ranks.call(rank, agent.open_stream, self._id, rank, version, among)
+            found.append(frozenset(atoms.places(self._ranks.layouts, rank, among, whole=False)))
+        return found
+
+    def land(self, rank: int, version: Version, part: Digests, holders: Sequence[Holder], limit_s: float) -> Any:
+        """Has a rank read atoms of a version that it takes part by part; returns the ref."""
+        return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
+
+    def keep(self) -> None:
+        """Writes again what the directory has lost of this group."""
         self._directory.keep_layouts()
-        holders = self._holders(version)
+
+    def records(self, version: Version) -> list[HolderRecord]:
+        """Who holds a version, as the directory knows it."""
+        return self._directory.holders(version)
+
+    def job(
+        self, version: Version, records: Sequence[HolderRecord], timeout_s: float
+    ) -> tuple[Update, Tell, dict[int, Staged]]:
+        """The round that brings the ranks to a version, and what they will have staged."""
+        holders = self._holders(version, records)
         staged: dict[int, Staged] = {}
         shown: dict[int, Key] = {}
 
@@ -196,18 +232,25 @@ class Subscription:
             return Shown(rank)
 
         begun, first = protocol.begin_update(version, len(self._ranks))
-        return Job(round=begun, tell=tell, read=read, errors={}), first, staged
+        return Update(round=begun, tell=tell, read=read, errors={}), first, staged
 
-    def _holders(self, version: Version) -> list[tuple[HolderRecord, Holder]]:
+    def _holders(self, version: Version, records: Sequence[HolderRecord]) -> list[tuple[HolderRecord, Holder]]:
         among = tuple(version.digests)
         found = []
-        for one in self._directory.holders(version):
+        for one in records:
             layouts = self._directory.layouts(one.signature)
             if layouts is None:
                 continue
             known = self._places.get((one.signature, one.rank))
             if known is None or known[0] != among:
-                known = self._places[one.signature, one.rank] = among, _places(layouts, one.rank, version)
+                known = self._places[one.signature, one.rank] = (
+                    among,
+                    {
+                        atom: place
+                        for atom, place in atoms.held_places(layouts, one.rank, among).items()
+                        if layouts[atom[0]].dtype == version.dtypes[atom[0]]  # as they were put
+                    },
+                )
             holder = Holder(
                 address=one.address, key=one.key, actor=one.actor, incarnation=one.incarnation, places=known[1]
             )
@@ -309,16 +352,32 @@ class _Elsewhere:
         return found if is_rank else self._version
 
 
-def update_all(subscriptions: Sequence[Subscription], version: int | Version | str, timeout_s: float) -> list[Receipt]:
-    """Updates several receiver groups side by side; see `Subscription.update`."""
+def update_all(
+    subscriptions: Sequence[Subscription], version: int | Version | str, timeout_s: float, *, is_known: bool = False
+) -> list[Receipt]:
+    """Updates several receiver groups side by side; see `Subscription.update`.
+
+    Args:
+        subscriptions: The receiver groups, of one publication.
+        version: As there.
+        timeout_s: As there.
+        is_known: Whether the caller has put this version: nobody has to look for it.
+    """
     began_s = time.monotonic()
     done: dict[int, Receipt] = {}
     errors: dict[int, VersionError] = {}
-    todo = {at: one.find(version) for at, one in enumerate(subscriptions)}
+    known = version if is_known and isinstance(version, Version) else None
+    todo = {at: known or one.find(version) for at, one in enumerate(subscriptions)}
     while todo:
+        records: dict[Version, list[HolderRecord]] = {}
+        for at, found in todo.items():
+            if found not in records:
+                records[found] = subscriptions[at].records(found)
         left_s = timeout_s - (time.monotonic() - began_s)
-        jobs = {at: subscriptions[at].job(found, left_s) for at, found in todo.items()}
-        drive([(job, tell) for job, tell, _ in jobs.values()], left_s)
+        jobs = {at: subscriptions[at].job(found, records[found], left_s) for at, found in todo.items()}
+        drive(
+            [(job, tell) for job, tell, _ in jobs.values()], left_s, partial(_keep, [subscriptions[at] for at in todo])
+        )
         again: dict[int, Version] = {}
         for at, (job, _, staged) in jobs.items():
             try:
@@ -335,11 +394,6 @@ def update_all(subscriptions: Sequence[Subscription], version: int | Version | s
     return [done[at] for at in range(len(subscriptions))]
 
 
-def _places(layouts: atoms.Layouts, rank: int, version: Version) -> dict[Atom, tuple[int, tuple[int, ...]]]:
-    """The atoms that a rank of these layouts holds as they were put: its tensor, and where it begins there."""
-    keys = [one.key for one in local_tensors(tuple(layouts.items())).get(rank, ())]
-    return {
-        atom: (keys.index(layouts[atom[0]].key or atom[0]), one.at)
-        for atom, (one,) in atoms.places(layouts, rank, tuple(version.digests), whole=True).items()
-        if layouts[atom[0]].dtype == version.dtypes[atom[0]]
-    }
+def _keep(subscriptions: Sequence[Subscription]) -> None:
+    for one in subscriptions:
+        one.keep()

@@ -41,18 +41,16 @@ class Flow:
         return actor, col.subscribe(self.name, replicas([actor]))
 
     def step(self, fault=None):
-        """Puts a version and updates all, while each reader looks; a process may die in the middle of it."""
+        """Brings a version to all, while each reader looks; a process may die in the middle of it."""
         self.value += 1
-        self.trainer.fill.remote(self.value)
         if fault is not None:
             self.kill_soon(fault)
         self.look()
         try:
-            version = self.pub.put()
-            self.number = version.number
-            self.look()
-            for receipt in self.pub.push([sub for _, sub in self.readers]):
-                self.check(receipt, version)
+            if self.value % 2:
+                self.push()
+            else:
+                self.stream()
         except errors.VersionError:
             if fault is None:
                 raise
@@ -60,6 +58,24 @@ class Flow:
         self.judge()
         if fault is not None:
             self.mend(fault)
+
+    def push(self):
+        """Puts a version, and updates all."""
+        self.trainer.fill.remote(self.value)
+        version = self.pub.put()
+        self.number = version.number
+        self.look()
+        for receipt in self.pub.push([sub for _, sub in self.readers]):
+            self.check(receipt, version)
+
+    def stream(self):
+        """The same, tensor by tensor."""
+        stream = self.pub.stream([sub for _, sub in self.readers])
+        self.number = stream.version.number
+        stream.call("fill_each", self.value)
+        self.look()
+        for receipt in stream.commit():
+            self.check(receipt, stream.version)
 
     def kill_soon(self, fault):
         """What is chosen ends on its own after some microseconds, whatever is under way then."""

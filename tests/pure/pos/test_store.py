@@ -278,3 +278,30 @@ def test_many_wait_for_one_value(threads: ThreadPoolExecutor) -> None:
     container = _container()
     store.put(_key(1), container)
     assert all(waiter.result(WAIT_S) is container for waiter in waiters)
+
+
+class _Counted(tuple[int, int]):
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        _Counted.looks += 1
+        return super().__getitem__(at)
+
+
+_RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 6)).map(lambda one: (one[0], one[0] + one[1])))
+
+
+@given(_RANGES, _RANGES)
+@settings(max_examples=200, deadline=None)
+def test_many_ranges_overlap_as_each_two_of_them_do(dirty: list[tuple[int, int]], asked: list[tuple[int, int]]) -> None:
+    store, owner = Store(), Owner()
+    store.mark_dirty(dirty, [owner] * len(dirty))
+    assert store.is_dirty(asked) == any(max(a[0], b[0]) < min(a[1], b[1]) for a in asked for b in dirty)
+
+
+def test_claims_of_many_ranges_are_not_compared_each_with_each() -> None:
+    store = Store()
+    read = [(10 * at, 10 * at + 4) for at in range(500)]
+    _Counted.looks = 0
+    with store.reading(read), store.writing([_Counted((10 * at + 5, 10 * at + 9)) for at in range(500)]):
+        assert _Counted.looks < 10 * 500

@@ -28,7 +28,13 @@ def explore(first: World, puts: int, updates: int) -> tuple[list[World], set[str
 
 def check(world: World) -> None:
     for rank, reader in enumerate(world.readers):
+        if reader.state.is_dirty:
+            assert world.inplace
+            assert reader.state.shown is None, "a label where methods may see nothing"
+            continue
         assert is_whole(reader.front), f"reader {rank} sees a mixed version {reader.front}"
+        for atom, landed in reader.state.landed.items():
+            assert digest(reader.back[ATOMS.index(atom)]) == landed, "verified, and something else lies there"
         shown = reader.state.shown
         assert reader.front[0] == (shown.number if shown else 0), "the label is not that of the bytes"
         if shown:
@@ -56,8 +62,29 @@ def test_pain_1_and_5_no_order_of_steps_shows_a_mixed_version_or_gives_a_false_r
         assert any(name.startswith("a byte flips") for name in done)
 
 
+def test_pain_1_and_5_no_order_of_a_streams_parts_shows_a_mixed_version():
+    worlds, done = explore(World(is_streamed=True), 1, 1)
+    assert any(world.receipts for world in worlds)
+    assert "a part comes to reader 0" in done
+    assert {f"a layer of trainer {rank} fails" for rank in range(2)} <= done
+
+
+def test_pain_1_and_5_in_place_methods_see_a_whole_version_or_are_refused():
+    worlds, _ = explore(World(inplace=True), 1, 1)
+    assert any(world.receipts for world in worlds)
+    assert any(one.state.is_dirty for world in worlds for one in world.readers)
+
+
+def _is_careless(state, version, wanted, found):
+    return protocol.stage(state, version, wanted)
+
+
 def _believes(state, version, found):
     return replace(state, landed={**state.landed, **{atom: state.wanted[atom] for atom in found}})
+
+
+def _keeps_all(state, version, part):  # and says of a new part that it has come
+    return replace(state, wanted={**state.wanted, **part}, landed={**state.landed, **part})
 
 
 def _hurries(state):
@@ -65,13 +92,19 @@ def _hurries(state):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"land": _believes}, {"_all_verified": _hurries, "may_show": lambda state, version: True}]
+    ("wrong", "world"),
+    [
+        ({"land": _believes}, World()),
+        ({"_all_verified": _hurries, "may_show": lambda state, version: True}, World()),
+        ({"expect": _keeps_all}, World(is_streamed=True)),
+        ({"stage_in_place": _is_careless}, World(inplace=True)),
+    ],
 )
-def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong):
+def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong, world):
     for name, one in wrong.items():
         monkeypatch.setattr(protocol, name, one)
-    with pytest.raises(AssertionError, match=r"mixed version|label|false receipt|nobody had decided"):
-        explore(World(), 1, 1)
+    with pytest.raises(AssertionError, match=r"mixed version|label|false receipt|nobody had|something else lies"):
+        explore(world, 1, 1)
 
 
 @pytest.mark.full
@@ -79,6 +112,7 @@ def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong):
 @pytest.mark.parametrize(("puts", "updates", "faults"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_pain_1_and_5_longer_runs(puts, updates, faults):
     explore(World(faults=faults), puts, updates)
+    explore(World(faults=faults, inplace=True), puts, updates)
 
 
 def test_pain_2_after_any_fault_readers_that_live_can_have_the_version_while_a_holder_of_each_atom_lives():

@@ -2,6 +2,7 @@
 
 Each weight is a number: what put n seals is n in both atoms, of which each trainer has one. Anything may happen at any
 moment: a process ends, the directory forgets all, a byte flips on its way. `steps` lists what can happen next.
+Puts may be streams, where each trainer's atom is a part that readers land before the put is over, or that fails.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from raycollect.weights import protocol
-from raycollect.weights.protocol import Failed, Lost, RankState, Round, Sealed, Shown, Tell, Verified, Version
+from raycollect.weights.protocol import (
+    Failed,
+    Lost,
+    RankState,
+    Round,
+    Sealed,
+    SealedPart,
+    Shown,
+    Tell,
+    Verified,
+    Version,
+)
 
 RANKS = 2
 ATOMS = tuple((name, ((0,), (1,))) for name in "ab")
@@ -49,6 +61,10 @@ class World:
     receipts: tuple[Round, ...] = ()
     at_show: tuple[tuple[int, frozenset[int]], ...] = ()  # version told to be shown, the ranks that are to show it
     torn: frozenset[int] = frozenset()  # trainers in the middle of a copy
+    is_streamed: bool = False
+    inplace: bool = False  # readers have no second memory: `back` is what methods see, unless they are refused
+    parted: frozenset[int] = frozenset()  # trainers that have sealed their part, and not said that it is all
+    landing: tuple[tuple[int, Version, int, bytes], ...] = ()  # parts that readers were told of: which, and its digest
 
     @property
     def key(self) -> object:
@@ -59,11 +75,17 @@ class World:
         )
         heard = tuple((who, type(event), event.rank) for who, event in self.heard)
         rest = (self.slots, rounds, self.posted, self.told, heard, readers, self.dead, self.puts, self.updates)
-        return (*rest, self.faults, len(self.receipts), self.at_show, self.torn)
+        return (*rest, self.faults, len(self.receipts), self.at_show, self.torn, self.parted, self.landing)
 
 
 def _ranked(state: RankState) -> tuple[object, ...]:
-    return state.shown, state.staged, *(tuple(sorted(one.items())) for one in (state.wanted, state.landed))
+    return (
+        state.shown,
+        state.staged,
+        state.is_open,
+        state.is_dirty,
+        *(tuple(sorted(one.items())) for one in (state.wanted, state.landed)),
+    )
 
 
 def steps(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[str, World]]:
@@ -78,6 +100,9 @@ def steps(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[str
             yield from _stage(left, world, rank)
         else:
             yield f"reader {rank} shows", _show(left, rank)
+    for at, (rank, version, place, digested) in enumerate(world.landing):
+        left = replace(world, landing=world.landing[:at] + world.landing[at + 1 :])
+        yield from _land(left, rank, version, place, digested)
     for at, (who, event) in enumerate(world.heard):
         if who not in world.dead:
             left = replace(world, heard=world.heard[:at] + world.heard[at + 1 :])
@@ -108,14 +133,47 @@ def _seal(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
         yield f"trainer {rank} begins to copy", torn
     else:
         value = world.puts  # what it was told last: a publisher tells in order
-        done = replace(left, slots=_set(world.slots, rank, (value, value)), torn=world.torn - {rank})
-        yield f"trainer {rank} has sealed", _say(done, PUBLISHER, Sealed(rank, {ATOMS[rank]: digest(value)}))
+        found = {ATOMS[rank]: digest(value)}
+        sealed = replace(world, slots=_set(world.slots, rank, (value, value)))
+        if world.is_streamed and rank not in world.parted:
+            part = replace(sealed, parted=world.parted | {rank})
+            yield f"trainer {rank} has sealed a part", _say(part, PUBLISHER, SealedPart(rank, found))
+            if world.faults:
+                failed = replace(left, faults=world.faults - 1, torn=world.torn - {rank})
+                yield f"a layer of trainer {rank} fails", _say(failed, PUBLISHER, Failed(rank))
+            return
+        done = replace(sealed, told=left.told, torn=world.torn - {rank}, parted=world.parted - {rank})
+        yield f"trainer {rank} has sealed", _say(done, PUBLISHER, Sealed(rank, found))
+
+
+def _land(left: World, rank: int, version: Version, place: int, digested: bytes) -> Iterator[tuple[str, World]]:
+    reader = left.readers[rank]
+    if ("reader", rank) in left.dead:
+        yield f"reader {rank} is not there", left
+        return
+    state = protocol.open_stream(reader.state, version, ATOMS)
+    state = protocol.expect(state, version, {ATOMS[place]: digested})
+    yield f"a part does not come to reader {rank}", _with(left, rank, replace(reader, state=state))
+    if state.staged != version or not state.is_open or ATOMS[place] not in state.missing:
+        return
+    values = {left.slots[place][1]} if ("trainer", place) not in left.dead else set()
+    for value in sorted(values | ({FLIPPED} if left.faults else set())):
+        landed = protocol.land(state, version, {ATOMS[place]: digest(value)})
+        then = replace(left, faults=left.faults - 1) if value == FLIPPED else left
+        yield (
+            f"a part comes to reader {rank}",
+            _with(then, rank, Reader(landed, _set(reader.back, place, value), reader.front)),
+        )
 
 
 def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
     version, reader = world.update.version, world.readers[rank]
     if reader.state.staged != version:
-        state = protocol.stage(reader.state, version, version.digests)
+        if world.inplace:
+            found = {atom: digest(value) for atom, value in zip(ATOMS, reader.back, strict=True)}
+            state = protocol.stage_in_place(reader.state, version, version.digests, found)
+        else:
+            state = protocol.stage(reader.state, version, version.digests)
         yield f"reader {rank} begins", _with(world, rank, replace(reader, state=state))
         return
     if not reader.state.missing:
@@ -134,7 +192,7 @@ def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
         back = _set(reader.back, place, value)
         state = protocol.land(reader.state, version, {atom: digest(value)})
         if (state, back) != (reader.state, reader.back):  # else it asks another holder, or again
-            yield name, _with(then, rank, Reader(state, back, reader.front))
+            yield name, _with(then, rank, Reader(state, back, back if world.inplace else reader.front))
     yield f"reader {rank} finds no holder", _say(left, DRIVER, Failed(rank))
 
 
@@ -149,6 +207,9 @@ def _show(left: World, rank: int) -> World:
 def _hear(world: World, who: str, event: object) -> World:
     if who == PUBLISHER:
         put, tell = protocol.advance(world.put, event)
+        if tell is Tell.LAND:
+            told = (0, put.version, event.rank, event.digests[ATOMS[event.rank]])  # the other reader takes no parts
+            return replace(world, put=put, landing=(*world.landing, told))
         return replace(world, put=put, posted=put.version if tell is Tell.POST else world.posted)
     before = world.update
     update, tell = protocol.advance(before, event)
@@ -167,6 +228,9 @@ def _faults(world: World) -> Iterator[tuple[str, World]]:
         for rank in range(len(world.slots)):
             yield f"trainer {rank} dies", replace(world, dead=world.dead | {("trainer", rank)})
         yield "the publisher dies", replace(world, dead=world.dead | {PUBLISHER})
+    if world.is_streamed:
+        return  # the others come when it is over, as without a stream
+    if world.puts or world.updates:
         yield "the directory forgets", replace(world, posted=None)
     if world.updates:
         yield "the readers' driver dies", replace(world, dead=world.dead | {DRIVER})
@@ -177,7 +241,7 @@ def _faults(world: World) -> Iterator[tuple[str, World]]:
 def restarted(world: World) -> World:
     """What is left, with another driver for the readers, and no more faults."""
     dead = world.dead - {DRIVER}
-    return replace(world, dead=dead, update=None, told=(), heard=(), faults=0, torn=frozenset(), at_show=world.at_show)
+    return replace(world, dead=dead, update=None, told=(), heard=(), faults=0, torn=frozenset())
 
 
 def _tell(world: World, tell: Tell, ranks: frozenset[int]) -> World:

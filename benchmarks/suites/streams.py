@@ -1,0 +1,174 @@
+"""Weights that are moved while they are computed: 100 layers, each of 10 ms of compute.
+
+The compute is a loop over an array that fits into a cache, until it has had 10 ms of a core: what moving takes from it
+counts. A stream should end when the longer of compute and transfer would end alone; without one, both take their times
+one after the other. All contenders write the same weights into the same rollouts, where all values are checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+import raycollect as col
+from benchmarks import names
+from benchmarks.report import Record, size
+from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.suites.weights import Sync
+from benchmarks.targets import MB
+
+NAME = "streams"
+TITLE = "weights that are moved while they are computed"
+REFERENCE = names.COMPUTE
+NEEDS_RAY = True
+
+LAYERS, LAYER_S = 100, 0.01
+RANKS = (2, 4)
+"""A trainer, and one or three rollouts."""
+_OP = f"{LAYERS} layers of {LAYER_S * 1000:.0f} ms"
+
+
+@ray.remote(num_cpus=0)
+class Model(col.CollectiveParticipant):
+    """The trainer, or a rollout."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+        self.work = np.ones(64 << 10, np.float32)
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the weights, unless they are there."""
+        count = nbytes // (4 * LAYERS)
+        if not self.weights or self.weights["layers.0"].size != count:
+            self.weights = {f"layers.{at}": np.zeros(count, np.float32) for at in range(LAYERS)}
+
+    def fill(self, value: float) -> None:
+        """Gives all elements a value."""
+        for array in self.weights.values():
+            array.fill(value)
+
+    def get(self) -> dict[str, Any]:
+        """The weights, as one ref."""
+        return self.weights
+
+    def is_right(self, value: float) -> bool:
+        """Whether all elements have a value."""
+        return all(bool((array == np.float32(value)).all()) for array in self.weights.values())
+
+    def layers(self, value: float) -> Iterator[str]:
+        """Computes the layers, and yields the name of each."""
+        for name, array in self.weights.items():
+            self._compute()
+            array.fill(value)
+            yield name
+
+    def compute(self, value: float) -> None:
+        """Computes the layers."""
+        for _ in self.layers(value):
+            pass
+
+    def _compute(self) -> None:
+        until_s = time.thread_time() + LAYER_S
+        while time.thread_time() < until_s:
+            np.negative(self.work, out=self.work)
+
+
+class Training(Sync):
+    """A trainer and its rollouts; it computes the weights, and they are moved then."""
+
+    computes = moves = True
+
+    def prepare(self, nbytes: int) -> None:
+        """Publishes the weights, and subscribes."""
+        super().prepare(nbytes)
+        self.close()
+        self.pub = col.publish([self.trainer.get.remote()], self.group)
+        self.subs = [col.subscribe(self.group, [actor.get.remote()]) for actor in self.rollouts]
+
+    def fill(self) -> None:
+        """The next turn: the rollouts have no weights; where nothing is computed, the trainer has them."""
+        self.turn = next(_turns)
+        value = 0.0 if self.computes else float(self.turn)
+        calls = [actor.fill.remote(0.0) for actor in self.rollouts]
+        ray.get([*calls, self.trainer.fill.remote(value)])
+
+    def operate(self) -> None:
+        """The one, then the other."""
+        if self.computes:
+            ray.get(self.trainer.compute.remote(float(self.turn)))
+        if self.moves:
+            self.pub.put()
+            self.pub.push(self.subs)
+
+    def run(self, count: int) -> list[float]:
+        """Computes and moves so many times."""
+        if self.moves:
+            return super().run(count)
+        spent = []
+        for _ in range(count):
+            self.fill()
+            began_s = time.perf_counter()
+            self.operate()
+            spent.append(time.perf_counter() - began_s)
+        return spent
+
+    def close(self) -> None:
+        """Ends both."""
+        for one in (*getattr(self, "subs", ()), *([self.pub] if hasattr(self, "pub") else ())):
+            one.close()
+
+
+class Compute(Training):
+    """It computes only."""
+
+    moves = False
+
+
+class Move(Training):
+    """It moves only."""
+
+    computes = False
+
+
+class Streamed(Training):
+    """Each layer is moved while the next is computed."""
+
+    def operate(self) -> None:
+        """One stream."""
+        stream = self.pub.stream(self.subs)
+        stream.call("layers", float(self.turn))
+        stream.commit()
+
+
+_turns = iter(range(1, 1 << 20))
+
+
+def measure(choice: Choice) -> Iterator[Record]:
+    """Measures over a trainer and its rollouts."""
+    for ranks in choice.ranks or RANKS:
+        choice.progress(f"{NAME}: starts {ranks} actors")
+        actors = [Model.remote() for _ in range(ranks)]  # type: ignore[attr-defined]
+        try:
+            yield from _measure(choice, actors)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+
+def _measure(choice: Choice, actors: Sequence[Any]) -> Iterator[Record]:
+    makers: list[Maker] = [
+        entry(names.COMPUTE, Compute, actors),
+        entry(names.VERSIONS, Move, actors),
+        entry(names.AFTER, Training, actors),
+        entry(names.STREAM, Streamed, actors),
+    ]
+    contenders, skipped = gather(NAME, makers)
+    yield from skipped
+    for nbytes in choice.sizes or (LAYERS * MB,):
+        choice.progress(f"{NAME}: {len(actors)} actors, {size(nbytes)}")
+        yield from compare(contenders, suite=NAME, op=_OP, ranks=len(actors), nbytes=nbytes, runs=choice.runs_or(3, 8))
+    close(contenders)

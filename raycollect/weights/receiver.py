@@ -1,0 +1,288 @@
+"""One rank of a receiver group: the next version is made and checked where no method sees it; inside the actor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends.arrays import Array
+from raycollect.backends.elements import convert
+from raycollect.core.model import Address, Key
+from raycollect.engine.packed_boxes import box_of
+from raycollect.errors import (
+    RaycollectError,
+    RefusedError,
+    VersionDirtyError,
+    VersionNotWholeError,
+    brief,
+    kept,
+)
+from raycollect.member.runtime import Runtime
+from raycollect.planner.boxes import extent, moved
+from raycollect.pos import Container, Range, fetch
+from raycollect.pos.boxes import MOST_BOXES, Box
+from raycollect.weights import atoms, digests, protocol
+from raycollect.weights.atoms import Layouts, Place
+from raycollect.weights.local_side import LocalSide
+from raycollect.weights.protocol import Atom, Digests, RankState, Version
+from raycollect.weights.source import Kept
+
+HOLDER_S = 5.0
+"""How long a holder that does not answer is waited for while there are others, in seconds."""
+
+READ_NBYTES = 64 << 20
+"""The most that one request asks for, which is in memory twice where it comes over the network; at least an atom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Whom a rank may ask for atoms.
+
+    Attributes:
+        address: Where it serves reads.
+        key: Under which key.
+        actor: Its actor, for people.
+        incarnation: Ray's id of the process.
+        places: Each atom's tensor among those of the key, and its first element there.
+    """
+
+    address: Address
+    key: Key
+    actor: str
+    incarnation: str
+    places: Mapping[Atom, tuple[int, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What staging a version did on a rank.
+
+    Attributes:
+        digests: Of each of its atoms, from what lies there.
+        nbytes: The bytes that were read for it.
+        seconds: How long that took.
+        gone: The keys of holders that did not have the version.
+    """
+
+    digests: Digests
+    nbytes: int
+    seconds: float
+    gone: tuple[Key, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """Where the atoms of a version lie on a rank; it is the same for many versions."""
+
+    among: tuple[Atom, ...]
+    found: dict[Atom, tuple[Place, ...]] = field(default_factory=dict)
+
+
+class Receiver:
+    """One rank of a receiver group: its tensors, and a second set in which the next version is made.
+
+    Args:
+        name: That of the publication.
+        container: The tensors.
+        layouts: Those of the receiver group.
+        rank: Which of its ranks it is.
+        inplace: Versions are made in the tensors themselves, and methods are refused meanwhile.
+    """
+
+    def __init__(self, name: str, container: Container, layouts: Layouts, rank: int, *, inplace: bool) -> None:
+        self.name: str = name
+        self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
+        self.inplace: bool = inplace
+        self._back = Kept(self._side.live() if inplace else self._side.made())
+        if not inplace:
+            for array, live in zip(self._back.arrays, self._side.live(), strict=True):
+                np.copyto(array, live)  # what no layout covers
+        self._parts = _Parts(())
+        self._marked: list[Range] = []  # of what is dirty by an update in place
+        self._ahead = 0  # bytes that a stream has brought
+        self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
+        self.state: RankState = RankState()
+        self._where = tuple(self._side.ranges())
+        self.span: tuple[Any, ...] = (self._where, inplace, rank, tuple(layouts.items()))
+
+    def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float) -> Staged:
+        """Makes a version in the second set of tensors, of what is missing there.
+
+        Raises:
+            VersionNotWholeError: Nobody gave some atoms with the right digests.
+        """
+        began_s = time.monotonic()
+        self._know(tuple(version.digests))
+        self._back.withdraw(Runtime.current().store)
+        wanted = {atom: version.digests[atom] for atom in self._parts.found}
+        if self.inplace:
+            self._back.arrays = self._side.live()
+            self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version))
+            self._mark(version)
+        else:
+            self.state = protocol.stage(self.state, version, wanted)
+        read, failures = self._read_missing(version, holders, timeout_s)
+        if self.state.missing:
+            raise self._not_whole(version, holders, failures)
+        landed = {atom: self.state.landed[atom] for atom in wanted}
+        gone = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
+        read, self._ahead = read + self._ahead, 0
+        return Staged(digests=landed, nbytes=read, seconds=time.monotonic() - began_s, gone=gone)
+
+    def open_stream(self, version: Version, among: Sequence[Atom]) -> None:
+        """Begins to take a version part by part; `among`: its atoms."""
+        self._know(tuple(among))
+        self._back.withdraw(Runtime.current().store)
+        self.state = protocol.open_stream(self.state, version, among)
+        self._ahead = 0
+
+    def land(self, version: Version, part: Digests, holders: Sequence[Holder], timeout_s: float) -> int:
+        """Reads atoms of a version that is open, and returns the bytes; what does not come is read by `stage`."""
+        part = {atom: digest for atom, digest in part.items() if atom in self._parts.found}
+        self.state = protocol.expect(self.state, version, part)
+        if self.state.staged != version or not self.state.is_open:  # it comes late: what lies here may be served
+            return 0
+        read, _ = self._read_missing(version, holders, timeout_s)
+        self._ahead += read
+        return read
+
+    def show(self, version: Version) -> Key | None:
+        """Lets methods see a version, and serves it to others; None: it is not whole here."""
+        if self.inplace and self.state.staged == version:
+            found = {**self.state.landed, **self._lying(version)}
+            self.state = protocol.stage_in_place(self.state, version, self.state.wanted, found)
+        if not protocol.may_show(self.state, version):
+            return None
+        store = Runtime.current().store
+        if not self.inplace:
+            live = self._side.live()
+            with store.writing(self._side.ranges()):
+                for parts in self._parts.found.values():
+                    for one in parts:
+                        np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
+        store.mark_written([*self._side.wholes(), *self._marked])
+        self._marked.clear()
+        Runtime.current().refusals.pop(self._where, None)
+        self.state = protocol.show(self.state, version)
+        return self._back.serve(store)
+
+    def close(self) -> None:
+        """Serves nothing any more."""
+        self._back.withdraw(Runtime.current().store)
+        Runtime.current().refusals.pop(self._where, None)
+
+    def _mark(self, version: Version) -> None:
+        """Has methods refused, and collectives and `get` on the tensors, while these are dirty."""
+        if not self.state.is_dirty:
+            return
+        runtime = Runtime.current()
+        detail = "an update in place has begun, and has not ended"
+        where = {"name": self.name, "version": str(version), "actor": runtime.actor, "detail": detail}
+        runtime.refusals[self._where] = kept(VersionDirtyError(rank=self._side.rank, **where))
+        for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
+            if not runtime.store.is_dirty([span]):  # else it stays so: a failed collective has left it
+                runtime.store.mark_dirty([span], [owner])
+                self._marked.append(span)
+
+    def _lying(self, version: Version) -> dict[Atom, bytes]:
+        """The digests of what has landed, made anew where it lies as it was put: others may have written there."""
+        return {
+            atom: digests.digest(self._side.box(self._back.arrays, parts[0]))
+            for atom, parts in self._parts.found.items()
+            if atom in self.state.landed
+            and len(parts) == 1
+            and parts[0].part == atom[1]
+            and self._side.layouts[atom[0]].dtype == version.dtypes[atom[0]]
+        }
+
+    def _know(self, among: tuple[Atom, ...]) -> None:
+        if self._parts.among != among:
+            self._parts = _Parts(among, atoms.places(self._side.layouts, self._side.rank, among, whole=False))
+
+    def _read_missing(
+        self, version: Version, holders: Sequence[Holder], timeout_s: float
+    ) -> tuple[int, dict[Key, RaycollectError]]:
+        """Reads what is missing into the second set of tensors; returns the bytes, and why holders gave nothing."""
+        until_s = time.monotonic() + timeout_s
+        failures: dict[Key, RaycollectError] = {}
+        before, self._mapped = self._mapped, {}
+        read = 0
+        with Runtime.current().store.writing(self._back.ranges()):
+            for at, holder in enumerate(holders):
+                mine = [atom for atom in self.state.missing if atom in holder.places]
+                left_s = until_s - time.monotonic()
+                limit_s = left_s if at == len(holders) - 1 else min(left_s, HOLDER_S)
+                for some in self._requests(mine):
+                    try:
+                        read += self._read(version, holder, some, limit_s)
+                    except RaycollectError as exc:
+                        failures[holder.key] = exc
+                        break
+        del before
+        return read, failures
+
+    def _requests(self, wanted: Sequence[Atom]) -> list[list[Atom]]:
+        found: list[list[Atom]] = []
+        nbytes = READ_NBYTES
+        for atom in wanted:
+            size = int(np.prod(extent(atom[1]))) * self._side.layouts[atom[0]].itemsize
+            if nbytes + size > READ_NBYTES or len(found[-1]) == MOST_BOXES:
+                found.append([])
+                nbytes = 0
+            found[-1].append(atom)
+            nbytes += size
+        return found
+
+    def _read(self, version: Version, holder: Holder, some: list[Atom], limit_s: float) -> int:
+        boxes = [Box(*holder.places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
+        found: dict[Atom, bytes] = {}
+        read = 0
+
+        def take(at: int, array: Array) -> None:
+            nonlocal read
+            read += array.nbytes
+            if array.base is not None:
+                self._mapped[holder.incarnation] = array
+            found[some[at]] = self._land(some[at], array)
+
+        fetch.read(
+            holder.address, holder.key, boxes, take,
+            actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s,
+        )  # fmt: skip
+        self.state = protocol.land(self.state, version, found)
+        wrong = [atom for atom in some if self.state.landed.get(atom) != self.state.wanted[atom]]
+        if wrong:
+            raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong[0])}")
+        return read
+
+    def _land(self, atom: Atom, array: Array) -> bytes:
+        """Writes an atom where it belongs, and returns the digest of what lies there."""
+        parts = self._parts.found[atom]
+        boxes = [self._side.box(self._back.arrays, one) for one in parts]
+        if len(parts) == 1 and parts[0].part == atom[1] and boxes[0].dtype == array.dtype:
+            return digests.copied(boxes[0], array)
+        whole = np.empty(array.shape, array.dtype)
+        found = digests.copied(whole, array)
+        for one, box in zip(parts, boxes, strict=True):
+            lo, _ = moved(one.part, atom[1][0], (0,) * array.ndim)
+            wanted = np.empty(box.shape, box.dtype)
+            convert(wanted, box_of(whole, lo, one.size))
+            if digests.copied(box, wanted) != digests.digest(wanted):
+                return b""
+        return found
+
+    def _not_whole(
+        self, version: Version, holders: Sequence[Holder], failures: Mapping[Key, RaycollectError]
+    ) -> VersionNotWholeError:
+        missing = self.state.missing
+        tried = [f"{one.actor}: {brief(failures[one.key])}" for one in holders if one.key in failures]
+        detail = f"{len(missing)} of {len(self.state.wanted)} atoms are missing, first {atoms.shown(missing[0])}: "
+        detail += "; ".join(tried) or "no holder of it is known"
+        who = Runtime.current().actor
+        return VersionNotWholeError(
+            name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
+        )

@@ -1,0 +1,162 @@
+"""One rank of a publisher: copies of its tensors, which are served as versions; inside the actor."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raycollect.backends.arrays import Array, byte_range
+from raycollect.core.model import TENSOR, Key, Structure
+from raycollect.errors import VersionNotPutError, Violation, refusal
+from raycollect.member.runtime import Runtime
+from raycollect.planner.boxes import volume
+from raycollect.pos import Container, Store
+from raycollect.weights import atoms, digests
+from raycollect.weights.atoms import Layouts, Place
+from raycollect.weights.local_side import LocalSide
+from raycollect.weights.protocol import Atom, Digests, Version
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """Arrays that are served under a key, as long as they are not written."""
+
+    arrays: list[Array]
+    key: Key | None = None
+
+    def serve(self, store: Store) -> Key:
+        """Begins to serve them."""
+        tensors, key = tuple(self.arrays), Key(secrets.token_bytes(28))  # a key that was freed is never held again
+        store.put(key, Container(Structure("list", (), (TENSOR,) * len(tensors)), tensors, list(tensors)))
+        self.key = key
+        return key
+
+    def withdraw(self, store: Store) -> None:
+        """Serves them no more."""
+        if self.key is not None:
+            store.free([self.key])
+            self.key = None
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where they lie."""
+        return list(map(byte_range, self.arrays))
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """A version that is being sealed, part by part."""
+
+    attempt: bytes
+    slot: Kept
+    key: Key
+    places: dict[Atom, tuple[Place, ...]]
+    found: dict[Atom, bytes] = field(default_factory=dict)
+
+
+class Source:
+    """One rank of a publisher: its tensors, and its parts of the two newest versions."""
+
+    def __init__(self, container: Container, layouts: Layouts, rank: int) -> None:
+        self._side = LocalSide("publish", container, layouts, rank, is_written=False)
+        self._slots: dict[int, Kept] = {}
+        self._filling: _Filling | None = None
+        self._failed = (b"", "")  # the attempt that failed last, and how
+
+    def seal(self, version: Version, among: Sequence[Atom], attempt: bytes) -> tuple[Key, Digests]:
+        """Copies this rank's part of a version, or what a stream has left of it, and digests it.
+
+        Args:
+            version: The version.
+            among: Its atoms, in the first call of an attempt.
+            attempt: Who asks; what another attempt has sealed is sealed anew.
+
+        Raises:
+            VersionNotPutError: A part of this attempt has failed.
+            TensorDirtyError: A failed collective has left a tensor half-written.
+        """
+        if self._failed[0] == attempt:
+            raise self._wrong(version, self._failed[1])
+        filling = self._begun(version, among, attempt)
+        self._copy(filling, [atom for atom in filling.places if atom not in filling.found], self._side.live())
+        self._filling = None
+        return filling.key, filling.found
+
+    def seal_part(self, version: Version, among: Sequence[Atom], attempt: bytes, part: object) -> tuple[Key, Digests]:
+        """Copies some tensors of a version, and digests them. They may be written again when this returns.
+
+        Args:
+            version: As of `seal`, with which the rest comes.
+            among: As of `seal`.
+            attempt: As of `seal`.
+            part: A name, a list of names, or a dict by name of what takes the place of this rank's tensors.
+
+        Raises:
+            VersionNotPutError: It is none of these, or was sealed before.
+            TensorDirtyError: As `seal`.
+        """
+        filling = self._begun(version, among, attempt)
+        names = [part] if isinstance(part, str) else part
+        if not isinstance(names, (list, tuple, Mapping)) or not names:
+            raise self._wrong(version, f"{type(part).__name__} is no part: a name, names, or a dict of tensors by name")
+        live = self._side.live()
+        for name in names:
+            given = names[name] if isinstance(names, Mapping) else None
+            fault = self._side.fault_of(name) if given is None else self._side.replace(live, name, given)
+            if fault:
+                raise self._wrong(version, f"{name!r} is {fault}")
+        wanted = [atom for atom in filling.places if self._side.key_of(atom[0]) in names]
+        again = [atom for atom in wanted if atom in filling.found]
+        if again:
+            raise self._wrong(version, f"{self._side.key_of(again[0][0])!r} was sealed before")
+        return filling.key, self._copy(filling, wanted, live)
+
+    def nbytes(self, among: Iterable[Atom]) -> int:
+        """The bytes of atoms."""
+        return sum(volume(box) * self._side.layouts[name].itemsize for name, box in among)
+
+    def fail(self, version: Version, attempt: bytes, detail: str) -> VersionNotPutError:
+        """A part could not be made: this attempt can't be sealed. Returns the error."""
+        self._failed = attempt, detail
+        return self._wrong(version, detail)
+
+    def close(self) -> None:
+        """Serves nothing any more."""
+        for slot in self._slots.values():
+            slot.withdraw(Runtime.current().store)
+        self._slots.clear()
+        self._filling = None
+
+    def _begun(self, version: Version, among: Sequence[Atom], attempt: bytes) -> _Filling:
+        """Where a version is sealed, in place of the version before the last."""
+        if self._filling is not None and self._filling.attempt == attempt:
+            return self._filling
+        store = Runtime.current().store
+        slot = self._slots.get(version.count % 2)
+        if slot is None:
+            slot = self._slots[version.count % 2] = Kept(self._side.made())
+        slot.withdraw(store)
+        with store.writing(slot.ranges()):  # whoever still reads has ended
+            pass
+        places = atoms.places(self._side.layouts, self._side.rank, among, whole=True)
+        self._filling = _Filling(attempt, slot, slot.serve(store), places)
+        return self._filling
+
+    def _copy(self, filling: _Filling, wanted: Sequence[Atom], live: list[Array]) -> Digests:
+        store = Runtime.current().store
+        ranges = self._side.ranges()
+        with store.reading(ranges):
+            if store.is_dirty(ranges):
+                dirty = Violation(kind="dirty", rank=self._side.rank, field="tensor", found="half-written")
+                raise refusal("put", "", (dirty,))
+            slot = filling.slot.arrays
+            found = {}
+            for atom in wanted:
+                (one,) = filling.places[atom]
+                found[atom] = digests.copied(self._side.box(slot, one), self._side.box(live, one))
+        filling.found.update(found)
+        return found
+
+    def _wrong(self, version: Version, detail: str) -> VersionNotPutError:
+        who = Runtime.current().actor
+        return VersionNotPutError(name="", version=str(version), rank=self._side.rank, actor=who, detail=detail)

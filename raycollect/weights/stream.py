@@ -1,0 +1,187 @@
+"""A put whose parts go to receivers while the others are still being computed.
+
+Memory: as without a stream. A part is copied into the publisher's copy of the version when it is sealed, and read from
+there into the second set of tensors of each receiver. What waits in between are digests. A receiver is asked for one
+batch of parts at a time: those that were sealed while it read the ones before.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raycollect.core.model import Key
+from raycollect.errors import VersionNotPutError, kept, refusal, wrong_argument
+from raycollect.weights import agent, protocol
+from raycollect.weights.protocol import Atom, Event, Failed, Lost, Sealed, SealedPart, Tell, Version
+from raycollect.weights.ranks import Job, cause_of
+from raycollect.weights.receiver import HOLDER_S, Holder
+
+if TYPE_CHECKING:
+    from raycollect.weights.publication import Publication
+    from raycollect.weights.subscription import Receipt, Subscription
+
+_Target = tuple[int, int]
+"""A receiver group by number, and a rank in it."""
+
+
+class Stream:
+    """A version under way; see `Publication.stream`. For one thread at a time.
+
+    Attributes:
+        version: The version, without its digests until it is put.
+    """
+
+    def __init__(
+        self, publication: Publication, subscriptions: Sequence[Subscription], version: Version, among: Sequence[Atom]
+    ) -> None:
+        self.version: Version = version
+        self._publication = publication
+        self._subscriptions = list(subscriptions)
+        self._among = tuple(among)
+        self._attempt = secrets.token_bytes(8)
+        begun, _ = protocol.begin_put(version, len(publication.ranks))
+        self._job = Job(round=begun, errors={})
+        self._keys: dict[int, Key] = {}
+        # By rank, what it was asked for, which it does in this order: a ref or a generator, and whether it is all.
+        self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication.ranks))]
+        self._told: list[tuple[Atom, ...]] = [self._among] * len(publication.ranks)
+        self._landing: dict[Any, _Target] = {}
+        self._due: dict[_Target, dict[Atom, bytes]] = {}
+        self._wanted: dict[_Target, frozenset[Atom]] = {}
+        for number, one in enumerate(self._subscriptions):
+            for rank, atoms in enumerate(one.open_stream(version, self._among)):
+                self._wanted[number, rank] = atoms
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Calls a generator method in each of the publisher's actors. Each item that it yields is a part.
+
+        An item is the name of a tensor, a list of names, or a dict by name of tensors that take the place of those that
+        were published. It is copied before the method goes on.
+        """
+        for rank in range(len(self._publication.ranks)):
+            made = self._publication.ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
+            self._sealing[rank].append((made, False))
+        self._pump(0.0)
+
+    def part(self, *names: str) -> None:
+        """Makes tensors a part, behind the methods of the actors that were called before."""
+        held = [self._publication.ranks.keys(rank) for rank in range(len(self._publication.ranks))]
+        unknown = set(names).difference(*held)
+        if unknown or not names:
+            raise refusal(
+                "part", "", (wrong_argument("names", repr(sorted(unknown)), "of tensors that are published"),)
+            )
+        for rank, keys in enumerate(held):
+            mine = [name for name in names if name in keys]
+            if mine:
+                ref = self._publication.ranks.call(rank, agent.seal_part, *self._of(rank), mine)
+                self._sealing[rank].append((ref, False))
+        self._pump(0.0)
+
+    def commit(self, *, timeout_s: float = 60.0) -> list[Receipt]:
+        """Puts the version, with what was no part yet, and updates the receiver groups to it.
+
+        Raises:
+            VersionError: As `Publication.put` and `Publication.push`. A part that failed is an error here, and nothing
+                was put.
+        """
+        until_s = time.monotonic() + timeout_s
+        if self._publication.count >= self.version.count:
+            detail = "another version was put since this stream began"
+            raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
+        for rank in sorted(self._job.round.waiting):
+            self._sealing[rank].append((self._publication.ranks.call(rank, agent.seal, *self._of(rank)), True))
+        self._publication.forget_overwritten()  # beside the actors' work
+        while not self._job.round.is_over:
+            if not self._pump(max(until_s - time.monotonic(), 0.0)):
+                self._job.end_late()
+        self._publication.finish(self._job, timeout_s, self._keys, self._among)
+        self.version = self._job.round.version
+        if not self._subscriptions:
+            return []
+        from raycollect.weights.subscription import update_all
+
+        return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
+
+    def _of(self, rank: int) -> tuple[Any, ...]:
+        """What a call to a rank of the publisher begins with: its atoms once, so that parts cost what they have."""
+        among, self._told[rank] = self._told[rank], ()
+        return self._publication.name, rank, replace(self.version, dtypes={}), among, self._attempt
+
+    def _pump(self, wait_s: float) -> bool:
+        """Takes what has come, after waiting so long for the first; False: nothing came."""
+        some = False
+        while True:
+            heads = {asked[0][0]: rank for rank, asked in enumerate(self._sealing) if asked}
+            pending = [*heads, *self._landing]
+            ready = ray.wait(pending, timeout=0.0 if some else wait_s)[0] if pending else []
+            if not ready:
+                return some
+            some = True
+            if ready[0] in self._landing:
+                self._land(self._landing.pop(ready[0]))
+            else:
+                self._take(heads[ready[0]])
+
+    def _take(self, rank: int) -> None:
+        ref, is_all = self._sealing[rank][0]
+        if isinstance(ref, ray.ObjectRefGenerator):
+            try:
+                ref = next(ref)
+            except StopIteration:
+                self._sealing[rank].popleft()
+                return
+        else:
+            self._sealing[rank].popleft()
+        before = self._job.round
+        event = self._event(rank, ref, is_all=is_all)
+        self._job.round, tell = protocol.advance(before, event)
+        if tell is Tell.LAND and isinstance(event, SealedPart):
+            fresh = {atom: digest for atom, digest in event.digests.items() if atom not in before.parts}
+            for target, wanted in self._wanted.items():
+                mine = {atom: digest for atom, digest in fresh.items() if atom in wanted}
+                if mine:
+                    self._due.setdefault(target, {}).update(mine)
+                    if target not in self._landing.values():
+                        self._land(target)
+        elif self._job.round.is_over:
+            for asked in self._sealing:
+                asked.clear()
+            self._landing.clear()
+
+    def _event(self, rank: int, ref: Any, *, is_all: bool) -> Event:
+        try:
+            self._keys[rank], digests = ray.get(ref)
+        except RayActorError:
+            return Lost(rank)
+        except RayTaskError as exc:
+            self._job.errors[rank] = kept(cause_of(exc))
+            return Failed(rank)
+        return Sealed(rank, digests) if is_all else SealedPart(rank, digests)
+
+    def _land(self, target: _Target) -> None:
+        """Has a receiver read what is due; whatever comes of it, an update looks for what is missing."""
+        part = self._due.pop(target, None)
+        if part:
+            number, rank = target
+            dtypes = {name: self.version.dtypes[name] for name, _ in part}
+            version = replace(self.version, dtypes=dtypes)
+            ref = self._subscriptions[number].land(rank, version, part, self._holders(part), HOLDER_S)
+            self._landing[ref] = target
+
+    def _holders(self, part: Mapping[Atom, bytes]) -> list[Holder]:
+        found = []
+        for rank, key in self._keys.items():
+            places = self._publication.places(rank)
+            mine = {atom: places[atom] for atom in part if atom in places}
+            if mine:
+                found.append(self._publication.holder(rank, key, mine))
+        return found

@@ -1,0 +1,202 @@
+"""What a publisher's rank and a receiver's do with memory, in one process and without Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.core.model import Address, Key
+from raycollect.errors import TensorDirtyError, VersionDirtyError, VersionNotPutError, VersionNotWholeError
+from raycollect.member.runtime import Runtime
+from raycollect.planner.layout import layout
+from raycollect.pos import Container, Store, fetch
+from raycollect.weights import agent, atoms
+from raycollect.weights.protocol import Version
+from raycollect.weights.receiver import Holder, Receiver
+from raycollect.weights.source import Source
+
+NAMES = ("a", "b", "c")
+LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
+AMONG = atoms.cut(LAYOUTS, [])
+NBYTES = 4 * 6 * 4
+V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch):
+    """In place of that of an actor."""
+    made = SimpleNamespace(store=Store(), actor="A", refusals={})
+    monkeypatch.setattr(Runtime, "_current", made)
+    monkeypatch.setitem(fetch._clients.local, b"here", made.store)
+    return made
+
+
+def tensors(value):
+    return {name: np.full((4, 6), value, np.float32) for name in NAMES}
+
+
+def source(held):
+    return Source(Container.of(held, arrays.is_tensor), LAYOUTS, 0)
+
+
+def receiver(held, **kwargs):
+    return Receiver("policy", Container.of(held, arrays.is_tensor), LAYOUTS, 0, **{"inplace": False, **kwargs})
+
+
+def holder(key):
+    places = atoms.held_places(LAYOUTS, 0, AMONG)
+    address = Address(host="", port=0, secret=b"here")
+    return Holder(address=address, key=key, actor="T", incarnation="1", places=places)
+
+
+def part_of(name):
+    return {atom for atom in AMONG if atom[0] == name}
+
+
+def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(runtime):
+    held, mine = tensors(1), tensors(0)
+    src, dst = source(held), receiver(mine)
+    dst.open_stream(V1, AMONG)
+    key, found = src.seal_part(V1, AMONG, b"1", "a")
+    assert set(found) == part_of("a")
+    assert dst.land(V1, found, [holder(key)], 1.0) == NBYTES
+    held["a"].fill(9)  # it has been sealed
+    same, rest = src.seal(V1, AMONG, b"1")
+    assert same == key
+    assert set(rest) == set(AMONG)
+    whole = replace(V1, digests=rest)
+    assert dst.land(V1, {}, [], 1.0) == 0
+    assert dst.stage(whole, [holder(key)], 1.0).nbytes == 3 * NBYTES
+    assert not any(array.any() for array in mine.values())
+    assert dst.show(whole)
+    assert all((array == 1).all() for array in mine.values())
+    assert dst.land(V1, found, [holder(key)], 1.0) == 0  # it comes late: what lies here is served now
+
+
+def test_a_part_that_does_not_come_is_read_in_the_end():
+    src, dst = source(tensors(1)), receiver(tensors(0))
+    dst.open_stream(V1, AMONG)
+    key, found = src.seal_part(V1, AMONG, b"1", ["a", "b"])
+    assert dst.land(V1, found, [], 1.0) == 0
+    _, rest = src.seal(V1, AMONG, b"1")
+    assert dst.show(V1) is None
+    assert dst.stage(replace(V1, digests=rest), [holder(key)], 1.0).nbytes == 3 * NBYTES
+
+
+def test_a_version_that_is_open_is_not_shown():
+    src, mine = source(tensors(1)), tensors(0)
+    dst = receiver(mine)
+    dst.open_stream(V1, AMONG)
+    key, found = src.seal_part(V1, AMONG, b"1", list(NAMES))
+    dst.land(V1, found, [holder(key)], 1.0)
+    assert not dst.state.missing
+    assert dst.show(V1) is None
+    assert not mine["a"].any()
+
+
+def test_another_attempt_seals_all_anew_and_one_that_failed_seals_nothing():
+    held = tensors(1)
+    src = source(held)
+    first, _ = src.seal_part(V1, AMONG, b"1", "a")
+    held["a"].fill(2)
+    src.fail(V1, b"1", "no such layer")
+    with pytest.raises(VersionNotPutError, match="no such layer"):
+        src.seal(V1, AMONG, b"1")
+    key, found = src.seal(V1, AMONG, b"2")
+    assert key != first
+    mine = tensors(0)
+    dst = receiver(mine)
+    whole = replace(V1, digests=found)
+    dst.stage(whole, [holder(key)], 1.0)
+    dst.show(whole)
+    assert [float(mine[name][0, 0]) for name in NAMES] == [2, 1, 1]
+
+
+def test_tensors_that_are_given_take_the_place_of_the_published():
+    held = tensors(1)
+    src = source(held)
+    key, found = src.seal_part(V1, AMONG, b"1", {"b": np.full((4, 6), 7, np.float32)})
+    _, rest = src.seal(V1, AMONG, b"1")
+    assert found.items() <= rest.items()
+    mine = tensors(0)
+    dst = receiver(mine)
+    whole = replace(V1, digests=rest)
+    dst.stage(whole, [holder(key)], 1.0)
+    dst.show(whole)
+    assert [float(mine[name][0, 0]) for name in NAMES] == [1, 7, 1]
+    assert (held["b"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("part", "match"),
+    [
+        ("x", "'x' is no name of a tensor here"),
+        ([], "list is no part"),
+        (7, "int is no part"),
+        ({"a": 7}, "'a' is no tensor in host memory"),
+        ({"a": np.zeros(3, np.float32)}, r"float32\[3\], where float32\[4, 6\] is published"),
+        ({"a": np.zeros((4, 6))}, r"float64\[4, 6\], where float32"),
+        ("again", "'c' was sealed before"),
+    ],
+)
+def test_what_is_no_part(part, match):
+    src = source(tensors(1))
+    src.seal_part(V1, AMONG, b"1", "c")
+    with pytest.raises(VersionNotPutError, match=match):
+        src.seal_part(V1, AMONG, b"1", "c" if part == "again" else part)
+
+
+def test_in_place_methods_and_tensors_are_refused_until_a_version_is_shown(runtime):
+    held, mine = tensors(1), tensors(0)
+    src, dst = source(held), receiver(mine, inplace=True)
+    key, found = src.seal(V1, AMONG, b"1")
+    bad = replace(V1, digests={**found, next(iter(part_of("c"))): b"another"})
+    with pytest.raises(VersionNotWholeError):
+        dst.stage(bad, [holder(key)], 1.0)
+    assert (mine["a"] == 1).all()
+    with pytest.raises(VersionDirtyError, match="in place has begun"):
+        Runtime.may_begin()
+    with pytest.raises(TensorDirtyError):
+        source(mine).seal(V1, AMONG, b"2")
+    assert dst.state.shown is None
+    whole = replace(V1, digests=found)
+    assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES  # that of which another digest was wanted
+    assert dst.show(whole)
+    Runtime.may_begin()
+    assert not runtime.store.statistics().dirty
+    assert dst.state.shown == V1
+
+
+def test_in_place_what_others_write_before_the_commit_is_not_shown():
+    src, mine = source(tensors(1)), tensors(0)
+    dst = receiver(mine, inplace=True)
+    key, found = src.seal(V1, AMONG, b"1")
+    whole = replace(V1, digests=found)
+    dst.stage(whole, [holder(key)], 1.0)
+    mine["b"][0, 0] = 5
+    assert dst.show(whole) is None
+    assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
+    assert dst.show(whole)
+    mine["a"][0, 0] = 5  # and what they write afterwards is read again
+    assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
+
+
+def test_in_place_another_driver_ends_what_one_has_left(runtime, monkeypatch):
+    monkeypatch.setattr(agent, "_attached", lambda actor, op, shown: shown)
+    monkeypatch.setattr(agent, "_agents", agent._Agents())
+    src, mine = source(tensors(1)), tensors(0)
+    runtime.store.put(Key(b"k" * 28), Container.of(mine, arrays.is_tensor))
+    runtime.is_ordered = False
+    key, found = src.seal(V1, AMONG, b"1")
+    whole = replace(V1, digests=found)
+    assert agent.attach_receiver(None, "policy", "first", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.attach_receiver(None, "policy", "second", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 0
+    assert agent.show(None, "second", 0, whole)
+    Runtime.may_begin()
+    assert agent.shown("second") == (True, V1)

@@ -1,0 +1,216 @@
+"""A stream's driver over actors that are queues in this process: what is told to whom, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from raycollect.errors import InvalidArgumentError, VersionNotPutError
+from raycollect.member.runtime import Runtime
+from raycollect.pos import Store, fetch
+from raycollect.weights import agent, atoms, stream
+from raycollect.weights.protocol import Phase
+from raycollect.weights.stream import Stream
+from tests.pure.weights.test_sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
+
+
+class Items:
+    """In place of Ray's generator of refs."""
+
+    def __init__(self, made):
+        self.made = made
+        self.ahead = deque()
+        self.is_over = False
+
+    def fill(self):
+        """Runs to the next item."""
+        if not self.ahead and not self.is_over:
+            try:
+                self.ahead.append(Ref(lambda: None, value=next(self.made)))
+            except StopIteration:
+                self.is_over = True
+            except VersionNotPutError as exc:
+                self.ahead.append(Ref(lambda: None, error=exc))
+
+    def __next__(self):
+        if not self.ahead:
+            raise StopIteration
+        return self.ahead.popleft()
+
+
+class Ref:
+    def __init__(self, do, value=None, error=None):
+        self.do, self.value, self.error, self.is_done = do, value, error, value is not None or error is not None
+
+    def fill(self):
+        if not self.is_done:
+            self.is_done = True
+            try:
+                self.value = self.do()
+            except VersionNotPutError as exc:
+                self.error = exc
+
+
+class Ray:
+    """What a stream uses of Ray. What is waited for is done, the newest first, as far as an actor's order allows."""
+
+    ObjectRefGenerator = Items
+
+    def wait(self, pending, timeout):
+        for one in reversed(pending):
+            one.fill()
+        return pending[-1:], pending[:-1]
+
+    def get(self, ref):
+        if isinstance(ref.error, RayActorError):
+            raise ref.error
+        if ref.error is not None:
+            raise RayTaskError("f", "", ref.error)
+        return ref.value
+
+
+class Ranks:
+    """Actors, whose calls are made when somebody waits for them."""
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    def __len__(self):
+        return 1
+
+    def call(self, rank, function, *args):
+        return Ref(lambda: function(self.actor, *args))
+
+    def items(self, rank, function, *args, **kwargs):
+        return Items(function(self.actor, *args, **kwargs))
+
+    def keys(self, rank):
+        return frozenset(NAMES)
+
+
+class Group:
+    """A receiver group of one rank; it keeps what it was asked for."""
+
+    def __init__(self, receiver):
+        self.receiver = receiver
+        self.landed = []
+
+    def open_stream(self, version, among):
+        self.receiver.open_stream(version, among)
+        return [frozenset(among)]
+
+    def land(self, rank, version, part, holders, limit_s):
+        def land():
+            self.landed.append([name for name, _ in part])
+            return self.receiver.land(version, part, holders, limit_s)
+
+        return Ref(land)
+
+
+class Trainer:
+    def __init__(self, held):
+        self.held = held
+
+    def layers(self, fails=False):
+        for name, array in self.held.items():
+            if fails and name == NAMES[-1]:
+                raise ValueError("no such layer")
+            array.fill(1)
+            yield name
+            array.fill(9)  # it was sealed
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    runtime = SimpleNamespace(store=Store(), actor="A", refusals={}, is_ordered=False)
+    monkeypatch.setattr(Runtime, "_current", runtime)
+    monkeypatch.setitem(fetch._clients.local, b"here", runtime.store)
+    monkeypatch.setattr(stream, "ray", Ray())
+    monkeypatch.setattr(agent, "TOLD_NBYTES", NBYTES)
+    held, mine = tensors(0), tensors(0)
+    made = SimpleNamespace(held=held, mine=mine, receiver=receiver(mine), finished=[])
+    monkeypatch.setitem(agent._agents.sources, ("policy", 0), (1, source(held)))
+    made.group = Group(made.receiver)
+    made.publication = SimpleNamespace(
+        name="policy",
+        ranks=Ranks(Trainer(held)),
+        count=0,
+        places=lambda rank: atoms.held_places(LAYOUTS, 0, AMONG),
+        holder=lambda rank, key, places: holder(key),
+        forget_overwritten=lambda: None,
+        finish=lambda job, *_: made.finished.append(job),
+    )
+    made.stream = Stream(made.publication, [made.group], V1, AMONG)
+    monkeypatch.setattr("raycollect.weights.subscription.update_all", lambda *_, **__: ["receipt"])
+    return made
+
+
+def test_each_layer_is_landed_before_the_next_is_asked_for(world):
+    world.stream.call("layers")
+    assert world.group.landed == [[name] for name in NAMES]
+    assert world.receiver._ahead == 3 * NBYTES
+    assert not any(array.any() for array in world.mine.values())
+    assert world.stream.commit() == ["receipt"]
+    (job,) = world.finished
+    assert job.round.phase is Phase.DONE
+    assert set(job.round.version.digests) == set(AMONG)
+    assert world.receiver.stage(job.round.version, [], 1.0).nbytes == 3 * NBYTES  # all of it came before
+    world.receiver.show(job.round.version)
+    assert all((array == 1).all() for array in world.mine.values())
+
+
+def test_small_layers_are_told_together(world, monkeypatch):
+    monkeypatch.setattr(agent, "TOLD_NBYTES", 2 * NBYTES)
+    world.stream.call("layers")
+    assert world.group.landed == [["a", "b"], ["c"]]
+
+
+def test_what_is_no_part_comes_with_the_commit(world):
+    world.stream.part("b")
+    assert world.group.landed == [["b"]]
+    world.stream.commit()
+    (job,) = world.finished
+    assert set(job.round.parts) < set(job.round.version.digests) == set(AMONG)
+    with pytest.raises(InvalidArgumentError, match="'x'"):
+        world.stream.part("b", "x")
+
+
+def test_a_receiver_that_is_slow_gets_several_parts_at_once(world, monkeypatch):
+    def wait(self, pending, timeout):  # a receiver's answer comes last
+        pending[0].fill()
+        return pending[:1], pending[1:]
+
+    monkeypatch.setattr(Ray, "wait", wait)
+    world.stream.call("layers")
+    assert world.group.landed == [[NAMES[0]], list(NAMES[1:])]
+
+
+def test_a_layer_that_fails_ends_the_stream_and_what_is_sealed_later_does_not_count(world):
+    world.stream.call("layers", fails=True)
+    assert world.stream._job.round.phase is Phase.FAILED
+    world.stream.commit()
+    (job,) = world.finished  # which raises, there
+    assert job.round.phase is Phase.FAILED
+    assert "'layers' raised ValueError: no such layer" in str(job.errors[0])
+    ref = world.publication.ranks.call(0, agent.seal, *world.stream._of(0))
+    ref.fill()
+    assert "no such layer" in str(ref.error)
+
+
+def test_a_death_ends_the_stream(world):
+    world.stream.call("layers")
+    world.publication.ranks.call = lambda *_: Ref(None, error=RayActorError())
+    world.stream.commit()
+    (job,) = world.finished
+    assert (job.round.phase, job.round.lost, job.errors) == (Phase.FAILED, frozenset(), {})
+
+
+def test_who_comes_after_another_version_puts_nothing(world):
+    world.publication.count = 1
+    with pytest.raises(VersionNotPutError, match="another version was put"):
+        world.stream.commit()
+    assert np.array_equal(world.mine["a"], np.zeros((4, 6)))
