@@ -171,7 +171,7 @@ class MemberCommunicator:
     def _run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None) -> Outcome:
         ring, since_s = Tracer.current().ring, time.monotonic()
         try:
-            return self._under_way(op, timeout_s, since_s, partial(self._attempts, attempt, object_to))
+            return self._under_way(op, timeout_s, since_s, partial(self._attempt, attempt, object_to))
         finally:
             if ring is not None:
                 spec, rank = self._owner.spec, self._owner.rank
@@ -188,31 +188,29 @@ class MemberCommunicator:
 
         return self._under_way(op, timeout_s, time.monotonic(), meet)
 
-    def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[float], _Result]) -> _Result:
+    def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[float], _Result | None]) -> _Result:
+        """Runs a call, with its deadline, until it gives a result."""
+        owner = self._owner
         with self._in_use:
             with self._changed:
                 self._objecting = None
                 self.op, self.since_s = op, since_s
                 self.hub.begin()
-            self._owner.watchdog.begun()
+            owner.watchdog.begun()
             try:
-                if (broken := self._owner.why_not(self.ranks)) is not None:
+                if not owner.is_whole and (broken := owner.why_not(self.ranks)) is not None:
                     raise anew(broken)
-                return run(since_s + timeout_s)
+                while (found := run(since_s + timeout_s)) is None:
+                    pass
+                return found
             except RaycollectError as exc:
                 raise self._located(exc, op, timeout_s) from exc.__cause__
             finally:
                 with self._changed:
                     self.hub.call, self.hub.place = 0, ""
                     closed = self.hub.closed
-                if closed or self._owner.why_not(self.ranks) is not None:  # for good: keep no memory of the dead
-                    self._give_up()
-
-    def _attempts(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome:
-        outcome = None
-        while outcome is None:
-            outcome = self._attempt(attempt, object_to, deadline_s)
-        return outcome
+                if closed or (not owner.is_whole and owner.why_not(self.ranks) is not None):
+                    self._give_up()  # for good: keep no memory of the dead
 
     def _attempt(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome | None:
         """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
