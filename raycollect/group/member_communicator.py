@@ -44,6 +44,7 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,
     FaultError,
+    GroupBrokenError,
     InternalError,
     KernelError,
     PlanAbortedError,
@@ -175,8 +176,7 @@ class MemberCommunicator:
         finally:
             if ring is not None:
                 spec, rank = self._owner.spec, self._owner.rank
-                if spec.group_id not in ring.groups:
-                    ring.groups[spec.group_id] = Place.of(spec, rank)
+                ring.groups.setdefault(spec.group_id, Place.of(spec, rank))
                 ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
@@ -233,22 +233,24 @@ class MemberCommunicator:
             within.deadline_s = deadline_s
             outcome = attempt(within, self._seq)
         except BaseException as exc:
-            self._give_up(_unforeseen(exc))
+            unforeseen = InternalError(detail=threads.cause_of(exc))
+            self._give_up(unforeseen)
             if isinstance(exc, Exception):
-                raise _unforeseen(exc) from exc
+                raise unforeseen from exc
             raise
-        failure, agreed = outcome.error, hub.agreed
-        if failure is None:
+        if (failure := outcome.error) is None:
             return outcome
+        agreed = hub.agreed
         if agreed and isinstance(failure, RefusedError):
             raise anew(failure)
-        if not isinstance(failure, PlanAbortedError):
+        if not isinstance(failure, PlanAbortedError) and (agreed or not isinstance(failure, GroupBrokenError)):
             self._give_up(failure)
         raised = self._explained(failure, agreed)
         if hub.recalled:
             again = PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.contest}")
             self._give_up(raised or again)
-        self._give_up(raised if isinstance(raised, RefusedError) else None)  # denied: only this rank knows of it
+        # Denied, or the connection to a rank that has said nothing: only this rank knows of it
+        self._give_up(raised if isinstance(raised, RefusedError | GroupBrokenError) else None)
         if raised is None:
             return None
         raise anew(raised)
@@ -256,11 +258,14 @@ class MemberCommunicator:
     def _explained(self, error: RaycollectError, agreed: bool) -> RaycollectError | None:
         """Finds the cause of a failure, which may be an echo of another rank's; None as in `_attempt`."""
         hub = self.hub
+        is_broken = isinstance(error, GroupBrokenError) and not agreed
         with self._changed:
-            if isinstance(error, (KernelError, PlanAbortedError)):  # the hub tells the cause, maybe later
+            if is_broken or isinstance(error, (KernelError, PlanAbortedError)):  # the hub tells the cause, maybe later
                 self._changed.wait_for(lambda: hub.stop or hub.stale or hub.recalled, CAUSE_S)
             if hub.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(hub.stop, FaultError)):
                 return hub.stop
+            if is_broken and hub.stale:  # the connection of a rank that has left was seen to end before its word came
+                return None
             if not isinstance(error, PlanAbortedError):
                 return error
             if not agreed:
@@ -442,7 +447,3 @@ class MemberCommunicator:
             self.hub.closed = True
             self._changed.notify_all()
             return bool(self.hub.call)
-
-
-def _unforeseen(exc: BaseException) -> InternalError:
-    return InternalError(detail=threads.cause_of(exc))
