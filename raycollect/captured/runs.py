@@ -75,8 +75,6 @@ class StepRuns:
 
     def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> RunTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
-        if self.doorbell is not None and not fence:
-            self.doorbell.rouse()
         while True:
             with self.controller.dispatching:
                 self._check()

@@ -10,8 +10,7 @@ written its own answer and called libc, which is a full barrier, a participant l
 two that answer at once at least one sees both.
 
 Whoever waits first yields its core for `YIELD_S` without sleeping: in a hot loop the next run comes within that time,
-and a wake-up costs more than the run itself. After a pause the controller wakes the participants before it prepares the
-run (`Doorbell.rouse`), so that the two overlap.
+and a wake-up costs more than the run itself.
 
 The memory is as trustworthy as the processes of this user. Messages that don't fit go over the channel, as their cell
 says.
@@ -135,19 +134,10 @@ class Doorbell:
         # Where slots outnumber the cores, participants need these: the controller sleeps until all have answered.
         self._awake_s = YIELD_S if slots <= len(os.sched_getaffinity(0)) else 0.0
         self._awake_until_s = 0.0
-        self._roused_until_s = 0.0  # how long participants stay awake at least
         self._asleep = threading.Lock()  # held by the one thread that sleeps, or takes posts
         self._sleeper = 0  # that thread
         self._taken = 0  # how often posts were taken, which may have been meant for another thread
         self._seen = threading.local()
-
-    def rouse(self) -> None:
-        """Wakes participants that sleep, for a run that is about to begin: that overlaps with what comes before it."""
-        now_s = time.monotonic()
-        if now_s > self._roused_until_s:
-            for slot in range(self._memory.slots):
-                self._memory.semaphores.ring(slot)
-        self._roused_until_s = now_s + YIELD_S
 
     def begin(self) -> int:
         """Returns the number of the next run, from 1. Before it, run ``number - IN_FLIGHT`` has ended."""
@@ -271,8 +261,7 @@ class DoorbellClient:
                 os.sched_yield()
             else:
                 self._leave()
-                if memory.semaphores.wait(self._slot, min(until_s - now_s, _SLICE_S)):
-                    awake_until_s = time.monotonic() + YIELD_S  # the run may be about to come
+                memory.semaphores.wait(self._slot, min(until_s - now_s, _SLICE_S))
         self._number += 1
         return Entry(number, words[cell + 1], words[cell + 2], memory.read(cell))
 

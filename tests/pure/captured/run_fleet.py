@@ -39,10 +39,6 @@ class Bell:
         self.answers: dict[tuple[int, int], bytes] = {}
         self.rings = threading.Semaphore(0)
         self.is_closed = False
-        self.roused_before: list[int] = []  # the numbers of runs
-
-    def rouse(self) -> None:
-        self.roused_before.append(self.number + 1)
 
     def begin(self) -> int:
         self.number += 1

@@ -209,12 +209,3 @@ def test_run_follows_pending_plans_of_its_participants(fleet: Fleet, monkeypatch
     assert not fleet.begin().is_fenced
     assert fenced == [0, 1, 2, 3] * 2
     assert len(fleet.bell.rung) == 4 * 3
-
-
-def test_participants_are_roused_before_a_run_that_they_get_by_the_doorbell(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet.runs, "_fence", lambda at: lambda payload: None)
-    fleet.begin()
-    fleet.runs.begin([b""] * 4, fence=True)
-    assert fleet.bell.roused_before == [1]

@@ -308,24 +308,3 @@ def test_nothing_stays_behind():
     del doorbell
     assert maps.read_text().count("raycollect-doorbell") == mapped
     assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-
-
-def test_who_is_roused_is_awake_when_the_run_comes(bell, monkeypatch):
-    """It yields until then; in a hot loop nobody sleeps, and nobody is roused."""
-    post, number = DoorbellClient(bell.segment, 1), bell.begin()
-    bell.rouse()
-    sleeps, wait = [], post._memory.semaphores.wait
-
-    def slept(slot, timeout_s):
-        sleeps.append(slot)
-        return wait(slot, timeout_s)
-
-    monkeypatch.setattr(post._memory.semaphores, "wait", slept)
-    monkeypatch.setattr(doorbell_module, "YIELD_S", 60.0)
-    monkeypatch.setattr(doorbell_module.os, "sched_yield", lambda: bell.ring(1, number, 7, 6, b""))
-    assert post.take(20.0) == Entry(1, 7, 6, b"")
-    assert sleeps == [1]
-    while post._memory.semaphores.take(1):
-        pass
-    bell.rouse()
-    assert not post._memory.semaphores.take(1)
