@@ -153,15 +153,18 @@ class RunTracker(PlanTracker):
     def lost(self, position: int, reason: str) -> Outgoing:
         """A participant's process is gone; what it has answered before counts."""
         slot = dict(self._runs.in_slots).get(position, -1)
-        payload = self._runs.answer(slot, self.number) if self.number and slot >= 0 else None
+        doorbell = self._runs.doorbell if self.number and slot >= 0 else None
+        payload = None if doorbell is None else doorbell.answer(slot, self.number)
         if payload is not None:
             self.answered(position, payload)
         return super().lost(position, reason)
 
     def _look(self) -> None:
-        slots, came = self._slots, []
+        slots, came, doorbell = self._slots, [], self._runs.doorbell
+        if doorbell is None:
+            return
         for position, slot in slots:
-            payload = self._runs.answer(slot, self.number)
+            payload = doorbell.answer(slot, self.number)
             if payload is None and position in self._pending:
                 break
             came.append((position, payload or b""))

@@ -59,7 +59,7 @@ class StepRuns:
         self.writes: dict[Key, bool] = {**written, **dict.fromkeys(step_plan.touched, True)}
         self.controller = controller
         self._capture = capture
-        self._doorbell = doorbell
+        self.doorbell = doorbell
         self._slots = tuple(slots) if doorbell is not None else (-1,) * len(step_plan.participants)
         self.in_slots: tuple[tuple[int, int], ...] = tuple(
             (at, slot) for at, slot in enumerate(self._slots) if slot >= 0
@@ -69,7 +69,7 @@ class StepRuns:
         self._under_way: deque[RunTracker] = deque()
         self._begun = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
-        self._waiting: set[int] = set()  # the threads that wait at the doorbell
+        self._waiting: set[int] = set()  # the threads that wait for runs
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -120,7 +120,7 @@ class StepRuns:
         return False
 
     def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> RunTracker:
-        controller, doorbell = self.controller, None if fence else self._doorbell
+        controller, doorbell = self.controller, None if fence else self.doorbell
         self._begun = place = self._begun + 1
         made: list[RunTracker] = []  # set before it is registered, in case a signal comes then
         at = 0
@@ -184,31 +184,24 @@ class StepRuns:
     def wait(self, tracker: RunTracker, timeout_s: float | None) -> bool:
         """Waits for the outcome of a run; False where it is not known in time."""
         until_s = tracker.until_s if timeout_s is None else min(tracker.until_s, monotonic() + timeout_s)
-        while not tracker.resolved:
-            left_s = _SLICE_S
-            if until_s < FOREVER:
-                left_s = min(left_s, until_s - monotonic())
-                if left_s <= 0:
-                    tracker.expire()
-                    return tracker.resolved
-            self._sleep(tracker, left_s)
-        return True
-
-    def _sleep(self, tracker: RunTracker, timeout_s: float) -> None:
-        if not tracker.number:
-            tracker.wait_for_channel(timeout_s)
-            return
-        me = threading.get_ident()
-        self._waiting.add(me)
+        doorbell, me = self.doorbell if tracker.number else None, threading.get_ident()
         try:
-            if not tracker.resolved:  # checked after it is in `_waiting`, so that it is woken
-                self._doorbell.wait(timeout_s, tracker.awaited, tracker.number)  # type: ignore[union-attr]
+            while True:
+                self._waiting.add(me)  # before it looks, so that it is woken
+                if tracker.resolved:
+                    return True
+                left_s = _SLICE_S
+                if until_s < FOREVER:
+                    left_s = min(left_s, until_s - monotonic())
+                    if left_s <= 0:
+                        tracker.expire()
+                        return tracker.resolved
+                if doorbell is None:
+                    tracker.wait_for_channel(left_s)
+                else:
+                    doorbell.wait(left_s, tracker.awaited, tracker.number)
         finally:
             self._waiting.discard(me)
-
-    def answer(self, slot: int, number: int) -> bytes | None:
-        """What a slot has answered at the doorbell; None: nothing yet."""
-        return None if self._doorbell is None else self._doorbell.answer(slot, number)
 
     def ended(self, tracker: RunTracker) -> None:
         """The outcome of a run is known: if it failed, those after it fail too."""
@@ -221,8 +214,8 @@ class StepRuns:
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
                     other.abort(PlanAbortedError(detail=detail))
-        if self._waiting.difference((threading.get_ident(),)):
-            self._doorbell.wake()  # type: ignore[union-attr]
+        if self.doorbell is not None and self._waiting.difference((threading.get_ident(),)):
+            self.doorbell.wake()
 
     # ------------------------------------------------------------------------------------------ the end
 
@@ -253,6 +246,6 @@ class StepRuns:
             peer.send(Forget(capture=self._capture))
         self.refs = {}
         self._links, self._fences = [], {}  # which hold the actors
-        if self._doorbell is not None:
-            self._doorbell.close()
+        if self.doorbell is not None:
+            self.doorbell.close()
         return True

@@ -76,22 +76,17 @@ class _Memory:
         self.present = whole[present_at : present_at + slots * _PRESENT_NBYTES].cast("Q")
         self.bytes = whole[_cells_at(slots) :]
         self.words = self.bytes.cast("Q")
+        # The first words of each slot's rings: the cell of run n is the n-th, modulo the ring
+        self.runs = [2 * slot * IN_FLIGHT * _WORDS for slot in range(slots)]
+        self.answers = [(2 * slot + 1) * IN_FLIGHT * _WORDS for slot in range(slots)]
 
     def _fence(self) -> None:
         # A full barrier: a call of libc, around which the GIL is released.
         self.semaphores.take(self.slots + 1)  # which is never posted
 
-    def run(self, slot: int, number: int) -> int:
-        """The first word of a slot's cell for a run."""
-        return ((2 * slot) * IN_FLIGHT + number % IN_FLIGHT) * _WORDS
-
-    def answer(self, slot: int, number: int) -> int:
-        """The first word of a slot's cell for its answer."""
-        return ((2 * slot + 1) * IN_FLIGHT + number % IN_FLIGHT) * _WORDS
-
-    def write(self, cell: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
-        """Fills a cell; False where the message does not fit, which the cell then says."""
-        words, nbytes = self.words, len(payload)
+    def write(self, ring: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+        """Fills a cell of a ring; False where the message does not fit, which the cell then says."""
+        words, nbytes, cell = self.words, len(payload), ring + number % IN_FLIGHT * _WORDS
         fits = nbytes <= INLINE_NBYTES
         words[cell + 1] = seq
         words[cell + 2] = predecessor
@@ -105,7 +100,7 @@ class _Memory:
         return fits
 
     def read(self, cell: int) -> bytes | None:
-        """The message in a cell; None where it goes over the channel."""
+        """The message in a cell, by its first word; None where it goes over the channel."""
         if not _IN_ORDER:
             self._fence()
         nbytes = self.words[cell + 3]
@@ -161,14 +156,14 @@ class Doorbell:
             False where the payload has to go over the channel, as the slot has been told.
         """
         memory = self._memory
-        fits = memory.write(memory.run(slot, number), number, seq, predecessor, payload)
+        fits = memory.write(memory.runs[slot], number, seq, predecessor, payload)
         memory.semaphores.ring(slot)
         return fits
 
     def answer(self, slot: int, number: int) -> bytes | None:
         """Returns what a slot has answered to a run; None: nothing yet, or it goes over the channel."""
         memory = self._memory
-        cell = memory.answer(slot, number)
+        cell = memory.answers[slot] + number % IN_FLIGHT * _WORDS
         return memory.read(cell) if memory.words[cell] == number else None
 
     def wait(self, timeout_s: float, slot: int = -1, number: int = 0) -> None:
@@ -180,7 +175,7 @@ class Doorbell:
         now_s = time.monotonic()
         if now_s < self._awake_until_s:
             os.sched_yield()
-            words, cell = self._memory.words, self._memory.answer(slot, number)
+            words, cell = self._memory.words, self._memory.answers[slot] + number % IN_FLIGHT * _WORDS
             while slot >= 0 and words[cell] != number and time.monotonic() < self._awake_until_s:
                 os.sched_yield()
             return
@@ -236,8 +231,7 @@ class DoorbellClient:
             raise ValueError(f"no slot {slot} at a doorbell of {slots}")
         self._memory = _Memory(mapped, slots, init=False)
         self._slot = slot
-        self._answers = self._memory.answer(slot, 0)
-        self._others = [(one, self._memory.answer(one, 0)) for one in range(slots) if one != slot]
+        self._others = [(one, answers) for one, answers in enumerate(self._memory.answers) if one != slot]
         self._number = 1
         self._awake_until_s = 0.0
         self._woken = False
@@ -249,7 +243,7 @@ class DoorbellClient:
     def take(self, timeout_s: float) -> Entry | None:
         """Waits for the next run; returns None where the time is over, or `wake` was called."""
         memory, number = self._memory, self._number
-        words, cell = memory.words, memory.run(self._slot, number)
+        words, cell = memory.words, memory.runs[self._slot] + number % IN_FLIGHT * _WORDS
         awake_until_s, until_s = self._awake_until_s, 0.0
         is_unsettled = self._core_pin is not None
         while words[cell] != number:
@@ -275,7 +269,7 @@ class DoorbellClient:
         """Answers a run that went well; returns False where the results have to go over the channel."""
         memory, at = self._memory, number % IN_FLIGHT * _WORDS
         words, present = memory.words, memory.present
-        fits = memory.write(self._answers + at, number, 0, 0, payload)
+        fits = memory.write(memory.answers[self._slot], number, 0, 0, payload)
         memory.semaphores.take(self._slot)  # that of this run, if it came without a sleep; and a full barrier
         for slot, answers in self._others:
             if words[answers + at] != number and present[slot]:

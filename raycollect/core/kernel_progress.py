@@ -20,13 +20,8 @@ class KernelProgress:
         self.base: float = 0.0  # what was done before the chunks that are under way
         self.span: float = 1.0  # how many kernels these chunks are
 
-    def clear(self) -> None:
-        """Begins the next kernel."""
-        self.part = self.base = 0.0
-        self.span = 1.0
-
-    def cover(self, base: float, span: float) -> None:
-        """Sets the part of the kernels under way that the next chunks are."""
+    def cover(self, base: float = 0.0, span: float = 1.0) -> None:
+        """Sets the part of the kernels under way that the next chunks are; by default the next kernel begins."""
         self.part = self.base = base
         self.span = span
 

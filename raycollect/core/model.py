@@ -393,6 +393,7 @@ class Kernel:
             rank's sizes are known.
         memo: What the backend remembers of these arrays; kernels of a plan that is run again are the same objects.
             Nothing in it may keep a communicator.
+        form: The same for what holds of any arrays of this layout: kernels that differ in their memory alone share it.
     """
 
     kind: OpKind
@@ -402,6 +403,7 @@ class Kernel:
     peer: int = -1
     most: int = 0
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    form: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sample(self) -> Any:

@@ -121,7 +121,7 @@ class Execution:
     def _run_all(self) -> Outcome:
         self._record("start", self._program.name)
         self._kernel_progress, self._step = here(), run_steps.here()
-        self._kernel_progress.clear()
+        self._kernel_progress.cover()
         ended: tuple[int, ...] = ()
         ok = False
         try:
@@ -353,7 +353,7 @@ class Execution:
 
     def _ended(self, left: int) -> None:
         if self._kernel_progress is not None:
-            self._kernel_progress.clear()
+            self._kernel_progress.cover()
         self._left = left
 
     def _owed(self) -> list[Kernel]:

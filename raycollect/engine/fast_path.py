@@ -1,8 +1,9 @@
-"""A program that runs again on the same memory, as in a loop: it repeats what its last run found out.
+"""A program that runs again: it repeats what its last run found out, whoever asks.
 
-It does what `execution.Execution` would do, in the same order and with the same outcome, for the programs that loops
-are made of: one kernel, in the launch of the agreement. Where anything differs from the last run, an `Execution` takes
-over: from the start before the agreement, with what all have brought after it.
+That is a plan of the driver, a captured step, or a member's own call. It does what `execution.Execution` would do, in
+the same order and with the same outcome, for the programs that loops are made of: one kernel, in the launch of the
+agreement. Where anything differs from the last run, an `Execution` takes over: from the start before the agreement,
+with what all have brought after it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
+from typing import Any
 
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
-from raycollect.core.model import TENSOR, Kernel, Key, Launch
+from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, NoFaults
 from raycollect.engine.execution import Execution, Outcome, given_up, located
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import ScheduledBundle
 from raycollect.engine.launch_sequence import meet_again
 from raycollect.engine.progress import ByteMap, BytesDone
-from raycollect.engine.run_cache import RunCache, places_of
+from raycollect.engine.run_cache import RunCache
 from raycollect.engine.spans import label_of_bundle
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.observe import Ring, run_steps
@@ -62,58 +64,45 @@ class FastPath:
     @staticmethod
     def of(
         program: Program,
-        held: Sequence[object],
-        instruments: Instruments,
-        communicators: Callable[[str], Communicator],
-    ) -> FastPath | None:
-        """Returns the fast path of a program on these operands; None where their last run can't be repeated."""
-        if type(instruments.faults) is not NoFaults or not program.agreement.group_id:
-            return None
-        containers = [one for one in held if type(one) is Container]
-        known = RunCache.last(program, containers) if len(containers) == len(held) else None
-        if known is None or known.block is not None or known.first is None or not _is_simple(program, known):
-            return None
-        return FastPath(program, containers, known, instruments, communicators)
-
-    @staticmethod
-    def once(
-        program: Program,
-        operands: Sequence[object],
+        operands: Sequence[Any],
         instruments: Instruments,
         communicators: Callable[[str], Communicator],
         *,
-        given: bool,
+        given: bool = False,
+        is_kept: bool = False,
     ) -> FastPath | None:
-        """The same for one run on single tensors, which may be fresh; not for a timeline.
+        """Returns the fast path of a program on these operands; None where no run is known that can be repeated.
 
-        `given`: a member's call gave the operands.
+        `given`: a member's call gave the operands. `is_kept`: it is for all runs on these very operands, whose memory
+        it keeps; else for one run on any of their shapes, while no timeline is recorded, which has a label for each.
         """
-        if type(instruments.faults) is not NoFaults or instruments.tracer.ring is not None:
+        if type(instruments.faults) is not NoFaults or (instruments.tracer.ring is not None and not is_kept):
             return None
-        containers = [one for one in operands if type(one) is Container and one.structure is TENSOR]
-        if len(containers) != len(operands):
+        for one in operands:
+            if type(one) is not Container:
+                return None
+        store = instruments.store
+        known = None if given else RunCache.last(program, operands)
+        if known is not None and not known.holds(operands, store):
+            known = None
+        if known is None and not is_kept:
+            known = instruments.shapes.recall(program, operands, store, given=given)
+        if known is None or known.first is None:
             return None
-        last = None if given else RunCache.last(program, containers)
-        if last is not None and last.block is not None:
-            return None  # before `recall` takes it
-        known = None if last is None else RunCache.recall(program, containers, instruments.store)
-        known = known or instruments.shapes.recall(program, containers, instruments.store, given=given)
-        if known is None or known.first is None or not _is_simple(program, known):
+        move, agreement = known.move, program.agreement
+        met = 0, agreement.group_id, tuple(agreement.ranks)
+        if move is None or (move.number, move.group_id, tuple(move.ranks)) != met:
             return None
-        return FastPath(program, containers, known, instruments, communicators, given=given)
+        return FastPath(program, operands, known, instruments, communicators, given=given)
 
-    def fits(self, held: Sequence[object]) -> bool:
+    def fits(self, operands: Sequence[object]) -> bool:
         """Whether these are the operands, and unchanged."""
-        if len(held) != len(self.held):
+        if len(operands) != len(self.held):
             return False
-        for one, other in zip(held, self.held, strict=True):
+        for one, other in zip(operands, self.held, strict=True):
             if one is not other:
                 return False
-        try:
-            same = places_of(self.held) == self.known.places
-        except TypeError:  # a tensor has no memory any more
-            return False
-        return same and not self.instruments.store.is_dirty(self.known.ranges)
+        return self.known.holds(self.held, self.instruments.store)
 
     def ready(self, seq: int) -> None:
         """Numbers the next run, for `abort`."""
@@ -130,7 +119,7 @@ class FastPath:
         self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
         self._kernel_progress, step = here(), run_steps.here()
-        self._kernel_progress.clear()
+        self._kernel_progress.cover()
         communicator, scheduled, ok = None, None, False
         error: RaycollectError | None = None
         ended: tuple[int, ...] = ()
@@ -245,15 +234,3 @@ class FastPath:
             met=None if brought is None else (self.known, brought),
         )
         return self._full
-
-
-def _is_simple(program: Program, known: RunCache) -> bool:
-    if len(known.schedule.bundles) != 1 or len(known.schedule.bundles[0].moves) != 1:
-        return False
-    (move,), agreement = known.schedule.bundles[0].moves, program.agreement
-    is_plain = len(move.kernels) == 1 and move.packed is None and move.staging_copies is None and not move.copies
-    return is_plain and (move.number, move.group_id, tuple(move.ranks)) == (
-        0,
-        agreement.group_id,
-        tuple(agreement.ranks),
-    )

@@ -10,7 +10,7 @@ from raycollect.backends import arrays
 from raycollect.core.model import TensorInfo
 from raycollect.core.protocols import Clock, Faults, NoFaults
 from raycollect.engine.fusion_buffer import FusionPool
-from raycollect.engine.run_shapes import RunShapes
+from raycollect.engine.run_cache import RunShapes
 from raycollect.observe import Recorder, Tracer
 from raycollect.pos import Store
 

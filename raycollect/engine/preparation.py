@@ -15,8 +15,7 @@ from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule
 from raycollect.engine.launch_sequence import LaunchSequence
 from raycollect.engine.program_operands import MissingOperand, ProgramOperands
-from raycollect.engine.run_cache import RunCache, places_of
-from raycollect.engine.run_shapes import single
+from raycollect.engine.run_cache import RunCache, places_of, single
 from raycollect.engine.spans import Timed
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError, Violation
 from raycollect.errors.text import too_large

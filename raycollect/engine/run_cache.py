@@ -1,21 +1,29 @@
-"""The results of a run's preparation and agreement, kept with its operands for the next run, as in a loop."""
+"""What a run's preparation and agreement found out, kept for the next run of the program, as in a loop.
+
+It is kept with the operands, as long as they are unchanged. Of a run on one tensor all but the addresses is kept
+without its memory, too: it serves fresh tensors of the same shape, as iterations have them. That the other ranks bring
+the same again is seen at the agreement.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.completion import Tie
-from raycollect.core.model import Kernel
+from raycollect.core.model import TENSOR, Kernel
 from raycollect.engine.fusion_buffer import FusionBuffer
-from raycollect.engine.kernel_schedule import KernelSchedule
+from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
 from raycollect.planner import Program
 from raycollect.pos import Container, Range, Store
 
 _REMEMBERED = 8  # how many programs a container remembers
+_MOST_SHAPES = 256  # how many runs are known by shape
 
 
 class _Holder:
@@ -27,11 +35,14 @@ class _Holder:
         self.prepared: RunCache | None = prepared
         self.ties: list[weakref.ref[Tie]] = []
 
-    def is_of(self, name: int, others: Sequence[Container]) -> bool:
-        if len(others) != len(self.ties):
+    def is_of(self, name: int, containers: Sequence[Container]) -> bool:
+        if len(containers) != 1 + len(self.ties):
             return False
-        pairs = zip(self.ties, others, strict=True)
-        return all((found := tie()) is not None and found is other.memo.get(name) for tie, other in pairs)
+        for at, tie in enumerate(self.ties, 1):
+            found = tie()
+            if found is None or found is not containers[at].memo.get(name):
+                return False
+        return True
 
     def tie_to(self, tie: Tie) -> None:
         """Lets go of the memory of all operands when one of them is gone."""
@@ -69,12 +80,7 @@ class RunCache:
             None where there was none, an operand has changed, or the buffer is in use.
         """
         known = RunCache.last(program, containers)
-        if known is None:
-            return None
-        try:
-            if known.places != places_of(containers) or store.is_dirty(known.ranges):
-                return None
-        except TypeError:  # a tensor has no memory any more
+        if known is None or not known.holds(containers, store):
             return None
         return known if known.block is None or known.block.take() else None
 
@@ -86,9 +92,25 @@ class RunCache:
         if type(holder) is not _Holder:
             return None
         known = holder.prepared
-        if known is None or known.program is not program or not holder.is_of(name, containers[1:]):
+        if known is None or known.program is not program or not holder.is_of(name, containers):
             return None
         return known
+
+    def holds(self, containers: Sequence[Container], store: Store) -> bool:
+        """Whether the operands, which are in these containers, are unchanged and not half-written."""
+        try:
+            return places_of(containers) == self.places and not store.is_dirty(self.ranges)
+        except TypeError:  # a tensor has no memory any more
+            return False
+
+    @property
+    def move(self) -> LaunchStep | None:
+        """All that it does, where that is one kernel on the operands themselves; else None."""
+        bundles = self.schedule.bundles
+        if self.block is not None or len(bundles) != 1 or len(bundles[0].moves) != 1:
+            return None
+        (move,) = bundles[0].moves
+        return move if len(move.kernels) == 1 and move == LaunchStep(*move[:4]) else None
 
     def remember(self, containers: Sequence[Container]) -> None:
         """Remembers it with the first container, tied to the others."""
@@ -103,6 +125,121 @@ class RunCache:
             containers[0].memo[name] = holder
 
 
+class _ShapedRun(NamedTuple):
+    """A run of one kernel on a whole tensor; the arrays, and all that the others say of memory, are left out."""
+
+    run: RunCache  # which has the program, so that its id is no other's
+    bundle: ScheduledBundle
+    move: LaunchStep
+    kernel: Kernel
+    reads: bool
+    writes: bool
+    is_first: bool  # whether the backend prepared the kernel before the agreement
+
+
+class RunShapes:
+    """What is known of single tensors by their shapes, in one process. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _ShapedRun] = {}
+
+    def remember(self, run: RunCache, containers: Sequence[Container], *, given: bool) -> None:
+        """Remembers a run without its memory, if it is one kernel on one contiguous tensor.
+
+        `given`: a member's call gave the operands, which the other ranks hear of.
+        """
+        tensor, move = single(containers), run.move
+        if tensor is None or move is None:
+            return
+        (bundle,), (kernel,), array = run.schedule.bundles, move.kernels, arrays.memory(tensor)
+        sides = [side for side in (kernel.src, kernel.dst) if side is not None]
+        if not _is_plain(array) or not all(_is_whole(side, array) for side in sides):
+            return
+        if len(self._known) >= _MOST_SHAPES:
+            self._known.clear()
+        self._known[id(run.program), given, type(tensor), tensor.shape, tensor.dtype] = _ShapedRun(
+            run=replace(run, places=(), ranges=[], first=None, schedule=KernelSchedule((), ())),
+            bundle=bundle._replace(moves=(), ranges=(), owners=(), dense=(), versioned=()),
+            move=move._replace(kernels=()),
+            kernel=replace(kernel, src=None, dst=None),
+            reads=kernel.src is not None,
+            writes=kernel.dst is not None,
+            is_first=run.first is not None,
+        )
+
+    def forget(self, group_id: str) -> None:
+        """Forgets the runs of a group that has ended."""
+        for name, known in tuple(self._known.items()):
+            if known.run.program.agreement.group_id == group_id:
+                self._known.pop(name, None)
+
+    def recall(
+        self, program: Program, containers: Sequence[Container], store: Store, *, given: bool
+    ) -> RunCache | None:
+        """What a run on these operands would find out; None where it is not known, or they can't run so."""
+        tensor = single(containers)
+        if tensor is None:
+            return None
+        found = self._known.get((id(program), given, type(tensor), tensor.shape, tensor.dtype))
+        if found is None:
+            return None
+        try:
+            array = tensor if type(tensor) is np.ndarray else arrays.memory(tensor)
+            places = (arrays.place_of(tensor),)
+        except TypeError:  # it has no memory any more
+            return None
+        if not _is_plain(array):
+            return None
+        known, bundle, step, like = found.run, found.bundle, found.move, found.kernel
+        address = array.ctypes.data if tensor is array else tensor.data_ptr()
+        spans = [(address, address + array.nbytes)]
+        if store.is_dirty(spans):
+            return None
+        # Written out: `replace` takes several times as long.
+        kernel = Kernel(
+            kind=like.kind,
+            src=array if found.reads else None,
+            dst=array if found.writes else None,
+            op=like.op,
+            peer=like.peer,
+            most=like.most,
+            form=like.form,
+        )
+        moves = (LaunchStep(step.number, step.group_id, step.ranks, (kernel,)),)
+        written, owners = (spans, (arrays.owner(tensor),)) if found.writes else ((), ())
+        versioned = (tensor,) if found.writes and tensor is not array and arrays.has_version(tensor) else ()
+        bundle = ScheduledBundle(bundle.share, 1, moves, written, owners, written, bundle.agreed, versioned)
+        return RunCache(
+            program=program,
+            places=places,
+            ranges=spans,
+            arrival=known.arrival,
+            first=kernel if found.is_first else None,
+            blobs=known.blobs,
+            schedule=KernelSchedule((bundle,), written),
+            block=None,
+        )
+
+
 def places_of(containers: Sequence[Container]) -> tuple[Any, ...]:
     """Where and how all tensors lie; raises TypeError where one has no memory any more."""
-    return tuple([arrays.place_of(tensor) for one in containers for tensor in one.tensors])
+    found: list[Any] = []
+    for one in containers:
+        found += map(arrays.place_of, one.tensors)
+    return tuple(found)
+
+
+def single(containers: Sequence[Container]) -> Any:
+    """The one tensor, of numpy or torch; None where there are several, a DTensor, or one of another library."""
+    if len(containers) != 1 or containers[0].structure is not TENSOR or containers[0].placements:
+        return None
+    (tensor,) = containers[0].tensors
+    return tensor if type(tensor) is np.ndarray or arrays.is_plain_torch(tensor) else None
+
+
+def _is_plain(array: Any) -> bool:
+    return type(array) is np.ndarray and array.flags.carray and array.size > 0
+
+
+def _is_whole(side: Any, array: Any) -> bool:
+    return type(side) is np.ndarray and arrays.place(side) == arrays.place(array)

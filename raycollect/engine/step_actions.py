@@ -14,7 +14,7 @@ from raycollect.engine.method_errors import method_error
 from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation
 from raycollect.engine.value_codec import unpack_value
-from raycollect.errors import ProtocolError, RaycollectError, RefusedError, anew
+from raycollect.errors import PlanAbortedError, ProtocolError, RaycollectError, RefusedError, anew
 from raycollect.observe.run_steps import calls
 from raycollect.observe.trace import METHOD
 from raycollect.planner import Program, decode_program
@@ -62,6 +62,8 @@ class MethodCall:
     ) -> None:
         """Calls the method, and puts what it returns into its slot."""
         runner = self._runner
+        if (reason := aborted()) is not None or runner.is_stopped:
+            raise PlanAbortedError(detail=reason or "the run was aborted")
         slots = runner.slots
         for slot, packed in self._fresh:
             slots[slot] = unpack_value(packed)
@@ -96,7 +98,6 @@ class PlanCall:
         self._kept_agreement = not self._program.agreement.group_id  # by the controller
         self._inputs = one.inputs
         self._outputs = one.outputs
-        self._last: tuple[int, ...] = ()  # the operands of the last run, by identity
         self._fast_path: FastPath | None = None
         self.nbytes: int = 0  # in its first run; 0: it had none
         if self._program.keys != len(one.inputs):
@@ -129,10 +130,7 @@ class PlanCall:
         if fast_path is not None:
             fast_path.ready(seq)
             runner.begin(fast_path)
-            try:
-                outcome = fast_path.run(self._same or self._keys_now(), aborted, landed)
-            finally:
-                runner.end()
+            outcome = fast_path.run(self._same or self._keys_now(), aborted, landed)
         else:
             outcome = self._in_full(seq, held, aborted, exchange)
         if outcome.error is not None:
@@ -141,19 +139,14 @@ class PlanCall:
             slots[slot] = made
 
     def _repeated(self, held: Sequence[Container | MissingOperand]) -> FastPath | None:
-        # From the third run in a row on the same operands.
         if self._outputs:
             return None
         fast_path = self._fast_path
-        if fast_path is not None and fast_path.fits(held):
-            return fast_path
-        self._fast_path, now = None, tuple(map(id, held))
-        if now == self._last:
+        if fast_path is None or not fast_path.fits(held):
             runner = self._runner
-            made = FastPath.of(self._program, held, runner.instruments, runner.communicators)
-            self._fast_path = made if made is not None and made.fits(held) else None
-        self._last = now
-        return self._fast_path
+            fast_path = FastPath.of(self._program, held, runner.instruments, runner.communicators, is_kept=True)
+            self._fast_path = fast_path
+        return fast_path
 
     def _in_full(
         self,
@@ -174,10 +167,7 @@ class PlanCall:
             exchange=exchange(program, seq) if self._kept_agreement else None,
         )
         runner.begin(execution)
-        try:
-            outcome = execution.run()
-        finally:
-            runner.end()
+        outcome = execution.run()
         self.nbytes = self.nbytes or execution.bytes_done().total
         return outcome
 

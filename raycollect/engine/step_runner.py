@@ -69,7 +69,7 @@ class StepRunner:
         self._runs = 0
         self._lock = threading.Lock()  # guards what follows
         self._seq = 0  # the run under way; 0: none
-        self._stopped = False
+        self.is_stopped: bool = False  # whether it was aborted
         self._execution: Execution | FastPath | None = None
         self._at = 0  # which action is under way
         self._actions: list[MethodCall | PlanCall] = [
@@ -94,7 +94,7 @@ class StepRunner:
         Args:
             seq: The run's number in its controller's order.
             arguments: What `pack_values` made of the run's arguments.
-            aborted: Why the run was aborted, or None; asked before each action, and by plans before each launch.
+            aborted: Why the run was aborted, or None; asked before each method, and by plans before each launch.
             exchange: See `Exchanges`.
             answer: Called early with the results, where there are none, as soon as all visible work is done.
 
@@ -103,7 +103,7 @@ class StepRunner:
         """
         step_program = self.step_program
         with self._lock:
-            self._seq, self._stopped = seq, False
+            self._seq, self.is_stopped = seq, False
         self._runs += 1
         self.run8 = self._runs.to_bytes(8, "little")
         landed = None if answer is None or step_program.returns else partial(answer, b"")
@@ -112,10 +112,8 @@ class StepRunner:
             if step_program.arguments or arguments:
                 self._take(arguments)
             for at, action in enumerate(self._actions):
+                self._execution = None  # the last one may keep tensors
                 self._at, step.action, step.at = at, action, ""
-                reason = aborted()
-                if reason is not None or self._stopped:
-                    raise PlanAbortedError(detail=reason or "the run was aborted")
                 action.do(seq, aborted, exchange, landed if action is self._final else None)
             return self._results() if step_program.returns else b""
         finally:
@@ -128,7 +126,7 @@ class StepRunner:
         with self._lock:
             if not self._seq or seq not in (0, self._seq):
                 return
-            self._stopped = True
+            self.is_stopped = True
             if self._execution is not None:  # under the lock: a `FastPath` is the next run's, too
                 self._execution.abort()
 
@@ -160,14 +158,9 @@ class StepRunner:
     def begin(self, execution: Execution | FastPath) -> None:
         """Notes which plan is under way; raises PlanAbortedError where the run was aborted."""
         with self._lock:  # an abort comes either before, and is seen here, or after, and finds the plan
-            if self._stopped:
+            if self.is_stopped:
                 raise PlanAbortedError(detail="the run was aborted")
             self._execution = execution
-
-    def end(self) -> None:
-        """Notes that no plan is under way."""
-        with self._lock:
-            self._execution = None
 
     def operand(self, slot: int) -> Container | MissingOperand:
         """The value of a slot as collectives take it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raycollect.core.model import Kernel, Launch, OpKind
@@ -29,6 +30,7 @@ class CallCommunicator:
         self._hub = hub
         self._communicator = communicator
         self.deadline_s: float = 0.0
+        self._again = getattr(communicator, "again", None) or partial(meet_again, communicator)
         self._everyone = tuple(range(len(hub.ranks)))  # of the communicator's own ranks
         self._is_whole = hub.ranks == self._everyone
         self._kernels: dict[int, tuple[Kernel, Kernel]] = {}
@@ -43,7 +45,6 @@ class CallCommunicator:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals."""
-        self._check_going()
         try:
             blobs = self._communicator.agree(self._within_deadline(launch), arrival)
         except RaycollectError as exc:
@@ -56,10 +57,9 @@ class CallCommunicator:
         self, launch: Launch, kernel: Kernel, arrival: bytes, expected: tuple[bytes, ...]
     ) -> Sequence[bytes] | None:
         """Stages a kernel and exchanges arrivals; see `protocols.Again`."""
-        self._check_going()
+        brought: Sequence[bytes] | None
         try:
-            within = self._within_deadline(launch)
-            brought = meet_again(self._communicator, within, self._mapped(kernel), arrival, expected)
+            brought = self._again(self._within_deadline(launch), self._mapped(kernel), arrival, expected)
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -69,7 +69,8 @@ class CallCommunicator:
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Launches a kernel."""
         try:
-            return self._communicator.launch(self._inside(launch), self._mapped(kernel))
+            inside = launch if self._is_whole else self._inside(launch)
+            return self._communicator.launch(inside, self._mapped(kernel))
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -87,8 +88,9 @@ class CallCommunicator:
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Ends a launch."""
         self._kernels.clear()
-        ended = self._communicator.end(self._inside(launch), ok)
-        return ended if self._is_whole else tuple(self._hub.ranks[rank] for rank in ended)
+        if self._is_whole:
+            return self._communicator.end(launch, ok)
+        return tuple(self._hub.ranks[rank] for rank in self._communicator.end(self._inside(launch), ok))
 
     def abort(self, seq: int) -> None:
         """Aborts a launch."""
@@ -98,9 +100,12 @@ class CallCommunicator:
         """Does nothing: `MemberCommunicator` closes it."""
 
     def _inside(self, launch: Launch) -> Launch:
-        return launch if self._is_whole else replace(launch, ranks=self._everyone)
+        return replace(launch, ranks=self._everyone)
 
     def _within_deadline(self, launch: Launch) -> Launch:
+        # Within the time that the call has left, unless the others have left the call.
+        if self._hub.is_off():
+            raise PlanAbortedError(detail="the other ranks have left the call")
         left_s = min(launch.timeout_s, max(self.deadline_s - time.monotonic(), 0))
         return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=left_s)
 
@@ -112,10 +117,6 @@ class CallCommunicator:
         if known is None:
             known = self._kernels[id(kernel)] = (kernel, replace(kernel, peer=self._hub.ranks.index(kernel.peer)))
         return known[1]
-
-    def _check_going(self) -> None:
-        if self._hub.is_off():
-            raise PlanAbortedError(detail="the other ranks have left the call")
 
     def _translate(self, error: RaycollectError, launch: Launch) -> None:
         # An error of the backend's communicator: to the group's ranks and the call's time.

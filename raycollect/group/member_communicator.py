@@ -172,12 +172,11 @@ class MemberCommunicator:
     def _run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None) -> Outcome:
         ring, since_s = Tracer.current().ring, time.monotonic()
         try:
-            return self._under_way(op, timeout_s, since_s, partial(self._attempts, attempt, object_to))
+            return self._under_way(op, timeout_s, since_s, partial(self._attempt, attempt, object_to))
         finally:
             if ring is not None:
                 spec, rank = self._owner.spec, self._owner.rank
-                if spec.group_id not in ring.groups:
-                    ring.groups[spec.group_id] = Place.of(spec, rank)
+                ring.groups.setdefault(spec.group_id, Place.of(spec, rank))
                 ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
@@ -189,30 +188,29 @@ class MemberCommunicator:
 
         return self._under_way(op, timeout_s, time.monotonic(), meet)
 
-    def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[float], _Result]) -> _Result:
+    def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[float], _Result | None]) -> _Result:
+        """Runs a call, with its deadline, until it gives a result."""
+        owner = self._owner
         with self._in_use:
             with self._changed:
                 self._objecting = None
                 self.op, self.since_s = op, since_s
                 self.hub.begin()
-            self._owner.watchdog.begun()
+            owner.watchdog.begun()
             try:
-                if (broken := self._owner.why_not(self.ranks)) is not None:
+                if not owner.is_whole and (broken := owner.why_not(self.ranks)) is not None:
                     raise anew(broken)
-                return run(since_s + timeout_s)
+                while (found := run(since_s + timeout_s)) is None:
+                    pass
+                return found
             except RaycollectError as exc:
                 raise self._located(exc, op, timeout_s) from exc.__cause__
             finally:
                 with self._changed:
                     self.hub.call, self.hub.place = 0, ""
                     closed = self.hub.closed
-                if closed or self._owner.why_not(self.ranks) is not None:  # for good: keep no memory of the dead
-                    self._give_up()
-
-    def _attempts(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome:
-        while (outcome := self._attempt(attempt, object_to, deadline_s)) is None:
-            pass
-        return outcome
+                if closed or (not owner.is_whole and owner.why_not(self.ranks) is not None):
+                    self._give_up()  # for good: keep no memory of the dead
 
     def _attempt(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome | None:
         """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
@@ -240,19 +238,19 @@ class MemberCommunicator:
             if isinstance(exc, Exception):
                 raise unforeseen from exc
             raise
-        failure, agreed = outcome.error, hub.agreed
-        if failure is None:
+        if (failure := outcome.error) is None:
             return outcome
+        agreed = hub.agreed
         if agreed and isinstance(failure, RefusedError):
             raise anew(failure)
         if not isinstance(failure, PlanAbortedError) and (agreed or not isinstance(failure, GroupBrokenError)):
-            self._give_up(failure)  # else a rank may have left, which closes its connections before the hub tells of it
+            self._give_up(failure)
         raised = self._explained(failure, agreed)
         if hub.recalled:
             again = PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.contest}")
             self._give_up(raised or again)
-        is_told = isinstance(raised, (RefusedError, GroupBrokenError))  # else the others know of it
-        self._give_up(raised if is_told else None)
+        # Denied, or the connection to a rank that has said nothing: only this rank knows of it
+        self._give_up(raised if isinstance(raised, RefusedError | GroupBrokenError) else None)
         if raised is None:
             return None
         raise anew(raised)
@@ -260,12 +258,13 @@ class MemberCommunicator:
     def _explained(self, error: RaycollectError, agreed: bool) -> RaycollectError | None:
         """Finds the cause of a failure, which may be an echo of another rank's; None as in `_attempt`."""
         hub = self.hub
+        is_broken = isinstance(error, GroupBrokenError) and not agreed
         with self._changed:
-            if isinstance(error, (KernelError, PlanAbortedError, GroupBrokenError)):  # the hub tells why, maybe later
+            if is_broken or isinstance(error, (KernelError, PlanAbortedError)):  # the hub tells the cause, maybe later
                 self._changed.wait_for(lambda: hub.stop or hub.stale or hub.recalled, CAUSE_S)
             if hub.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(hub.stop, FaultError)):
                 return hub.stop
-            if isinstance(error, GroupBrokenError) and hub.stale and not agreed:
+            if is_broken and hub.stale:  # the connection of a rank that has left was seen to end before its word came
                 return None
             if not isinstance(error, PlanAbortedError):
                 return error

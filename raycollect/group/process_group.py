@@ -51,6 +51,7 @@ class ProcessGroup:
         planned: The group as the planner sees it.
         calls: What calls that were made know for the next ones, by their arguments; see `member.call`.
         timeout_s: How long calls wait that do not say, in seconds.
+        is_whole: Whether all ranks can communicate; else `why_not` says why some can't.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ProcessGroup:
         self._communicators: dict[str, MemberCommunicator] = {}
         self._gone: dict[int, Gone] = {}
         self._closed: RaycollectError | None = None
+        self.is_whole: bool = True
         self._is_left = False  # by this process: nothing is kept any more
         self._parted = threading.Event()
         self._lock = threading.Lock()
@@ -213,7 +215,7 @@ class ProcessGroup:
 
     def _end(self, error: RaycollectError) -> Sequence[MemberCommunicator]:
         with self._lock:
-            self._closed = self._closed or error
+            self._closed, self.is_whole = self._closed or error, False
             return list(self._communicators.values())
 
     def close(self, detail: str = "it has destroyed the group on its side") -> None:
@@ -240,7 +242,7 @@ class ProcessGroup:
 
     def _left(self, message: Gone) -> None:
         with self._lock:
-            self._gone[message.rank] = message
+            self._gone[message.rank], self.is_whole = message, False
             communicators = [one for one in self._communicators.values() if message.rank in one.ranks]
         error = self._loss(message)
         for communicator in communicators:

@@ -83,6 +83,7 @@ class MemberCall:
                 expected = f"a rank from 0 to {process_group.world_size - 1}"
                 self._violate("argument", name, repr(value), expected)
         self._communicator = self._name_of_communicator()
+        self._process_groups = ProcessGroups.current()
 
     @property
     def is_root(self) -> bool:
@@ -104,7 +105,7 @@ class MemberCall:
         if wrong and (not communicator or not 0 < limit_s < math.inf):
             raise refusal(op, process_group.name, tuple(wrong))
         object_to = partial(self._objection, communicator, limit_s)
-        mark = streams.mark(_described(containers))
+        mark = _mark(containers)
         attempt = object_to(*wrong) if program is None else partial(self._attempt, program, containers, mark)
         there = process_group.communicator(communicator)
         if async_op:
@@ -154,16 +155,16 @@ class MemberCall:
         communicator: Communicator,
         seq: int,
     ) -> Outcome:
-        instruments = ProcessGroups.current().instruments
+        instruments = self._process_groups.instruments
         with _OWN if mark is None else streams.after(mark):  # another thread may run it
-            fast = FastPath.once(program, operands, instruments, lambda _: communicator, given=True)
+            fast = FastPath.of(program, operands, instruments, lambda _: communicator, given=True)
             if fast is not None:
                 fast.ready(seq)
                 return fast.run((), lambda: None)
             execution = Execution(
                 program,
                 (),
-                lambda group_id: communicator,
+                lambda _: communicator,
                 instruments,
                 seq=seq,
                 aborted=lambda: None,
@@ -208,10 +209,13 @@ _NOTHING = Container(TENSOR, (None,), None)
 """Stands for an operand that is none; no program gets it."""
 
 
-def _described(containers: Sequence[Container]) -> list[TensorInfo]:
-    """Tensors that may lie on a device."""
-    tensors = [one for container in containers for one in container.tensors if type(one) is not np.ndarray]
-    return [arrays.describe(one) for one in tensors if arrays.is_tensor(one)] if tensors else []
+def _mark(containers: Sequence[Container]) -> streams.Mark | None:
+    """Records how far the caller's streams are on the devices of tensors; None where they are numpy's."""
+    told: list[TensorInfo] = []
+    for container in containers:
+        if type(container.tensors[0]) is not np.ndarray or len(container.tensors) > 1:
+            told += map(arrays.describe, filter(arrays.is_tensor, container.tensors))
+    return streams.mark(told) if told else None
 
 
 @lru_cache(maxsize=1024)

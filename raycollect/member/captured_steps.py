@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from raycollect.channel.doorbell import DoorbellClient, Entry
+from raycollect.channel.doorbell import DoorbellClient
 from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
@@ -202,20 +202,17 @@ class CapturedStep:
         unrung = self._came[0] if self._came else None
         entry = self._doorbell.take(0.0 if unrung or closed else IDLE_S)
         if entry is not None:
-            self._do_entry(entry)
+            number, seq, predecessor, payload = entry
+            if payload is None:
+                run = self._wait_for(lambda run: run.seq == seq)
+                payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
+            self.run_now(seq, predecessor, payload, number=number)
         elif unrung is not None:
             self._came.remove(unrung)
             self.run_now(unrung.seq, unrung.predecessor, unrung.payload)
         else:
             return not closed
         return True
-
-    def _do_entry(self, entry: Entry) -> None:
-        number, seq, predecessor, payload = entry
-        if payload is None:
-            run = self._wait_for(lambda run: run.seq == seq)
-            payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
-        self.run_now(seq, predecessor, payload, number=number)
 
     def _wait_for(self, wanted: Callable[[Run], bool]) -> Run | None:
         with self._changed:
@@ -263,7 +260,8 @@ class CapturedStep:
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
             with watched() if watched is not None else _UNWATCHED:
-                self._wait_for_methods(seq)
+                if not self._method_lock.acquire(blocking=False):
+                    self._wait_for_methods(seq)
                 try:
                     with self._busy:
                         results = self._run(seq, payload, answer)
@@ -287,12 +285,10 @@ class CapturedStep:
             self._tell_failure(seq, error)
 
     def _wait_for_methods(self, seq: int) -> None:
-        method_lock, ring = self._method_lock, self._tracer.ring
-        if method_lock.acquire(blocking=False):
-            return
+        ring = self._tracer.ring
         began_s = 0.0 if ring is None else ring.clock()
         run_steps.here().at = "waits for a method to end"
-        while not method_lock.acquire(timeout=_SLICE_S):
+        while not self._method_lock.acquire(timeout=_SLICE_S):
             reason = self._closed or self._sequencer.reason(seq)
             if reason:
                 raise PlanAbortedError(detail=reason)
@@ -300,8 +296,7 @@ class CapturedStep:
             ring.waited("a method", began_s, seq)
 
     def _run(self, seq: int, payload: bytes, answer: Callable[[bytes], None]) -> bytes:
-        sequencer = self._sequencer
-        reason = self._closed or self._broken or sequencer.reason(seq)
+        sequencer, reason = self._sequencer, self._closed or self._broken
         if reason:
             raise PlanAbortedError(detail=reason)
         results = self.runner.run(

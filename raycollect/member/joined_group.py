@@ -53,6 +53,7 @@ class JoinedGroup:
         exchange: The agreement through the controller.
         process_group: What imperative calls run on; None in a group that only plans use.
         links: What `connect` has measured, as in `Joined`.
+        communicator: The backend's; None before `connect` has made it.
 
     Raises:
         GroupExistsError: This process is a member of a group of that name.
@@ -83,7 +84,7 @@ class JoinedGroup:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}  # what the members have published
         self._given_up: list[str] = []  # why the group was
-        self._communicator: Communicator | None = None
+        self.communicator: Communicator | None = None
         if not spec.parent:
             self.process_group = ProcessGroup(
                 spec,
@@ -95,13 +96,6 @@ class JoinedGroup:
                 watch=watch,
             )
             process_groups.adopt(self.process_group, before)
-
-    @property
-    def communicator(self) -> Communicator:
-        """The backend's communicator, or GroupBrokenError."""
-        if self._communicator is None:
-            raise GroupBrokenError(group_name=self.spec.group_id, detail="this participant never joined")
-        return self._communicator
 
     def connect(self, probe: Sequence[int] = ()) -> RaycollectError | None:
         """Makes the communicator, which waits for the other members. Returns the error if that fails.
@@ -121,7 +115,7 @@ class JoinedGroup:
             return kept(exc)
         if probe and isinstance(made, Probing):
             self.links = tuple(made.probe([(turn, other) for turn, other in enumerate(probe, 1) if other >= 0]))
-        self._communicator = made
+        self.communicator = made
         if self._given_up:
             made.close()
         return None
@@ -143,7 +137,7 @@ class JoinedGroup:
 
     def lost(self, actor_id: str) -> bool:
         """An actor's process has ended. Returns False if the caller has to end what is under way (`Surviving`)."""
-        communicator: object = self._communicator
+        communicator: object = self.communicator
         if actor_id in self.actor_ids:
             if not isinstance(communicator, Surviving):
                 return False
@@ -152,8 +146,8 @@ class JoinedGroup:
 
     def disconnect(self) -> None:
         """Closes the communicator, so that the group keeps no memory of a member that has died."""
-        if self._communicator is not None:
-            self._communicator.close()
+        if self.communicator is not None:
+            self.communicator.close()
 
     def close(self, reason: str) -> None:
         """Lets go of all that the group holds here. Never waits; may be called twice."""
@@ -180,10 +174,12 @@ class JoinedGroups:
 
     def communicator(self, group_id: str) -> Communicator:
         """The communicator of a group; GroupBrokenError if there is none."""
-        try:
-            return self.by_id[group_id].communicator
-        except KeyError:
-            raise GroupBrokenError(group_name=group_id, detail="the group was destroyed") from None
+        joined_group = self.by_id.get(group_id)
+        if joined_group is None:
+            raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
+        if joined_group.communicator is None:
+            raise GroupBrokenError(group_name=group_id, detail="this participant never joined")
+        return joined_group.communicator
 
     def join(self, message: Join) -> None:
         """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""

@@ -212,7 +212,7 @@ class Lease:
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
         if exchange is None and len(program.tasks) == 1:
-            fast = FastPath.once(program, [*map(self._store.look, keys)], instruments, communicators, given=False)
+            fast = FastPath.of(program, [*map(self._store.look, keys)], instruments, communicators)
             if fast is not None:
                 fast.ready(seq)
                 return partial(fast.run, keys, aborted), fast

@@ -102,7 +102,7 @@ class PlanSequencer:
                 return self._closed
             self._settled = max(self._settled, predecessor)
             if self._ended:
-                self._ended = {other for other in self._ended if other > self._settled}
+                self._ended = set(filter(self._settled.__lt__, self._ended))
             reason = self._aborted.get(seq)
             if reason is None:
                 self._running.add(seq)

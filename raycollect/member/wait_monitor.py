@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from raycollect.core import threads
 
@@ -26,30 +27,16 @@ class WaitMonitor:
         self._idle = False
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def waiting(self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False) -> Iterator[None]:
+    def waiting(
+        self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False
+    ) -> AbstractContextManager[None]:
         """Around what may wait: `tell` is called in the monitor's thread if it lasts, and then `clear` at its end.
 
         `holds_up`: it does hold up the methods, though it is in another thread.
         """
         if not holds_up and threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        wait = _Wait(tell)
-        with self._changed:
-            self._now.append(wait)
-            if self._thread is None:
-                threads.survives(self._begin)  # without it the call goes on, and the hub does not hear of the wait
-            elif self._idle:
-                self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._now.remove(wait)
-                told = wait.told
-            if told:
-                threads.survives(clear)
+            return _NOT_WATCHED
+        return _Wait(self, tell, clear)
 
     def _begin(self) -> None:
         self._thread = threads.start("raycollect-watch", threads.repeat, self._look)
@@ -69,9 +56,28 @@ class WaitMonitor:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class _Wait:
-    __slots__ = ("tell", "told")
+    _monitor: WaitMonitor
+    tell: Callable[[], None]
+    _clear: Callable[[], None]
+    told: bool = False
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self.tell = tell
-        self.told = False
+    def __enter__(self) -> None:
+        monitor = self._monitor
+        with monitor._changed:
+            monitor._now.append(self)
+            if monitor._thread is None:
+                threads.survives(monitor._begin)  # without it the call goes on, and the hub does not hear of the wait
+            elif monitor._idle:
+                monitor._changed.notify()
+
+    def __exit__(self, *exc: object) -> None:
+        monitor = self._monitor
+        with monitor._changed:
+            monitor._now.remove(self)
+        if self.told:
+            threads.survives(self._clear)
+
+
+_NOT_WATCHED: AbstractContextManager[None] = nullcontext()

@@ -106,7 +106,7 @@ class Program:
 
     def places_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The places of ranks that have ended the launch of the agreement; none where others may have more to do."""
-        return () if self.everyone else tuple([self.agreement.ranks.index(rank) for rank in ranks])
+        return () if self.everyone else tuple(map(self.agreement.ranks.index, ranks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from raycollect.core.protocols import Communicator, Completion, Faults, NoFaults
 from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.instruments import POINTS, Instruments
-from raycollect.engine.run_shapes import RunShapes
+from raycollect.engine.run_cache import RunShapes
 from raycollect.errors import KernelError, RefusedError
 from raycollect.observe import Recorder
 from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan

@@ -387,7 +387,7 @@ def interrupt_a_run():
 
     def waits():
         frame = sys._current_frames().get(target)
-        return any(one.f_code is StepRuns._sleep.__code__ for one, _ in traceback.walk_stack(frame))
+        return any(one.f_code is StepRuns.wait.__code__ for one, _ in traceback.walk_stack(frame))
 
     def watch():
         assert wait_until(waits)

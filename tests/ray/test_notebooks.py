@@ -197,7 +197,7 @@ class Gate:
 
 def tell_when_it_waits():
     "Says so once the main thread waits for a collective or a run."
-    places = diagnosis.wait.__code__, StepRuns._sleep.__code__
+    places = diagnosis.wait.__code__, StepRuns.wait.__code__
 
     def look():
         frames = lambda: traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])

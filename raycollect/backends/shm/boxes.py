@@ -129,7 +129,7 @@ class Boxes:
             meeting.check(launch, tuple(givers), until_s)  # what was read was what they gave
         elif takers:
             here().part = LENT
-        meeting.arrive(launch, tuple(givers), tuple(takers), until_s)
+        meeting.barrier(launch, until_s, waiting=tuple(givers), waits_for=tuple(takers))
 
     # ------------------------------------------------------------------------------------------- what is given
 

@@ -110,8 +110,8 @@ class ShmCommunicator:
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` in shared memory."""
         with self as parts:
-            parts.staged.restart()
             self._begin(parts, launch)
+            parts.staged.turn = 0
             return parts.meeting.agree(launch, arrival)
 
     __call__ = agree  # for communicators that use this one as their `Exchange`
@@ -129,7 +129,7 @@ class ShmCommunicator:
             self._staged = launch.seq
         else:
             self._stage(parts, launch, kernel, until_s)
-        parts.staged.restart()
+        parts.staged.turn = 0
         return parts.meeting.agree_again(launch, arrival, expected, until_s)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
@@ -143,11 +143,11 @@ class ShmCommunicator:
 
     def _launch(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
         meeting, staged, direct, _ = parts
+        is_first, self._staged = self._staged == launch.seq, 0
+        if is_first and staged.fold_again(launch, kernel):
+            return
         until_s = time.monotonic() + launch.timeout_s
         with translated(kernel.kind, self._group_name, self.rank):
-            is_first, self._staged = self._staged == launch.seq, 0
-            if is_first and staged.fold_again(launch, kernel):
-                return
             if _is_for_direct(kernel):
                 has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
                 if has_run:
@@ -246,7 +246,7 @@ class ShmCommunicator:
     def _begin(self, parts: _Parts, launch: Launch) -> None:
         if launch.seq != self._begun:
             self._begun = launch.seq
-            parts.staged.restart()
+            parts.staged.turn = 0  # its first chunk takes the first slots
             parts.direct.restart()
 
 

@@ -57,8 +57,8 @@ class Direct:
         self._blocks: Blocks = {}
 
     def restart(self) -> None:
-        """Begins a launch."""
-        self._directory.restart()
+        """Begins a launch: the next listing is that of its first kernel."""
+        self._directory.turn = 0
         self._loans.recall()
 
     def close(self) -> None:

@@ -89,17 +89,13 @@ class Directory:
         self._offered: Segment | None = None
         self._mapped: dict[int, tuple[Segment, Array]] = {}  # by rank
         self._known: dict[tuple[int, int, bytes], Listing] = {}  # by rank, flags and what was written
-        self._turn = 0
+        self.turn: int = 0  # which of the areas the next kernel uses
         self._closed = False
 
     @property
     def is_open(self) -> bool:
         """Whether arrays can be shown: False once somebody could not map them."""
         return not self._closed
-
-    def restart(self) -> None:
-        """Begins a launch: the next listing is that of its first kernel."""
-        self._turn = 0
 
     def write(self, flags: int, places: Places, ranks: Sequence[int]) -> None:
         """Writes this rank's listing for the next kernel of `ranks`."""
@@ -124,7 +120,7 @@ class Directory:
             if is_new and self._offered is not None:
                 self._shown.update(dict.fromkeys(ranks, self._offered))
             listings = [self._listing(rank, word) for rank, word in zip(ranks, words, strict=True)]
-        self._turn = (self._turn + 1) % _PARITIES
+        self.turn = (self.turn + 1) % _PARITIES
         return listings
 
     def segment(self, rank: int) -> Array:
@@ -171,4 +167,4 @@ class Directory:
         return tuple(mapped[1][offset : offset + length] for offset, length in places)
 
     def _at(self, rank: int) -> int:
-        return (rank * _PARITIES + self._turn) * self._area
+        return (rank * _PARITIES + self.turn) * self._area

@@ -122,7 +122,7 @@ class Work:
             self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent
         if waits_for and not waiting:
             self._meter.part = LENT
-        self._meeting.arrive(self._launch, waiting, waits_for, self._until_s)
+        self._meeting.barrier(self._launch, self._until_s, waiting=waiting, waits_for=waits_for)
 
     def _one(self, shown: Shown) -> None:
         kernel = self._kernel

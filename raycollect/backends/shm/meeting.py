@@ -30,7 +30,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from raycollect.backends import completion
@@ -69,7 +69,7 @@ class _Expected(NamedTuple):
 
     blobs: Sequence[bytes]  # what was expected; compared by identity
     ranks: tuple[int, ...]
-    cells: list[int]
+    cells: list[tuple[int, int]]  # (place, content)
 
 
 class Meeting:
@@ -117,11 +117,14 @@ class Meeting:
     ) -> Sequence[bytes] | None:
         """Does the same in a launch that was entered; returns None if all arrivals are as expected."""
         parity = self._bring(launch, arrival, until_s)
-        ranks, cells = launch.ranks, self._cells
-        now = [cells[rank * _PARITIES + parity] for rank in ranks]
-        known = self._expected[parity]
-        if known is not None and known.blobs is expected and known.ranks == ranks and known.cells == now:
-            return None
+        ranks, cells, known = launch.ranks, self._cells, self._expected[parity]
+        if known is not None and known.blobs is expected and known.ranks == ranks:
+            for place, content in known.cells:
+                if cells[place] != content:
+                    break
+            else:
+                return None
+        now = [(place, cells[place]) for place in (rank * _PARITIES + parity for rank in ranks)]
         for rank, blob in zip(ranks, expected, strict=True):
             if self._read(rank, parity) != blob:
                 return [bytes(self._read(one, parity)) for one in ranks]
@@ -141,24 +144,29 @@ class Meeting:
         self.barrier(launch, until_s)
         return parity
 
-    def barrier(self, launch: Launch, until_s: float) -> None:
-        """Waits for all of `launch.ranks`.
+    def barrier(
+        self,
+        launch: Launch,
+        until_s: float,
+        *,
+        waiting: Sequence[int] | None = None,
+        waits_for: Sequence[int] | None = None,
+    ) -> None:
+        """Waits for all of `launch.ranks`; or for `waits_for` only, while `waiting` wait for this rank.
 
         Raises:
             CollectiveTimeoutError: Naming the ranks that had not come by `until_s` of the monotonic clock.
             PlanAbortedError: The launch was aborted here, or a rank has left it.
         """
-        target = self._advance()
-        self._ring(launch.ranks)
-        self._wait(launch, dict.fromkeys(launch.ranks, target), until_s)
-        self._passed = self._phase
-
-    def arrive(self, launch: Launch, waiting: Sequence[int], waits_for: Sequence[int], until_s: float) -> None:
-        """A barrier at which this rank waits for the ranks `waits_for` only, and `waiting` wait for it."""
-        target = self._advance()
-        self._ring(waiting)
-        if waits_for:
-            self._wait(launch, dict.fromkeys(waits_for, target), until_s)
+        self._phase += 1
+        if self._phase >= CLOSED:
+            raise InternalError(detail=f"more than {CLOSED} barriers in one launch")
+        target = self._words[self.rank * _WORD_STRIDE] = self._seq << _PHASE_BITS | self._phase
+        ranks = launch.ranks
+        self._ring(ranks if waiting is None else waiting)
+        awaited = ranks if waits_for is None else waits_for
+        if awaited:
+            self._wait(launch, dict.fromkeys(awaited, target), until_s)
         self._passed = self._phase
 
     def check(self, launch: Launch, ranks: Sequence[int], until_s: float) -> None:
@@ -197,17 +205,17 @@ class Meeting:
         outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
         words[self.rank * _WORD_STRIDE] = closed
         self._ring(launch.ranks)
-        # Who has not arrived by now finds this rank gone, and so never reads what it wrote: no debt.
-        if self._phase:
-            arrived = seq << _PHASE_BITS | 1
-            for rank in launch.ranks:
-                if rank != self.rank and words[rank * _WORD_STRIDE] >= arrived:
-                    self._debts[rank] = closed
+        at, ended, arrived = seq % OUTCOMES, [], seq << _PHASE_BITS | 1
+        for rank in launch.ranks:
+            # Who has not arrived by now finds this rank gone, and so never reads what it wrote: no debt.
+            if self._phase and rank != self.rank and words[rank * _WORD_STRIDE] >= arrived:
+                self._debts[rank] = closed
+            if outcomes[rank * OUTCOMES + at] == closed:
+                ended.append(rank)
         for other in tuple(self._aborted) if self._aborted else ():  # in place: another thread may add meanwhile
             if other <= seq:
                 self._aborted.discard(other)
-        at = seq % OUTCOMES
-        return tuple([rank for rank in launch.ranks if outcomes[rank * OUTCOMES + at] == closed])
+        return tuple(ended)
 
     def abort(self, seq: int) -> None:
         """Makes this rank's waits in that launch raise."""
@@ -238,19 +246,13 @@ class Meeting:
         self._seq, self._phase, self._passed, self._agreed = launch.seq, 0, 0, 0
         # The word says "all earlier launches closed" before this rank waits for others to say so: no cycle of debts.
         self._words[self.rank * _WORD_STRIDE] = self._seq << _PHASE_BITS
-        self._debts = {rank: owed for rank, owed in self._debts.items() if self._words[rank * _WORD_STRIDE] < owed}
+        for rank, owed in tuple(self._debts.items()):
+            if self._words[rank * _WORD_STRIDE] >= owed:
+                del self._debts[rank]
         if self._debts:
             self._ring(self._debts)
             self._wait(launch, self._debts, until_s)
             self._debts = {}
-
-    def _advance(self) -> int:
-        self._phase += 1
-        if self._phase >= CLOSED:
-            raise InternalError(detail=f"more than {CLOSED} barriers in one launch")
-        target = self._seq << _PHASE_BITS | self._phase
-        self._words[self.rank * _WORD_STRIDE] = target
-        return target
 
     def _check_aborted(self, launch: Launch) -> None:
         if self._closed or launch.seq in self._aborted:
@@ -259,22 +261,22 @@ class Meeting:
 
     def _wait(self, launch: Launch, targets: dict[int, int], until_s: float) -> None:
         until_asleep_s, mine, is_announced, has_yielded = 0.0, self.rank * _WORD_STRIDE, False, False
-        absent: Iterable[int] = targets
+        absent: Collection[int] = targets
         words = self._words
         while True:
             if self._aborted or self._closed:
                 self._check_aborted(launch)
-            absent = [
-                rank
-                for rank in absent  # a rank that has come is not checked again
-                if (word := words[rank * _WORD_STRIDE]) < targets[rank]
-                or (word >= targets[rank] | CLOSED and not self._has_come(rank, targets[rank]))  # beyond that launch
-            ]
+            missing: list[int] = []
+            for rank in absent:  # a rank that has come is not checked again
+                word, target = words[rank * _WORD_STRIDE], targets[rank]
+                is_beyond = word >= target | CLOSED  # that launch
+                if word < target or (is_beyond and not self._has_come(rank, target)):
+                    missing.append(rank)
+            absent = missing
             if absent and self._dead:
                 absent = self._await_living(launch, absent, targets)
             if not absent:
-                if is_announced:
-                    self._words[mine + _ASLEEP] = 0
+                words[mine + _ASLEEP] = 0
                 return
             if not has_yielded:  # at once: one of them may be ready to go on, on this very core
                 has_yielded = True
@@ -292,7 +294,7 @@ class Meeting:
                 continue
             left_s = until_s - now_s
             if left_s <= 0:
-                raise completion.absent(self._group_name, launch, list(absent))
+                raise completion.absent(self._group_name, launch, absent)
             if not is_announced:
                 self._words[mine + _ASLEEP], is_announced = 1, True
                 self._semaphores.take(self.rank)  # a barrier

@@ -77,15 +77,15 @@ def slots_nbytes(world_size: int) -> int:
 
 
 class _Once(NamedTuple):
-    """A small redundant allreduce that was run before: the common case in few steps.
+    """A small redundant allreduce of a form that was run before: the common case in few steps.
 
-    Sizes that may run in place are excluded: the next run may be in place.
+    Its arrays are rows of native elements. Sizes that may run in place are excluded: the next run may be in place.
     """
 
     ranks: tuple[int, ...]
     op: ReduceOp
-    src: Flat
-    out: Array
+    dtype: np.dtype[np.generic]
+    size: int
 
 
 class Staged:
@@ -94,12 +94,8 @@ class Staged:
     def __init__(self, memory: Array, rank: int, world_size: int) -> None:
         self._rank = rank
         self._slots = memory.reshape(world_size, _SLOTS, CHUNK_NBYTES)
-        self._turn = 0
+        self.turn = 0  # how many chunks of the launch were staged
         self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
-
-    def restart(self) -> None:
-        """Begins a launch: its first chunk takes the first slots."""
-        self._turn = 0
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Copies the first chunk to this rank's slot, so that the agreement is also the kernel's first barrier."""
@@ -114,21 +110,21 @@ class Staged:
 
     def stage_again(self, launch: Launch, kernel: Kernel) -> bool:
         """Does what `stage` does, for a kernel that `fold_again` knows; else returns False."""
-        once: _Once | None = kernel.memo.get("once")
+        once: _Once | None = kernel.form.get("once")
         if once is None or once.ranks != launch.ranks:
             return False
-        src, size = once.src, once.src.size
-        src.fill(self._staging(src.dtype, size)[self._rank], 0, size)
+        self._staging(once.dtype, once.size)[self._rank][...] = kernel.src.reshape(-1)
         return True
 
     def fold_again(self, launch: Launch, kernel: Kernel) -> bool:
         """Runs a staged small allreduce that was run before; returns False for any other kernel."""
-        once: _Once | None = kernel.memo.get("once")
+        once: _Once | None = kernel.form.get("once")
         if once is None or once.ranks != launch.ranks:
             return False
-        ranks, op, _, out = once
-        staging = self._staging(out.dtype, out.size)
-        fold(op, [staging[rank] for rank in ranks], out)
+        staging = self._staging(once.dtype, once.size)
+        parts = staging if len(once.ranks) == len(staging) else [staging[rank] for rank in once.ranks]
+        with np.errstate(all="ignore"):
+            fold(once.op, parts, kernel.dst.reshape(-1))
         return True
 
     def run(self, meeting: Meeting, launch: Launch, kernel: Kernel, *, staged: bool, until_s: float) -> None:
@@ -137,8 +133,8 @@ class Staged:
 
     def _staging(self, dtype: np.dtype[np.generic], width: int) -> list[Array]:
         # The slots of the next chunk, by rank, [width] each.
-        self._turn += 1
-        key = self._turn % _SLOTS, dtype, width
+        self.turn += 1
+        key = self.turn % _SLOTS, dtype, width
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= _VIEWS_KEPT:
@@ -210,9 +206,9 @@ class Staged:
         ranks, size = launch.ranks, src.size
         nbytes = size * src.dtype.itemsize
         is_small = nbytes < DIRECT_FROM_NBYTES and nbytes <= CHUNK_NBYTES
-        if not dst.direct or not is_small or _is_sliced(len(ranks), src.dtype, size):
+        if not (src.direct and dst.direct and is_small) or _is_sliced(len(ranks), src.dtype, size):
             return False
-        kernel.memo["once"] = _Once(ranks, reduce_op(kernel), src, dst.target(0, size))
+        kernel.form["once"] = _Once(ranks, reduce_op(kernel), src.dtype, size)
         return self.fold_again(launch, kernel)
 
     def _reducescatter(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:

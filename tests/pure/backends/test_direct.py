@@ -253,7 +253,7 @@ def test_a_segment_counts_as_shown_only_when_it_was_mapped() -> None:
     assert ref is not None
     for _ in range(2):  # of which nobody reads the first
         for directory in (first, second):
-            directory.restart()
+            directory.turn = 0
             directory.write(GIVES | TAKES, Places.of([ref, ref]), (0, 1))
     met = []
     flags = [listing.flags for listing in second.read((0, 1), lambda: met.append("barrier"))]

@@ -212,5 +212,5 @@ def test_a_run_whose_staging_was_kept_leaves_it_to_the_execution() -> None:
         block=block,
     ).remember([container])  # fmt: skip
     instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic)
-    assert FastPath.once(program, [container], instruments, nothing, given=False) is None
+    assert FastPath.of(program, [container], instruments, nothing) is None
     assert taken == []

@@ -22,6 +22,7 @@ from raycollect.errors import (
     PlanAbortedError,
     RaycollectError,
 )
+from raycollect.group import member_communicator
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
@@ -386,3 +387,46 @@ def test_a_call_that_is_whole_here_returns_though_it_failed_elsewhere(
     for rank in (0, 1):
         calls[rank][0].go.set()
         calls[rank][1].result(WAIT_S)
+
+
+class Broken(Call):
+    """One that finds the connection to rank 0 ended when it first begins."""
+
+    def _attempt(self, communicator: Any, seq: int) -> Outcome:
+        if self.passed.is_set():
+            return super()._attempt(communicator, seq)
+        self.passed.set()
+        self.go.set()
+        return Outcome(error=GroupBrokenError(group_name="g", detail="the connection to rank 0 has ended"))
+
+
+@pytest.mark.parametrize("error", [KernelError(detail="no memory"), PlanAbortedError(detail="it begins again")])
+def test_who_sees_a_rank_leave_before_its_word_comes_waits_for_that(
+    table: Callable[..., Table], error: RaycollectError
+) -> None:
+    """A rank that has left closes its connections, and says why: the one may be noticed before the other."""
+    here = table()
+    here.form()
+    here.holds = lambda rank, message: rank == 1 and isinstance(message, Drop)
+    here.process_groups[0].communicator("all")._give_up(error)
+    call = Broken(here.process_groups[1])
+    outcome = here.start(call)
+    assert_set(call.passed)
+    others = [Call(here.process_groups[rank]) for rank in (0, 2)]
+    for one in others:
+        one.go.set()
+    rest = [here.start(one) for one in others]
+    here.release()
+    for future in (outcome, *rest):
+        future.result(WAIT_S)
+
+
+def test_a_connection_that_ends_without_a_word_breaks_the_call_for_all(
+    table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_communicator, "CAUSE_S", 0.01)
+    here = table()
+    here.form()
+    others = [here.start(Call(here.process_groups[rank])) for rank in (0, 2)]
+    for one in (here.start(Broken(here.process_groups[1])), *others):
+        assert isinstance(_error_of(one), GroupBrokenError)

@@ -9,7 +9,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.core.model import TENSOR, Address, Key
-from raycollect.engine.run_shapes import single
+from raycollect.engine.run_cache import single
 from raycollect.pos import Container, obstacle
 from raycollect.pos.handle import Handle
 from tests.pure.dtensors import FakeDTensor, FakeMesh, Shard
