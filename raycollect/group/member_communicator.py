@@ -236,7 +236,7 @@ class MemberCommunicator:
             unforeseen = InternalError(detail=threads.cause_of(exc))
             self._give_up(unforeseen)
             if isinstance(exc, Exception):
-                raise unforeseen from exc
+                raise anew(unforeseen) from exc
             raise
         if (failure := outcome.error) is None:
             return outcome
