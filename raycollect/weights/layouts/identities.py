@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -124,18 +125,47 @@ def _step(ids: Array, todo: Array, at: Point, d: int, value: int) -> int:
     return int(ids[beside]) - value if beside[d] < ids.shape[d] and todo[beside] else 0
 
 
+def _split(piece: Piece, d: int) -> Iterator[Piece]:
+    """The parts of a box with one place each along a dimension of the local tensor."""
+    axis = piece.along[d]
+
+    def without(point: Point, value: int) -> Point:
+        return (*point[:d], value, *point[d + 1 :])
+
+    for nth in range(piece.size[d]):
+        first = tuple(place + nth * (e == axis) for e, place in enumerate(piece.first))
+        at, size, along = without(piece.at, piece.at[d] + nth), without(piece.size, 1), without(piece.along, -1)
+        yield Piece(piece.full, at, size, first, along)
+
+
+def agreed(found: Sequence[Piece]) -> list[Piece]:
+    """The same boxes, split until each dimension of the local tensor goes along one dimension of the full ones.
+
+    Boxes of few elements may lie so by chance, behind each other in the one as in the other. Most elements decide.
+    """
+    votes = Counter[tuple[int, int]]()
+    for piece in found:
+        votes.update({line: prod(piece.size) for line in enumerate(piece.along) if line[1] >= 0})
+    along: dict[int, int] = {}
+    for (d, axis), _ in sorted(votes.items(), key=lambda vote: (-vote[1], vote[0])):
+        if d not in along and axis not in along.values():
+            along[d] = axis
+    pieces = list(found)
+    for d in range(len(found[0].at)):
+        pieces = [
+            part
+            for piece in pieces
+            for part in ([piece] if piece.along[d] in (-1, along.get(d, -1)) else _split(piece, d))
+        ]
+    return pieces
+
+
 def axes_of(local: Point, found: Sequence[Piece]) -> Axes | None:
     """Which dimensions of a local tensor make those of the full ones in it; None: no view of it has all boxes.
 
-    All full tensors in it have the same number of dimensions.
+    All full tensors in it have the same number of dimensions, and the boxes agree (`agreed`).
     """
-    along: dict[int, int] = {}
-    for piece in found:
-        for d, axis in enumerate(piece.along):
-            if axis >= 0 and along.setdefault(d, axis) != axis:
-                return None
-    if len(set(along.values())) < len(along):
-        return None
+    along = {d: axis for piece in found for d, axis in enumerate(piece.along) if axis >= 0}
     axes: list[list[int]] = [[] for _ in found[0].full.shape]
     for d, axis in along.items():
         axes[axis].append(d)

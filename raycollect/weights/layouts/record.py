@@ -13,7 +13,16 @@ from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Layout, Region, Regions, dtype_name, unfolded
 from raycollect.planner.wording import counted
 from raycollect.weights.layouts import of_numpy, of_torch
-from raycollect.weights.layouts.identities import MOST_BOXES, Full, NotRecordedError, axes_of, boxes, numbered, pieces
+from raycollect.weights.layouts.identities import (
+    MOST_BOXES,
+    Full,
+    NotRecordedError,
+    agreed,
+    axes_of,
+    boxes,
+    numbered,
+    pieces,
+)
 
 __all__ = ["record_layout"]
 
@@ -148,7 +157,9 @@ def _laid(key: str, ids: Array, fulls: list[Full], dtype: str) -> dict[str, Layo
     if len({len(some[0].full.shape) for some in found.values()}) > 1:
         what = f"filled from tensors of different numbers of dimensions: {listed(map(repr, found))}"
         raise _UnfitError(what, "those of one number")
-    axes = axes_of(ids.shape, [one for some in found.values() for one in some])
+    laid_out = agreed([one for some in found.values() for one in some])
+    found = {name: [one for one in laid_out if one.full.name == name] for name in found}
+    axes = axes_of(ids.shape, laid_out)
     if axes is None:
         what = f"filled with {listed(map(repr, found))} so that no view of it has their dimensions"
         raise _UnfitError(what, "whole dimensions, in any order, and slots in front of them")

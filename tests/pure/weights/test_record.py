@@ -100,6 +100,16 @@ def test_layouts_say_what_the_loader_does(name: str, program: Any) -> None:
     assert Layout.from_bytes(next(iter(layouts.values())).to_bytes()) == next(iter(layouts.values()))
 
 
+@pytest.mark.parametrize("places", [[(0, 0), (0, 1), (0, 1), (1, 1)], [(0, 0), (1, 0), (1, 1), (0, 1)]])
+def test_single_elements_may_lie_behind_each_other_along_two_dimensions(places: list[tuple[int, int]]) -> None:
+    def load(full: Any, local: Any) -> None:
+        for at, (row, column) in enumerate(places):
+            local["w"][at] = full["a"][row : row + 1, column : column + 1]
+
+    used = library("numpy")
+    check(used, load, {"w": used.zeros((4, 1, 1))}, wholes(used, {"a": (2, 2)}))
+
+
 def engine(rank: int, used: Library) -> Callable[..., None]:
     """A loader as of an inference engine, for rank `rank` of 2: fused QKV, strided heads, experts, padding."""
 
