@@ -138,10 +138,10 @@ def _split(piece: Piece, d: int) -> Iterator[Piece]:
         yield Piece(piece.full, at, size, first, along)
 
 
-def agreed(found: Sequence[Piece]) -> list[Piece]:
+def agreed(found: Sequence[Piece]) -> list[Piece] | None:
     """The same boxes, split until each dimension of the local tensor goes along one dimension of the full ones.
 
-    Boxes of few elements may lie so by chance, behind each other in the one as in the other. Most elements decide.
+    Few elements may lie in a row by chance, in the one as in the other. Most elements decide. None: it takes too many.
     """
     votes = Counter[tuple[int, int]]()
     for piece in found:
@@ -152,11 +152,11 @@ def agreed(found: Sequence[Piece]) -> list[Piece]:
             along[d] = axis
     pieces = list(found)
     for d in range(len(found[0].at)):
-        pieces = [
-            part
-            for piece in pieces
-            for part in ([piece] if piece.along[d] in (-1, along.get(d, -1)) else _split(piece, d))
-        ]
+        kept = [piece for piece in pieces if piece.along[d] in (-1, along.get(d, -1))]
+        others = [piece for piece in pieces if piece.along[d] not in (-1, along.get(d, -1))]
+        if len(kept) + sum(piece.size[d] for piece in others) > max(MOST_BOXES, len(found)):
+            return None
+        pieces = kept + [part for piece in others for part in _split(piece, d)]
     return pieces
 
 

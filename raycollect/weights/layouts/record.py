@@ -157,14 +157,13 @@ def _laid(key: str, ids: Array, fulls: list[Full], dtype: str) -> dict[str, Layo
     if len({len(some[0].full.shape) for some in found.values()}) > 1:
         what = f"filled from tensors of different numbers of dimensions: {listed(map(repr, found))}"
         raise _UnfitError(what, "those of one number")
-    laid_out = agreed([one for some in found.values() for one in some])
-    found = {name: [one for one in laid_out if one.full.name == name] for name in found}
-    axes = axes_of(ids.shape, laid_out)
-    if axes is None:
+    agreeing = agreed([one for some in found.values() for one in some])
+    axes = axes_of(ids.shape, agreeing) if agreeing else None
+    if agreeing is None or axes is None:
         what = f"filled with {listed(map(repr, found))} so that no view of it has their dimensions"
         raise _UnfitError(what, "whole dimensions, in any order, and slots in front of them")
 
-    laid = {name: boxes(axes, some) for name, some in found.items()}
+    laid = {name: boxes(axes, [one for one in agreeing if one.full.name == name]) for name in found}
     ends = [
         tuple(a + hi - lo for a, lo, hi in zip(at, *box, strict=True)) for some in laid.values() for box, at in some
     ]

@@ -228,19 +228,28 @@ def test_what_is_no_boxes_is_told(name: str) -> None:
         local["w"][:2] = full["a"][:2]
         local["w"][2, :] = full["c"][:3]
 
-    def turned(full: Any, local: Any) -> None:
-        local["w"][:3, :3] = full["a"][:3, :3]
-        local["w"][3:, :3] = full["b"][:3, 1:2].T
-
     def both(full: Any, local: Any) -> None:
         local["w"][...] = full["a"]
         local["x"][...] = full["a"]
 
     assert "filled from tensors of different numbers of dimensions: 'a', 'c'" in refused(name, mixed)
-    assert "no view of it has their dimensions" in refused(name, turned)
     used = library(name)
     with pytest.raises(LayoutError, match="'a' is in 'w' and in 'x'"):
         record_layout(both, {"w": used.zeros((4, 3)), "x": used.zeros((4, 3))}, {"a": (4, 3)})
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_turned_column_is_single_elements_unless_they_are_too_many(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turned(full: Any, local: Any) -> None:
+        local["w"][:3, :3] = full["a"][:3, :3]
+        local["w"][3:, :3] = full["b"][:3, 1:2].T
+
+    used = library(name)
+    check(used, turned, {"w": used.zeros((4, 3))}, wholes(used, {"a": (4, 3), "b": (4, 3)}))
+    monkeypatch.setattr("raycollect.weights.layouts.identities.MOST_BOXES", 3)
+    assert "no view of it has their dimensions" in refused(name, turned)
 
 
 def test_scattered_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
