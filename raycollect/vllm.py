@@ -14,7 +14,6 @@ load it, or none does. The interface is that of vLLM 0.33; docs/weight-sync.md s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from math import prod
@@ -22,8 +21,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from raycollect.core import threads
 from raycollect.core.model import ReduceOp, TensorInfo
-from raycollect.errors import RaycollectError, VersionNotWholeError
+from raycollect.errors import VersionNotWholeError
 from raycollect.member import init, operations
 from raycollect.pos.tensors import allocate
 from raycollect.weights import digests
@@ -274,7 +274,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         if init_info.is_sender:
             shared = {one.name for one in fields(InitInfo)} & {one.name for one in fields(init_info)}
             worker_info = asdict(InitInfo(**{name: getattr(init_info, name) for name in shared}))
-            with _aside(client.init_weight_transfer_engine, worker_info):
+            with threads.beside("raycollect-vllm", client.init_weight_transfer_engine, worker_info):
                 group = _Group(init_info, _TRAINER)
         return cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank, group=group)
 
@@ -298,7 +298,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             shapes=[list(one.shape) for one in meta],
         )
         self.client.start_weight_update()
-        with _aside(self.client.update_weights, asdict(info)):
+        with threads.beside("raycollect-vllm", self.client.update_weights, asdict(info)):
             self._send(self._group, info)
         self.client.finish_weight_update(str(info.version))
         self._version = info.version
@@ -328,22 +328,3 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             self._group.leave()
             self._group = None
             self._memory = None
-
-
-class _aside:  # noqa: N801 - it is used like a function
-    """Calls the client in a thread, while the block does its half of the same collectives.
-
-    Where the block fails because the other side has refused, what the other side raised is the error.
-    """
-
-    def __init__(self, call: Any, argument: Any) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._called = self._pool.submit(call, argument)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
-        self._pool.shutdown(wait=False)  # after an error the other side may never answer
-        if exc is None or (isinstance(exc, RaycollectError) and self._called.done()):
-            self._called.result()

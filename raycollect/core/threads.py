@@ -11,11 +11,12 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raycollect.errors import InternalError
+from raycollect.errors import InternalError, RaycollectError
 
 _log = logging.getLogger("raycollect")
 
@@ -70,6 +71,25 @@ def is_own() -> bool:
 def pool(name: str, count: int) -> ThreadPoolExecutor:
     """Threads that start on demand. Where nobody waits for a result, submit `survives`."""
     return ThreadPoolExecutor(count, thread_name_prefix=name)
+
+
+@contextmanager
+def beside(name: str, call: Callable[..., object], *args: object) -> Iterator[Future[object]]:
+    """Makes a call in a thread of its own, while the block does its half of the same collectives.
+
+    Where the block fails because the other side has refused, what the call raised is the error.
+    """
+    with_call = pool(name, 1)
+    called = with_call.submit(call, *args)
+    try:
+        yield called
+    except RaycollectError:
+        if called.done():
+            called.result()
+        raise
+    finally:
+        with_call.shutdown(wait=False)  # after an error the other side may never answer
+    called.result()
 
 
 def survives(call: Callable[..., object], *args: object, place: str = "") -> bool:

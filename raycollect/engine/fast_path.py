@@ -176,9 +176,17 @@ class FastPath:
         full, kernel_progress = self._full, self._kernel_progress
         if full is not None:
             return full.bytes_done()
+        return self._bytes().at(self._scheduled.moves[0], 1, 0.0 if kernel_progress is None else kernel_progress.part)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a run."""
+        return self._bytes().total
+
+    def _bytes(self) -> ByteMap:
         if self._byte_map is None:
             self._byte_map = ByteMap(self.known.schedule)
-        return self._byte_map.at(self._scheduled.moves[0], 1, 0.0 if kernel_progress is None else kernel_progress.part)
+        return self._byte_map
 
     def _met_ring(self, ring: Ring) -> int:
         # The first run that a timeline sees: names the thread, and gets the number of the label.

@@ -146,6 +146,8 @@ class PlanCall:
             runner = self._runner
             fast_path = FastPath.of(self._program, held, runner.instruments, runner.communicators, is_kept=True)
             self._fast_path = fast_path
+            if fast_path is not None and not self.nbytes:  # another plan of the step has found out for this one, too
+                self.nbytes = fast_path.nbytes
         return fast_path
 
     def _in_full(

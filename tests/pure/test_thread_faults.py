@@ -24,9 +24,9 @@ import raycollect
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.channel import DataClient, Server
 from raycollect.channel.messages import Done, Fetch, Fetched
-from raycollect.core import direct_transport
+from raycollect.core import direct_transport, threads
 from raycollect.core.model import Kernel, Key, Launch, OpKind
-from raycollect.errors import BackendUnavailableError, from_wire
+from raycollect.errors import BackendUnavailableError, PlanAbortedError, from_wire
 from raycollect.group import cluster_registry
 from raycollect.pos import Store
 from raycollect.pos.fetch import serve
@@ -58,7 +58,7 @@ def in_the_source() -> tuple[set[str], list[str]]:
     for path in Path(raycollect.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called in ("threads.start", "threads.later", "threads.pool", "Loop"):
+            if called in ("threads.start", "threads.later", "threads.pool", "threads.beside", "Loop"):
                 first = cast(ast.Call, node).args[0]
                 if called == "threads.start" and path.name == "loop.py":
                     continue  # its name is given to `Loop`
@@ -169,6 +169,21 @@ def test_who_waits_for_a_ref_that_ray_moves_hears_of_a_failure(monkeypatch: pyte
 
 
 # ---------------------------------------------------------------------------------------------- backends
+
+
+@fault_in("raycollect-vllm")
+@pytest.mark.parametrize("block", [None, BrokenPipeError(), PlanAbortedError(detail="the other side refused")])
+def test_what_the_other_side_of_an_update_of_vllm_raises_is_the_error(block: Exception | None) -> None:
+    def refuse() -> None:
+        raise LookupError(BOOM)
+
+    with (
+        pytest.raises(BrokenPipeError if isinstance(block, BrokenPipeError) else LookupError),
+        threads.beside("raycollect-vllm", refuse) as called,
+    ):
+        assert isinstance(called.exception(WAIT_S), LookupError)
+        if block is not None:
+            raise block
 
 
 @fault_in("raycollect-torch")

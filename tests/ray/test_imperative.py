@@ -145,7 +145,7 @@ def test_malformed_record_is_reported_by_followers_and_replaced_by_the_leader(ac
     assert told([workers[0].call.remote(_post_garbage)]) == [None]
     [error] = told([workers[1].call.remote(_join_there, 1, 300)])
     assert isinstance(error, CollectiveTimeoutError), error
-    assert "no record of rank 0" in str(error)
+    assert "not a record of rank 0" in str(error)
     assert "Ray's internal key-value store" in str(error)
     assert told([one.call.remote(_join_there, rank, 20_000) for rank, one in enumerate(workers)]) == [3.0] * 2
 

@@ -150,7 +150,9 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], threading.Lock]
 
     def make(is_ordered: bool) -> threading.Lock:
         turn = threading.Lock()
-        here = SimpleNamespace(method_lock=turn, is_ordered=is_ordered, store=Store(), finished_calls=FinishedCalls())
+        here = SimpleNamespace(
+            method_lock=turn, is_ordered=is_ordered, store=Store(), finished_calls=FinishedCalls(), refusals={}
+        )
         here.keep = lambda key, container, streamed=False: container.value
         monkeypatch.setattr(Runtime, "_current", here)
         monkeypatch.setattr(participant, "_outermost", lambda name: bytes(24))
