@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raycollect.core import ray_internals
 from raycollect.core.model import Key
@@ -25,9 +25,7 @@ from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks
 from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
-
-if TYPE_CHECKING:
-    from raycollect.weights.subscription import Receipt, Subscription
+from raycollect.weights.subscription import Receipt, Subscription, update_all
 
 
 def publish(
@@ -205,8 +203,6 @@ class Publication:
             UnknownVersionError: Nothing was put.
             VersionError: A group could not be updated; the others are, and its cause is the first of these errors.
         """
-        from raycollect.weights.subscription import update_all
-
         self._check_groups("push", subscriptions)
         if not self._last.number:
             return update_all(subscriptions, "latest", timeout_s)

@@ -23,10 +23,10 @@ from raycollect.weights import agent, protocol
 from raycollect.weights.protocol import Atom, Event, Failed, Lost, Sealed, SealedPart, Tell, Version
 from raycollect.weights.ranks import Job, cause_of
 from raycollect.weights.receiver import HOLDER_S, Holder
+from raycollect.weights.subscription import Receipt, Subscription, update_all
 
 if TYPE_CHECKING:
     from raycollect.weights.publication import Publication
-    from raycollect.weights.subscription import Receipt, Subscription
 
 _Target = tuple[int, int]
 """A receiver group by number, and a rank in it."""
@@ -107,8 +107,6 @@ class Stream:
         self.version = self._job.round.version
         if not self._subscriptions:
             return []
-        from raycollect.weights.subscription import update_all
-
         return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
 
     def _of(self, rank: int) -> tuple[Any, ...]:
