@@ -145,7 +145,7 @@ def world(monkeypatch):
         finish=lambda job, *_: made.finished.append(job),
     )
     made.stream = Stream(made.publication, [made.group], V1, AMONG)
-    monkeypatch.setattr("raycollect.weights.subscription.update_all", lambda *_, **__: ["receipt"])
+    monkeypatch.setattr("raycollect.weights.stream.update_all", lambda *_, **__: ["receipt"])
     return made
 
 
