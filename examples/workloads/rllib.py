@@ -51,7 +51,8 @@ class Runner(SingleAgentEnvRunner, col.CollectiveParticipant):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of its module: they stay here."""
-        return dict(self.module.state_dict())
+        module: Any = self.module
+        return dict(module.state_dict())
 
 
 class Learner(PPOTorchLearner, col.CollectiveParticipant):
@@ -208,7 +209,8 @@ def time_syncs(runners: int, width: int, runs: int) -> tuple[Timing, Check]:
                 if len(after) != 1 or after & before:
                     bad.append(name)
             spent = compare(ways, runs, before=sync.disturb)
-        nbytes = sum(tensor.nbytes for tensor in col.get(sync.source).values())
+        held: Any = col.get(sync.source)
+        nbytes = sum(tensor.nbytes for tensor in held.values())
     what = f"two layers of {width}, {nbytes / 1e6:.1f} MB"
     return Timing(what=what, ms=spent), Check(
         name=what, found=f"not synced by {', '.join(bad)}" if bad else "synced by each way", good=not bad

@@ -73,7 +73,7 @@ class Call:
         self._group_name = name_of(group_name)
         was_started = ray_internals.is_started()
         if was_started:
-            self.controller = Controller.current()
+            self.controller: Controller = Controller.current()
         self._batch = batch.current()
         self._request_list = RequestList() if self._batch is None else self._batch.request_list
         self._violations: list[Violation] = []

@@ -62,7 +62,7 @@ class Publication:
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
         ray_internals.ensure_ray()
         self.name = name
-        self.ranks = Ranks("publish", refs, layout, ATTACH_S)
+        self.ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)
         faults = tuple(atoms.source_faults(self.ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)

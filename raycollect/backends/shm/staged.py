@@ -94,7 +94,7 @@ class Staged:
     def __init__(self, memory: Array, rank: int, world_size: int) -> None:
         self._rank = rank
         self._slots = memory.reshape(world_size, _SLOTS, CHUNK_NBYTES)
-        self.turn = 0  # how many chunks of the launch were staged
+        self.turn: int = 0  # how many chunks of the launch were staged
         self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
