@@ -49,6 +49,7 @@ _VARYING = (
     (re.compile(r"\b[0-9a-f]{40,}\b"), "ID"),
     (re.compile(r"\(([0-9a-f]{6})\)"), "(ID)"),
     (re.compile(r"\b(node) [0-9a-f]{6}\b"), r"\1 ID"),
+    (re.compile(r"\bderived-[0-9a-f]{6}\b"), "derived-ID"),
     (re.compile(r"\b[0-9a-f]{8}\b(?=  )"), "ID"),  # a node in a table of the command line
     (re.compile(r"\bjob [0-9a-f]{8}\b"), "job ID"),
     (re.compile(r"\b\d+\.\d+\.\d+\.\d+(?::\d+)?\b"), "HOST"),

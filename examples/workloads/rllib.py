@@ -238,9 +238,8 @@ def main(runners: int = 2, rounds: int = 8, runs: int = 21, widths: Sequence[int
         for way, found in learned.items()
         if way != OWN
     ]
-    checks.append(
-        Check(name="mean return", found=f"{curve[0]:.0f} at first, {curve[-1]:.0f} at last", good=curve[-1] > curve[0])
-    )
+    found_return = f"{curve[0]:.0f} at first, {curve[-1]:.0f} at last"
+    checks.append(Check(name="mean return", found=found_return, good=bool(curve[-1] > curve[0])))
     timed = [time_syncs(runners, width, runs) for width in widths]
     return Report(
         title=f"Weights of an RLlib learner in {runners} env runners",

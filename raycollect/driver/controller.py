@@ -123,6 +123,8 @@ class Controller:
 
     def _group_ends(self, membership: Membership, why: str) -> None:
         self.revision = object()
+        known = tuple(self.known_calls.items())
+        self.known_calls = {asked: call for asked, call in known if call.membership is not membership}
         for tracker in self._plans_of(membership):
             self.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
 

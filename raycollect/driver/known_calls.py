@@ -130,6 +130,8 @@ def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, 
 
 
 def _note(asked: _Asked, controller: Controller, request: RequestKey, membership: Membership) -> None:
+    if not controller.groups.exists(membership):  # it has ended meanwhile, and would be kept
+        return
     places = {actor: at for at, actor in enumerate(asked.actors)}
     order = tuple(places[one.actor_id] for one in membership.members)
     known_calls = controller.known_calls

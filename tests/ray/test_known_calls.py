@@ -59,6 +59,17 @@ def test_results_are_in_rank_order_whatever_the_order_of_the_list(actors, known)
     assert known == [(1, 2, 0)] * 2
 
 
+def test_what_is_known_of_a_group_ends_with_it(actors):
+    workers = actors(BufferActor, 2)
+    group = col.declare_collective_group(workers, group_name="ends")
+    col.allreduce_refs(fresh(workers), group_name="ends")
+    groups = {one.membership.spec.name for one in Controller.current().known_calls.values()}
+    assert "ends" in groups
+    group.destroy()
+    groups = {one.membership.spec.name for one in Controller.current().known_calls.values()}
+    assert "ends" not in groups
+
+
 def test_arguments_tell_calls_apart(actors, known):
     workers = actors(BufferActor, 2)
     for _ in range(2):
