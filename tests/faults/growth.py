@@ -22,6 +22,7 @@ import numpy as np
 import ray
 
 from raycollect.core import ray_internals
+from raycollect.core.call_tokens import _TokenArgument
 from raycollect.core.model import task_key
 from raycollect.driver.controller import Controller
 from raycollect.member.runtime import Runtime
@@ -153,6 +154,14 @@ def fill_memory(actor: Any) -> None:
     Runtime.current().store.free([task_key(at.to_bytes(24, "big"), 1) for at in range(REMEMBERED)])
 
 
+def _await_calls(limit_s: float = 20.0) -> None:
+    """Waits until no call has a lent token among its arguments: Ray lets go of a dead actor's calls after a while."""
+    until_s = time.monotonic() + limit_s
+    while any(type(one) is _TokenArgument for one in gc.get_objects()) and time.monotonic() < until_s:
+        time.sleep(0.05)
+        gc.collect()
+
+
 def figures_of_driver() -> tuple[Figures, Counter[str]]:
     """What the driver holds, and what its controller knows."""
     controller = Controller.current()
@@ -161,6 +170,7 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
         if tokens is not None:
             tokens._let_go()  # up to some for each participant are ready to be lent
     give_back()
+    _await_calls()
     groups = controller.groups
     found = figures_of_process()
     found["groups"] = sum(len(one) for one in vars(groups).values() if isinstance(one, (dict, deque)))
