@@ -15,9 +15,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import secrets
 import threading
-import weakref
 from collections.abc import Iterable
 
 from raycollect.core import shared_memory
@@ -50,16 +48,9 @@ class CompletionBell:
     """
 
     def __init__(self) -> None:
-        try:
-            fd = shared_memory.create(_NAME, _NBYTES)
-        except AttributeError as exc:
-            raise OSError(str(exc)) from exc
-        self._closing = weakref.finalize(self, _close, fd, os.getpid())
-        os.posix_fallocate(fd, 0, _NBYTES)  # a lack of memory shows here, not as SIGBUS later
-        mapped = mmap.mmap(fd, _NBYTES)
-        self.segment: Segment = Segment(os.getpid(), fd, secrets.token_bytes(shared_memory.TOKEN_NBYTES), _NBYTES)
-        self._memory = _Memory(mapped, init=True)
-        mapped[: shared_memory.TOKEN_NBYTES] = self.segment.token
+        self._own = shared_memory.OwnSegment(_NAME, _NBYTES)
+        self.segment: Segment = self._own.segment  # how participants of this host find it
+        self._memory = _Memory(self._own.mapped, init=True)
         self._claimed = threading.Lock()
         self._owner = 0  # the thread that has claimed it
         self._slots = itertools.count()
@@ -102,12 +93,7 @@ class CompletionBell:
 
     def close(self) -> None:
         """Closes the descriptor; the memory lives until both ends are gone."""
-        self._closing()
-
-
-def _close(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # in a forked child the number may be another file's by now
-        os.close(fd)
+        self._own.close()
 
 
 class CompletionBellClient:

@@ -21,10 +21,8 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import secrets
 import threading
 import time
-import weakref
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -119,17 +117,9 @@ class Doorbell:
 
     def __init__(self, slots: int) -> None:
         nbytes = _cells_at(slots) + slots * 2 * IN_FLIGHT * _CELL_NBYTES
-        try:
-            fd = shared_memory.create(_NAME, nbytes)
-        except AttributeError as exc:
-            raise OSError(str(exc)) from exc
-        self._closing = weakref.finalize(self, _close, fd, os.getpid())
-        os.posix_fallocate(fd, 0, nbytes)  # a lack of memory shows here, not as SIGBUS later
-        mapped = mmap.mmap(fd, nbytes)
-        # How participants of this host find it
-        self.segment: Segment = Segment(os.getpid(), fd, secrets.token_bytes(shared_memory.TOKEN_NBYTES), nbytes)
-        self._memory = _Memory(mapped, slots, init=True)
-        mapped[: shared_memory.TOKEN_NBYTES] = self.segment.token
+        self._own = shared_memory.OwnSegment(_NAME, nbytes)
+        self.segment: Segment = self._own.segment  # how participants of this host find it
+        self._memory = _Memory(self._own.mapped, slots, init=True)
         self._number = 0
         # Where slots outnumber the cores, participants need these: the controller sleeps until all have answered.
         self._awake_s = YIELD_S if slots <= len(os.sched_getaffinity(0)) else 0.0
@@ -201,12 +191,7 @@ class Doorbell:
 
     def close(self) -> None:
         """Closes the descriptor; the memory lives until both ends are gone."""
-        self._closing()
-
-
-def _close(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # in a forked child the number may be another file's by now
-        os.close(fd)
+        self._own.close()
 
 
 class DoorbellClient:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
+import secrets
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -62,6 +65,38 @@ def opened(segment: Segment, name: str, flags: int) -> Iterator[int]:
             raise OSError(errno.ESTALE, "the memory of another process", path)
         yield fd
     finally:
+        os.close(fd)
+
+
+class OwnSegment:
+    """Memory of this process, all of it there, that others of this machine find by its `segment`.
+
+    Attributes:
+        segment: Where it is.
+        mapped: The memory; the token of `segment` is at its beginning.
+
+    Raises:
+        OSError: This system has none, or too little of it.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        try:
+            fd = create(name, nbytes)
+        except AttributeError as exc:
+            raise OSError(str(exc)) from exc
+        self._closing = weakref.finalize(self, _close, fd, os.getpid())
+        os.posix_fallocate(fd, 0, nbytes)  # a lack of memory shows here, not as SIGBUS later
+        self.mapped: mmap.mmap = mmap.mmap(fd, nbytes)
+        self.segment: Segment = Segment(os.getpid(), fd, secrets.token_bytes(TOKEN_NBYTES), nbytes)
+        self.mapped[:TOKEN_NBYTES] = self.segment.token
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory lives until all who map it are gone."""
+        self._closing()
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # in a forked child the number may be another file's by now
         os.close(fd)
 
 

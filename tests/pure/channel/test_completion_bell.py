@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,16 +12,6 @@ from raycollect.channel import CompletionBell, CompletionBellClient
 from raycollect.channel.completion_bell import SLOTS
 
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def bell() -> Iterator[CompletionBell]:
-    try:
-        made = CompletionBell()
-    except OSError as exc:
-        pytest.skip(str(exc))
-    yield made
-    made.close()
 
 
 def test_it_says_which_plan_has_ended(bell: CompletionBell) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,18 +16,8 @@ WORLD = 3
 
 
 @pytest.fixture
-def bell() -> Iterator[CompletionBell]:
-    try:
-        made = CompletionBell()
-    except OSError as exc:
-        pytest.skip(str(exc))
-    assert made.claim()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def tracker(bell: CompletionBell) -> PlanTracker:
+    assert bell.claim()
     made = tracked(WORLD)
     made.bell = Ringing(bell, tuple(bell.take_slot() for _ in range(WORLD)))
     return made
