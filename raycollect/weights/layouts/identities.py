@@ -152,11 +152,11 @@ def agreed(found: Sequence[Piece]) -> list[Piece] | None:
             along[d] = axis
     pieces = list(found)
     for d in range(len(found[0].at)):
-        kept = [piece for piece in pieces if piece.along[d] in (-1, along.get(d, -1))]
-        others = [piece for piece in pieces if piece.along[d] not in (-1, along.get(d, -1))]
-        if len(kept) + sum(piece.size[d] for piece in others) > max(MOST_BOXES, len(found)):
+        agreeing = {-1, along.get(d, -1)}
+        counts = [1 if piece.along[d] in agreeing else piece.size[d] for piece in pieces]
+        if sum(counts) > max(MOST_BOXES, len(found)):
             return None
-        pieces = kept + [part for piece in others for part in _split(piece, d)]
+        pieces = [part for piece in pieces for part in ([piece] if piece.along[d] in agreeing else _split(piece, d))]
     return pieces
 
 
