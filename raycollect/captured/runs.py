@@ -15,6 +15,7 @@ from raycollect.captured.step_plan import StepPlan
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
+from raycollect.core.submitted_calls import all_held
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.errors import (
@@ -135,13 +136,14 @@ class StepRuns:
             tracker.is_fenced = fence
             self._under_way.append(tracker)
             seq = tracker.seq
-            for at, (peer, slot) in enumerate(self._links):
-                predecessor, payload = peer.last_seq, arguments[at]
-                if fence:
-                    self._fence(at)(msgpack.packb((self._capture, seq, predecessor, payload)))
-                elif slot < 0 or not doorbell.ring(slot, number, seq, predecessor, payload):  # type: ignore[union-attr]
-                    peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
-                peer.last_seq = seq
+            with all_held([peer.calls for peer, _ in self._links if peer.calls is not None] if fence else ()):
+                for at, (peer, slot) in enumerate(self._links):
+                    predecessor, payload = peer.last_seq, arguments[at]
+                    if fence:
+                        self._fence(at)(msgpack.packb((self._capture, seq, predecessor, payload)))
+                    elif slot < 0 or not doorbell.ring(slot, number, seq, predecessor, payload):  # type: ignore[union-attr]
+                        peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
+                    peer.last_seq = seq
         except BaseException as exc:
             self._stop_short(made, at, exc)
             if not made or not isinstance(exc, Exception):

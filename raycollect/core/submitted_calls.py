@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,8 @@ _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is tha
 
 NOTHING = b""
 """In place of a call where plans need not wait for any."""
+
+_PATIENT_S = 0.02
 
 
 class SubmittedCalls:
@@ -40,7 +42,7 @@ class SubmittedCalls:
     __slots__ = ("__weakref__", "before", "last", "lock", "tokens")
 
     def __init__(self) -> None:
-        self.lock: AbstractContextManager[Any] = threading.RLock()  # a finalizer may call the same actor
+        self.lock: threading.RLock = threading.RLock()  # a finalizer may call the same actor
         self.last: bytes | None = None
         self.before: Callable[[], object] | None = None
         self.tokens: CallTokens | None = None
@@ -62,6 +64,29 @@ class SubmittedCalls:
             if not name.startswith("_"):
                 self.last = _task_of(made)
         return made
+
+
+@contextmanager
+def all_held(calls: Iterable[SubmittedCalls]) -> Iterator[None]:
+    """Holds the locks of several actors, so that what is submitted takes its place on all of them at once.
+
+    Who has one of these locks may want another one: Ray pickles the arguments of a call under it, and finalizers may
+    run there, which make calls as well. So nobody waits for one of them for long while it has others.
+    """
+    locks = [one.lock for one in calls]
+    held = 0
+    try:
+        while held < len(locks):
+            if locks[held].acquire(timeout=_PATIENT_S if held else -1):
+                held += 1
+            else:
+                while held:
+                    held -= 1
+                    locks[held].release()
+        yield
+    finally:
+        for lock in locks[:held]:
+            lock.release()
 
 
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor

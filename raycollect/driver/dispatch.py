@@ -21,6 +21,7 @@ from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Order
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
+from raycollect.core.submitted_calls import all_held
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink, StartBarrier
@@ -189,31 +190,35 @@ def send_prepared(
             tracker.bell = Ringing(bell, tuple([peer.bell_slot for peer in peers]))
         if together:
             _start_barrier(controller, tracker, peers, memberships)
-        for at, peer in enumerate(peers):
-            outputs = prepared.outputs[at]
-            ticket = Ticket(tracker.seq, peer.last_seq)
-            order = encode_order(ticket, [keys[place] for place in prepared.sources[at]], prepared.programs[at])
-            made: Sequence[Any] = ()
-            try:
-                if by_channel:
-                    peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
-                elif prepared.fits_channel:
-                    peer.submit_in_order(order, tracker, at, rings=rings)
-                else:
-                    made = peer.submit(order, len(outputs))
-            except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
-                error = peer.unsent(exc, tracker.member(at).rank)
-                controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
-                return tracker
-            except BaseException:  # a signal: this one may have been sent
-                interrupted = PlanAbortedError(detail="interrupted while it was sent")
-                controller.send(tracker, tracker.fail(interrupted, unsent=range(at + 1, len(peers))))
-                controller.send(tracker, tracker.done(at, interrupted, ()))
-                retrieve_errors(tracker.made.values())
-                raise
-            peer.last_seq = tracker.seq
-            if outputs:
-                tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
+        # All at once: another thread's call, of which one more may need the result, would else come behind the plan on
+        # one actor, and that call before it on another.
+        taken = [] if by_channel else [peer.calls for peer in peers if peer.calls is not None]
+        with all_held(taken):
+            for at, peer in enumerate(peers):
+                outputs = prepared.outputs[at]
+                ticket = Ticket(tracker.seq, peer.last_seq)
+                order = encode_order(ticket, [keys[place] for place in prepared.sources[at]], prepared.programs[at])
+                made: Sequence[Any] = ()
+                try:
+                    if by_channel:
+                        peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
+                    elif prepared.fits_channel:
+                        peer.submit_in_order(order, tracker, at, rings=rings)
+                    else:
+                        made = peer.submit(order, len(outputs))
+                except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
+                    error = peer.unsent(exc, tracker.member(at).rank)
+                    controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
+                    return tracker
+                except BaseException:  # a signal: this one may have been sent
+                    interrupted = PlanAbortedError(detail="interrupted while it was sent")
+                    controller.send(tracker, tracker.fail(interrupted, unsent=range(at + 1, len(peers))))
+                    controller.send(tracker, tracker.done(at, interrupted, ()))
+                    retrieve_errors(tracker.made.values())
+                    raise
+                peer.last_seq = tracker.seq
+                if outputs:
+                    tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
     return tracker
 
 

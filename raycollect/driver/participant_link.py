@@ -102,7 +102,7 @@ class ParticipantLink:
     ) -> None:
         self.info = info
         self.actor: Any = actor
-        self._calls = calls  # None: plans in program order have to be actor tasks
+        self.calls: SubmittedCalls | None = calls  # None: plans in program order have to be actor tasks
         if calls is not None:
             with calls.lock:  # another process may have been leased before, whose calls Ray may run here again
                 calls.last, calls.before = None, None
@@ -133,7 +133,7 @@ class ParticipantLink:
             method = self.actor.__ray_call__ if self._run else self.actor._raycollect_run
             method = method.options(num_returns=outputs, max_task_retries=0, enable_task_events=False)
             self._submits[outputs] = method
-        calls = self._calls
+        calls = self.calls
         if calls is None:
             refs = method.remote(*self._run, payload)
         else:
@@ -144,7 +144,7 @@ class ParticipantLink:
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
         """Sends a program without outputs by the channel, to run where an actor task would; else as an actor task."""
-        calls = self._calls
+        calls = self.calls
         if calls is None:
             self.submit(payload, 0)
             return
@@ -165,9 +165,9 @@ class ParticipantLink:
 
     def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""
-        if self._calls is not None and self.link is not None:
+        if self.calls is not None and self.link is not None:
             self._lent_tokens = LentTokens(
-                self._calls, self.actor, self.info, self.link, owner=owner, methods=self._keeping, soon=soon
+                self.calls, self.actor, self.info, self.link, owner=owner, methods=self._keeping, soon=soon
             )
 
     def retire(self) -> None:

@@ -94,12 +94,30 @@ class InOrder(Line):
         super().send(message)
 
 
+class Turn:
+    """Whether a call may still be cancelled; as in Ray, that does nothing once it has begun."""
+
+    def __init__(self) -> None:
+        self._first = threading.Lock()
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Keeps the call from being begun."""
+        if self._first.acquire(blocking=False):
+            self.is_cancelled = True
+
+    def begin(self) -> bool:
+        """Whether it was not cancelled."""
+        return self._first.acquire(blocking=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Came:
-    """What came into an actor's queue: a plan, by its ticket's number, or a method, by what it does."""
+    """What came into an actor's queue: a plan, by its ticket's number, or a method, by what it does and its turn."""
 
     seq: int = 0
     method: Method | None = None
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +128,7 @@ class Method:
     factor: int
     summand: int
     takes_back: bool
-    end: str = "sure"  # what is noted of it; "unsure": Ray may still be pickling; "": nothing, as if it was never begun
+    end: str = "sure"  # what is noted of it; "unsure": Ray may still be pickling; "": nothing
 
 
 class Site:
@@ -189,7 +207,7 @@ class Site:
 
         return SimpleNamespace(remote=fence)
 
-    def call(self, method: Method) -> None:
+    def call(self, method: Method) -> Turn:
         """Submits a method that changes a buffer."""
         ref = Ref(next(_tasks).to_bytes(24, "little"))
 
@@ -197,27 +215,38 @@ class Site:
             self._do(method)
             self._end(ref, method.end)
 
-        self._submit_call(Came(method=method), run, ref)
+        return self._submit_call(method, run, ref)
 
     def make(self, value: Any, end: str = "sure") -> Ref:
         """Submits a method that makes an array, which is not there before the method's turn."""
+        return self.make_or_not(value, end)[0]
+
+    def make_or_not(self, value: Any, end: str) -> tuple[Ref, Turn]:
+        """The same, and what can cancel it; None: it raises."""
         ref = Ref(next(_tasks).to_bytes(24, "little"))
 
         def run() -> None:
             with self.turn:
-                self.store.put(ref.key, contain(value))
+                if value is not None:
+                    self.store.put(ref.key, contain(value))
             ref.made.set()
             self._end(ref, end)
 
-        self._submit_call(Came(), run, ref)
-        return ref
+        return ref, self._submit_call(None, run, ref)
 
-    def _submit_call(self, came: Came, run: Callable[[], None], ref: Ref) -> None:
+    def _submit_call(self, method: Method | None, run: Callable[[], None], ref: Ref) -> Turn:
+        turn = Turn()
+
+        def begin() -> None:
+            if turn.begin():
+                run()
+
         def submit(handle: object, name: str) -> Ref:
-            self._enter(came, run)
+            self._enter(Came(method=method, turn=turn), begin)
             return ref
 
         self.calls.submit(self, "method", submit, {})
+        return turn
 
     def _end(self, ref: Ref, end: str) -> None:
         if end:

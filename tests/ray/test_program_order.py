@@ -227,3 +227,24 @@ def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks):
     assert tasks == ["fence"]
     work.wait()
     np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (5 * 9 + 4) + 1))
+
+
+def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch):
+    """Another thread's calls can't come between: one of them would wait for the other, and the plan for both."""
+    workers, refs = pair()
+    submit, others = ParticipantLink.submit_in_order, []
+
+    def call():
+        workers[1].change.remote(workers[0].counts.remote())
+
+    def submit_and_call(self, *args, **named):
+        submit(self, *args, **named)
+        if not others:
+            others.append(threading.Thread(target=call))
+            others[0].start()
+            others[0].join(0.5)  # long enough for two calls, if nothing keeps them
+
+    monkeypatch.setattr(ParticipantLink, "submit_in_order", submit_and_call)
+    col.allreduce_refs(refs, timeout_s=5)
+    others[0].join()
+    np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (2 * 3 + 1) + 1))

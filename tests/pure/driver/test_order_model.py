@@ -4,6 +4,9 @@ The controller, its dispatch and flights, the leases with their ledgers and orde
 the actors' queues, the connections and the backend are threads of this process. What is compared with is numpy, run in
 the order of the plans' numbers, and on each participant in the order of its queue.
 
+Some methods are cancelled, before they begin or too late; some plans have operands whose methods raise or never run.
+Such a plan is refused, and changes nothing. `tests/ray/test_random_programs.py` does the same over Ray.
+
 ``RAYCOLLECT_TEST_ORDER=20`` does twenty times as much.
 """
 
@@ -15,8 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,12 +38,12 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import MismatchError
+from raycollect.errors import MismatchError, TensorLostError
 from raycollect.group.membership import DATA, PROGRAM, Membership
 from raycollect.member.exchange import ChannelExchange
 from raycollect.pos import Absence
 from tests.pure.driver.test_plan_tracker_batches import group
-from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, change, first_values
+from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
 
 MUCH = int(os.environ.get("RAYCOLLECT_TEST_ORDER", "1"))
 FOLDS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
@@ -92,11 +97,42 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A plan that was sent: its calls in order, and what becomes of it."""
+    """A plan that was sent: its calls in order, and what becomes of it; `turns` are those of its operands' methods."""
 
     calls: tuple[Call, ...]
     tracker: PlanTracker
-    is_refused: bool
+    mismatches: bool
+    is_missing: bool  # a method raises
+    turns: tuple[Turn, ...]
+
+    @property
+    def error(self) -> Any:
+        """How it fails, if it does; known once all methods have had their turns."""
+        if self.mismatches:
+            return MismatchError
+        return TensorLostError if self.is_missing or any(one.is_cancelled for one in self.turns) else type(None)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it changes nothing."""
+        return self.error is not type(None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Made:
+    """The operands of a plan that methods make; `may_miss`: they may raise, and be cancelled."""
+
+    may_miss: bool
+    turns: list[Turn] = field(default_factory=list)
+    raises: bool = False
+
+    def make(self, site: Site, value: Any, chance: random.Random) -> Ref:
+        """Calls such a method."""
+        raises = self.may_miss and chance.random() < 0.15
+        ref, turn = site.make_or_not(None if raises else value.copy(), chance.choice(ENDS))
+        self.raises |= raises
+        self.turns.append(turn)
+        return ref
 
 
 class Fleet:
@@ -113,7 +149,7 @@ class Fleet:
         self.memberships: list[Membership] = []
         self.members: list[tuple[int, ...]] = []
         self.sent: list[Sent] = []
-        self._made = [threading.Lock() for _ in groups]
+        self._later: SimpleQueue[Turn] = SimpleQueue()  # what is to be cancelled
         for site in self.sites:
             self.controller.participants.add(site.peer)
         for members, ordering in groups:
@@ -166,20 +202,33 @@ class Fleet:
     def _call_method(self, chance: random.Random) -> None:
         site = chance.choice(self.sites)
         takes_back = not self.may_change or chance.random() < 0.3
-        site.call(
+        turn = site.call(
             Method(
                 buffer=chance.randrange(BUFFERS), factor=chance.randint(2, 5), summand=chance.randint(-9, 9),
                 takes_back=takes_back, end=chance.choice(ENDS),
             )
         )  # fmt: skip
+        self._cancel(chance, turn)
+
+    def _cancel(self, chance: random.Random, turn: Turn) -> None:
+        """Cancels a method now, later, or never."""
+        cancelled = chance.random()
+        if cancelled < 0.1:
+            turn.cancel()
+        elif cancelled < 0.2:
+            self._later.put(turn)
+        if chance.random() < 0.2 and not self._later.empty():
+            with suppress(Empty):
+                self._later.get_nowait().cancel()
 
     def _send(self, chance: random.Random) -> None:
         """One call, or a batch of some; now and then one that is refused."""
         numbers = [chance.randrange(len(self.members)) for _ in range(chance.choice((1, 1, 1, 2, 3)))]
         is_refused = len(numbers) == 1 and len(self.members[numbers[0]]) > 1 and chance.random() < 0.08
-        calls, asked, refs = [], [], dict[Key, Any]()
+        has_order = any(self.memberships[number].spec.ordering == PROGRAM for number in numbers)
+        calls, asked, refs, made = [], [], dict[Key, Any](), Made(may_miss=has_order)
         for number in numbers:
-            call, operands = self._draw(chance, number, is_refused, refs)
+            call, operands = self._draw(chance, number, is_refused, refs, made)
             calls.append(call)
             is_reducing = call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE)
             op = call.op if is_reducing else None
@@ -191,12 +240,17 @@ class Fleet:
             )  # fmt: skip
         groups = [self.memberships[number] for number in numbers]
         tracker = dispatch.send_plan(self.controller, tuple(asked), groups, refs, 1 << 20)
-        self.sent.append(Sent(calls=tuple(calls), tracker=tracker, is_refused=is_refused))
+        turns = tuple(made.turns)
+        self.sent.append(
+            Sent(calls=tuple(calls), tracker=tracker, mismatches=is_refused, is_missing=made.raises, turns=turns)
+        )
+        for turn in turns if has_order else ():
+            self._cancel(chance, turn)
         if chance.random() < 0.1:
             assert tracker.wait(WAIT_S)
 
     def _draw(
-        self, chance: random.Random, number: int, is_refused: bool, refs: dict[Key, Any]
+        self, chance: random.Random, number: int, is_refused: bool, refs: dict[Key, Any], by_methods: Made
     ) -> tuple[Call, tuple[Any, ...]]:
         members, kind = self.members[number], chance.choice(KINDS)
         if is_refused or len(members) == 1:
@@ -215,7 +269,7 @@ class Fleet:
         for rank in used:
             site = self.sites[members[rank]]
             buffer = buffers[rank]
-            ref = site.make(made[rank].copy(), chance.choice(ENDS)) if buffer is None else site.refs[buffer]
+            ref = by_methods.make(site, made[rank], chance) if buffer is None else site.refs[buffer]
             refs.setdefault(ref.key, ref)
             places[rank] = list(refs).index(ref.key)
         is_to_one = kind in (OpKind.BROADCAST, OpKind.SEND)
@@ -240,12 +294,12 @@ class Fleet:
         """Waits for all, and compares with the model."""
         for one in self.sent:
             assert one.tracker.wait(WAIT_S), f"plan {one.tracker.seq} hangs"
-            expected: Any = MismatchError if one.is_refused else type(None)
-            assert isinstance(one.tracker.error, expected), one.tracker.error
         ends = [threading.Event() for _ in self.sites]
         for site, end in zip(self.sites, ends, strict=True):
             site._enter(Came(), end.set)
         assert all(end.wait(WAIT_S) for end in ends)
+        for one in self.sent:
+            assert type(one.tracker.error) is one.error, one.tracker.error
         until_s = time.monotonic() + WAIT_S
         while list(self.controller.trackers()):  # one that was refused is known to be so before all have said it
             assert time.monotonic() < until_s, "a plan never lands"
@@ -289,7 +343,8 @@ class Fleet:
 
 
 def _apply_method(values: list[Any], came: Came) -> bool:
-    if came.method is not None and not came.method.takes_back:
+    is_cancelled = came.turn is not None and came.turn.is_cancelled
+    if came.method is not None and not came.method.takes_back and not is_cancelled:
         change(values[came.method.buffer], came.method)
     return False
 
@@ -374,4 +429,6 @@ def test_hundreds_of_calls_from_three_threads(seed: int, orderings: tuple[str, .
     assert len(fleet.sent) > 300 * MUCH
     assert any(one.is_refused for one in fleet.sent)
     assert any(len(one.calls) > 1 for one in fleet.sent)
+    if PROGRAM in orderings:
+        assert {one.error for one in fleet.sent} == {MismatchError, TensorLostError, type(None)}
     fleet.close()
