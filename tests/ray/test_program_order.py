@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 import raycollect as col
+from raycollect.captured.runs import StepRuns
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
@@ -229,22 +230,39 @@ def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks):
     np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (5 * 9 + 4) + 1))
 
 
-def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch, is_captured):
     """Another thread's calls can't come between: one of them would wait for the other, and the plan for both."""
     workers, refs = pair()
-    submit, others = ParticipantLink.submit_in_order, []
+    with col.capture(timeout_s=5) as step:
+        col.allreduce_refs(refs)
+    submit, fence, others = ParticipantLink.submit_in_order, StepRuns._fence, []
 
     def call():
         workers[1].change.remote(workers[0].counts.remote())
 
-    def submit_and_call(self, *args, **named):
-        submit(self, *args, **named)
+    def come_between():
         if not others:
             others.append(threading.Thread(target=call))
             others[0].start()
             others[0].join(0.5)  # long enough for two calls, if nothing keeps them
 
+    def submit_and_call(self, *args, **named):
+        submit(self, *args, **named)
+        come_between()
+
+    def fence_and_call(self, at):
+        def send(payload):
+            fence(self, at)(payload)
+            come_between()
+
+        return send
+
     monkeypatch.setattr(ParticipantLink, "submit_in_order", submit_and_call)
-    col.allreduce_refs(refs, timeout_s=5)
+    monkeypatch.setattr(StepRuns, "_fence", fence_and_call)
+    if is_captured:
+        step.run(fence=True)
+    else:
+        col.allreduce_refs(refs, timeout_s=5)
     others[0].join()
     np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (2 * 3 + 1) + 1))
