@@ -25,7 +25,7 @@ _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is tha
 NOTHING = b""
 """In place of a call where plans need not wait for any."""
 
-_PATIENT_S = 0.02
+_PATIENT_S = 0.02  # how long a thread that has locks of actors waits for one more
 
 
 class SubmittedCalls:

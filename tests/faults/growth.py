@@ -140,6 +140,7 @@ def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     """What a participant holds; runs inside of it."""
     give_back()
     runtime = Runtime.current()
+    runtime.instruments.shapes._known.clear()  # known by the programs that the caches had: one more after each look
     if runtime._lease is not None:
         runtime._lease._captures._late.clear()
     found = figures_of_process()
