@@ -1,54 +1,119 @@
 """The planner: requests become a verified `Plan`. Pure: no ray, numpy, clock or environment.
 
 `plan(requests, rosters)` validates, lowers, routes and verifies the form of each request, then schedules all of them.
+
+Names are loaded on first use: a participant runs programs, and needs no algorithm, cost or proof for it.
 """
 
 from __future__ import annotations
 
-from raycollect.planner.algorithms import ALGORITHMS as ALGORITHMS
-from raycollect.planner.algorithms import STAND_INS as STAND_INS
-from raycollect.planner.cost import Cost as Cost
-from raycollect.planner.cost import Layout as Layout
-from raycollect.planner.cost import Line as Line
-from raycollect.planner.cost import native as native
-from raycollect.planner.ir import GpuLists as GpuLists
-from raycollect.planner.ir import Made as Made
-from raycollect.planner.ir import Part as Part
-from raycollect.planner.ir import Plan as Plan
-from raycollect.planner.ir import Request as Request
-from raycollect.planner.ir import Source as Source
-from raycollect.planner.ir import Together as Together
-from raycollect.planner.listed import LISTS_BACKEND as LISTS_BACKEND
-from raycollect.planner.lower import SUBSTITUTES as SUBSTITUTES
-from raycollect.planner.passes import plan as plan
-from raycollect.planner.passes import plan_part as plan_part
-from raycollect.planner.predict import Cluster as Cluster
-from raycollect.planner.predict import Prediction as Prediction
-from raycollect.planner.predict import predict as predict
-from raycollect.planner.program import STAGING_NBYTES as STAGING_NBYTES
-from raycollect.planner.program import Bundle as Bundle
-from raycollect.planner.program import Domain as Domain
-from raycollect.planner.program import Program as Program
-from raycollect.planner.program import Share as Share
-from raycollect.planner.program import Task as Task
-from raycollect.planner.program import Ticket as Ticket
-from raycollect.planner.reshard.request import Reshard as Reshard
-from raycollect.planner.template import CROSSINGS as CROSSINGS
-from raycollect.planner.template import Buffer as Buffer
-from raycollect.planner.template import Choice as Choice
-from raycollect.planner.template import Local as Local
-from raycollect.planner.template import Role as Role
-from raycollect.planner.template import Step as Step
-from raycollect.planner.template import Template as Template
-from raycollect.planner.topology import BETWEEN as BETWEEN
-from raycollect.planner.topology import INSIDE as INSIDE
-from raycollect.planner.topology import Inner as Inner
-from raycollect.planner.topology import Link as Link
-from raycollect.planner.topology import Roster as Roster
-from raycollect.planner.topology import Topology as Topology
-from raycollect.planner.validate import brought as brought
-from raycollect.planner.validate import root_parameter as root_parameter
-from raycollect.planner.wire import decode_order as decode_order
-from raycollect.planner.wire import decode_program as decode_program
-from raycollect.planner.wire import encode_order as encode_order
-from raycollect.planner.wire import encode_program as encode_program
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raycollect.planner.algorithms import ALGORITHMS as ALGORITHMS
+    from raycollect.planner.algorithms import STAND_INS as STAND_INS
+    from raycollect.planner.cost import Cost as Cost
+    from raycollect.planner.cost import Layout as Layout
+    from raycollect.planner.cost import Line as Line
+    from raycollect.planner.cost import native as native
+    from raycollect.planner.ir import GpuLists as GpuLists
+    from raycollect.planner.ir import Made as Made
+    from raycollect.planner.ir import Part as Part
+    from raycollect.planner.ir import Plan as Plan
+    from raycollect.planner.ir import Request as Request
+    from raycollect.planner.ir import Source as Source
+    from raycollect.planner.ir import Together as Together
+    from raycollect.planner.listed import LISTS_BACKEND as LISTS_BACKEND
+    from raycollect.planner.lower import SUBSTITUTES as SUBSTITUTES
+    from raycollect.planner.passes import plan as plan
+    from raycollect.planner.passes import plan_part as plan_part
+    from raycollect.planner.prediction import Cluster as Cluster
+    from raycollect.planner.prediction import Prediction as Prediction
+    from raycollect.planner.prediction import predict as predict
+    from raycollect.planner.program import STAGING_NBYTES as STAGING_NBYTES
+    from raycollect.planner.program import Bundle as Bundle
+    from raycollect.planner.program import Domain as Domain
+    from raycollect.planner.program import Program as Program
+    from raycollect.planner.program import Share as Share
+    from raycollect.planner.program import Task as Task
+    from raycollect.planner.program import Ticket as Ticket
+    from raycollect.planner.reshard.request import Reshard as Reshard
+    from raycollect.planner.template import CROSSINGS as CROSSINGS
+    from raycollect.planner.template import Buffer as Buffer
+    from raycollect.planner.template import Choice as Choice
+    from raycollect.planner.template import Local as Local
+    from raycollect.planner.template import Role as Role
+    from raycollect.planner.template import Step as Step
+    from raycollect.planner.template import Template as Template
+    from raycollect.planner.topology import BETWEEN as BETWEEN
+    from raycollect.planner.topology import INSIDE as INSIDE
+    from raycollect.planner.topology import Inner as Inner
+    from raycollect.planner.topology import Link as Link
+    from raycollect.planner.topology import Roster as Roster
+    from raycollect.planner.topology import Topology as Topology
+    from raycollect.planner.validate import brought as brought
+    from raycollect.planner.validate import root_parameter as root_parameter
+    from raycollect.planner.wire import decode_order as decode_order
+    from raycollect.planner.wire import decode_program as decode_program
+    from raycollect.planner.wire import encode_order as encode_order
+    from raycollect.planner.wire import encode_program as encode_program
+
+_HOMES = {
+    "ALGORITHMS": "algorithms",
+    "STAND_INS": "algorithms",
+    "Cost": "cost",
+    "Layout": "cost",
+    "Line": "cost",
+    "native": "cost",
+    "GpuLists": "ir",
+    "Made": "ir",
+    "Part": "ir",
+    "Plan": "ir",
+    "Request": "ir",
+    "Source": "ir",
+    "Together": "ir",
+    "LISTS_BACKEND": "listed",
+    "SUBSTITUTES": "lower",
+    "plan": "passes",
+    "plan_part": "passes",
+    "Cluster": "prediction",
+    "Prediction": "prediction",
+    "predict": "prediction",
+    "STAGING_NBYTES": "program",
+    "Bundle": "program",
+    "Domain": "program",
+    "Program": "program",
+    "Share": "program",
+    "Task": "program",
+    "Ticket": "program",
+    "Reshard": "reshard.request",
+    "CROSSINGS": "template",
+    "Buffer": "template",
+    "Choice": "template",
+    "Local": "template",
+    "Role": "template",
+    "Step": "template",
+    "Template": "template",
+    "BETWEEN": "topology",
+    "INSIDE": "topology",
+    "Inner": "topology",
+    "Link": "topology",
+    "Roster": "topology",
+    "Topology": "topology",
+    "brought": "validate",
+    "root_parameter": "validate",
+    "decode_order": "wire",
+    "decode_program": "wire",
+    "encode_order": "wire",
+    "encode_program": "wire",
+}
+"""Name -> the module it lives in."""
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value

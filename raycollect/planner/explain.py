@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from raycollect.core.model import GroupSpec
+from raycollect.planner.acts import acts
 from raycollect.planner.algorithms import rivals
 from raycollect.planner.ir import Made, Plan, Source, Together
 from raycollect.planner.pricing import packing, price
@@ -33,7 +34,7 @@ from raycollect.planner.report import (
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
 from raycollect.planner.topology import Topology
-from raycollect.planner.wording import acts, counted, nbytes_words, op_words, ranks_words, seconds_words
+from raycollect.planner.wording import counted, nbytes_words, op_words, ranks_words, seconds_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,14 @@
-"""Quantities, ranks and steps of a plan in words."""
+"""Quantities and ranks of a plan in words."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.planner.ir import Part, Request
-from raycollect.planner.report import Act
-from raycollect.planner.template import Local, Step, Template
-from raycollect.planner.topology import Roster
+from raycollect.planner.ir import Request
+from raycollect.planner.template import Local
 
-_PEER: dict[OpKind | Local, str] = {
+PEER: dict[OpKind | Local, str] = {
     OpKind.REDUCE: "to",
     OpKind.GATHER: "to",
     OpKind.SEND: "to",
@@ -46,11 +44,11 @@ def counted(count: int, noun: str) -> str:
 def op_words(request: Request) -> str:
     """An operation with its reduce op and root: ``"reduce sum to rank 1"``."""
     name = request.name if request.lists is None else f"{request.name}_multigpu"
-    words = [name, *_reduce_op(request.op)]
+    words = [name, *reduce_op_words(request.op)]
     if request.kind is OpKind.SEND:
         words.append(f"from rank {request.root} to rank {request.peer}")
-    elif request.kind in _PEER:
-        words.append(f"{_PEER[request.kind]} rank {request.root}")
+    elif request.kind in PEER:
+        words.append(f"{PEER[request.kind]} rank {request.root}")
     return " ".join(words)
 
 
@@ -89,83 +87,6 @@ def named(names: Sequence[str], most: int) -> str:
     return ", ".join([*names[:most], *more])
 
 
-def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:
-    """What the ranks do for a request by one algorithm; ranks with the same steps are together."""
-    by_template: dict[int, list[int]] = {}
-    for rank, index in zip(part.ranks, part.parts, strict=True):
-        by_template.setdefault(index, []).append(rank)
-    several = any(step.at for template in part.templates for step in template.ways[way])
-    found: dict[tuple[str, ...], list[int]] = {}
-    for index, ranks in by_template.items():
-        template = part.templates[index]
-        words = _Words(part, roster, template, ranks[0])
-        steps = tuple(
-            words.step(step) + (f" (launch {base + step.at})" if several or base else "") for step in template.ways[way]
-        )
-        found.setdefault(steps, []).extend(ranks)
-    return tuple(Act(ranks=tuple(sorted(ranks)), steps=steps) for steps, ranks in found.items())
-
-
-class _Words:
-    """Describes the steps of ranks that have the same template."""
-
-    def __init__(self, part: Part, roster: Roster, template: Template, rank: int) -> None:
-        self._part = part
-        self._template = template
-        self._rank = rank
-        inner = (*roster.hosts, roster.leaders)
-        self._names = {one.spec.group_id: one.spec.name for one in inner if one is not None}
-
-    def step(self, step: Step) -> str:
-        """One step, such as ``"reduce sum to rank 0 inside default/host-0"``."""
-        if step.kind is Local.COMMIT:
-            return "wait until all ranks have come so far"
-        if step.kind is Local.COPY:
-            whole = " its place" if step.dst == self._template.src else " the output"
-            return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or whole}"
-        if isinstance(step.kind, Local):
-            return self._crossing(step)
-        where, peer = self._domain(step)
-        words = [step.kind.value, *_reduce_op(step.op)]
-        if step.src_piece >= 0 or step.dst_piece >= 0:
-            words.append(_piece(max(step.src_piece, step.dst_piece)).strip())
-        if step.peer >= 0 and step.kind in _PEER:
-            words.append(f"{_PEER[step.kind]} {peer}")
-        return " ".join([*words, *where]) + self._target(step)
-
-    def _crossing(self, step: Step) -> str:
-        if step.kind is Local.FOLD:
-            return " ".join(["fold", *_reduce_op(step.op), "over the GPUs of the rank, into scratch"])
-        at = step.dst_piece if step.kind is Local.SPREAD else step.src_piece
-        which = f"the tensor {'on GPU' if self._part.request.kind is OpKind.SEND else 'at place'} {at}"
-        if step.kind is Local.BRING:
-            return f"copy {which if at >= 0 else 'the list'} to the group's GPU, into scratch"
-        return f"copy to {which}" if at >= 0 else f"copy to the {'other ' * (step.src_piece >= 0)}GPUs of the rank"
-
-    def _domain(self, step: Step) -> tuple[list[str], str]:
-        if step.level == 0:
-            some = bool(step.ranks) and step.kind not in (OpKind.SEND, OpKind.RECV)
-            return ([f"over ranks {ranks_words(step.ranks)}"] if some else []), f"rank {step.peer}"
-        level = self._part.levels[step.level - 1]
-        group_id, outer = next((one, ranks) for one, ranks in level if self._rank in ranks)
-        if len(level) > 1:  # hosts: what each of them does is told once
-            peer = "the host's first rank" if step.peer == 0 else f"rank {outer[step.peer]}"
-            return ([] if step.peer == 0 else ["inside the host"]), peer
-        within = f" of ranks {ranks_words([outer[rank] for rank in step.ranks])}" if step.ranks else ""
-        return [f"over {self._names.get(group_id, group_id)}{within}"], f"rank {outer[step.peer]}"
-
-    def _target(self, step: Step) -> str:
-        if step.dst < 0:
-            return ""
-        if step.dst == step.src:
-            return ", in place"
-        buffer = self._template.buffers[step.dst]
-        return ", into a new tensor" if buffer.is_output else ", into scratch" if buffer.scratch else ""
-
-
-def _reduce_op(op: ReduceOp | None) -> list[str]:
+def reduce_op_words(op: ReduceOp | None) -> list[str]:
+    """The name of a reduce operation, as a list of one word, or none."""
     return [] if op is None else [op.name.lower()]
-
-
-def _piece(piece: int) -> str:
-    return "" if piece < 0 else f" piece {piece}"

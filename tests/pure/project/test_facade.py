@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import raycollect
-from raycollect import backends
+from raycollect import backends, planner
 
 ROOT = Path(raycollect.__file__).parents[1]
 
@@ -35,6 +35,25 @@ def _python(code: str, *walled: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_an_actor_loads_no_algorithm_no_proof_and_no_report() -> None:
+    code = """
+import sys
+from raycollect import CollectiveParticipant
+
+print(*(name.removeprefix("raycollect.planner.") for name in sys.modules if name.startswith("raycollect.planner.")))
+"""
+    loaded = set(_python(code).split())
+    assert "program" in loaded
+    assert not loaded & {"algorithms", "cost", "passes", "prediction", "report", "reshard.proof", "verify"}
+
+
+def test_every_name_of_the_planner_is_found() -> None:
+    for name in planner._HOMES:
+        assert getattr(planner, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        planner.nothing  # noqa: B018
 
 
 def test_no_cluster_is_started_for_what_can_not_be() -> None:
@@ -96,7 +115,7 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
 def test_a_name_that_needs_ray_says_that_ray_is_missing() -> None:
     code = """
 import raycollect
-from raycollect import backends
+from raycollect import backends, planner
 try:
     raycollect.allreduce_refs
 except ImportError as exc:
