@@ -136,7 +136,7 @@ def digest(self):
 @pytest.mark.parametrize("way", ["publish", "broadcast", "reshard"])
 def test_state_dicts_of_torch_are_sources_and_targets(actors, name, way):
     pytest.importorskip("torch")
-    workers = actors(Worker, 3)
+    workers = actors(Worker, 2)  # importing torch is most of what this takes
     source, *targets = refs = [worker.make.remote(begin) for worker in workers]
     for number in (1, 2):
         ray.get(workers[0].call.remote(change, number))
