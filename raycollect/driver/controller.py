@@ -10,10 +10,10 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 from raycollect.channel import CompletionBell
 from raycollect.core import ray_internals
@@ -29,8 +29,6 @@ from raycollect.observe import Tracer
 from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
 from raycollect.pos import fetch
 
-_Tracker = TypeVar("_Tracker", bound=PlanTracker)
-
 
 class Controller:
     """What a controlling process holds. `Controller.current()` makes it on first use.
@@ -39,6 +37,7 @@ class Controller:
         dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
         revision: Changes whenever a group, or a member of one, is gone.
         messages: Takes what participants say.
+        numbers: The numbers of plans, one per launch; taken under `dispatching`.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
@@ -82,7 +81,7 @@ class Controller:
         self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
         self.groups: Groups = Groups(self.participants, self._group_ends, self._drained)
         self._is_closed = False
-        self._seq = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)
         self._trackers: dict[int, PlanTracker] = {}
         self._abandoned: deque[tuple[Callable[[], bool], tuple[Membership, ...]]] = deque()  # captures to be closed
         self._tracer = Tracer.current()
@@ -138,25 +137,26 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------ plans under way
 
-    def register(self, make: Callable[[int], _Tracker], width: int = 1) -> _Tracker:
-        """Makes a tracker under the next numbers, one per launch; called under `dispatching`."""
+    def register(self, tracker: PlanTracker) -> None:
+        """Adds a plan, or a run, under the number that was taken last, and takes those of its other launches."""
         if self._abandoned:
             self._close_abandoned()
-        tracker = make(next(self._seq))
         ring = self._tracer.ring
         if ring is not None:
             tracker.ring, tracker.began_s = ring, ring.clock()
-        for _ in itertools.islice(self._seq, width - 1):
-            pass
+        for _ in range(tracker.plan.width - 1):
+            next(self.numbers)
         self._trackers[tracker.seq] = tracker
-        return tracker
 
-    def trackers(self) -> Iterable[PlanTracker]:
+    def trackers(self) -> list[PlanTracker]:
         """The plans that have not ended everywhere. Runs by the doorbell are seen to have ended by asking."""
-        found = list(self._trackers.values())
-        for tracker in [one for one in found if one.has_ended]:
-            self._trackers.pop(tracker.seq, None)
-        return [one for one in found if one.seq in self._trackers]
+        found = []
+        for tracker in tuple(self._trackers.values()):
+            if tracker.has_ended:
+                self._trackers.pop(tracker.seq, None)
+            elif tracker.seq in self._trackers:
+                found.append(tracker)
+        return found
 
     @contextmanager
     def claimed_bell(self) -> Iterator[CompletionBell | None]:
@@ -179,7 +179,8 @@ class Controller:
 
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
         """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
-        self.participants.deliver(tracker.plan.participants, outgoing)
+        if outgoing:
+            self.participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:
             self._trackers.pop(tracker.seq, None)
 

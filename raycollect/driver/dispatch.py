@@ -25,7 +25,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink, StartBarrier
 from raycollect.driver.pending import Pending
-from raycollect.driver.plan_tracker import PlanTracker, Ringing, retrieve_errors
+from raycollect.driver.plan_tracker import PlanTracker, retrieve_errors
 from raycollect.errors import (
     CollectiveTimeoutError,
     DispatchError,
@@ -183,10 +183,11 @@ def send_prepared(
         peers = controller.links(memberships, planned.participants)
         by_channel = prepared.fits_channel and all(one.spec.ordering == DATA for one in memberships)
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
-        tracker = controller.register(lambda seq: PlanTracker(seq, planned, memberships, refs), planned.width)
+        tracker = PlanTracker(next(controller.numbers), planned, memberships, refs)
+        controller.register(tracker)
         rings = bell is not None
         if bell is not None:
-            tracker.bell = Ringing(bell, tuple([peer.bell_slot for peer in peers]))
+            tracker.bell, tracker.bell_slots = bell, tuple([peer.bell_slot for peer in peers])
         if together:
             _start_barrier(controller, tracker, peers, memberships)
         for at, peer in enumerate(peers):

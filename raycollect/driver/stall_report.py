@@ -42,10 +42,10 @@ def wait(
 ) -> bool:
     """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
     bar = progress_bar.wanted(controller, tracker, progress)
-    if tracker.resolved:
-        return True
     left_s = math.inf if timeout_s is None else timeout_s
     if bar is not None:
+        if tracker.resolved:
+            return True
         with bar:
             return _wait_watched(tracker, left_s, (Attention(controller, tracker), bar))
     first_s = min(FIRST_S, QUIET_S, left_s)
@@ -262,7 +262,8 @@ def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | Non
         return 0.0
     last = max(_checks(tracker, mine), default=-1)
     others = [_checks(tracker, one).items() for other, one in seen.items() if other != actor_id]
-    waits = [s for checks in others for check, s in checks if check > last and tracker.is_at(position, check)]
+    at = {check: position in tracker.plan.places_at(check - tracker.seq) for checks in others for check, _ in checks}
+    waits = [s for checks in others for check, s in checks if check > last and at[check]]
     return max(waits, default=0.0)
 
 
@@ -273,7 +274,7 @@ def _checks(tracker: PlanTracker, seen: Seen | None) -> dict[int, float]:
     return {
         check: since_ms / 1000
         for check, since_ms in zip(seen.checks, seen.checks_ms, strict=False)
-        if tracker.has(check)
+        if check in tracker.launches
     }
 
 
@@ -281,7 +282,7 @@ def _has_begun(tracker: PlanTracker, seen: Seen | None) -> bool:
     return seen is not None and (
         tracker.seq in seen.running
         or _has_done(tracker, seen)
-        or (seen.ended >= tracker.seq and any(map(tracker.has, seen.checks)))
+        or (seen.ended >= tracker.seq and any(map(tracker.launches.__contains__, seen.checks)))
     )
 
 

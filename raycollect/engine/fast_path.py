@@ -45,8 +45,10 @@ class FastPath:
     _scheduled: ScheduledBundle = field(init=False)
     _kernel: Kernel = field(init=False)
     _seq: int = 0  # of the next run, or the one under way
+    _keys: Sequence[Key] = ()  # of its operands
+    _aborted: Callable[[], str | None] | None = None  # why it was aborted, or None
+    _landed: Callable[[], None] | None = None  # called when all has gone well, and it has not left the launch yet
     _stopped: bool = False
-    _aborted: Callable[[], str | None] = lambda: None
     _communicator: Communicator | None = None  # while a run is under way
     _full: Execution | None = None
     _until_s: float = 0.0  # when to give up waiting for readers
@@ -104,18 +106,22 @@ class FastPath:
                 return False
         return self.known.holds(self.held, self.instruments.store)
 
-    def ready(self, seq: int) -> None:
-        """Numbers the next run, for `abort`."""
-        self._seq, self._stopped = seq, False
-
-    def run(
-        self, keys: Sequence[Key], aborted: Callable[[], str | None], landed: Callable[[], None] | None = None
-    ) -> Outcome:
-        """Runs it on operands that fit; a failure is an outcome, never an exception.
+    def ready(
+        self,
+        seq: int,
+        keys: Sequence[Key] = (),
+        aborted: Callable[[], str | None] | None = None,
+        landed: Callable[[], None] | None = None,
+    ) -> None:
+        """Sets the next run: its number, for `abort`, the keys of its operands, and why it was aborted.
 
         `landed` is called when all has gone well, before this participant has left the launch; or not at all.
         """
-        program, seq, self._aborted = self.program, self._seq, aborted
+        self._seq, self._keys, self._aborted, self._landed, self._stopped = seq, keys, aborted, landed, False
+
+    def run(self) -> Outcome:
+        """Runs it on operands that fit; a failure is an outcome, never an exception."""
+        program, seq, landed = self.program, self._seq, self._landed
         self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
         self._kernel_progress, step = here(), run_steps.here()
@@ -133,7 +139,7 @@ class FastPath:
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
             step.at = "in the consistency check"
-            full = self._met(communicator, launch, keys)
+            full = self._met(communicator, launch)
             if ring is not None:
                 agreed_s = ring.clock()
             if full is not None:
@@ -194,13 +200,13 @@ class FastPath:
         self._ring, self._label = ring, ring.label(label_of_bundle(self._scheduled))
         return self._label
 
-    def _met(self, communicator: Communicator, launch: Launch, keys: Sequence[Key]) -> Execution | None:
+    def _met(self, communicator: Communicator, launch: Launch) -> Execution | None:
         """Meets the others; returns an execution that goes on where something has changed after all."""
         try:
             brought = meet_again(communicator, launch, self._first, self.known.arrival, self.known.blobs)
         except RefusedError:  # nothing was brought: it brings why
-            return self._in_full(launch.seq, keys, None)
-        return None if brought is None else self._in_full(launch.seq, keys, brought)
+            return self._in_full(None)
+        return None if brought is None else self._in_full(brought)
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
         store, self._until_s = self.instruments.store, 0.0
@@ -216,7 +222,7 @@ class FastPath:
             store.mark_written(scheduled.dense)
 
     def _reason(self) -> str | None:
-        reason = self._aborted()
+        reason = None if self._aborted is None else self._aborted()
         return "the plan was aborted" if reason is None and self._stopped else reason
 
     def _given_up(self) -> RaycollectError | None:
@@ -224,18 +230,18 @@ class FastPath:
         self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
         return given_up(self._reason(), now_s > self._until_s, limit_s)
 
-    def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...] | None) -> Execution:
+    def _in_full(self, brought: tuple[bytes, ...] | None) -> Execution:
         program, communicator = self.program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
             program,
-            keys,
+            self._keys,
             lambda group_id: (
                 communicator
                 if communicator and group_id == program.agreement.group_id
                 else self.communicators(group_id)
             ),
             self.instruments,
-            seq=seq,
+            seq=self._seq,
             aborted=self._reason,
             operands=self.held if self.given else None,
             held=None if self.given else self.held,

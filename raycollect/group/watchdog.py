@@ -1,9 +1,8 @@
 """Finds out which ranks have not come to a call of the members, while it lasts and after its time is over.
 
 Backends notice a missing rank only when the time is over. So the members ask each other over the hub: the one that
-waits asks, and each answers how far it has come and what it does. One thread per process watches the calls under way:
-it asks, answers and warns, once per call, and ends when there are none. A call whose time is over asks in its own
-thread.
+waits asks, and each answers how far it has come and what it does. A timer of the process watches the calls under way:
+it asks, answers and warns, once per call. A call whose time is over asks in its own thread.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycollect.channel.messages import Publish
 from raycollect.channel.packing import pack, unpack
-from raycollect.core import threads
+from raycollect.core import threads, timers
 from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, ProtocolError, RankReport
 from raycollect.errors.text import listed, shown
 from raycollect.group.member_communicator import MemberCommunicator, Standing
@@ -258,48 +257,38 @@ class Watchdog:
 
 
 class _Watcher:
-    """The thread that looks at the process groups with calls under way; it ends when there are none."""
+    """Looks at the process groups with calls under way, in the timer's thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._watchdogs: set[Watchdog] = set()
-        self._is_news = False
-        self._thread: threading.Thread | None = None
+        self._timer: timers.Timer | None = None  # of the next look; None: nobody looks, or somebody does now
 
     def watch(self, watchdog: Watchdog) -> None:
         """Looks at a process group; any thread."""
-        with self._changed:
+        with self._lock:
             watchdog.is_unwatched = False
             self._watchdogs.add(watchdog)
-            if self._thread is None or not self._thread.is_alive():  # in a forked child it never lives
-                threads.survives(self._begin)  # without it calls go on: nobody is warned
-            self._tell()
-
-    def _begin(self) -> None:
-        self._thread = threads.start("raycollect-watchdog", threads.repeat, self._look)
+        self.wake()
 
     def wake(self) -> None:
         """Looks again at all; any thread."""
-        with self._changed:
-            self._tell()
+        threads.survives(self._look_in, 0.0)  # without a thread calls go on: nobody is warned
 
-    def _tell(self) -> None:
-        self._is_news = True
-        self._changed.notify_all()
+    def _look_in(self, delay_s: float) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = timers.later(delay_s, self._look)
 
-    def _look(self) -> bool:
-        """Looks at all groups, and waits until one has to be looked at again; False: there is none."""
-        with self._changed:
-            if not self._watchdogs:
-                self._thread = None
-                return False
-            self._is_news = False
+    def _look(self) -> None:
+        """Looks at all groups, and again when one has to be looked at."""
+        with self._lock:
+            self._timer = None
             watchdogs = tuple(self._watchdogs)
-        next_s = min(self._look_at(watchdog) for watchdog in watchdogs)
-        with self._changed:
-            left_s = next_s - time.monotonic()
-            self._changed.wait_for(lambda: self._is_news or not self._watchdogs, min(left_s, threading.TIMEOUT_MAX))
-        return True
+        next_s = min(map(self._look_at, watchdogs), default=math.inf)
+        if next_s < math.inf and self._timer is None:  # else somebody has woken it meanwhile
+            self._look_in(max(next_s - time.monotonic(), 0.0))
 
     def _look_at(self, watchdog: Watchdog) -> float:
         """Returns when a group has to be looked at again; one without calls under way tells of the next."""
@@ -310,7 +299,7 @@ class _Watcher:
         except Exception as exc:  # noqa: BLE001 - any: the others have to be looked at
             threads.failed("looking at calls under way", exc)
             next_s = now_s + ANSWER_S
-        with self._changed:
+        with self._lock:
             if next_s < math.inf:
                 watchdog.is_unwatched = False
             elif watchdog.is_unwatched:  # else a call has begun since
