@@ -98,7 +98,7 @@ class Loop:
             for owned in list(self.owned):
                 threads.survives(owned.end, reason)
             self.owned.clear()
-            self._timers.clear()
+            self._timers.all.clear()
             self._selector.close()
             sockets.close((self._wake_in, self._wake_out))
 
@@ -108,13 +108,14 @@ class Loop:
             self._select()
         while self._calls and not self._stopping:
             threads.survives(self._calls.popleft())
-        while (call := self._timers.pop()) is not None:
+        while self._timers.all and (call := self._timers.pop()) is not None:
             threads.survives(call)
         return not self._stopping
 
     def _select(self) -> None:
         # The thread holds nothing of what was ready while it waits for more.
-        for key, ready in self._selector.select(0.0 if self._calls else self._timers.left_s()):
+        left_s = self._timers.left_s() if self._timers.all else None
+        for key, ready in self._selector.select(0.0 if self._calls else left_s):
             if not threads.survives(key.data, ready):
                 self._rest(key)
 

@@ -28,31 +28,27 @@ class Timer:
 
 
 class TimerQueue:
-    """Timers by when they are due. For one thread at a time."""
+    """Timers by when they are due: `all` is a heap. For one thread at a time."""
 
     def __init__(self) -> None:
-        self._timers: list[tuple[float, int, Timer]] = []
+        self.all: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
 
     def add(self, delay_s: float, call: Callable[[], object]) -> Timer:
         """Adds a call."""
         timer = Timer(call)
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
+        heapq.heappush(self.all, (time.monotonic() + delay_s, next(self._order), timer))
         return timer
 
     def left_s(self) -> float | None:
         """In how many seconds the next one is due; None: there is none."""
-        while self._timers and self._timers[0][2].call is None:
-            heapq.heappop(self._timers)
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        while self.all and self.all[0][2].call is None:
+            heapq.heappop(self.all)
+        return max(0.0, self.all[0][0] - time.monotonic()) if self.all else None
 
     def pop(self) -> Callable[[], object] | None:
         """Removes a call that is due; None: none is."""
-        return heapq.heappop(self._timers)[2].call if self.left_s() == 0 else None
-
-    def clear(self) -> None:
-        """Removes all."""
-        self._timers.clear()
+        return heapq.heappop(self.all)[2].call if self.left_s() == 0 else None
 
 
 class _TimerThread:

@@ -11,7 +11,6 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
@@ -28,6 +27,8 @@ from raycollect.group.process_groups import ProcessGroups, places
 from raycollect.observe import Tracer
 from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
 from raycollect.pos import fetch
+
+_MOST_LINKS = 256  # for how many plans it is known who takes part
 
 
 class Controller:
@@ -76,6 +77,7 @@ class Controller:
         self.dispatching: threading.Lock = threading.Lock()
         self.revision: object = object()
         self.known_calls: dict[Any, Any] = {}
+        self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}  # as long as the revision is the same
         self.messages: ControllerMessages = ControllerMessages(self)
         self._bell = _make_bell()
         self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
@@ -100,6 +102,7 @@ class Controller:
         for tracker in list(self._trackers.values()):
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
         self._trackers.clear()
+        self._links.clear()
         self._is_closed = True
         self.revision = object()
         self.groups.close()
@@ -108,11 +111,19 @@ class Controller:
             self._bell.close()
         fetch.close_idle()
 
-    def links(self, memberships: Sequence[Membership], actor_ids: Sequence[str]) -> list[ParticipantLink]:
+    def links(self, memberships: Sequence[Membership], actor_ids: tuple[str, ...]) -> list[ParticipantLink]:
         """The leased participants of a plan or captured step, by position; raises as `check` does."""
+        key, revision = (tuple(memberships), actor_ids), self.revision
+        known = self._links.get(key)
+        if known is not None and known[0] is revision:
+            return known[1]
         self.check(memberships)
         groups = dict.fromkeys(memberships)
-        return [self.participants.leased(actor_id, groups) for actor_id in actor_ids]
+        found = [self.participants.leased(actor_id, groups) for actor_id in actor_ids]
+        if known is not None or len(self._links) >= _MOST_LINKS:
+            self._links.clear()
+        self._links[key] = revision, found
+        return found
 
     def check(self, memberships: Sequence[Membership]) -> None:
         """Checks that groups exist and can communicate."""
@@ -122,6 +133,7 @@ class Controller:
 
     def _group_ends(self, membership: Membership, why: str) -> None:
         self.revision = object()
+        self._links.clear()
         known = tuple(self.known_calls.items())
         self.known_calls = {asked: call for asked, call in known if call.membership is not membership}
         for tracker in self._plans_of(membership):
@@ -158,20 +170,18 @@ class Controller:
                 found.append(tracker)
         return found
 
-    @contextmanager
-    def claimed_bell(self) -> Iterator[CompletionBell | None]:
+    def claim_bell(self) -> CompletionBell | None:
         """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it."""
         bell = self._bell
-        if bell is None or not bell.claim():
-            yield None
-            return
-        try:
-            yield bell
-        finally:
-            for tracker in [one for one in list(self._trackers.values()) if one.bell is not None]:
-                unheard = PlanAbortedError(detail="its caller was interrupted")  # nobody looks at the bell any more
-                self.send(tracker, [] if tracker.resolved else tracker.fail(unheard))
-            bell.release()
+        return bell if bell is not None and bell.claim() else None
+
+    def release_bell(self, bell: CompletionBell) -> None:
+        """Ends a claim; nobody looks at the bell any more."""
+        for tracker in tuple(self._trackers.values()):
+            if tracker.bell is not None:
+                unheard = None if tracker.resolved else PlanAbortedError(detail="its caller was interrupted")
+                self.send(tracker, [] if unheard is None else tracker.fail(unheard))
+        bell.release()
 
     def tracker(self, seq: int) -> PlanTracker | None:
         """The plan whose first launch has that number."""
