@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from raycollect.channel.messages import Seen
 from raycollect.core import sockets, threads
@@ -17,7 +16,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
-from raycollect.group.watchdog import QUIET_S
+from raycollect.group.watchdog import QUIET_S, report_of
 
 __all__ = [
     "QUIET_S",
@@ -27,7 +26,6 @@ __all__ = [
     "explain_delay",
     "reports",
     "step_of",
-    "told",
     "wait",
 ]
 
@@ -221,30 +219,17 @@ def _reports(
     tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
 ) -> tuple[RankReport, ...]:
     found = [
-        RankReport(
-            rank=member.rank,
-            actor=member.actor,
+        report_of(
+            member.rank,
+            member.actor,
+            seen[member.actor_id],
             has_begun=_has_begun(tracker, seen[member.actor_id]),
             step=step_of(tracker, seen[member.actor_id]),
             awaited_s=awaited_s(tracker, member.actor_id, seen),
-            **told(seen[member.actor_id]),
         )
         for member in members
     ]
     return tuple(sorted(found, key=lambda report: report.has_begun))
-
-
-def told(seen: Seen | None) -> dict[str, Any]:
-    """What a participant said of itself, as fields of `RankReport` and `MemberStatus`; None: it gave no answer."""
-    if seen is None:
-        return {"answers": False, "doing": "", "stack": (), "ended": 0, "story": ()}
-    return {
-        "answers": True,
-        "doing": seen.doing,
-        "stack": tuple(seen.stack),
-        "ended": seen.ended,
-        "story": tuple(seen.story),
-    }
 
 
 def step_of(tracker: PlanTracker, seen: Seen | None) -> str:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raycollect.channel.messages import Publish
+from raycollect.channel.messages import Publish, Seen
 from raycollect.channel.packing import pack, unpack
 from raycollect.core import threads, timers
 from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, ProtocolError, RankReport
 from raycollect.errors.text import listed, shown
 from raycollect.group.member_communicator import MemberCommunicator, Standing
-from raycollect.observe.stacks import Doing, what_runs
+from raycollect.observe.stacks import what_runs
 
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
@@ -66,7 +66,27 @@ def is_between_watches(message: Publish) -> bool:
 
 class _Answer(NamedTuple):
     standing: Standing
-    doing: Doing
+    seen: Seen
+
+
+def told(seen: Seen | None) -> dict[str, Any]:
+    """What a process said of itself, as fields of `RankReport` and `MemberStatus`; None: it gave no answer."""
+    if seen is None:
+        return {"answers": False, "doing": "", "stack": (), "ended": 0, "story": ()}
+    return {
+        "answers": True,
+        "doing": seen.doing,
+        "stack": tuple(seen.stack),
+        "ended": seen.ended,
+        "story": tuple(seen.story),
+    }
+
+
+def report_of(
+    rank: int, actor: str, seen: Seen | None, *, has_begun: bool, awaited_s: float, step: str = ""
+) -> RankReport:
+    """What a rank was doing, by what its process said; `None`: it gave no answer."""
+    return RankReport(rank=rank, actor=actor, has_begun=has_begun, awaited_s=awaited_s, step=step, **told(seen))
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +154,8 @@ class Watchdog:
         try:
             rank, place, seq, what, stack = unpack(message.value)
             known = int(rank)
-            answer = _Answer(Standing(str(place), int(seq)), Doing(str(what), tuple(map(str, stack))))
+            seen = Seen(request=0, doing=str(what), stack=list(map(str, stack)))
+            answer = _Answer(Standing(str(place), int(seq)), seen)
         except (TypeError, ValueError, OverflowError):
             raise ProtocolError(detail="a member does not say how far it has come") from None
         with self._changed:
@@ -172,17 +193,9 @@ class Watchdog:
             return tuple(self._report(rank, inquiry.answers.get(rank), mine, awaited_s) for rank in asked)
 
     def _report(self, rank: int, answer: _Answer | None, mine: Standing, awaited_s: float) -> RankReport:
-        return RankReport(
-            rank=rank,
-            actor=self._process_group.actor(rank),
-            answers=answer is not None,
-            has_begun=answer is not None and answer.standing.is_with(mine),
-            doing=answer.doing.what if answer is not None else "",
-            stack=answer.doing.stack if answer is not None else (),
-            ended=0,
-            story=(),
-            awaited_s=awaited_s,
-        )
+        actor, has_begun = self._process_group.actor(rank), answer is not None and answer.standing.is_with(mine)
+        seen = None if answer is None else answer.seen
+        return report_of(rank, actor, seen, has_begun=has_begun, awaited_s=awaited_s)
 
     # ------------------------------------------------------------------------------------------ the watcher's thread
 
