@@ -84,7 +84,7 @@ class StepRuns:
         while True:
             with self.controller.dispatching:
                 self._check()
-                oldest = self._oldest()
+                oldest = self._oldest() if self._under_way else None
                 if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
                     limit_s = inf if timeout_s is None else timeout_s
                     return self._send(arguments, fence or self._is_held_up(), limit_s)
@@ -260,6 +260,7 @@ class StepRuns:
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
                     self.abort(other, PlanAbortedError(detail=detail))
+        self.controller.send(tracker, [])  # which forgets it, if all have ended
         if self.doorbell is not None and self._waiting.difference((threading.get_ident(),)):
             self.doorbell.wake()
 
