@@ -286,13 +286,13 @@ class _Watcher:
 
     def wake(self) -> None:
         """Looks again at all; any thread."""
-        threads.survives(self._look_in, 0.0)  # without a thread calls go on: nobody is warned
+        threads.survives(self._look_now)  # without a thread calls go on: nobody is warned
 
-    def _look_in(self, delay_s: float) -> None:
+    def _look_now(self) -> None:
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = timers.later(delay_s, self._look)
+            self._timer = timers.later(0.0, self._look)
 
     def _look(self) -> None:
         """Looks at all groups, and again when one has to be looked at."""
@@ -300,8 +300,9 @@ class _Watcher:
             self._timer = None
             watchdogs = tuple(self._watchdogs)
         next_s = min(map(self._look_at, watchdogs), default=math.inf)
-        if next_s < math.inf and self._timer is None:  # else somebody has woken it meanwhile
-            self._look_in(max(next_s - time.monotonic(), 0.0))
+        with self._lock:
+            if next_s < math.inf and self._timer is None:  # else somebody has woken it meanwhile
+                self._timer = timers.later(max(next_s - time.monotonic(), 0.0), self._look)
 
     def _look_at(self, watchdog: Watchdog) -> float:
         """Returns when a group has to be looked at again; one without calls under way tells of the next."""
