@@ -325,10 +325,13 @@ class PlanTracker:
     # ------------------------------------------------------------------------------------------ outcome
 
     def _failed(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> Outgoing:
-        missing: RankNames = []
-        if isinstance(error, CollectiveTimeoutError):
+        missing: RankNames = []  # who has not arrived at the latest agreement
+        if isinstance(error, CollectiveTimeoutError) and self._gathers:
             with self._lock:
-                missing = self._missing()
+                key = max(self._gathers)
+                by_rank = self._by_rank(key[0], key[2])
+                homes = [self.location.home(by_rank[rank]) for rank in self._gathers[key].missing]
+            missing = [(group.rank_of(one.actor_id), one.actor) for group, one in homes]
         runs, locate = self.runs, self.location.locate
         told = locate if runs is None else partial(runs.locate, locate)
         self._resolve(told(position, error, story, missing))
@@ -338,15 +341,6 @@ class PlanTracker:
             return []  # refused in the agreement: everyone knows
         know = runs.step_plan.heard(position, error)
         return [(at, message) for at, message in self._abort(position, error) if at not in know]
-
-    def _missing(self) -> RankNames:
-        """(rank, actor) of those who have not arrived at the latest agreement."""
-        if not self._gathers:
-            return []
-        key = max(self._gathers)
-        by_rank = self._by_rank(key[0], key[2])
-        homes = (self.location.home(by_rank[at]) for at in self._gathers[key].missing)
-        return [(group.rank_of(one.actor_id), one.actor) for group, one in homes]
 
     def _abort(self, position: int, error: RaycollectError) -> Outgoing:
         """Tells all who have not ended to abort, once; not after the commit, when nobody waits for others."""
