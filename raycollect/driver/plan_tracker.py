@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBell
@@ -332,9 +332,11 @@ class PlanTracker:
                 by_rank = self._by_rank(key[0], key[2])
                 homes = [self.location.home(by_rank[rank]) for rank in self._gathers[key].missing]
             missing = [(group.rank_of(one.actor_id), one.actor) for group, one in homes]
-        runs, locate = self.runs, self.location.locate
-        told = locate if runs is None else partial(runs.locate, locate)
-        self._resolve(told(position, error, story, missing))
+        runs, location = self.runs, self.location
+        if runs is None:
+            self._resolve(location.locate(position, error, story, missing))
+        else:
+            self._resolve(runs.locate(location, position, error, story, missing))
         if not isinstance(error, RefusedError) or position < 0:
             return self._abort(position, error)
         if runs is None:

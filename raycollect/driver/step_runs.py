@@ -15,7 +15,7 @@ from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
-from raycollect.driver.error_location import RankNames
+from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_plan import StepPlan
@@ -234,7 +234,7 @@ class StepRuns:
 
     def locate(
         self,
-        locate: Callable[..., RaycollectError],
+        location: ErrorLocator,
         position: int,
         error: RaycollectError,
         story: tuple[str, ...],
@@ -244,7 +244,7 @@ class StepRuns:
         if position < 0 and isinstance(error, CollectiveTimeoutError):
             return self.told(error)  # `expire` has said it all
         method = error.op if isinstance(error, MethodError) else ""
-        found = locate(position, error, story, missing)
+        found = location.locate(position, error, story, missing)
         if method and isinstance(found, FaultError):
             found.op = method
         return self.told(found)
