@@ -1,6 +1,6 @@
 """Calls at a later time, all in one thread of the process: none of them may wait for anything.
 
-The thread starts with the first call, and sleeps while none is due. In a forked child it starts anew.
+The thread starts with the first call, and ends when there has been none for a while. In a forked child it starts anew.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 
 from raycollect.core import threads
+
+_IDLE_S = 2.0  # how long the thread waits for more, in seconds: waits of members come and go
 
 
 class Timer:
@@ -71,7 +73,10 @@ class _TimerThread:
             call = self._queue.pop()
             if call is None:
                 left_s = self._queue.left_s()
-                self._changed.wait(None if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+                came = self._changed.wait(_IDLE_S if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+                if not came and self._queue.left_s() is None:
+                    self._thread = None
+                    return False
         if call is not None:
             threads.survives(call)
         return True
