@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import Any
 
-from raycollect.captured.run_tracker import RunTracker
 from raycollect.core import html
 from raycollect.driver.controller import Controller
+from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.work import UnderWay, awake
 
 
@@ -18,27 +18,25 @@ class CapturedRun(UnderWay):
     _KIND = "run"
 
     def __init__(
-        self, controller: Controller, capture: Any, tracker: RunTracker, collect: Callable[[RunTracker], Any]
+        self, controller: Controller, capture: Any, tracker: PlanTracker, collect: Callable[[PlanTracker], Any]
     ) -> None:
         super().__init__(controller, tracker)
-        self._run = tracker
         self._capture = capture  # keeps the capture open
         self._collect = collect
         self._values: tuple[Any, ...] = ()  # the results, once they are read
 
     def done(self) -> bool:
         """As `UnderWay.done`; a run whose time is over has failed."""
-        if not self._run.resolved:
-            self._run.expire()
-        return super().done()
+        runs = self._tracker.runs
+        return super().done() or (runs is not None and runs.expire(self._tracker))
 
     def _outcome(self) -> Any:
         if not self._values:
-            self._values = (self._collect(self._run),)
+            self._values = (self._collect(self._tracker),)
         return self._values[0]
 
     def __await__(self) -> Generator[Any, None, Any]:
-        if self.done() and self._run.error is None:
+        if self.done() and self._tracker.error is None:
             return self.wait()
         # The doorbell rings for threads alone; `wait` warns there, too.
         with awake(asyncio.get_running_loop()):
@@ -46,7 +44,7 @@ class CapturedRun(UnderWay):
 
     @html.shown
     def _repr_html_(self) -> str:
-        return self._html("run", f"run {self._run.place} of a captured step", ("plan", self._run.seq))
+        return self._html("run", f"run {self._tracker.place} of a captured step", ("plan", self._tracker.seq))
 
     def __repr__(self) -> str:
-        return f"<CapturedRun {self._run.seq}: {self._state}>"
+        return f"<CapturedRun {self._tracker.seq}: {self._state}>"

@@ -8,11 +8,11 @@ from typing import Any
 
 from raycollect.captured.calls import MethodCall, StepRequests
 from raycollect.captured.error_text import StepErrorText
-from raycollect.captured.step_plan import Stage, StepPlan
 from raycollect.core.model import Key, Member
 from raycollect.driver.dispatch import DispatchPlan, explained, prepare
 from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.requests import Ref
+from raycollect.driver.step_plan import Stage, StepPlan
 from raycollect.engine.step_program import Collective, Given, Invocation, StepProgram, captured_key
 from raycollect.errors import RefusedError, Violation, anew, refusal
 from raycollect.group.membership import Membership

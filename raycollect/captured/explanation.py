@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from raycollect.captured.calls import MethodCall
-from raycollect.captured.step_plan import Stage, StepPlan
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import Ref
+from raycollect.driver.step_plan import Stage, StepPlan
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
 from raycollect.planner.explain import Planned, StepExplanation, explain_step

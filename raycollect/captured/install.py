@@ -14,8 +14,6 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from raycollect.captured.calls import MethodCall, StepRequests
 from raycollect.captured.compiler import StepCompiler, together
 from raycollect.captured.error_text import StepErrorText
-from raycollect.captured.runs import StepRuns
-from raycollect.captured.step_plan import StepPlan
 from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core import direct_transport, ray_internals
@@ -25,6 +23,8 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
+from raycollect.driver.step_plan import StepPlan
+from raycollect.driver.step_runs import StepRuns
 from raycollect.driver.work import look_into
 from raycollect.engine.step_program import encode_step_program
 from raycollect.errors import (

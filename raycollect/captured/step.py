@@ -18,9 +18,6 @@ from raycollect.captured.captured_run import CapturedRun
 from raycollect.captured.explanation import explain_capture
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
-from raycollect.captured.run_tracker import RunTracker
-from raycollect.captured.runs import StepRuns
-from raycollect.captured.step_plan import Stage
 from raycollect.captured.step_values import MISSING
 from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
@@ -28,6 +25,9 @@ from raycollect.core.model import TensorInfo
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_plan import Stage
+from raycollect.driver.step_runs import StepRuns
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import (
@@ -283,7 +283,7 @@ class Capture:
             self._block.clear()
             self._block.held.release()
 
-    def _collect(self, places: Sequence[tuple[int, int]], tracker: RunTracker, given: Mapping[str, Any]) -> Any:
+    def _collect(self, places: Sequence[tuple[int, int]], tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise anew(tracker.error)
         returned = self._block.returned

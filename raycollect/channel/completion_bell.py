@@ -81,7 +81,10 @@ class CompletionBell:
     def has_rung(self, seq: int, slots: Iterable[int]) -> bool:
         """Whether one of these participants has said that all have ended a plan."""
         words = self._memory.words
-        return any(words[slot] == seq for slot in slots if slot >= 0)
+        for slot in slots:  # noqa: SIM110 - it is in each wait, and a generator takes longer
+            if slot >= 0 and words[slot] == seq:
+                return True
+        return False
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a participant may have rung, or `wake` was called; it may return earlier."""

@@ -154,7 +154,10 @@ class Doorbell:
         """Returns what a slot has answered to a run; None: nothing yet, or it goes over the channel."""
         memory = self._memory
         cell = memory.answers[slot] + number % IN_FLIGHT * _WORDS
-        return memory.read(cell) if memory.words[cell] == number else None
+        words = memory.words
+        if words[cell] != number:
+            return None
+        return b"" if _IN_ORDER and not words[cell + 3] else memory.read(cell)
 
     def wait(self, timeout_s: float, slot: int = -1, number: int = 0) -> None:
         """Waits until somebody may have answered, or `wake` was called; it may return earlier.
@@ -248,7 +251,8 @@ class DoorbellClient:
                 self._leave()
                 memory.semaphores.wait(self._slot, min(until_s - now_s, _SLICE_S))
         self._number += 1
-        return Entry(number, words[cell + 1], words[cell + 2], memory.read(cell))
+        payload = b"" if _IN_ORDER and not words[cell + 3] else memory.read(cell)
+        return Entry(number, words[cell + 1], words[cell + 2], payload)
 
     def answer(self, number: int, payload: bytes) -> bool:
         """Answers a run that went well; returns False where the results have to go over the channel."""

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
-from raycollect.channel.loop import Loop, Timer
+from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Broken, Message
 from raycollect.channel.protocol import Connection, Event
 from raycollect.core import sockets, threads
+from raycollect.core.timers import Timer
 from raycollect.errors import ChannelError, ConnectionLostError, InternalError, ProtocolError, anew
 
 _log = logging.getLogger("raycollect")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import logging
 import selectors
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from raycollect.core import sockets, threads
+from raycollect.core.timers import Timer, TimerQueue
 from raycollect.errors import ChannelError, ConnectionLostError
 
 _log = logging.getLogger("raycollect")
@@ -32,17 +29,6 @@ class Owned(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Timer:
-    """A call at a later time; `cancel` it when it is no longer due."""
-
-    call: Callable[[], None] | None
-
-    def cancel(self) -> None:
-        """Makes the timer do nothing."""
-        self.call = None
-
-
 class Loop:
     """A thread that calls back when sockets are ready.
 
@@ -55,8 +41,7 @@ class Loop:
         self._wake_in, self._wake_out = sockets.wake_pair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._on_wake)
         self._calls: deque[Callable[[], None]] = deque()
-        self._timers: list[tuple[float, int, Timer]] = []
-        self._order = itertools.count()
+        self._timers = TimerQueue()
         self._lock = threading.Lock()
         self._stopping = False
         self.buffer: memoryview = memoryview(bytearray(256 * 1024))  # what all sockets of this thread are read into
@@ -99,9 +84,7 @@ class Loop:
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Makes a call after a while."""
-        timer = Timer(call)
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
-        return timer
+        return self._timers.add(delay_s, call)
 
     def _run(self) -> None:
         try:
@@ -115,7 +98,7 @@ class Loop:
             for owned in list(self.owned):
                 threads.survives(owned.end, reason)
             self.owned.clear()
-            self._timers.clear()
+            self._timers.all.clear()
             self._selector.close()
             sockets.close((self._wake_in, self._wake_out))
 
@@ -125,12 +108,14 @@ class Loop:
             self._select()
         while self._calls and not self._stopping:
             threads.survives(self._calls.popleft())
-        self._fire()
+        while self._timers.all and (call := self._timers.pop()) is not None:
+            threads.survives(call)
         return not self._stopping
 
     def _select(self) -> None:
         # The thread holds nothing of what was ready while it waits for more.
-        for key, ready in self._selector.select(self._idle_s()):
+        left_s = self._timers.left_s() if self._timers.all else None
+        for key, ready in self._selector.select(0.0 if self._calls else left_s):
             if not threads.survives(key.data, ready):
                 self._rest(key)
 
@@ -146,19 +131,6 @@ class Loop:
 
         self.unwatch(sock)
         self.call_later(_REST_S, again)
-
-    def _idle_s(self) -> float | None:
-        while self._timers and self._timers[0][2].call is None:
-            heapq.heappop(self._timers)
-        if self._calls:
-            return 0.0
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-
-    def _fire(self) -> None:
-        while self._timers and self._timers[0][0] <= time.monotonic():
-            call = heapq.heappop(self._timers)[2].call
-            if call is not None:
-                threads.survives(call)
 
     def _on_wake(self, ready: int) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from raycollect.channel.loop import Timer
+from raycollect.core.timers import Timer
 
 _log = logging.getLogger("raycollect")
 

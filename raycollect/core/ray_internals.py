@@ -93,7 +93,7 @@ def read_ref(ref: Any) -> tuple[Key, str]:
     An id is 8 bytes of the call, 12 of the actor, 4 of the job, and the index of the return.
     """
     binary: bytes = ref.binary()
-    no_actor = binary[8:20] == _NO_ACTOR or _is_of_put(binary)
+    no_actor = binary[8:20] == _NO_ACTOR or int.from_bytes(binary[24:], "little") >= _FIRST_PUT
     return Key(binary), "" if no_actor else binary[8:24].hex()
 
 
@@ -109,11 +109,7 @@ def nbytes_of(ref: Any) -> int:
 
 def is_put(ref: Any) -> bool:
     """Whether ray.put made a ref: Ray counts those from `_FIRST_PUT` on, beyond any return of a method."""
-    return _is_of_put(ref.binary())
-
-
-def _is_of_put(binary: bytes) -> bool:
-    return int.from_bytes(binary[24:], "little") >= _FIRST_PUT
+    return int.from_bytes(ref.binary()[24:], "little") >= _FIRST_PUT
 
 
 def current_actor_id() -> str:
@@ -240,7 +236,8 @@ def before_shutdown(call: Callable[[], None]) -> Callable[[], None]:
 
 def session() -> Any:
     """Equal as long as this process stays in its Ray session."""
-    return core_worker()
+    worker: Any = global_worker  # as `core_worker`: it is asked for in each call
+    return worker.core_worker
 
 
 def describe_process() -> str:

@@ -76,7 +76,8 @@ class Semaphores:
 
     def wait(self, rank: int, timeout_s: float) -> bool:
         """Takes one post of a rank's own semaphore; False where none came in time, or a signal arrived."""
-        return self._check(self._libc.wait(self._sems[rank], timeout_s))
+        returned = self._libc.wait(self._sems[rank], timeout_s)
+        return returned == 0 or self._check(returned)
 
     def take(self, rank: int) -> bool:
         """Takes one post, if there is one."""

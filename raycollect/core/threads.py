@@ -50,19 +50,6 @@ def start(name: str, run: Callable[..., object], *args: object) -> threading.Thr
     return thread
 
 
-def later(name: str, delay_s: float, call: Callable[..., object], *args: object) -> None:
-    """Makes a call after a while, in its own thread; at once where no more threads can be started."""
-
-    def wait() -> None:
-        time.sleep(delay_s)
-        survives(call, *args)
-
-    try:
-        start(name, wait)
-    except RuntimeError:
-        survives(call, *args)
-
-
 def is_own() -> bool:
     """Tells whether the calling thread runs no code of users, so that what is current in it is nobody else's matter."""
     return threading.current_thread().name.startswith(_OWN)

@@ -120,8 +120,7 @@ class Batch:
         finally:
             self._release()
         if self._work is not None and not self._async_op:
-            with self._work.cancelled_by_signals():
-                self._work.wait()
+            self._work.wait_or_cancel()
 
     def _leave(self) -> bool:
         """Ends the recording; False in another context than that in which it began, as a generator may be in."""

@@ -17,7 +17,7 @@ from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
-from raycollect.driver.work import Work
+from raycollect.driver.work import Work, wait_for
 from raycollect.errors import Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type
 from raycollect.group import membership as groups
@@ -123,9 +123,7 @@ class Call:
         tracker, submission = request_list.send(self.controller, STAGING_NBYTES, is_batch=False)
         if async_op:
             return Work(self.controller, tracker, request_list.results[0], submission)
-        work = Work(self.controller, tracker, request_list.results[0])
-        with work.cancelled_by_signals():
-            return work.wait()
+        return wait_for(self.controller, tracker, request_list.results[0])
 
     # ------------------------------------------------------------------------------------------ binding
 

@@ -10,10 +10,9 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 from raycollect.channel import CompletionBell
 from raycollect.core import ray_internals
@@ -29,7 +28,7 @@ from raycollect.observe import Tracer
 from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
 from raycollect.pos import fetch
 
-_Tracker = TypeVar("_Tracker", bound=PlanTracker)
+_MOST_LINKS = 256  # for how many plans it is known who takes part
 
 
 class Controller:
@@ -39,6 +38,7 @@ class Controller:
         dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
         revision: Changes whenever a group, or a member of one, is gone.
         messages: Takes what participants say.
+        numbers: The numbers of plans, one per launch; taken under `dispatching`.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
@@ -77,12 +77,13 @@ class Controller:
         self.dispatching: threading.Lock = threading.Lock()
         self.revision: object = object()
         self.known_calls: dict[Any, Any] = {}
+        self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}  # as long as the revision is the same
         self.messages: ControllerMessages = ControllerMessages(self)
         self._bell = _make_bell()
         self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
         self.groups: Groups = Groups(self.participants, self._group_ends, self._drained)
         self._is_closed = False
-        self._seq = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)
         self._trackers: dict[int, PlanTracker] = {}
         self._abandoned: deque[tuple[Callable[[], bool], tuple[Membership, ...]]] = deque()  # captures to be closed
         self._tracer = Tracer.current()
@@ -101,6 +102,7 @@ class Controller:
         for tracker in list(self._trackers.values()):
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
         self._trackers.clear()
+        self._links.clear()
         self._is_closed = True
         self.revision = object()
         self.groups.close()
@@ -109,11 +111,19 @@ class Controller:
             self._bell.close()
         fetch.close_idle()
 
-    def links(self, memberships: Sequence[Membership], actor_ids: Sequence[str]) -> list[ParticipantLink]:
+    def links(self, memberships: Sequence[Membership], actor_ids: tuple[str, ...]) -> list[ParticipantLink]:
         """The leased participants of a plan or captured step, by position; raises as `check` does."""
+        key, revision = (tuple(memberships), actor_ids), self.revision
+        known = self._links.get(key)
+        if known is not None and known[0] is revision:
+            return known[1]
         self.check(memberships)
         groups = dict.fromkeys(memberships)
-        return [self.participants.leased(actor_id, groups) for actor_id in actor_ids]
+        found = [self.participants.leased(actor_id, groups) for actor_id in actor_ids]
+        if known is not None or len(self._links) >= _MOST_LINKS:
+            self._links.clear()
+        self._links[key] = revision, found
+        return found
 
     def check(self, memberships: Sequence[Membership]) -> None:
         """Checks that groups exist and can communicate."""
@@ -123,6 +133,7 @@ class Controller:
 
     def _group_ends(self, membership: Membership, why: str) -> None:
         self.revision = object()
+        self._links.clear()
         known = tuple(self.known_calls.items())
         self.known_calls = {asked: call for asked, call in known if call.membership is not membership}
         for tracker in self._plans_of(membership):
@@ -138,40 +149,39 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------ plans under way
 
-    def register(self, make: Callable[[int], _Tracker], width: int = 1) -> _Tracker:
-        """Makes a tracker under the next numbers, one per launch; called under `dispatching`."""
+    def register(self, tracker: PlanTracker) -> None:
+        """Adds a plan, or a run, under the number that was taken last, and takes those of its other launches."""
         if self._abandoned:
             self._close_abandoned()
-        tracker = make(next(self._seq))
         ring = self._tracer.ring
         if ring is not None:
             tracker.ring, tracker.began_s = ring, ring.clock()
-        for _ in itertools.islice(self._seq, width - 1):
-            pass
+        for _ in range(tracker.plan.width - 1):
+            next(self.numbers)
         self._trackers[tracker.seq] = tracker
-        return tracker
 
-    def trackers(self) -> Iterable[PlanTracker]:
+    def trackers(self) -> list[PlanTracker]:
         """The plans that have not ended everywhere. Runs by the doorbell are seen to have ended by asking."""
-        found = list(self._trackers.values())
-        for tracker in [one for one in found if one.has_ended]:
-            self._trackers.pop(tracker.seq, None)
-        return [one for one in found if one.seq in self._trackers]
+        found = []
+        for tracker in tuple(self._trackers.values()):
+            if tracker.has_ended:
+                self._trackers.pop(tracker.seq, None)
+            elif tracker.seq in self._trackers:
+                found.append(tracker)
+        return found
 
-    @contextmanager
-    def claimed_bell(self) -> Iterator[CompletionBell | None]:
+    def claim_bell(self) -> CompletionBell | None:
         """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it."""
         bell = self._bell
-        if bell is None or not bell.claim():
-            yield None
-            return
-        try:
-            yield bell
-        finally:
-            for tracker in [one for one in list(self._trackers.values()) if one.bell is not None]:
-                unheard = PlanAbortedError(detail="its caller was interrupted")  # nobody looks at the bell any more
-                self.send(tracker, [] if tracker.resolved else tracker.fail(unheard))
-            bell.release()
+        return bell if bell is not None and bell.claim() else None
+
+    def release_bell(self, bell: CompletionBell) -> None:
+        """Ends a claim; nobody looks at the bell any more."""
+        for tracker in tuple(self._trackers.values()):
+            if tracker.bell is not None:
+                unheard = None if tracker.resolved else PlanAbortedError(detail="its caller was interrupted")
+                self.send(tracker, [] if unheard is None else tracker.fail(unheard))
+        bell.release()
 
     def tracker(self, seq: int) -> PlanTracker | None:
         """The plan whose first launch has that number."""
@@ -179,7 +189,8 @@ class Controller:
 
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
         """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
-        self.participants.deliver(tracker.plan.participants, outgoing)
+        if outgoing:
+            self.participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:
             self._trackers.pop(tracker.seq, None)
 

@@ -111,7 +111,9 @@ class ControllerMessages:
 
     def _tracker_of(self, launch: int) -> PlanTracker | None:
         controller = self._controller
-        return controller.tracker(launch) or next((one for one in controller.trackers() if one.has(launch)), None)
+        return controller.tracker(launch) or next(
+            (one for one in controller.trackers() if launch in one.launches), None
+        )
 
     def _arrive(self, peer: ParticipantLink, message: messages.Arrive) -> None:
         tracker = self._tracker_of(message.seq)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import ray
@@ -26,7 +27,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink, StartBarrier
 from raycollect.driver.pending import Pending
-from raycollect.driver.plan_tracker import PlanTracker, Ringing, retrieve_errors
+from raycollect.driver.plan_tracker import PlanTracker, retrieve_errors
 from raycollect.errors import (
     CollectiveTimeoutError,
     DispatchError,
@@ -51,6 +52,8 @@ from raycollect.planner import (
     plan_part,
 )
 from raycollect.planner.ir import Operands
+
+_BELL_SLOT = attrgetter("bell_slot")
 
 ORDER_NBYTES = MAX_FRAME_NBYTES - 256  # the longest program, with its keys, that goes by the channel
 
@@ -182,12 +185,15 @@ def send_prepared(
     planned, keys = prepared.plan, tuple(refs)
     with controller.dispatching:
         peers = controller.links(memberships, planned.participants)
-        by_channel = prepared.fits_channel and all(one.spec.ordering == DATA for one in memberships)
+        by_channel = prepared.fits_channel
+        for one in memberships:
+            by_channel = by_channel and one.spec.ordering == DATA
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
-        tracker = controller.register(lambda seq: PlanTracker(seq, planned, memberships, refs), planned.width)
+        tracker = PlanTracker(next(controller.numbers), planned, memberships, refs)
+        controller.register(tracker)
         rings = bell is not None
         if bell is not None:
-            tracker.bell = Ringing(bell, tuple([peer.bell_slot for peer in peers]))
+            tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
         if together:
             _start_barrier(controller, tracker, peers, memberships)
         # All at once: another thread's call, of which one more may need the result, would else come behind the plan on
@@ -197,7 +203,7 @@ def send_prepared(
             for at, peer in enumerate(peers):
                 outputs = prepared.outputs[at]
                 ticket = Ticket(tracker.seq, peer.last_seq)
-                order = encode_order(ticket, [keys[place] for place in prepared.sources[at]], prepared.programs[at])
+                order = encode_order(ticket, list(map(keys.__getitem__, prepared.sources[at])), prepared.programs[at])
                 made: Sequence[Any] = ()
                 try:
                     if by_channel:

@@ -13,6 +13,7 @@ from raycollect.core.model import Member
 from raycollect.driver import stall_report
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import COULD_NOT_LOOK
+from raycollect.group import watchdog
 from raycollect.group.membership import DESTROYED
 from raycollect.planner.wording import counted, nbytes_words, seconds_words
 from raycollect.pos import StoreStatistics
@@ -217,7 +218,7 @@ def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping
         awaited_s=max((stall_report.awaited_s(one, member.actor_id, seen) for one in pending), default=0.0),
         host=member.address.host,
         device=", ".join(f"{kind} {', '.join(ids)}" for kind, ids in member.accelerators) or "CPU",
-        **stall_report.told(mine),
+        **watchdog.told(mine),
     )
 
 

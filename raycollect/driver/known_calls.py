@@ -17,7 +17,7 @@ from raycollect.driver import batch
 from raycollect.driver.call import Call
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, prepare, send_prepared
-from raycollect.driver.work import Work
+from raycollect.driver.work import Work, wait_for
 from raycollect.group.membership import Membership
 from raycollect.planner import STAGING_NBYTES
 
@@ -122,11 +122,13 @@ def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, 
             is_batch=False,
         )
         return Work(controller, tracker, results, submission)
-    with controller.claimed_bell() as bell:
+    bell = controller.claim_bell()
+    try:
         tracker = send_prepared(controller, known.prepared, memberships, operands, bell)
-        work = Work(controller, tracker, results)
-        with work.cancelled_by_signals():
-            return work.wait()
+        return wait_for(controller, tracker, results)
+    finally:
+        if bell is not None:
+            controller.release_bell(bell)
 
 
 def _note(asked: _Asked, controller: Controller, request: RequestKey, membership: Membership) -> None:

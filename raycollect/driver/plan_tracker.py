@@ -1,9 +1,13 @@
-"""State machine of one plan under way: events in, outgoing messages out. No I/O; one lock.
+"""State machine of one plan, or one run of a captured step, under way: events in, outgoing messages out. One lock.
 
 A plan ends in one of three ways. All participants succeed. All refuse it in the agreement before the launch: an error,
 and no tensor was touched. In every other case the tracker tells all who have not ended to abort, and fails with the
 first cause, not with an abort that it led to. Where a plan has several launches, such an abort is passed on, too: a
 rank that waits in another launch than the one that broke would not hear of it there.
+
+A participant at a doorbell ends its part of a run by a word in shared memory, which no thread of the driver watches:
+whoever waits for a run, or asks how it went, reads it. What does not fit there, what other machines say, and every
+failure comes over the channel.
 
 Participants are positions in the plan here; errors name ranks of the user's groups (`error_location`).
 """
@@ -16,13 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBell
-from raycollect.channel.messages import Abort, Arrive
+from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.core.model import Key, Member
 from raycollect.driver.error_location import ErrorLocator, RankNames
-from raycollect.driver.plan_arrivals import PlanArrivals
+from raycollect.engine.agreement import ArrivalGather
 from raycollect.errors import (
     CollectiveTimeoutError,
     ParticipantDiedError,
@@ -33,8 +37,11 @@ from raycollect.errors import (
 )
 from raycollect.group.membership import Membership
 from raycollect.observe import Label, Place, Ring
-from raycollect.observe.trace import PLAN
+from raycollect.observe.trace import PLAN, RUN
 from raycollect.planner import Plan
+
+if TYPE_CHECKING:
+    from raycollect.driver.step_runs import StepRuns
 
 _log = logging.getLogger("raycollect")
 
@@ -42,49 +49,72 @@ Outgoing = list[tuple[int, Any]]  # (position, message), in the order of sending
 
 ABSENT = ("lost", "producer_failed")  # kinds of violations whose operand is not there
 
+ANSWER_NBYTES = 1 << 19  # how many bytes go into one message, which has to fit into a frame; each arrival alone did
+
 _MAX_REASON_CHARS = 1000
 
-
-class Ringing(NamedTuple):
-    """How a plan's end is told to the thread that waits for it."""
-
-    bell: CompletionBell
-    slots: tuple[int, ...]  # the words of its participants
-
-    def has_rung(self, seq: int) -> bool:
-        """Whether one of them has said that all have ended it well."""
-        return self.bell.has_rung(seq, self.slots)
+_AgreementKey = tuple[int, int, str, tuple[int, ...]]  # (launch, round, group id, ranks)
 
 
 class PlanTracker:
-    """A plan between its dispatch and the end of its last participant.
+    """A plan, or a run, between its dispatch and the end of its last participant.
+
+    Args:
+        runs: The runs of its captured step; None: it is a plan.
+        number: The run's number at the doorbell; 0: it is not rung for.
 
     Attributes:
+        launches: The numbers of its launches.
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
         made: (request, position) -> the ref of what the request makes there.
         bell: What is rung when it has gone well everywhere, where the thread that waits for it has claimed the bell.
+        bell_slots: The words of its participants there.
+        place: Which of the step's runs it is, from 1.
+        until_s: When its time is over, by `time.monotonic`.
+        results: What the participants have answered, by position.
+        slots: (position, slot) of those who have not answered at the doorbell.
         is_committed: Whether all participants were told to overwrite what they gave: all that live have results.
     """
 
-    kind: ClassVar[str] = PLAN  # what timelines call it
-
-    def __init__(self, seq: int, plan: Plan, memberships: Sequence[Membership], refs: dict[Key, Any]) -> None:
+    def __init__(
+        self,
+        seq: int,
+        plan: Plan,
+        memberships: Sequence[Membership],
+        refs: dict[Key, Any],
+        runs: StepRuns | None = None,
+        number: int = 0,
+        limit_s: float = math.inf,
+    ) -> None:
         self.seq = seq
         self.plan = plan
+        self.runs = runs
+        self.number = number
+        self.limit_s = limit_s
+        self.until_s: float = math.inf if limit_s == math.inf else time.monotonic() + limit_s
+        self.launches = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
         self.made: dict[tuple[int, int], Any] = {}
         self.error: RaycollectError | None = None
         self.is_committed: bool = False
-        self.bell: Ringing | None = None
+        self.bell: CompletionBell | None = None
+        self.bell_slots: tuple[int, ...] = ()
         self.ring: Ring | None = None
         self.began_s: float = 0.0
         self._memberships = memberships
-        self._keys = tuple(refs)
+        self._keys = tuple(refs) if runs is None else runs.keys
         self._is_explained = False  # whether the refs have told what they know of the failure
-        self._is_chain = plan.width > 1  # a rank that waits in one launch does not hear that another one broke
+        # A rank that waits in one launch does not hear that another one broke; methods hear of none
+        self._is_chain = plan.width > 1 or runs is not None
+        self._gathers: dict[_AgreementKey, ArrivalGather] = {}  # the agreements before launches that come here
         self._pending = set(range(len(plan.participants)))
+        if runs is not None:
+            self.place: int = runs.begun
+            self.is_fenced: bool = False
+            self.results: list[bytes | None] = [None] * len(plan.participants)
+            self.slots: tuple[tuple[int, int], ...] = runs.in_slots if number else ()
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
         self._abandoned: list[bool] = []  # not empty until the failure that nobody waits for is logged
         self._told = False  # whether the participants were told to abort
@@ -99,11 +129,13 @@ class PlanTracker:
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
-        return self._resolved
+        return self._resolved or (self.runs is not None and self.look(self.runs))
 
     @property
     def has_ended(self) -> bool:
         """True when no participant runs it any more."""
+        if self._pending and self.runs is not None:
+            self.look(self.runs)
         return not self._pending
 
     @property
@@ -114,58 +146,69 @@ class PlanTracker:
     @cached_property
     def location(self) -> ErrorLocator:
         """Maps positions and sources to what users know."""
-        return ErrorLocator(self.plan, self._memberships, self._keys)
-
-    @cached_property
-    def arrivals(self) -> PlanArrivals:
-        """The agreements that the controller gathers; used under the lock."""
-        return PlanArrivals(self.seq, self.plan, self.location)
+        homes = None if self.runs is None else self.runs.step_plan.homes
+        return ErrorLocator(self.plan, self._memberships, self._keys, homes)
 
     def is_pending(self, position: int) -> bool:
         """True while that participant has not ended it."""
-        return position in self._pending
+        return not self.has_ended and position in self._pending
 
     def member(self, position: int) -> Member:
         """A participant, as a member of the group of its first request."""
         return self.location.home(position)[1]
 
-    def has(self, seq: int) -> bool:
-        """Whether one of its launches has that number."""
-        return self.seq <= seq < self.seq + self.plan.width
-
-    def is_at(self, position: int, launch: int) -> bool:
-        """Whether a participant takes part in one of its launches."""
-        return True
-
     @cached_property
     def writes(self) -> Mapping[Key, bool]:
         """Key -> whether it writes the tensor, for each ref that it uses."""
+        if self.runs is not None:
+            return self.runs.writes
         keys = self._keys
         return {keys[source]: written for source, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False where it is not known in time."""
-        if self.bell is not None and self.bell.bell.is_mine:
-            return self._wait_for(self.bell, timeout_s)
+        if self.runs is not None:
+            return self.runs.wait(self, timeout_s)
+        bell = self.bell
+        if bell is None or not bell.is_mine:
+            return self.wait_for_word(timeout_s)
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._resolved:
+            if bell.has_rung(self.seq, self.bell_slots):
+                self._ended(range(len(self.plan.participants)), None, ())
+            elif (left_s := until_s - time.monotonic()) > 0:
+                bell.wait(left_s)
+            else:
+                return False
+        return True
+
+    def wait_for_word(self, timeout_s: float | None) -> bool:
+        """Waits for an outcome that somebody else finds out."""
         if not self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
             return False
         self._unresolved.release()
         return True
 
-    def _wait_for(self, ringing: Ringing, timeout_s: float | None) -> bool:
-        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._resolved:
-            if ringing.has_rung(self.seq):
-                self._all_done()
-            elif (left_s := until_s - time.monotonic()) > 0:
-                ringing.bell.wait(left_s)
+    def look(self, runs: StepRuns) -> bool:
+        """Takes what participants have answered to a run; returns whether the outcome is known."""
+        slots, ended, doorbell = self.slots, [], runs.doorbell
+        for count, (position, slot) in enumerate(slots, 1):
+            payload = None if doorbell is None else doorbell.answer(slot, self.number)
+            if position in self._pending:
+                if payload is None:
+                    break
+                self.results[position] = payload
+                ended.append(position)
+            slots = self.slots[count:]
+        if ended:
+            self._ended(ended, None, ())
+        self.slots = slots
+        if not self._pending and not self._resolved:  # a signal came between the last answer and what follows
+            if self._first is not None:
+                self._failed(*self._first)
             else:
-                return False
-        return True
-
-    def _all_done(self) -> Outgoing:
-        everybody = range(len(self.plan.participants))
-        return self.done(0, None, (), others=everybody)  # nobody is left who could be told of anything
+                self._resolve(None)
+        return self._resolved
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Calls back once the outcome is known: now, or later on the channel's thread."""
@@ -187,15 +230,23 @@ class PlanTracker:
     # ------------------------------------------------------------------------------------------ events
 
     def answered(self, position: int, payload: bytes) -> None:
-        """A participant has ended it well and returns values; only runs of captured steps do."""
-        raise ProtocolError(detail=f"plan {self.seq} is no run of a captured step")
+        """A participant has ended a run well and returns values; any thread may call it."""
+        if self.runs is None:
+            raise ProtocolError(detail=f"plan {self.seq} is no run of a captured step")
+        if position in self._pending:
+            self.results[position] = payload
+            self._ended((position,), None, ())
 
     def done(
         self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
     ) -> Outgoing:
-        """A participant has ended, and reports `others` that ran all of it."""
+        """A participant has ended, and reports `others` that ran all of a plan."""
+        return self._ended((position, *others) if self.runs is None else (position,), error, story)
+
+    def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
+        position = positions[0]
         with self._lock:
-            self._pending.difference_update((position, *others))
+            self._pending.difference_update(positions)
             waiting = bool(self._pending)
             if error is not None and self._first is None:
                 self._first = (position, error, tuple(story))
@@ -216,13 +267,14 @@ class PlanTracker:
         return []
 
     def lost(self, position: int, reason: str) -> Outgoing:
-        """A participant's process is gone."""
+        """A participant's process is gone; what it has said before counts."""
+        if self.runs is not None:
+            self.runs.hear(self, position)
+        if self.bell is not None and position in self._pending and self.bell.has_rung(self.seq, self.bell_slots):
+            return self._ended(range(len(self.plan.participants)), None, ())
         with self._lock:
             if position not in self._pending:
                 return []
-        if self.bell is not None and self.bell.has_rung(self.seq):
-            return self._all_done()
-        with self._lock:
             self._pending.discard(position)
         error = ParticipantDiedError(
             detail=f"its process, or the connection to it, ended while the collective was under way ({reason})"
@@ -230,17 +282,33 @@ class PlanTracker:
         return self._failed(position, error, ())
 
     def arrive(self, position: int, message: Arrive) -> Outgoing:
-        """A participant arrives at an agreement that the controller gathers; the last arrival completes it."""
+        """A participant arrives at an agreement that no group of all gathers; the last arrival completes it."""
+        ranks, at, plan = tuple(message.ranks), message.seq - self.seq, self.plan
         with self._lock:
-            gathered = self.arrivals.arrive(position, message)
-            if gathered is None:
+            by_rank = self._by_rank(message.seq, message.group_id)
+            places = [by_rank.get(rank, -1) for rank in ranks]
+            if min(places, default=-1) < 0 or by_rank.get(message.rank) != position or ranks != tuple(sorted({*ranks})):
+                raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
+            rounds = plan.rounds_at(at, in_group=bool(message.group_id))
+            if not 0 <= message.round < rounds:
+                detail = f"launch {message.seq} has no round {message.round} in its consistency check"
+                raise ProtocolError(detail=detail)
+            key = (message.seq, message.round, message.group_id, ranks)
+            blobs = self._gathers.setdefault(key, ArrivalGather(ranks)).arrive(message.rank, message.blob)
+            if blobs is None:
                 return []
-            if self.plan.commits and not message.group_id and gathered.is_last_round:
+            if plan.commits and not message.group_id and message.round == rounds - 1:
                 if self._told or self._resolved:  # the others have given up, or will
                     return []
                 self.is_committed = True
-        answers = gathered.answers()
-        return [(place, answer) for place in gathered.places for answer in answers]
+        answers = _answers(message, blobs)
+        return [(place, answer) for place in places for answer in answers]
+
+    def _by_rank(self, launch: int, group_id: str) -> dict[int, int]:
+        """Rank -> position of a group's members that take part; without a group, of all in that launch."""
+        if group_id:
+            return self.location.positions_of(group_id)
+        return dict(enumerate(self.plan.places_at(launch - self.seq)))
 
     def fail(self, error: RaycollectError, *, unsent: Sequence[int] = ()) -> Outgoing:
         """The controller itself ends it; participants in `unsent` never got it."""
@@ -257,14 +325,24 @@ class PlanTracker:
     # ------------------------------------------------------------------------------------------ outcome
 
     def _failed(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> Outgoing:
-        missing: RankNames = []
-        if isinstance(error, CollectiveTimeoutError):
+        missing: RankNames = []  # who has not arrived at the latest agreement
+        if isinstance(error, CollectiveTimeoutError) and self._gathers:
             with self._lock:
-                missing = self.arrivals.missing()
-        self._resolve(self.location.locate(position, error, story, missing))
-        if isinstance(error, RefusedError) and position >= 0:
+                key = max(self._gathers)
+                by_rank = self._by_rank(key[0], key[2])
+                homes = [self.location.home(by_rank[rank]) for rank in self._gathers[key].missing]
+            missing = [(group.rank_of(one.actor_id), one.actor) for group, one in homes]
+        runs, location = self.runs, self.location
+        if runs is None:
+            self._resolve(location.locate(position, error, story, missing))
+        else:
+            self._resolve(runs.locate(location, position, error, story, missing))
+        if not isinstance(error, RefusedError) or position < 0:
+            return self._abort(position, error)
+        if runs is None:
             return []  # refused in the agreement: everyone knows
-        return self._abort(position, error)
+        know = runs.step_plan.heard(position, error)
+        return [(at, message) for at, message in self._abort(position, error) if at not in know]
 
     def _abort(self, position: int, error: RaycollectError) -> Outgoing:
         """Tells all who have not ended to abort, once; not after the commit, when nobody waits for others."""
@@ -284,24 +362,23 @@ class PlanTracker:
             known = self._resolved
             if not known:
                 self.error = error
-                self._note(error)
+                if self.runs is not None and error is not None:  # before the outcome becomes visible
+                    self.runs.failure = self.runs.failure or error
                 self._resolved = True
                 watchers, self._watchers = self._watchers, []
         self._let_go()
-        if known:
-            return
-        self._unresolved.release()
-        if self.bell is not None and not self.bell.bell.is_mine:
-            self.bell.bell.wake()
-        if self.ring is not None:
-            _record(self, self.ring)
-        for call in watchers:
-            call()
-        if self._abandoned:
-            _log_abandoned(self._abandoned, self.plan.name, self.error)
-
-    def _note(self, error: RaycollectError | None) -> None:
-        """The outcome, just before it becomes visible; called under the lock."""
+        if not known:
+            self._unresolved.release()
+            if self.bell is not None and not self.bell.is_mine:
+                self.bell.wake()
+            if self.ring is not None:
+                _record(self, self.ring)
+            for call in watchers:
+                call()
+            if self._abandoned:
+                _log_abandoned(self._abandoned, self.plan.name, self.error)
+        if self.runs is not None:
+            self.runs.ended(self)
 
     def _let_go(self) -> None:
         """Drops the refs once nobody runs it, except those of absent operands: Ray knows what their methods did."""
@@ -322,6 +399,21 @@ def retrieve_errors(refs: Iterable[Any]) -> None:
         ref.future()
 
 
+def _answers(message: Arrive, blobs: Sequence[bytes]) -> list[Arrivals]:
+    """What each of those who agreed is told, in parts that fit into frames."""
+    parts, filled = list[list[bytes]]([[]]), 0
+    for blob in blobs:
+        if filled and filled + len(blob) > ANSWER_NBYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append(blob)
+        filled += len(blob)
+    group_id, seq, number = message.group_id, message.seq, message.round
+    return [
+        Arrivals(group_id=group_id, seq=seq, round=number, blobs=part, more=part is not parts[-1]) for part in parts
+    ]
+
+
 def _log_abandoned(abandoned: list[bool], name: str, error: RaycollectError | None) -> None:
     try:
         abandoned.pop()
@@ -336,7 +428,8 @@ def _record(tracker: PlanTracker, ring: Ring) -> None:
     known = ring.labelled.get((id(plan),))  # of plans that are repeated; a new label may take some 60 us
     number = ring.label_of(lambda: _label(tracker, ring), plan) if known is None else known[1]
     failed = "" if error is None else type(error).__name__
-    ring.put(tracker.kind, "", tracker.began_s, ring.clock(), tracker.seq, number, failed)
+    kind = PLAN if tracker.runs is None else RUN
+    ring.put(kind, "", tracker.began_s, ring.clock(), tracker.seq, number, failed)
 
 
 def _label(tracker: PlanTracker, ring: Ring) -> Label:

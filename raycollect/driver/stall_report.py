@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from raycollect.channel.messages import Seen
 from raycollect.core import sockets, threads
@@ -17,7 +16,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
-from raycollect.group.watchdog import QUIET_S
+from raycollect.group.watchdog import QUIET_S, report_of
 
 __all__ = [
     "QUIET_S",
@@ -27,7 +26,6 @@ __all__ = [
     "explain_delay",
     "reports",
     "step_of",
-    "told",
     "wait",
 ]
 
@@ -42,10 +40,10 @@ def wait(
 ) -> bool:
     """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
     bar = progress_bar.wanted(controller, tracker, progress)
-    if tracker.resolved:
-        return True
     left_s = math.inf if timeout_s is None else timeout_s
     if bar is not None:
+        if tracker.resolved:
+            return True
         with bar:
             return _wait_watched(tracker, left_s, (Attention(controller, tracker), bar))
     first_s = min(FIRST_S, QUIET_S, left_s)
@@ -221,30 +219,17 @@ def _reports(
     tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
 ) -> tuple[RankReport, ...]:
     found = [
-        RankReport(
-            rank=member.rank,
-            actor=member.actor,
+        report_of(
+            member.rank,
+            member.actor,
+            seen[member.actor_id],
             has_begun=_has_begun(tracker, seen[member.actor_id]),
             step=step_of(tracker, seen[member.actor_id]),
             awaited_s=awaited_s(tracker, member.actor_id, seen),
-            **told(seen[member.actor_id]),
         )
         for member in members
     ]
     return tuple(sorted(found, key=lambda report: report.has_begun))
-
-
-def told(seen: Seen | None) -> dict[str, Any]:
-    """What a participant said of itself, as fields of `RankReport` and `MemberStatus`; None: it gave no answer."""
-    if seen is None:
-        return {"answers": False, "doing": "", "stack": (), "ended": 0, "story": ()}
-    return {
-        "answers": True,
-        "doing": seen.doing,
-        "stack": tuple(seen.stack),
-        "ended": seen.ended,
-        "story": tuple(seen.story),
-    }
 
 
 def step_of(tracker: PlanTracker, seen: Seen | None) -> str:
@@ -262,7 +247,8 @@ def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | Non
         return 0.0
     last = max(_checks(tracker, mine), default=-1)
     others = [_checks(tracker, one).items() for other, one in seen.items() if other != actor_id]
-    waits = [s for checks in others for check, s in checks if check > last and tracker.is_at(position, check)]
+    at = {check: position in tracker.plan.places_at(check - tracker.seq) for checks in others for check, _ in checks}
+    waits = [s for checks in others for check, s in checks if check > last and at[check]]
     return max(waits, default=0.0)
 
 
@@ -273,7 +259,7 @@ def _checks(tracker: PlanTracker, seen: Seen | None) -> dict[int, float]:
     return {
         check: since_ms / 1000
         for check, since_ms in zip(seen.checks, seen.checks_ms, strict=False)
-        if tracker.has(check)
+        if check in tracker.launches
     }
 
 
@@ -281,7 +267,7 @@ def _has_begun(tracker: PlanTracker, seen: Seen | None) -> bool:
     return seen is not None and (
         tracker.seq in seen.running
         or _has_done(tracker, seen)
-        or (seen.ended >= tracker.seq and any(map(tracker.has, seen.checks)))
+        or (seen.ended >= tracker.seq and any(map(tracker.launches.__contains__, seen.checks)))
     )
 
 

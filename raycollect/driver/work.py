@@ -217,11 +217,10 @@ class Work(UnderWay):
             raise anew(error)
         return self.refs
 
-    @contextmanager
-    def cancelled_by_signals(self) -> Iterator[None]:
-        """Around a wait for a caller who is not given this: what interrupts it (Ctrl-C) cancels the collective."""
+    def wait_or_cancel(self) -> Any:
+        """Waits for a caller who is not given this: what interrupts it (Ctrl-C) cancels the collective."""
         try:
-            yield
+            return self.wait()
         except (KeyboardInterrupt, SystemExit):
             self.cancel()
             raise
@@ -303,6 +302,18 @@ class Work(UnderWay):
     def __repr__(self) -> str:
         tracker = self._tracker
         return f"<Work {tracker.plan.name} on group {tracker.group_name!r}, plan {tracker.seq}: {self._state}>"
+
+
+def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
+    """`Work.wait_or_cancel`, without a `Work` where all goes well."""
+    try:
+        stall_report.wait(controller, tracker, None)
+    except BaseException as exc:
+        unheard = Work(controller, tracker, refs)
+        if isinstance(exc, (KeyboardInterrupt, SystemExit)):
+            unheard.cancel()
+        raise
+    return refs if tracker.error is None else Work(controller, tracker, refs).wait()
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class Execution:
         met: tuple[RunCache, tuple[bytes, ...]] | None = None,
         meeting: str = "",
     ) -> None:
-        self._program = program
+        self.program: Program = program
         self._instruments = instruments
         self._faults = None if type(instruments.faults) is NoFaults else instruments.faults
         self._met = met
@@ -119,7 +119,7 @@ class Execution:
         return outcome
 
     def _run_all(self) -> Outcome:
-        self._record("start", self._program.name)
+        self._record("start", self.program.name)
         self._kernel_progress, self._step = here(), run_steps.here()
         self._kernel_progress.cover()
         ended: tuple[int, ...] = ()
@@ -170,7 +170,7 @@ class Execution:
 
     def _agree(self) -> KernelSchedule:
         self._step.at = "in the consistency check"
-        clock, program, preparation = self._instruments.clock, self._program, self._preparation
+        clock, program, preparation = self._instruments.clock, self.program, self._preparation
         brought: tuple[bytes, ...] | None = None
         blobs: tuple[bytes, ...] = ()
         came_s = clock()
@@ -204,7 +204,7 @@ class Execution:
 
     def _show_boxes(self, known: RunCache | None) -> None:
         """Tells the others where the boxes of a reshard lie, if the last run has found out."""
-        opened, program = self._launches.opened, self._program
+        opened, program = self._launches.opened, self.program
         if opened is None or is_batch(program) or not program.shares[0].template.boxes:  # alike on all ranks
             return
         communicator, launch = opened
@@ -236,7 +236,7 @@ class Execution:
 
     def _where(self, first: int, is_named: bool) -> str:
         """Where the run is, for a person; `first` is the number of the program's first call."""
-        schedule, scheduled, program = self._schedule, self._under_way, self._program
+        schedule, scheduled, program = self._schedule, self._under_way, self.program
         if schedule is None or scheduled is None:
             return "waits for readers of what it writes"
         bundles = schedule.bundles
@@ -256,7 +256,7 @@ class Execution:
     def _run_bundle(self, scheduled: ScheduledBundle) -> None:
         # If it fails after it has begun, what it writes is dirty, and nothing else.
         store = self._instruments.store
-        is_kept = self._program.commits or scheduled.share.template.is_listed  # by kernels
+        is_kept = self.program.commits or scheduled.share.template.is_listed  # by kernels
         self._writes = False
         try:
             for move in scheduled.moves:
@@ -310,7 +310,7 @@ class Execution:
             staging_copies.unload(self._patience())
 
     def _patience(self) -> Patience:
-        return Patience(lambda: self._launches.reason, self._program.timeout_s)
+        return Patience(lambda: self._launches.reason, self.program.timeout_s)
 
     def _launch(self, communicator: Communicator, launch: Launch, move: LaunchStep) -> None:
         # Together where the backend can, else by `move.instead`, else one by one.
@@ -344,7 +344,7 @@ class Execution:
                 with self._timed.staging("pack"):
                     move.packed.load()
             with self._timed.kernels(self._under_way, move, first=len(move.kernels) - self._left, count=1):
-                communicator.launch(launch, kernel).wait(self._program.timeout_s)
+                communicator.launch(launch, kernel).wait(self.program.timeout_s)
             self._ended(self._left - 1)
             if move.packed is not None:
                 with self._timed.staging("unpack"):
@@ -370,19 +370,19 @@ class Execution:
         return [*begun, *(kernel for move in moves[at + 1 :] if move.number == number for kernel in move.kernels)]
 
     def _given_up(self) -> RaycollectError | None:
-        now_s, limit_s = self._instruments.clock(), self._program.timeout_s
+        now_s, limit_s = self._instruments.clock(), self.program.timeout_s
         self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
         return given_up(self._launches.reason, now_s > self._until_s, limit_s)
 
     def _located(self, error: RaycollectError) -> RaycollectError:
-        return located(error, self._program, self._under_way, self._instruments.recorder, self._seq)
+        return located(error, self.program, self._under_way, self._instruments.recorder, self._seq)
 
     def _record(self, what: str, detail: str = "") -> None:
         self._instruments.recorder.add(what, self._seq, detail)
 
     def _at(self, point: str) -> None:
         if self._faults is not None:
-            self._faults.at(point, self._seq, self._program.agreement.rank)
+            self._faults.at(point, self._seq, self.program.agreement.rank)
 
 
 def given_up(reason: str | None, is_late: bool, limit_s: float) -> RaycollectError | None:

@@ -9,7 +9,7 @@ with what all have brought after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -38,15 +38,15 @@ class FastPath:
     program: Program
     held: Sequence[Container]  # its operands; the containers are the very same objects in each run
     known: RunCache  # what the last run on them found out
+    first: Kernel  # that the backend prepares before the agreement
     instruments: Instruments
     communicators: Callable[[str], Communicator]  # by the group's id; raises GroupBrokenError
     given: bool = False  # whether a member's call gave the operands
-    _first: Kernel = field(init=False)
-    _scheduled: ScheduledBundle = field(init=False)
-    _kernel: Kernel = field(init=False)
     _seq: int = 0  # of the next run, or the one under way
+    _keys: Sequence[Key] = ()  # of its operands
+    _aborted: Callable[[], str | None] | None = None  # why it was aborted, or None
+    _landed: Callable[[], None] | None = None  # called when all has gone well, and it has not left the launch yet
     _stopped: bool = False
-    _aborted: Callable[[], str | None] = lambda: None
     _communicator: Communicator | None = None  # while a run is under way
     _full: Execution | None = None
     _until_s: float = 0.0  # when to give up waiting for readers
@@ -54,12 +54,6 @@ class FastPath:
     _label: int = 0  # the number of the label there
     _kernel_progress: KernelProgress | None = None  # of the thread that runs it
     _byte_map: ByteMap | None = None  # once somebody has asked how far it is
-
-    def __post_init__(self) -> None:
-        assert self.known.first is not None  # see `of`
-        self._first = self.known.first
-        (self._scheduled,) = self.known.schedule.bundles
-        self._kernel = self._scheduled.moves[0].kernels[0]
 
     @staticmethod
     def of(
@@ -93,7 +87,7 @@ class FastPath:
         met = 0, agreement.group_id, tuple(agreement.ranks)
         if move is None or (move.number, move.group_id, tuple(move.ranks)) != met:
             return None
-        return FastPath(program, operands, known, instruments, communicators, given=given)
+        return FastPath(program, operands, known, known.first, instruments, communicators, given=given)
 
     def fits(self, operands: Sequence[object]) -> bool:
         """Whether these are the operands, and unchanged."""
@@ -104,18 +98,22 @@ class FastPath:
                 return False
         return self.known.holds(self.held, self.instruments.store)
 
-    def ready(self, seq: int) -> None:
-        """Numbers the next run, for `abort`."""
-        self._seq, self._stopped = seq, False
-
-    def run(
-        self, keys: Sequence[Key], aborted: Callable[[], str | None], landed: Callable[[], None] | None = None
-    ) -> Outcome:
-        """Runs it on operands that fit; a failure is an outcome, never an exception.
+    def ready(
+        self,
+        seq: int,
+        keys: Sequence[Key] = (),
+        aborted: Callable[[], str | None] | None = None,
+        landed: Callable[[], None] | None = None,
+    ) -> None:
+        """Sets the next run: its number, for `abort`, the keys of its operands, and why it was aborted.
 
         `landed` is called when all has gone well, before this participant has left the launch; or not at all.
         """
-        program, seq, self._aborted = self.program, self._seq, aborted
+        self._seq, self._keys, self._aborted, self._landed, self._stopped = seq, keys, aborted, landed, False
+
+    def run(self) -> Outcome:
+        """Runs it on operands that fit; a failure is an outcome, never an exception."""
+        program, seq, landed = self.program, self._seq, self._landed
         self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
         self._kernel_progress, step = here(), run_steps.here()
@@ -129,17 +127,21 @@ class FastPath:
             began_s = ring.clock()
         try:
             communicator = self._communicator = self.communicators(program.agreement.group_id)
-            reason = self._reason()  # an abort from here on finds the communicator
-            if reason is not None:
-                raise PlanAbortedError(detail=reason)
+            # An abort from here on finds the communicator.
+            if self._stopped or (self._aborted is not None and self._aborted() is not None):
+                raise PlanAbortedError(detail=self._reason() or "")
             step.at = "in the consistency check"
-            full = self._met(communicator, launch, keys)
+            try:
+                brought = meet_again(communicator, launch, self.first, self.known.arrival, self.known.blobs)
+                full = None if brought is None else self._in_full(brought)
+            except RefusedError:  # nothing was brought: it brings why
+                full = self._in_full(None)
             if ring is not None:
                 agreed_s = ring.clock()
             if full is not None:
                 communicator = None  # it ends the launch
                 return full.run()
-            scheduled, step.at = self._scheduled, "in its kernels"
+            scheduled, step.at = self.known.schedule.bundles[0], "in its kernels"
             self._work(communicator, launch, scheduled)
             if ring is not None:
                 ended_s = ring.clock()
@@ -176,7 +178,9 @@ class FastPath:
         full, kernel_progress = self._full, self._kernel_progress
         if full is not None:
             return full.bytes_done()
-        return self._bytes().at(self._scheduled.moves[0], 1, 0.0 if kernel_progress is None else kernel_progress.part)
+        return self._bytes().at(
+            self.known.schedule.bundles[0].moves[0], 1, 0.0 if kernel_progress is None else kernel_progress.part
+        )
 
     @property
     def nbytes(self) -> int:
@@ -191,22 +195,14 @@ class FastPath:
     def _met_ring(self, ring: Ring) -> int:
         # The first run that a timeline sees: names the thread, and gets the number of the label.
         ring.meet()
-        self._ring, self._label = ring, ring.label(label_of_bundle(self._scheduled))
+        self._ring, self._label = ring, ring.label(label_of_bundle(self.known.schedule.bundles[0]))
         return self._label
-
-    def _met(self, communicator: Communicator, launch: Launch, keys: Sequence[Key]) -> Execution | None:
-        """Meets the others; returns an execution that goes on where something has changed after all."""
-        try:
-            brought = meet_again(communicator, launch, self._first, self.known.arrival, self.known.blobs)
-        except RefusedError:  # nothing was brought: it brings why
-            return self._in_full(launch.seq, keys, None)
-        return None if brought is None else self._in_full(launch.seq, keys, brought)
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
         store, self._until_s = self.instruments.store, 0.0
         with store.writing(scheduled.ranges, self._given_up):
             try:
-                communicator.launch(launch, self._kernel).wait(launch.timeout_s)
+                communicator.launch(launch, scheduled.moves[0].kernels[0]).wait(launch.timeout_s)
             except BaseException:
                 store.mark_dirty(scheduled.ranges, scheduled.owners)
                 raise
@@ -216,7 +212,7 @@ class FastPath:
             store.mark_written(scheduled.dense)
 
     def _reason(self) -> str | None:
-        reason = self._aborted()
+        reason = None if self._aborted is None else self._aborted()
         return "the plan was aborted" if reason is None and self._stopped else reason
 
     def _given_up(self) -> RaycollectError | None:
@@ -224,18 +220,18 @@ class FastPath:
         self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
         return given_up(self._reason(), now_s > self._until_s, limit_s)
 
-    def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...] | None) -> Execution:
+    def _in_full(self, brought: tuple[bytes, ...] | None) -> Execution:
         program, communicator = self.program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
             program,
-            keys,
+            self._keys,
             lambda group_id: (
                 communicator
                 if communicator and group_id == program.agreement.group_id
                 else self.communicators(group_id)
             ),
             self.instruments,
-            seq=seq,
+            seq=self._seq,
             aborted=self._reason,
             operands=self.held if self.given else None,
             held=None if self.given else self.held,

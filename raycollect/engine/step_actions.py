@@ -128,9 +128,9 @@ class PlanCall:
             slots[slot] = None
         fast_path = self._repeated(held)
         if fast_path is not None:
-            fast_path.ready(seq)
+            fast_path.ready(seq, self._same or self._keys_now(), aborted, landed)
             runner.begin(fast_path)
-            outcome = fast_path.run(self._same or self._keys_now(), aborted, landed)
+            outcome = fast_path.run()
         else:
             outcome = self._in_full(seq, held, aborted, exchange)
         if outcome.error is not None:

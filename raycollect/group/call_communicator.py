@@ -58,8 +58,9 @@ class CallCommunicator:
     ) -> Sequence[bytes] | None:
         """Stages a kernel and exchanges arrivals; see `protocols.Again`."""
         brought: Sequence[bytes] | None
+        mapped = kernel if self._is_whole else self._mapped(kernel)
         try:
-            brought = self._again(self._within_deadline(launch), self._mapped(kernel), arrival, expected)
+            brought = self._again(self._within_deadline(launch), mapped, arrival, expected)
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -69,8 +70,9 @@ class CallCommunicator:
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Launches a kernel."""
         try:
-            inside = launch if self._is_whole else self._inside(launch)
-            return self._communicator.launch(inside, self._mapped(kernel))
+            if self._is_whole:
+                return self._communicator.launch(launch, kernel)
+            return self._communicator.launch(self._inside(launch), self._mapped(kernel))
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise

@@ -37,7 +37,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from raycollect.channel.messages import Drop
-from raycollect.core import sockets, threads
+from raycollect.core import sockets, threads, timers
 from raycollect.core.protocols import Communicator, Surviving
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
@@ -433,7 +433,7 @@ class MemberCommunicator:
             communicator.lost(self.ranks.index(rank))
             return
         # The launch may wait for the dead rank for ever. If it has ended by then, this changes nothing.
-        threads.later("raycollect-last", LAST_S, communicator.abort, seq)
+        timers.soon_or_now(LAST_S, partial(communicator.abort, seq))
 
     def close(self, error: RaycollectError) -> None:
         """Ends the communicator for good; a call under way was stopped before."""

@@ -1,9 +1,8 @@
 """Finds out which ranks have not come to a call of the members, while it lasts and after its time is over.
 
 Backends notice a missing rank only when the time is over. So the members ask each other over the hub: the one that
-waits asks, and each answers how far it has come and what it does. One thread per process watches the calls under way:
-it asks, answers and warns, once per call, and ends when there are none. A call whose time is over asks in its own
-thread.
+waits asks, and each answers how far it has come and what it does. A timer of the process watches the calls under way:
+it asks, answers and warns, once per call. A call whose time is over asks in its own thread.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raycollect.channel.messages import Publish
+from raycollect.channel.messages import Publish, Seen
 from raycollect.channel.packing import pack, unpack
-from raycollect.core import threads
+from raycollect.core import threads, timers
 from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, ProtocolError, RankReport
 from raycollect.errors.text import listed, shown
 from raycollect.group.member_communicator import MemberCommunicator, Standing
-from raycollect.observe.stacks import Doing, what_runs
+from raycollect.observe.stacks import what_runs
 
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
@@ -67,7 +66,27 @@ def is_between_watches(message: Publish) -> bool:
 
 class _Answer(NamedTuple):
     standing: Standing
-    doing: Doing
+    seen: Seen
+
+
+def told(seen: Seen | None) -> dict[str, Any]:
+    """What a process said of itself, as fields of `RankReport` and `MemberStatus`; None: it gave no answer."""
+    if seen is None:
+        return {"answers": False, "doing": "", "stack": (), "ended": 0, "story": ()}
+    return {
+        "answers": True,
+        "doing": seen.doing,
+        "stack": tuple(seen.stack),
+        "ended": seen.ended,
+        "story": tuple(seen.story),
+    }
+
+
+def report_of(
+    rank: int, actor: str, seen: Seen | None, *, has_begun: bool, awaited_s: float, step: str = ""
+) -> RankReport:
+    """What a rank was doing, by what its process said; `None`: it gave no answer."""
+    return RankReport(rank=rank, actor=actor, has_begun=has_begun, awaited_s=awaited_s, step=step, **told(seen))
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +154,8 @@ class Watchdog:
         try:
             rank, place, seq, what, stack = unpack(message.value)
             known = int(rank)
-            answer = _Answer(Standing(str(place), int(seq)), Doing(str(what), tuple(map(str, stack))))
+            seen = Seen(request=0, doing=str(what), stack=list(map(str, stack)))
+            answer = _Answer(Standing(str(place), int(seq)), seen)
         except (TypeError, ValueError, OverflowError):
             raise ProtocolError(detail="a member does not say how far it has come") from None
         with self._changed:
@@ -173,17 +193,9 @@ class Watchdog:
             return tuple(self._report(rank, inquiry.answers.get(rank), mine, awaited_s) for rank in asked)
 
     def _report(self, rank: int, answer: _Answer | None, mine: Standing, awaited_s: float) -> RankReport:
-        return RankReport(
-            rank=rank,
-            actor=self._process_group.actor(rank),
-            answers=answer is not None,
-            has_begun=answer is not None and answer.standing.is_with(mine),
-            doing=answer.doing.what if answer is not None else "",
-            stack=answer.doing.stack if answer is not None else (),
-            ended=0,
-            story=(),
-            awaited_s=awaited_s,
-        )
+        actor, has_begun = self._process_group.actor(rank), answer is not None and answer.standing.is_with(mine)
+        seen = None if answer is None else answer.seen
+        return report_of(rank, actor, seen, has_begun=has_begun, awaited_s=awaited_s)
 
     # ------------------------------------------------------------------------------------------ the watcher's thread
 
@@ -258,48 +270,39 @@ class Watchdog:
 
 
 class _Watcher:
-    """The thread that looks at the process groups with calls under way; it ends when there are none."""
+    """Looks at the process groups with calls under way, in the timer's thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._watchdogs: set[Watchdog] = set()
-        self._is_news = False
-        self._thread: threading.Thread | None = None
+        self._timer: timers.Timer | None = None  # of the next look; None: nobody looks, or somebody does now
 
     def watch(self, watchdog: Watchdog) -> None:
         """Looks at a process group; any thread."""
-        with self._changed:
+        with self._lock:
             watchdog.is_unwatched = False
             self._watchdogs.add(watchdog)
-            if self._thread is None or not self._thread.is_alive():  # in a forked child it never lives
-                threads.survives(self._begin)  # without it calls go on: nobody is warned
-            self._tell()
-
-    def _begin(self) -> None:
-        self._thread = threads.start("raycollect-watchdog", threads.repeat, self._look)
+        self.wake()
 
     def wake(self) -> None:
         """Looks again at all; any thread."""
-        with self._changed:
-            self._tell()
+        threads.survives(self._look_now)  # without a thread calls go on: nobody is warned
 
-    def _tell(self) -> None:
-        self._is_news = True
-        self._changed.notify_all()
+    def _look_now(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = timers.later(0.0, self._look)
 
-    def _look(self) -> bool:
-        """Looks at all groups, and waits until one has to be looked at again; False: there is none."""
-        with self._changed:
-            if not self._watchdogs:
-                self._thread = None
-                return False
-            self._is_news = False
+    def _look(self) -> None:
+        """Looks at all groups, and again when one has to be looked at."""
+        with self._lock:
+            self._timer = None
             watchdogs = tuple(self._watchdogs)
-        next_s = min(self._look_at(watchdog) for watchdog in watchdogs)
-        with self._changed:
-            left_s = next_s - time.monotonic()
-            self._changed.wait_for(lambda: self._is_news or not self._watchdogs, min(left_s, threading.TIMEOUT_MAX))
-        return True
+        next_s = min(map(self._look_at, watchdogs), default=math.inf)
+        with self._lock:
+            if next_s < math.inf and self._timer is None:  # else somebody has woken it meanwhile
+                self._timer = timers.later(max(next_s - time.monotonic(), 0.0), self._look)
 
     def _look_at(self, watchdog: Watchdog) -> float:
         """Returns when a group has to be looked at again; one without calls under way tells of the next."""
@@ -310,7 +313,7 @@ class _Watcher:
         except Exception as exc:  # noqa: BLE001 - any: the others have to be looked at
             threads.failed("looking at calls under way", exc)
             next_s = now_s + ANSWER_S
-        with self._changed:
+        with self._lock:
             if next_s < math.inf:
                 watchdog.is_unwatched = False
             elif watchdog.is_unwatched:  # else a call has begun since

@@ -160,7 +160,7 @@ class MemberCall:
             fast = FastPath.of(program, operands, instruments, lambda _: communicator, given=True)
             if fast is not None:
                 fast.ready(seq)
-                return fast.run((), lambda: None)
+                return fast.run()
             execution = Execution(
                 program,
                 (),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBellClient, Link, messages
-from raycollect.core import threads
+from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
 from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fast_path import FastPath
@@ -54,15 +54,6 @@ if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    """A program under way; `exchange`: its agreement through the controller, if there is one."""
-
-    execution: Execution | FastPath
-    exchange: ChannelExchange | None
-    group_ids: frozenset[str]
-
-
 class Lease:
     """What one controller drives. Any thread may call it; `received` and `end` are for the channel's."""
 
@@ -83,7 +74,8 @@ class Lease:
         self._reporter = Reporter(link, runtime, self._sequencer)
         self._bell = bell
         self._groups = JoinedGroups(controller, runtime, self._reporter)
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Execution | FastPath] = {}  # by the plan's number
+        self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._tracer = Tracer.current()
         self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer, self._groups)
@@ -144,9 +136,11 @@ class Lease:
         handles, step = [], run_steps.here()
         step.begin(ticket.seq)
         try:
-            groups = [self._groups.by_id.get(group_id) for group_id in {share.group_id for share in program.shares}]
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
-            is_ordered = all(one is None or one.ordered for one in groups)
+            is_ordered, by_id = True, self._groups.by_id
+            for group_id in program.group_ids:
+                group = by_id.get(group_id)
+                is_ordered = is_ordered and (group is None or group.ordered)
             ring = self._tracer.ring
             is_in_turn = order is not None and order.in_order
             if order is not None and is_in_turn:
@@ -194,29 +188,30 @@ class Lease:
         place, exchange = program.agreement, None
         if program.commits or not place.group_id:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
-        run, execution = self._prepared(seq, keys, program, is_ordered, exchange)
-        group_ids = frozenset(share.group_id for share in program.shares)
-        self._running[seq] = _Running(execution=execution, exchange=exchange, group_ids=group_ids)
+            self._exchanges[seq] = exchange
         try:
+            running = self._running[seq] = self._prepared(seq, keys, program, is_ordered, exchange)
             with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=is_in_turn):
-                outcome = run()
+                outcome = running.run()
         finally:
             self._running.pop(seq, None)
+            if exchange is not None:
+                self._exchanges.pop(seq, None)
         if isinstance(outcome.error, GroupBrokenError) and (reason := sequencer.reason(seq)):
             return replace(outcome, error=PlanAbortedError(detail=reason))  # the cause, not what came of it
         return outcome
 
     def _prepared(
         self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, exchange: ChannelExchange | None
-    ) -> tuple[Callable[[], Outcome], Execution | FastPath]:
+    ) -> Execution | FastPath:
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
         if exchange is None and len(program.tasks) == 1:
             fast = FastPath.of(program, [*map(self._store.look, keys)], instruments, communicators)
             if fast is not None:
-                fast.ready(seq)
-                return partial(fast.run, keys, aborted), fast
-        execution = Execution(
+                fast.ready(seq, keys, aborted)
+                return fast
+        return Execution(
             program,
             keys,
             communicators,
@@ -226,7 +221,6 @@ class Lease:
             waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
             exchange=exchange,
         )
-        return execution.run, execution
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool) -> None:
         # If all participants see each other, the last one tells for all that it went well.
@@ -337,9 +331,10 @@ class Lease:
     def _wake(self, seq: int) -> None:
         running = self._running.get(seq)  # else it has not begun, and asks the sequencer before each launch
         if running is not None:
-            running.execution.abort()
-            if running.exchange is not None:
-                running.exchange.abort(seq)
+            running.abort()
+            exchange = self._exchanges.get(seq)
+            if exchange is not None:
+                exchange.abort(seq)
         else:
             self._captures.wake(seq)
         self._store.wake()
@@ -352,11 +347,11 @@ class Lease:
             self._reporter.tell_failure(message.seq, CaptureError(detail="this captured step is closed"))
 
     def _arrivals(self, message: messages.Arrivals) -> None:
-        running, joined_group = self._running.get(message.seq), self._groups.by_id.get(message.group_id)
+        joined_group = self._groups.by_id.get(message.group_id)
         if message.group_id:
             exchange = joined_group.exchange if joined_group is not None else None
         else:
-            exchange = running.exchange if running is not None else self._captures.exchange(message.seq)
+            exchange = self._exchanges.get(message.seq) or self._captures.exchange(message.seq)
         if exchange is not None:
             exchange.arrived(message.seq, message.round, message.blobs, more=message.more)
 
@@ -378,7 +373,7 @@ class Lease:
                 continue
             end = partial(self._end_group, group_id, joined_group, f"{who} died: {message.detail}")
             if not joined_group.lost(actor_id):
-                threads.later("raycollect-last", LAST_S, end)
+                timers.soon_or_now(LAST_S, end)
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group_id: str, joined_group: JoinedGroup, reason: str) -> None:
@@ -387,12 +382,12 @@ class Lease:
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
         for seq, running in list(self._running.items()):
-            if group_id in running.group_ids and not self._sequencer.abort(seq, reason):
+            if group_id in running.program.group_ids and not self._sequencer.abort(seq, reason):
                 self._wake(seq)
 
     def _measure(self, message: messages.Measure) -> None:
         running = self._running.get(message.seq)
-        bytes_done = self._captures.bytes_done(message.seq) if running is None else running.execution.bytes_done()
+        bytes_done = self._captures.bytes_done(message.seq) if running is None else running.bytes_done()
         self._reporter.tell(introspection.measure(message, self._sequencer, bytes_done))
 
 

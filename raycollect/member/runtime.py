@@ -246,7 +246,7 @@ class Runtime:
         """`Lease.run_program`; GroupBrokenError: the controller is gone."""
         lease = self._lease
         if lease is None:
-            (group_id, *_) = (share.group_id for share in decode_order(payload)[2].shares)
+            group_id = next(iter(decode_order(payload)[2].group_ids))
             raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
         return self._until_exit(lease.run_program, payload, task)
 

@@ -1,4 +1,4 @@
-"""Tells the hub of long waits: a thread that watches them, and sleeps while nobody waits."""
+"""Tells the hub of long waits; a timer looks at them while somebody waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from raycollect.core import threads
+from raycollect.core import threads, timers
 
 WAIT_S = 0.5
 """How long a wait lasts before it is told: long for a collective, short for a person."""
@@ -22,15 +22,15 @@ class WaitMonitor:
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._now: list[_Wait] = []
-        self._idle = False
-        self._thread: threading.Thread | None = None
+        self._seen: _Wait | None = None  # the last of them, when they were last looked at
+        self._is_watched = False  # whether somebody will look
 
     def waiting(
         self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False
     ) -> AbstractContextManager[None]:
-        """Around what may wait: `tell` is called in the monitor's thread if it lasts, and then `clear` at its end.
+        """Around what may wait: `tell` is called in the timer's thread if it lasts, and then `clear` at its end.
 
         `holds_up`: it does hold up the methods, though it is in another thread.
         """
@@ -38,22 +38,18 @@ class WaitMonitor:
             return _NOT_WATCHED
         return _Wait(self, tell, clear)
 
-    def _begin(self) -> None:
-        self._thread = threads.start("raycollect-watch", threads.repeat, self._look)
+    def _watch(self) -> None:
+        timers.later(self._wait_s, self._look)
 
-    def _look(self) -> bool:
-        with self._changed:
-            while not self._now:
-                self._idle = True
-                self._changed.wait()
-            self._idle = False
-            wait = self._now[-1]
-            self._changed.wait(self._wait_s)
-            # Other waits may have come and gone meanwhile: only one that is still here has lasted.
-            if wait in self._now[-1:] and not wait.told:
+    def _look(self) -> None:
+        with self._lock:
+            before, wait = self._seen, self._now[-1] if self._now else None
+            self._seen = wait
+            self._is_watched = wait is not None and threads.survives(self._watch)
+            # Other waits may have come and gone meanwhile: only one that was here before has lasted.
+            if wait is not None and wait is before and not wait.told:
                 wait.told = True
                 wait.tell()  # a send that never waits; under the lock, so that `clear` comes after it
-        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -65,16 +61,16 @@ class _Wait:
 
     def __enter__(self) -> None:
         monitor = self._monitor
-        with monitor._changed:
+        with monitor._lock:
             monitor._now.append(self)
-            if monitor._thread is None:
-                threads.survives(monitor._begin)  # without it the call goes on, and the hub does not hear of the wait
-            elif monitor._idle:
-                monitor._changed.notify()
+            if not monitor._is_watched:
+                monitor._seen = self
+                # Without it the call goes on, and the hub does not hear of the wait.
+                monitor._is_watched = threads.survives(monitor._watch)
 
     def __exit__(self, *exc: object) -> None:
         monitor = self._monitor
-        with monitor._changed:
+        with monitor._lock:
             monitor._now.remove(self)
         if self.told:
             threads.survives(self._clear)

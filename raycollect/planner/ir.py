@@ -237,6 +237,17 @@ class Plan:
                 one.append((number, rank))
         return tuple(map(tuple, found))
 
+    def places_at(self, launch: int) -> Sequence[int]:
+        """The positions that take part in a launch, counted from the plan's first."""
+        return range(len(self.participants))
+
+    def rounds_at(self, launch: int, *, in_group: bool) -> int:
+        """How many agreements of a launch the controller gathers, by a group or by all; 0: there is no such launch."""
+        if launch:
+            return int(0 < launch < self.width)
+        # Else a group gathers them, and only the commit is the controller's.
+        return self.rounds * (in_group == (self.agreement is not None)) + (self.commits and not in_group)
+
     def outputs(self, position: int) -> tuple[int, ...]:
         """The requests that make an output on a participant, in the order in which its program returns them."""
         return tuple(number for number, rank in self.involved[position] if self.parts[number].outputs(rank))

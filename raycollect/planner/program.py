@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raycollect.core.model import ReduceOp
 from raycollect.planner.template import NATIVE, Choice, Template
@@ -98,6 +98,10 @@ class Program:
     staging: int = STAGING_NBYTES  # the bytes of staging in which tensors may travel packed; 0: none does
     # Whether all participants synchronize through the controller before they overwrite their operands
     commits: bool = False
+    group_ids: frozenset[str] = field(init=False, compare=False, repr=False)  # the groups of its requests
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group_ids", frozenset([share.group_id for share in self.shares]))
 
     @property
     def makes(self) -> bool:

@@ -45,7 +45,7 @@ def interrupt_a_wait():
 
     def waits():
         frame = sys._current_frames().get(target)
-        return frame is not None and frame.f_code is PlanTracker.wait.__code__
+        return frame is not None and frame.f_code is PlanTracker.wait_for_word.__code__
 
     def watch():
         assert wait_until(waits)

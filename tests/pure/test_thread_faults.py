@@ -58,7 +58,7 @@ def in_the_source() -> tuple[set[str], list[str]]:
     for path in Path(raycollect.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called in ("threads.start", "threads.later", "threads.pool", "threads.beside", "Loop"):
+            if called in ("threads.start", "threads.pool", "threads.beside", "Loop"):
                 first = cast(ast.Call, node).args[0]
                 if called == "threads.start" and path.name == "loop.py":
                     continue  # its name is given to `Loop`
@@ -228,9 +228,9 @@ def test_who_waits_for_a_communicator_of_nccl_gets_its_error() -> None:
         made.close()
 
 
-@fault_in("raycollect-nccl-guard")
+@fault_in("raycollect-timer")
 def test_the_guard_of_nccl_looks_again() -> None:
-    with alone_on_a_gpu() as (made, _), fail_at(nccl.NcclCommunicator, "_look", thread="raycollect-nccl-guard"):
+    with alone_on_a_gpu() as (made, _), fail_at(nccl.NcclCommunicator, "_look", thread="raycollect-timer"):
         run_barrier(made)
     with alone_on_a_gpu() as (made, _):
         looked = threading.Event()

@@ -163,5 +163,6 @@ def test_a_caller_that_is_interrupted_gives_the_bell_back(actors, known, monkeyp
     assert first(col.allreduce_refs(fresh(workers))) == [11.0] * 2
     assert trackers[0].wait(20), "nobody looks at the bell any more, and yet it ends"
     wait_until(lambda: trackers[0].has_ended)
-    with Controller.current().claimed_bell() as bell:
-        assert bell is not None
+    bell = Controller.current().claim_bell()
+    assert bell is not None
+    Controller.current().release_bell(bell)

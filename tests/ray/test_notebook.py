@@ -23,9 +23,9 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.captured import step as captured
-from raycollect.captured.runs import StepRuns
 from raycollect.captured.step import SHOWN_S
 from raycollect.driver import group as declared
+from raycollect.driver.step_runs import StepRuns
 from tests.pure.driver.shown_html import read
 from tests.pure.driver.test_html import progress
 from tests.ray.capturing import Learner

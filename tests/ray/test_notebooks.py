@@ -160,7 +160,7 @@ import asyncio, sys, threading, time, traceback
 import numpy as np, ray
 import raycollect as col
 from raycollect.driver import stall_report as diagnosis
-from raycollect.captured.runs import StepRuns
+from raycollect.driver.step_runs import StepRuns
 
 ray.init(log_to_driver=False, logging_level="error", namespace="notebooks")
 

@@ -27,9 +27,9 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raycollect.backends.completion import late
@@ -41,7 +41,7 @@ from raycollect.backends.nccl.ops import folds, reduction_of
 from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
 from raycollect.backends.streams import GroupStream, captured, pause
-from raycollect.core import threads
+from raycollect.core import threads, timers
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, RaycollectError
@@ -101,6 +101,7 @@ class NcclCommunicator(OnGpu):
         self._replays = Replays(records=joined.records)
         self._next: tuple[Kernel, Way] | None = None  # what comes by the short way, and how all ranks run it
         self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
+        self._launched: tuple[Launch, Kernel]  # what is waited for
         self._kept: Any = None  # the memory that the kernels under way use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
         self._until_s = math.inf  # until when it may
@@ -142,32 +143,35 @@ class NcclCommunicator(OnGpu):
         agreed, self._next, self._to_record = self._next, None, None
         if agreed is None or not is_same(agreed[0], kernel):
             self._start(launch, (kernel,))
-            return _UnderWay(self, launch, kernel)
+            self._launched = launch, kernel
+            return self
         came, way = agreed
         if way is Way.GRAPH:
             self._start_graph(launch, kernel, came)
         else:
             self._start(launch, (kernel,), came)
             self._to_record = (came, kernel) if way is Way.RECORD else None
-        return _UnderWay(self, launch, kernel)
+        self._launched = launch, kernel
+        return self
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
         """Runs kernels as one NCCL group; see `protocols.Together`."""
         self._next = self._to_record = None
         self._start(launch, kernels)
-        self.finish(launch, kernels[0])
+        self._launched = launch, kernels[0]
+        self.wait(launch.timeout_s)
         return len(kernels)
 
-    def finish(self, launch: Launch, kernel: Kernel) -> None:
-        """Waits until the last enqueued work has ended on the GPU.
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the last enqueued work has ended on the GPU; see `Completion`. The launch's own limit counts.
 
         Raises:
             CollectiveTimeoutError: It exceeded the launch's limit.
             PlanAbortedError: It was aborted.
             KernelError: NCCL or the device failed.
         """
-        began_s = time.monotonic()
-        asked_s = began_s
+        launch, kernel = self._launched
+        began_s = asked_s = time.monotonic()
         with self._failing(kernel, launch):
             while not self._stream.has_ended():
                 self._check_going(launch)
@@ -189,7 +193,7 @@ class NcclCommunicator(OnGpu):
         """Wakes this rank, wherever it waits."""
         super().abort(seq)
         if self._entering == seq:  # it can't look; most such calls return at once, and need the communicator until then
-            threads.later("raycollect-nccl-abort", ENTER_S, self._wake, seq)
+            timers.soon_or_now(ENTER_S, partial(self._wake, seq))
 
     def close(self) -> None:
         """Aborts NCCL's communicator, and so the running kernels."""
@@ -267,10 +271,10 @@ class NcclCommunicator(OnGpu):
 
     def _wake(self, seq: int) -> None:
         if self._entering == seq:
-            self._end()
+            self._end_aside()
 
     def _end_aside(self) -> None:
-        threads.start("raycollect-nccl-abort", self._end)
+        _start(self._end)
 
     def _end(self) -> None:
         with self._lock:
@@ -279,7 +283,7 @@ class NcclCommunicator(OnGpu):
         if is_over:
             return
         # Aside, and not under the lock: NCCL waits for all that is before its kernels on their stream, and for graphs
-        threads.start("raycollect-nccl-abort", self._nccl.abort).join(_ABORT_S)
+        _start(self._nccl.abort).join(_ABORT_S)
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
         return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")
@@ -325,8 +329,12 @@ class NcclCommunicator(OnGpu):
         return f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
 
 
+def _start(end: Callable[[], object]) -> threading.Thread:
+    return threads.start("raycollect-nccl-abort", end)
+
+
 class _Guard:
-    """Watches ranks that may block in an NCCL call, by one thread that runs while there are communicators."""
+    """Watches ranks that may block in an NCCL call, by a timer that goes on while there are communicators."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -337,18 +345,16 @@ class _Guard:
         with self._lock:
             self._there.add(communicator)
             if not self._is_running:
-                threads.start("raycollect-nccl-guard", threads.repeat, self._take)
+                timers.later(0.0, self._look)
                 self._is_running = True
 
-    def _take(self) -> bool:
-        # False: there are no communicators any more.
+    def _look(self) -> None:
         with self._lock:
             for one in list(self._there):
                 threads.survives(self._look_at, one)
             self._is_running = bool(self._there)
-        if self._is_running:
-            time.sleep(GUARD_S)
-        return self._is_running
+            if self._is_running:
+                timers.later(GUARD_S, self._look)
 
     def _look_at(self, one: NcclCommunicator) -> None:
         if not one._look():
@@ -356,16 +362,3 @@ class _Guard:
 
 
 _guard = _Guard()
-
-
-@dataclass(slots=True, eq=False)
-class _UnderWay:
-    """A kernel on the GPU."""
-
-    communicator: NcclCommunicator
-    launch: Launch
-    kernel: Kernel
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns when it has ended; see `protocols.Completion`. The launch's own limit counts."""
-        self.communicator.finish(self.launch, self.kernel)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from raycollect.captured.run_tracker import RunTracker
-from raycollect.captured.runs import StepRuns
-from raycollect.captured.step_plan import Stage, StepPlan
 from raycollect.channel.messages import Done
 from raycollect.driver.controller import Controller
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_plan import Stage, StepPlan
+from raycollect.driver.step_runs import StepRuns
 from raycollect.errors import (
     PlanAbortedError,
     to_wire,
@@ -110,16 +110,16 @@ class Fleet:
             peers=self.peers,
         )
 
-    def begin(self, *payloads: bytes, **options: Any) -> RunTracker:
+    def begin(self, *payloads: bytes, **options: Any) -> PlanTracker:
         return self.runs.begin(payloads or (b"",) * 4, **options)
 
     def tell(self, at: int, message: Any) -> None:
         self.controller.messages.received(self.peers[at], message)
 
-    def fail(self, at: int, tracker: RunTracker, error: Any) -> None:
+    def fail(self, at: int, tracker: PlanTracker, error: Any) -> None:
         self.tell(at, Done(seq=tracker.seq, ranks=[], error=to_wire(error), story=["check"]))
 
-    def land(self, tracker: RunTracker) -> None:
+    def land(self, tracker: PlanTracker) -> None:
         """Those who were told to abort say that they have ended."""
         for at in sorted(tracker._pending):
             self.fail(at, tracker, PlanAbortedError(detail="aborted"))

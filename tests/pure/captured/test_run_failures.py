@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from raycollect.captured.run_tracker import RunTracker
-from raycollect.captured.runs import StepRuns
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
 from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_runs import StepRuns
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -209,14 +208,14 @@ def test_a_signal_as_a_run_begins_breaks_the_step(
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("where", ["take", "done", "resolve", "let_go", "ended"])
+@pytest.mark.parametrize("where", ["look", "end", "resolve", "let_go", "ended"])
 def test_a_signal_after_the_last_answer_costs_nothing(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
 ) -> None:
     """Whoever asks next tells the outcome."""
     target, name = {
-        "take": (RunTracker, "_take"),
-        "done": (PlanTracker, "done"),
+        "look": (PlanTracker, "look"),
+        "end": (PlanTracker, "_ended"),
         "resolve": (PlanTracker, "_resolve"),
         "let_go": (PlanTracker, "_let_go"),
         "ended": (StepRuns, "ended"),
@@ -311,13 +310,14 @@ def test_unreferenced_idle_step_is_closed_by_the_next_plan(fleet: Fleet) -> None
     controller.abandon(fleet.runs.let_go_idle, (fleet.left,))
     assert not fleet.runs.is_closed
     assert controller.groups.in_use == {fleet.left.spec.group_id}
-    other.begin().abort(PlanAbortedError(detail="the end"))
+    other.runs.abort(other.begin(), PlanAbortedError(detail="the end"))
     assert not fleet.runs.is_closed, "a run is under way"
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     with pytest.raises(CaptureBrokenError):
         other.begin()
-    Fleet(controller, beside=fleet).begin().abort(PlanAbortedError(detail="the end"))
+    last = Fleet(controller, beside=fleet)
+    last.runs.abort(last.begin(), PlanAbortedError(detail="the end"))
     assert fleet.runs.is_closed
     assert tracker.error is None
     assert controller.groups.in_use == set()
@@ -334,5 +334,6 @@ def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:
 def test_keys_name_operands(fleet: Fleet) -> None:
     assert fleet.runs.writes == {Key(key(at)): True for at in (*range(5), 9)}
     assert fleet.step_plan.name == "captured step"
-    assert fleet.step_plan.stage_of(-1) is None
-    assert [fleet.step_plan.stage_of(at) for at in (0, fleet.stages[1].offset)] == fleet.stages
+    assert fleet.step_plan.places_at(-1) == ()
+    found = [fleet.step_plan.places_at(at) for at in (0, fleet.stages[1].offset)]
+    assert found == [stage.positions for stage in fleet.stages]

@@ -36,8 +36,8 @@ def test_runs_and_plans_share_one_order(fleet: Fleet) -> None:
     before = [first.seq, first.seq + 100, first.seq, first.seq]
     assert [fleet.bell.rung[slot, 2] for slot in range(4)] == [(second.seq, one, b"") for one in before]
     assert [peer.last_seq for peer in fleet.peers] == [second.seq] * 4
-    assert first.has(first.seq + width - 1)
-    assert not first.has(second.seq)
+    assert first.seq + width - 1 in first.launches
+    assert second.seq not in first.launches
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -86,22 +86,22 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     fleet.controller.messages.received(stranger, Ran(seq=tracker.seq, payload=b""))
     assert not tracker.resolved
     assert len(tracker._pending) == 4
-    from tests.pure.driver.test_controller import renumbered
+    from tests.pure.driver.test_controller import registered_anew
     from tests.pure.driver.test_plan_tracker_batches import flying
 
     other = flying((fleet.left, asked(fleet.left, (0, 1, 2))))
-    taken = fleet.controller.register(lambda seq: renumbered(other, seq), other.plan.width)
+    taken = registered_anew(fleet.controller, other)
     with pytest.raises(ProtocolError, match="no run"):
         fleet.tell(0, Ran(seq=taken.seq, payload=b""))
     taken.fail(PlanAbortedError(detail="the end"))
-    tracker.abort(PlanAbortedError(detail="the end"))
+    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 
 def test_run_reports_the_tensors_it_writes(fleet: Fleet) -> None:
     tracker = fleet.begin()
     assert [tracker.writes.get(key(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
     assert tracker.refs == dict.fromkeys(map(key, range(5)))
-    tracker.abort(PlanAbortedError(detail="the end"))
+    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 
 def test_the_checks_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
@@ -122,7 +122,7 @@ def test_the_checks_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
         with pytest.raises(ProtocolError):
             tracker.arrive(0, message)
     fleet.tell(0, Stuck(group_id="", lane="", call=0, seq=seq, op="allreduce", ranks=[], begun=seq))
-    tracker.abort(PlanAbortedError(detail="the end"))
+    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
@@ -180,7 +180,7 @@ def test_number_of_concurrent_runs_is_bounded(fleet: Fleet, is_late: bool) -> No
         last = next_one.result(WAIT_S)
     assert last.number == IN_FLIGHT + 1
     assert not fleet.runs.is_idle
-    last.abort(PlanAbortedError(detail="the end"))
+    fleet.runs.abort(last, PlanAbortedError(detail="the end"))
     assert fleet.runs.is_idle
 
 
@@ -188,13 +188,13 @@ def test_run_follows_pending_plans_of_its_participants(fleet: Fleet, monkeypatch
     """A plan that is pending there, or a fenced run, may wait for methods; a run by the doorbell does not."""
     fenced: list[int] = []
     monkeypatch.setattr(fleet.runs, "_fence", lambda at: lambda payload: fenced.append(at))
-    from tests.pure.driver.test_controller import renumbered
+    from tests.pure.driver.test_controller import registered_anew
     from tests.pure.driver.test_plan_tracker_batches import flying
 
     assert not fleet.begin().is_fenced
     assert not fleet.begin().is_fenced, "other runs by the doorbell are no reason"
     made = flying((fleet.left, asked(fleet.left, (0, 1, 2))))
-    plan_ = fleet.controller.register(lambda seq: renumbered(made, seq), made.plan.width)
+    plan_ = registered_anew(fleet.controller, made)
     behind = fleet.begin()
     assert behind.is_fenced
     assert behind.number == 0

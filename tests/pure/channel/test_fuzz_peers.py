@@ -55,7 +55,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.channel.hostile_wire import message
 from tests.pure.channel.parties import HOST, LIMIT_S
-from tests.pure.driver.test_controller import controller, lease, renumbered
+from tests.pure.driver.test_controller import controller, lease, registered_anew
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 
 __all__ = ["controller"]
@@ -349,7 +349,7 @@ def scene(controller: Controller) -> Scene:
         flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3)))),
         flying((right, asked(right, (4, 3)))),
     ]
-    trackers = [controller.register(lambda seq, one=one: renumbered(one, seq), one.plan.width) for one in plans]  # type: ignore[misc]
+    trackers = [registered_anew(controller, one) for one in plans]
     peers = {number: found[f"Worker({number})"] for number in (5, 6, 7, 8)}
     return Scene(controller=controller, peers=peers, trackers=tuple(trackers))
 

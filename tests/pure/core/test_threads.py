@@ -12,7 +12,7 @@ import pytest
 
 from raycollect.channel import loop
 from raycollect.channel.loop import Loop
-from raycollect.core import threads
+from raycollect.core import threads, timers
 from raycollect.driver import stall_report
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
@@ -226,10 +226,10 @@ def test_without_a_thread_that_looks_calls_go_on(
 ) -> None:
     """A process may have no more threads to give."""
 
-    def start(name: str, *_: Any) -> threading.Thread:
+    def later(*_: Any) -> timers.Timer:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads, "start", start)
+    monkeypatch.setattr(timers, "later", later)
     with WaitMonitor().waiting(boom, boom):
         pass
     watchdog._Watcher().watch(Desk().watchdog)

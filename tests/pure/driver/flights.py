@@ -6,10 +6,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from raycollect.captured.run_tracker import RunTracker
-from raycollect.captured.step_plan import StepPlan
-from raycollect.driver.plan_tracker import PlanTracker
-
 
 class Clock:
     """Time that goes on where somebody waits."""
@@ -28,19 +24,19 @@ class Flying:
         self.clock = clock or Clock()
         self.ends_s = self.clock.now_s + ends_s
         self.seq = 7
+        self.launches = range(7, 12)
         self.group_name = "g"
         self.error: Any = None
         self.pending = {0, 1}
         members = [SimpleNamespace(rank=rank, actor=f"W({rank})", actor_id="abc"[rank]) for rank in range(3)]
         self.groups = (SimpleNamespace(spec=SimpleNamespace(name="g"), members=members),)
         self.plan = plan or SimpleNamespace(
-            name="allreduce", participants=("a", "b", "c"), positions={"a": 0, "b": 1, "c": 2}, timeout_s=60.0
+            name="allreduce",
+            participants=("a", "b", "c"),
+            positions={"a": 0, "b": 1, "c": 2},
+            timeout_s=60.0,
+            places_at=lambda launch: range(3),
         )
-
-    def is_at(self, position: int, launch: int) -> bool:
-        kind: Any = RunTracker if isinstance(self.plan, StepPlan) else PlanTracker
-        found: bool = kind.is_at(self, position, launch)
-        return found
 
     @property
     def resolved(self) -> bool:
@@ -54,9 +50,6 @@ class Flying:
     def fail(self, error: Any) -> list[Any]:
         self.error = error
         return []
-
-    def has(self, seq: int) -> bool:
-        return 7 <= seq < 12
 
     def is_pending(self, position: int) -> bool:
         return position in self.pending

@@ -68,7 +68,7 @@ def registered(controller: Controller) -> PlanTracker:
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
     lease(controller, left, right)
     tracker = flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3))))
-    return controller.register(lambda seq: renumbered(tracker, seq), tracker.plan.width)
+    return registered_anew(controller, tracker)
 
 
 def crew(controller: Controller, tracker: PlanTracker) -> list[ParticipantLink]:
@@ -76,8 +76,11 @@ def crew(controller: Controller, tracker: PlanTracker) -> list[ParticipantLink]:
     return [controller.participants.leased(actor_id, tracker.groups) for actor_id in tracker.plan.participants]
 
 
-def renumbered(tracker: PlanTracker, seq: int) -> PlanTracker:
-    return PlanTracker(seq, tracker.plan, tracker._memberships, dict(tracker.refs))
+def registered_anew(controller: Controller, tracker: PlanTracker) -> PlanTracker:
+    """The same plan under the next numbers of a controller."""
+    made = PlanTracker(next(controller.numbers), tracker.plan, tracker._memberships, dict(tracker.refs))
+    controller.register(made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ def test_released_participant_ends_its_running_plans(controller):
     for peer in peers:
         peer.group_ids.add(membership.spec.group_id)
         peer.link.close = lambda: None
-    tracker = controller.register(lambda seq: renumbered(flying((membership, asked(membership, (0, 1, 2)))), seq))
+    tracker = registered_anew(controller, flying((membership, asked(membership, (0, 1, 2)))))
     tracker.fail(KernelError(detail="no memory"))
     assert controller.trackers()
     controller.groups.destroy("team")

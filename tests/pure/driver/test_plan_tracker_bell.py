@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from raycollect.channel import CompletionBell, CompletionBellClient
-from raycollect.driver.plan_tracker import PlanTracker, Ringing
+from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import KernelError, ParticipantDiedError
 from tests.pure.driver.tracked_plans import SEQ, tracked
 
@@ -19,13 +19,13 @@ WORLD = 3
 def tracker(bell: CompletionBell) -> PlanTracker:
     assert bell.claim()
     made = tracked(WORLD)
-    made.bell = Ringing(bell, tuple(bell.take_slot() for _ in range(WORLD)))
+    made.bell, made.bell_slots = bell, tuple(bell.take_slot() for _ in range(WORLD))
     return made
 
 
 def _client(tracker: PlanTracker, position: int) -> CompletionBellClient:
     assert tracker.bell is not None
-    return CompletionBellClient(tracker.bell.bell.segment, tracker.bell.slots[position])
+    return CompletionBellClient(tracker.bell.segment, tracker.bell_slots[position])
 
 
 def test_a_ring_ends_it_everywhere(tracker: PlanTracker) -> None:

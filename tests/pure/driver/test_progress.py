@@ -168,7 +168,7 @@ def test_execution_can_be_queried_at_every_point(fleet: MakeFleet, monkeypatch: 
     at = Execution._at
 
     def asks(self: Execution, point: str) -> None:
-        found[point, self._program.agreement.rank] = self.bytes_done()
+        found[point, self.program.agreement.rank] = self.bytes_done()
         at(self, point)
 
     monkeypatch.setattr(Execution, "_at", asks)

@@ -7,14 +7,13 @@ import logging
 import math
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from raycollect.captured.step_plan import StepPlan
 from raycollect.channel.messages import Seen
 from raycollect.driver import stall_report
+from raycollect.driver.step_plan import StepPlan
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
 from tests.pure.driver.flights import Clock, Flying
@@ -221,8 +220,8 @@ class Stages(StepPlan):
 
     positions = {"a": 0, "b": 1, "c": 2}  # type: ignore[assignment]  # noqa: RUF012
 
-    def stage_of(self, launch: int) -> Any:
-        return SimpleNamespace(positions=(0, 2) if launch == 2 else (0, 1, 2))
+    def places_at(self, launch: int) -> tuple[int, ...]:
+        return (0, 2) if launch == 2 else (0, 1, 2)
 
 
 def awaited(tracker: Any, **said: Seen | None) -> list[float]:

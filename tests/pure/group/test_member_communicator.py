@@ -12,7 +12,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends.exchanged import Exchanged
 from raycollect.channel.messages import Depart, Drop, Gone, Meet, Message, Met
-from raycollect.core import threads
+from raycollect.core import timers
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
@@ -275,12 +275,11 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
     table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch, kind: type[Plain], how: str
 ) -> None:
     """Only the next one hears of the death."""
-    later: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+    later: list[Callable[[], None]] = []
 
-    def begin_later(name: str, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        assert name == "raycollect-last"
+    def begin_later(delay_s: float, call: Callable[[], None]) -> None:
         assert 0 < delay_s <= 1
-        later.append((call, args))
+        later.append(call)
 
     here = table(kind)
     calls = start_calls(here)
@@ -291,7 +290,7 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
     calls[dead][1].result(WAIT_S)
     for rank in living:
         assert_set(calls[rank][0].passed)
-    monkeypatch.setattr(threads, "later", begin_later)
+    monkeypatch.setattr(timers, "soon_or_now", begin_later)
     if how == "member":
         here.kill(dead)
     else:
@@ -306,8 +305,8 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
         again = _error_of(here.start(Call(here.process_groups[rank])))
         assert isinstance(again, GroupBrokenError)
         assert f"rank {dead} (W{dead})" in str(again)
-    for call, args in later:
-        call(*args)  # after the launch has ended it changes nothing
+    for call in later:
+        call()  # after the launch has ended it changes nothing
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])

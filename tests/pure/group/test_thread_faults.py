@@ -94,14 +94,14 @@ def test_what_the_hub_of_a_group_can_not_take_in_ends_that_call_for_all(two: tup
     assert both(two, confer) == [[b"\0", b"\1"]] * 2
 
 
-@fault_in("raycollect-last")
+@fault_in("raycollect-timer")
 def test_a_launch_goes_on_whose_end_after_a_death_fails(table: Callable[..., Table], monkeypatch: Any) -> None:
     monkeypatch.setattr("raycollect.group.member_communicator.LAST_S", 0.0)
     here = table()
     begun = start_calls(here)
     for call, _ in begun:
         assert_set(call.passed)
-    with fail_at(here.made[0], "abort", thread="raycollect-last"):
+    with fail_at(here.made[0], "abort", thread="raycollect-timer"):
         here.kill(2)
     for call, done in begun:
         call.go.set()
@@ -144,7 +144,7 @@ def test_a_hub_that_fades_ends_whatever_fails() -> None:
         socket.create_connection((star.address.host, star.address.port), WAIT_S)
 
 
-@fault_in("raycollect-watchdog")
+@fault_in("raycollect-timer")
 @pytest.mark.parametrize("holder", [watchdog.Watchdog, watchdog])
 def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: pytest.MonkeyPatch, holder: Any) -> None:
     """If all looking fails, it is done again. If only the look at the process fails, the answer says so."""
@@ -152,7 +152,7 @@ def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: py
     desk, answered = Desk(1), threading.Event()
     desk.the_communicator.call = 0
     desk.on_send = lambda message: answered.set()
-    with fail_at(holder, "look" if holder is watchdog.Watchdog else "what_runs", thread="raycollect-watchdog"):
+    with fail_at(holder, "look" if holder is watchdog.Watchdog else "what_runs", thread="raycollect-timer"):
         assert desk.watchdog.received(said("?standing", [1]))
     assert answered.wait(WAIT_S)
     (answer,) = desk.sent

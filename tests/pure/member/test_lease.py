@@ -16,7 +16,7 @@ import pytest
 from raycollect import backends, pos
 from raycollect.channel.messages import Done, Gone, Join, Leave, Message, Publish
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core import ray_internals, threads
+from raycollect.core import ray_internals, timers
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.execution import Outcome
@@ -51,6 +51,7 @@ class Run:
 
     def __init__(self, program: Any, *args: Any, **given: Any) -> None:
         Run.made = [*Run.made, given]
+        self.program = program
 
     def run(self) -> Outcome:
         return Outcome()
@@ -297,8 +298,7 @@ def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyP
     """Its communicator does not see how far the dead came, and is closed under it, which explains nothing."""
     begun: list[Any] = []
 
-    def later(name: str, delay_s: float, call: Callable[[], None]) -> None:
-        assert name == "raycollect-last"
+    def later(delay_s: float, call: Callable[[], None]) -> None:
         begun.append((delay_s, call))
 
     def run(here: Lease, gone: Gone) -> Outcome:
@@ -309,7 +309,7 @@ def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyP
             call()
         return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
 
-    monkeypatch.setattr(threads, "later", later)
+    monkeypatch.setattr(timers, "soon_or_now", later)
     error = member(run, died=died)
     assert member.told[:2] == (["aborted", "closed"] if died else ["closed"]), "it is woken before that goes"
     assert len(begun) == died

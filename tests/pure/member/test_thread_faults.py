@@ -113,7 +113,7 @@ def test_metrics_are_published_again_after_a_failure(monkeypatch: pytest.MonkeyP
     assert list(meters.counted.values()) == [1, 64]
 
 
-@fault_in("raycollect-watch")
+@fault_in("raycollect-timer")
 def test_the_next_wait_is_told_of_after_a_failure() -> None:
     told, over = threading.Event(), list[str]()
     hub = SimpleNamespace(tell=told.set)
@@ -122,7 +122,7 @@ def test_the_next_wait_is_told_of_after_a_failure() -> None:
     def waiting() -> AbstractContextManager[None]:
         return watch.waiting(lambda: hub.tell(), lambda: over.append("over"))
 
-    with fail_at(hub, "tell", thread="raycollect-watch") as fault, waiting():
+    with fail_at(hub, "tell", thread="raycollect-timer") as fault, waiting():
         assert fault.told.wait(WAIT_S)
     with waiting():
         assert told.wait(WAIT_S)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raycollect.core.model import Key, Member
+from raycollect.errors import RefusedError
 from raycollect.group.membership import Membership
 from raycollect.planner import Plan
 
@@ -70,7 +71,24 @@ class StepPlan(Plan):
             touched=touched,
         )
 
-    def stage_of(self, launch: int) -> Stage | None:
-        """The stage of a launch, counted from the run's first; None where there is no such launch."""
+    def places_at(self, launch: int) -> Sequence[int]:
+        """The positions that take part in a launch: not all have all plans."""
+        stage = self._stage_of(launch)
+        return () if stage is None else stage.positions
+
+    def rounds_at(self, launch: int, *, in_group: bool) -> int:
+        """How many agreements of a launch the controller gathers; 0: there is no such launch."""
+        stage = self._stage_of(launch)
+        if stage is None:
+            return 0
+        return stage.plan.rounds if launch == stage.offset else 1
+
+    def heard(self, position: int, error: RefusedError) -> Sequence[int]:
+        """The positions that have heard a refusal, which a participant reports: those of its stage."""
+        number = max((one.call for one in error.violations), default=0)
+        stage = next((one for one in reversed(self.stages) if one.first <= max(number, 0)), None)
+        return stage.positions if stage is not None and position in stage.positions else ()
+
+    def _stage_of(self, launch: int) -> Stage | None:
         found = [stage for stage in self.stages if stage.offset <= launch]
         return found[-1] if found and 0 <= launch < self.width else None

@@ -5,28 +5,34 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from time import monotonic
 from typing import Any
 
 import msgpack
 
-from raycollect.captured.run_tracker import FOREVER, RunTracker
-from raycollect.captured.step_plan import StepPlan
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
 from raycollect.core.submitted_calls import all_held
 from raycollect.driver.controller import Controller
+from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_plan import StepPlan
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
+    CollectiveTimeoutError,
     DispatchError,
+    FaultError,
+    MethodError,
     PlanAbortedError,
     RaycollectError,
     brief,
     kept,
 )
+from raycollect.errors.text import listed
 from raycollect.group.membership import Membership
 
 _SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
@@ -67,25 +73,25 @@ class StepRuns:
         )
         self._revision: object = None
         self._links: list[tuple[ParticipantLink, int]] = list(zip(peers, self._slots, strict=False))
-        self._under_way: deque[RunTracker] = deque()
-        self._begun = 0  # how many runs there were
+        self._under_way: deque[PlanTracker] = deque()
+        self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
         self._waiting: set[int] = set()  # the threads that wait for runs
 
     # ------------------------------------------------------------------------------------------ beginning
 
-    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> RunTracker:
+    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> PlanTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
         while True:
             with self.controller.dispatching:
                 self._check()
-                oldest = self._oldest()
-                if oldest is None or self._begun + 1 - oldest.place < IN_FLIGHT:
-                    limit_s = FOREVER if timeout_s is None else timeout_s
+                oldest = self._oldest() if self._under_way else None
+                if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
+                    limit_s = inf if timeout_s is None else timeout_s
                     return self._send(arguments, fence or self._is_held_up(), limit_s)
             oldest.wait(None)
 
-    def _oldest(self) -> RunTracker | None:
+    def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
         for tracker in tuple(self._under_way):
             if not tracker.resolved:
@@ -113,29 +119,24 @@ class StepRuns:
         """
         participants = self.step_plan.positions
         for tracker in self.controller.trackers():
-            if isinstance(tracker, RunTracker) and not tracker.is_fenced:
+            if tracker.runs is not None and not tracker.is_fenced:
                 continue
             for actor_id, position in tracker.plan.positions.items():
                 if actor_id in participants and tracker.is_pending(position):
                     return True
         return False
 
-    def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> RunTracker:
+    def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> PlanTracker:
         controller, doorbell = self.controller, None if fence else self.doorbell
-        self._begun = place = self._begun + 1
-        made: list[RunTracker] = []  # set before it is registered, in case a signal comes then
-        at = 0
-
-        def make(seq: int) -> RunTracker:
-            made.append(RunTracker(seq, self, place, number, timeout_s))
-            return made[0]
-
+        self.begun += 1
+        at, tracker = 0, None
         try:
             number = doorbell.begin() if doorbell is not None and self.in_slots else 0
-            tracker = controller.register(make, self.step_plan.width)
+            seq = next(controller.numbers)
+            tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, timeout_s)
             tracker.is_fenced = fence
+            controller.register(tracker)
             self._under_way.append(tracker)
-            seq = tracker.seq
             with all_held([peer.calls for peer, _ in self._links if peer.calls is not None] if fence else ()):
                 for at, (peer, slot) in enumerate(self._links):
                     predecessor, payload = peer.last_seq, arguments[at]
@@ -145,22 +146,22 @@ class StepRuns:
                         peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
                     peer.last_seq = seq
         except BaseException as exc:
-            self._stop_short(made, at, exc)
-            if not made or not isinstance(exc, Exception):
+            self._stop_short(tracker, at, exc)
+            if tracker is None or not isinstance(exc, Exception):
                 raise
-            return made[0]
+            return tracker
         if controller.revision != self._revision:  # a participant was lost before this run could be told
             for at, (peer, _) in enumerate(self._links):
                 if peer.link is None:
                     controller.send(tracker, tracker.lost(at, "its connection has ended"))
         return tracker
 
-    def _stop_short(self, made: Sequence[RunTracker], at: int, exc: BaseException) -> None:
+    def _stop_short(self, tracker: PlanTracker | None, at: int, exc: BaseException) -> None:
         """Ends a run that could not be sent from a position on; after a signal the step, too."""
         is_signal = not isinstance(exc, Exception)
-        if is_signal or not made:  # it is not known who was told of it
+        if is_signal or tracker is None:  # it is not known who was told of it
             self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
-        for tracker in made:
+        if tracker is not None:
             self.controller.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, len(self._links))))
             if is_signal:
                 self._links[at][0].send(Abort(seq=tracker.seq, reason="it was interrupted as it began"))
@@ -183,29 +184,74 @@ class StepRuns:
 
     # ------------------------------------------------------------------------------------------ waiting
 
-    def wait(self, tracker: RunTracker, timeout_s: float | None) -> bool:
+    def wait(self, tracker: PlanTracker, timeout_s: float | None) -> bool:
         """Waits for the outcome of a run; False where it is not known in time."""
         until_s = tracker.until_s if timeout_s is None else min(tracker.until_s, monotonic() + timeout_s)
         doorbell, me = self.doorbell if tracker.number else None, threading.get_ident()
         try:
             while True:
                 self._waiting.add(me)  # before it looks, so that it is woken
-                if tracker.resolved:
+                if tracker.look(self):
                     return True
                 left_s = _SLICE_S
-                if until_s < FOREVER:
+                if until_s < inf:
                     left_s = min(left_s, until_s - monotonic())
                     if left_s <= 0:
-                        tracker.expire()
-                        return tracker.resolved
+                        return self.expire(tracker)
                 if doorbell is None:
-                    tracker.wait_for_channel(left_s)
+                    tracker.wait_for_word(left_s)
                 else:
-                    doorbell.wait(left_s, tracker.awaited, tracker.number)
+                    slots = tracker.slots
+                    doorbell.wait(left_s, slots[0][1] if slots else -1, tracker.number)
         finally:
             self._waiting.discard(me)
 
-    def ended(self, tracker: RunTracker) -> None:
+    def expire(self, tracker: PlanTracker) -> bool:
+        """Fails a run if its time is over; returns whether its outcome is known."""
+        if tracker.resolved or monotonic() < tracker.until_s:
+            return tracker.resolved
+        homes = self.step_plan.homes
+        late = [home for at, home in enumerate(homes) if tracker.is_pending(at)]
+        error = CollectiveTimeoutError(
+            op=self.step_plan.name,
+            group_name=tracker.group_name,
+            detail=f"its time is over, and these had not ended their part: {listed(one.actor for _, one in late)}",
+            missing=tuple(member.rank for group, member in late if group is late[0][0]),
+            timeout_s=tracker.limit_s,
+        )
+        self.abort(tracker, error)
+        return tracker.resolved
+
+    def abort(self, tracker: PlanTracker, error: RaycollectError) -> None:
+        """Ends a run here and on all participants."""
+        self.controller.send(tracker, tracker.fail(error))
+
+    def hear(self, tracker: PlanTracker, position: int) -> None:
+        """Takes what one participant, who is gone, has answered at the doorbell."""
+        slot = dict(self.in_slots).get(position, -1)
+        if self.doorbell is not None and tracker.number and slot >= 0:
+            payload = self.doorbell.answer(slot, tracker.number)
+            if payload is not None:
+                tracker.answered(position, payload)
+
+    def locate(
+        self,
+        location: ErrorLocator,
+        position: int,
+        error: RaycollectError,
+        story: tuple[str, ...],
+        missing: RankNames,
+    ) -> RaycollectError:
+        """Completes the error of a run as `ErrorLocator.locate`, and names the calls and values of the step."""
+        if position < 0 and isinstance(error, CollectiveTimeoutError):
+            return self.told(error)  # `expire` has said it all
+        method = error.op if isinstance(error, MethodError) else ""
+        found = location.locate(position, error, story, missing)
+        if method and isinstance(found, FaultError):
+            found.op = method
+        return self.told(found)
+
+    def ended(self, tracker: PlanTracker) -> None:
         """The outcome of a run is known: if it failed, those after it fail too."""
         try:
             self._under_way.remove(tracker)
@@ -215,7 +261,8 @@ class StepRuns:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
-                    other.abort(PlanAbortedError(detail=detail))
+                    self.abort(other, PlanAbortedError(detail=detail))
+        self.controller.send(tracker, [])  # which forgets it, if all have ended
         if self.doorbell is not None and self._waiting.difference((threading.get_ident(),)):
             self.doorbell.wake()
 
@@ -243,7 +290,7 @@ class StepRuns:
         for tracker in tuple(self._under_way):
             tracker.resolved  # noqa: B018 - so that those that have ended have ended well
         for tracker in reversed(tuple(self._under_way)):
-            tracker.abort(PlanAbortedError(detail="its captured step was closed"))
+            self.abort(tracker, PlanAbortedError(detail="its captured step was closed"))
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}

@@ -1,0 +1,94 @@
+"""Calls at a later time, all in one thread of the process: none of them may wait for anything.
+
+The thread starts with the first call, and ends when there has been none for a while. In a forked child it starts anew.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+from raycollect.core import threads
+
+_IDLE_S = 2.0  # how long the thread waits for more, in seconds: waits of members come and go
+
+
+class Timer:
+    """A call at a later time; `cancel` it when it is no longer due."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call: Callable[[], object] | None = call
+
+    def cancel(self) -> None:
+        """Makes the timer do nothing."""
+        self.call = None
+
+
+class TimerQueue:
+    """Timers by when they are due: `all` is a heap. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+
+    def add(self, delay_s: float, call: Callable[[], object]) -> Timer:
+        """Adds a call."""
+        timer = Timer(call)
+        heapq.heappush(self.all, (time.monotonic() + delay_s, next(self._order), timer))
+        return timer
+
+    def left_s(self) -> float | None:
+        """In how many seconds the next one is due; None: there is none."""
+        while self.all and self.all[0][2].call is None:
+            heapq.heappop(self.all)
+        return max(0.0, self.all[0][0] - time.monotonic()) if self.all else None
+
+    def pop(self) -> Callable[[], object] | None:
+        """Removes a call that is due; None: none is."""
+        return heapq.heappop(self.all)[2].call if self.left_s() == 0 else None
+
+
+class _TimerThread:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue = TimerQueue()
+        self._thread: threading.Thread | None = None
+
+    def later(self, delay_s: float, call: Callable[[], object]) -> Timer:
+        """Makes a call after a while; any thread. RuntimeError: no more threads can be started."""
+        with self._changed:
+            if self._thread is None or not self._thread.is_alive():  # in a forked child it never lives
+                self._thread = threads.start("raycollect-timer", threads.repeat, self._turn)
+            timer = self._queue.add(delay_s, call)
+            self._changed.notify()
+        return timer
+
+    def _turn(self) -> bool:
+        with self._changed:
+            call = self._queue.pop()
+            if call is None:
+                left_s = self._queue.left_s()
+                came = self._changed.wait(_IDLE_S if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+                if not came and self._queue.left_s() is None:
+                    self._thread = None
+                    return False
+        if call is not None:
+            threads.survives(call)
+        return True
+
+
+later: Callable[[float, Callable[[], object]], Timer] = _TimerThread().later
+"""Makes a call after a while; any thread may call it. RuntimeError: no more threads can be started."""
+
+
+def soon_or_now(delay_s: float, call: Callable[[], object]) -> None:
+    """Makes a call after a while; at once where no more threads can be started."""
+    try:
+        later(delay_s, call)
+    except RuntimeError:
+        threads.survives(call)

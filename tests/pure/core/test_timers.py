@@ -1,0 +1,54 @@
+"""Calls at a later time: in their order, in one thread, not when they were cancelled."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from raycollect.core import threads, timers
+from raycollect.core.timers import TimerQueue
+
+WAIT_S = 20.0
+
+
+def test_calls_come_when_they_are_due_in_one_thread() -> None:
+    came = SimpleQueue[tuple[int, str]]()
+
+    def call(number: int) -> None:
+        came.put((number, threading.current_thread().name))
+
+    cancelled = timers.later(0.01, lambda: call(0))
+    timers.later(0.04, lambda: call(2))
+    timers.later(0.02, lambda: call(1))  # earlier than what the thread sleeps for
+    cancelled.cancel()
+    assert [came.get(timeout=WAIT_S) for _ in range(2)] == [(1, "raycollect-timer"), (2, "raycollect-timer")]
+
+
+def test_a_queue_gives_what_is_due() -> None:
+    queue = TimerQueue()
+    assert queue.left_s() is None
+    first, second = (queue.add(delay_s, lambda: None) for delay_s in (0.0, 60.0))
+    assert queue.left_s() == 0
+    first.cancel()
+    assert queue.pop() is None
+    assert 0 < (queue.left_s() or 0) <= 60
+    second.cancel()
+    assert queue.left_s() is None
+    assert queue.all == []
+
+
+def test_where_no_thread_can_be_started_it_is_said_or_the_call_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    here = timers._TimerThread()
+    monkeypatch.setattr(threads, "start", start)
+    monkeypatch.setattr(timers, "later", here.later)
+    called = []
+    with pytest.raises(RuntimeError, match="new thread"):
+        timers.later(0.0, lambda: called.append("late"))
+    timers.soon_or_now(60.0, lambda: called.append("at once"))
+    assert called == ["at once"]
