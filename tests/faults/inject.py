@@ -329,7 +329,7 @@ def _silence_bells(injected: Injected) -> None:
     left = 2  # in the consistency check, and as this rank leaves
 
     def wrap(ring: Any) -> Any:
-        def silent(ranks: Any) -> None:
+        def silent(ranks: Any, **options: Any) -> None:
             nonlocal left
             left -= 1
             if not left:

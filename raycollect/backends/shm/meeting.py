@@ -4,7 +4,11 @@ Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` 
 its barriers in that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its word
 and posting the semaphores of sleeping ranks; it waits until every word is at least as high. So nothing is ever reset,
 an abort or a timeout leaves nothing inconsistent, and a spurious wake-up costs one look. Beside the word stand the
-rank's last known core, its process id, and whether it sleeps: most do not, and a post costs a call.
+rank's last known core, its process id, and for whom it sleeps: most do not, and a post costs a call.
+
+A rank that sleeps names one of the ranks that it waits for, the highest, and only that one posts its semaphore. If all
+did, each arrival would wake all who have come before, to no avail: w ranks would wake w * w / 2 times in a barrier. A
+rank that leaves a launch too early posts for all who sleep, as none of them can go on.
 
 A rank that leaves a launch first records its progress: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
 `passed` is the last barrier that it passed (`CLOSED` if it ran everything). A rank that waits for it at a later barrier
@@ -46,7 +50,7 @@ CLOSED = (1 << _PHASE_BITS) - 1
 _SEQ_LIMIT = 1 << (63 - _PHASE_BITS)
 OUTCOMES = 64
 _WORD_STRIDE = 8  # in words: a cache line each
-_ASLEEP = 3  # Which of a rank's words says that it sleeps
+_ASLEEP = 3  # Which of a rank's words says for whom it sleeps: that rank + 1; 0: it is awake
 _SLICE_S = 0.5  # The longest sleep before the words are looked at again, in case a wake-up is lost
 _PARITIES = 2
 _LENGTH_BITS = 24  # The low bits of an arrival's cell hold its length, the others count its rank's arrivals
@@ -204,7 +208,7 @@ class Meeting:
             words[self.rank * _WORD_STRIDE + _ASLEEP] = 0
         outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
         words[self.rank * _WORD_STRIDE] = closed
-        self._ring(launch.ranks)
+        self._ring(launch.ranks, whoever=not ok)
         at, ended, arrived = seq % OUTCOMES, [], seq << _PHASE_BITS | 1
         for rank in launch.ranks:
             # Who has not arrived by now finds this rank gone, and so never reads what it wrote: no debt.
@@ -235,7 +239,7 @@ class Meeting:
     def leave(self) -> None:
         """Leaves all launches, future ones included; after `close`, when no thread of this rank is in one."""
         self._words[self.rank * _WORD_STRIDE] = _SEQ_LIMIT - 1 << _PHASE_BITS | CLOSED
-        self._ring(range(len(self._words) // _WORD_STRIDE))
+        self._ring(range(len(self._words) // _WORD_STRIDE), whoever=True)
 
     def enter(self, launch: Launch, until_s: float) -> None:
         """Begins a launch unless it has begun: waits for readers of this rank's earlier data."""
@@ -260,7 +264,7 @@ class Meeting:
             raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
 
     def _wait(self, launch: Launch, targets: dict[int, int], until_s: float) -> None:
-        until_asleep_s, mine, is_announced, has_yielded = 0.0, self.rank * _WORD_STRIDE, False, False
+        until_asleep_s, mine, announced, has_yielded = 0.0, self.rank * _WORD_STRIDE, 0, False
         absent: Collection[int] = targets
         words = self._words
         while True:
@@ -295,12 +299,12 @@ class Meeting:
             left_s = until_s - now_s
             if left_s <= 0:
                 raise completion.absent(self._group_name, launch, absent)
-            if not is_announced:
-                self._words[mine + _ASLEEP], is_announced = 1, True
+            if announced != (sleeps_for := max(absent) + 1):  # also where that one has come meanwhile
+                self._words[mine + _ASLEEP] = announced = sleeps_for
                 self._semaphores.take(self.rank)  # a barrier
                 continue
             self._semaphores.wait(self.rank, min(left_s, _SLICE_S))
-            self._words[mine + _ASLEEP], is_announced = 0, False
+            self._words[mine + _ASLEEP] = announced = 0
 
     def _await_living(self, launch: Launch, absent: Iterable[int], targets: dict[int, int]) -> list[int]:
         # Drops the dead ranks if they came in time; nobody waits for a dead rank to finish reading.
@@ -330,10 +334,13 @@ class Meeting:
         outcome = self._outcomes[rank * OUTCOMES + seq % OUTCOMES]
         return outcome & CLOSED if outcome >> _PHASE_BITS == seq else -1
 
-    def _ring(self, ranks: Iterable[int]) -> None:
+    def _ring(self, ranks: Iterable[int], *, whoever: bool = False) -> None:
+        # Wakes those who sleep for this rank; or for whomever.
         self._semaphores.take(self.rank)  # a barrier
+        words, mine = self._words, self.rank + 1
         for rank in ranks:
-            if rank != self.rank and self._words[rank * _WORD_STRIDE + _ASLEEP]:
+            sleeps_for = words[rank * _WORD_STRIDE + _ASLEEP]
+            if sleeps_for and (sleeps_for == mine or whoever) and rank != self.rank:
                 self._semaphores.ring(rank)
 
     def _area(self, rank: int, parity: int) -> int:

@@ -17,6 +17,7 @@ from raycollect.backends.shm import meeting as _meeting
 from raycollect.backends.shm.meeting import ARRIVAL_NBYTES, Meeting, control_nbytes, prepare
 from raycollect.core.cpu_affinity import SETTLED_S
 from raycollect.core.model import Launch
+from raycollect.core.semaphores import Semaphores
 from raycollect.errors import CollectiveTimeoutError
 from tests.pure.placed import Cores
 from tests.pure.watched import WAIT_S
@@ -284,3 +285,68 @@ def test_the_same_arrivals_of_other_ranks_are_read(monkeypatch: pytest.MonkeyPat
     brought = (b"one", b"one", b"two")
     for ranks, told in (((0, 1), None), ((0, 2), [b"one", b"two"]), ((0, 1), None), ((1, 2), [b"one", b"two"])):
         assert table.agree([(brought, expected)], ranks) == [[told] * 2]
+
+
+# ---------------------------------------------------------------------------------------------- who wakes whom
+
+
+def alone(ranks: list[Meeting]) -> Launch:
+    """A launch that all have entered."""
+    launch = Launch(seq=1, ranks=tuple(range(len(ranks))), timeout_s=WAIT_S)
+    for one in ranks:
+        one.enter(launch, time.monotonic() + WAIT_S)
+    return launch
+
+
+@pytest.fixture
+def posts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Whose semaphores were posted."""
+    made: list[int] = []
+    monkeypatch.setattr(Semaphores, "ring", lambda semaphores, rank: made.append(rank))
+    return made
+
+
+def test_who_sleeps_is_woken_by_the_rank_that_it_sleeps_for(posts: list[int]) -> None:
+    ranks = meetings(4)
+    launch = alone(ranks)
+    ranks[0]._words[_meeting._ASLEEP] = 3 + 1
+    for one in ranks[1:3]:
+        one.barrier(launch, 0.0, waits_for=())
+        assert posts == []
+    ranks[3].barrier(launch, 0.0, waits_for=())
+    assert posts == [0]
+
+
+def test_who_leaves_too_early_wakes_all_who_sleep(posts: list[int]) -> None:
+    ranks = meetings(4)
+    launch = alone(ranks)
+    for one in ranks[:2]:
+        one._words[one.rank * _meeting._WORD_STRIDE + _meeting._ASLEEP] = 3 + 1
+    ranks[2].end(launch, False)
+    assert posts == [0, 1]
+    ranks[2].leave()
+    assert posts == [0, 1] * 2
+
+
+def test_nobody_sleeps_for_a_rank_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where it has come while the sleep was announced: nobody would end that."""
+    ranks = meetings(3)
+    first, second, third = ranks
+    launch = alone(ranks)
+    slept_for: list[int] = []
+    take = first._semaphores.take
+
+    def announced(rank: int) -> bool:
+        if first._words[_meeting._ASLEEP] == third.rank + 1 and third._phase == 0:
+            third.barrier(launch, 0.0, waits_for=())
+        return take(rank)
+
+    def slept(rank: int, timeout_s: float) -> bool:
+        slept_for.append(first._words[_meeting._ASLEEP] - 1)
+        second.barrier(launch, 0.0, waits_for=())
+        return True
+
+    monkeypatch.setattr(first._semaphores, "take", announced)
+    monkeypatch.setattr(first._semaphores, "wait", slept)
+    first.barrier(launch, time.monotonic() + WAIT_S)
+    assert slept_for == [second.rank]
