@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
-import msgpack
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -26,7 +25,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
 from raycollect.driver.work import look_into
-from raycollect.engine.step_program import encode_step_program
+from raycollect.engine.step_program import CAPTURES
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -119,11 +118,8 @@ class _Installation:
             return None, [-1] * len(slots)
 
     def _submit(self, at: int, peer: ParticipantLink, doorbell: Doorbell | None, slot: int) -> Any:
-        segment = None
-        if doorbell is not None and slot >= 0:
-            one = doorbell.segment
-            segment = (one.pid, one.fd, one.token, one.nbytes)
-        payload = msgpack.packb((encode_step_program(self.compiler.step_program(at)), segment, slot))
+        segment = doorbell.segment if doorbell is not None and slot >= 0 else None
+        payload = CAPTURES.encode((self.compiler.step_program(at), segment, slot))
         method = peer.actor._raycollect_capture
         method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
         try:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-import msgpack
-
 from raycollect.captured.run_tracker import FOREVER, RunTracker
 from raycollect.captured.step_plan import StepPlan
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
@@ -17,6 +15,7 @@ from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.engine.step_program import FENCED
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -138,7 +137,7 @@ class StepRuns:
             for at, (peer, slot) in enumerate(self._links):
                 predecessor, payload = peer.last_seq, arguments[at]
                 if fence:
-                    self._fence(at)(msgpack.packb((self._capture, seq, predecessor, payload)))
+                    self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
                 elif slot < 0 or not doorbell.ring(slot, number, seq, predecessor, payload):  # type: ignore[union-attr]
                     peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
                 peer.last_seq = seq
