@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -19,7 +19,6 @@ from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Member
-from raycollect.driver.batch import HeldGroups
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import retrieve_errors
@@ -187,7 +186,7 @@ def install(
     capture: bytes,
     request_list: StepRequests,
     returned: Sequence[Any],
-    held: HeldGroups,
+    hold: Callable[[Controller, Membership], None],
     *,
     staging: int,
     timeout_s: float,
@@ -200,7 +199,7 @@ def install(
     memberships = list(request_list.memberships)
     if compiler.idle:  # they are leased as a group that no plan uses
         membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
-        held.hold(controller, membership)
+        hold(controller, membership)
         memberships.append(membership)
     step_plan = compiler.step_plan(memberships)
     places = compiler.write(returned)

@@ -126,6 +126,9 @@ def reader(hint: Any) -> Reader:
         return _items(args[0], origin)
     if origin in (dict, Mapping):
         return _items(tuple[args], dict)  # type: ignore[valid-type]
+    if _is_optional(hint):
+        some = reader(args[0])
+        return lambda value: None if value is None else some(value)
     if origin in _UNIONS:
         return _any_of(args)
     if hasattr(hint, "__supertype__"):
@@ -154,10 +157,15 @@ def writer(hint: Any) -> Writer | None:
     if origin in (dict, Mapping) and hint != dict[str, Any]:
         pairs = writer(tuple[tuple[args], ...]) or list  # type: ignore[valid-type]
         return lambda value: pairs(value.items())
+    if _is_optional(hint):
+        some = writer(args[0])
+        return None if some is None else lambda value: None if value is None else some(value)
     if origin in _UNIONS:
         return _writer_of_any(args)
     if _is_record(hint):
         hints = _annotations(hint)
+        if is_dataclass(hint) and len(hints) > 1 and not any(map(writer, hints.values())):
+            return attrgetter(*hints)  # faster, and a tuple
         return _record_writer([f"value.{name}" for name in hints], hints.values(), is_tuple=not is_dataclass(hint))
     return attrgetter("_value_") if _is_enum(hint) else None
 
@@ -269,19 +277,27 @@ def _record(cls: type, hints: Mapping[Any, Any]) -> Reader:
         if hint in _SCALARS:
             known[f"t{at}"] = hint
             lines.append(f"if type(f{at}) is not t{at}: raise wrong(f{at}, {hint.__name__!r}, {name!r})")
-        else:
-            known[f"r{at}"] = reader(hint)
-            lines.append(f"f{at} = r{at}(f{at})")
+            continue
+        args = typing.get_args(hint)
+        some = args[0] if _is_optional(hint) else hint
+        test = "" if some is hint else f"if f{at} is not None: "
+        if some is hint and typing.get_origin(hint) is tuple and args[1:] == (Ellipsis,) and args[0] in _SCALARS:
+            known[f"s{at}"] = frozenset(args[:1]).issuperset  # most have nothing to convert
+            test = f"if type(f{at}) is not tuple or not s{at}(map(type, f{at})): "
+        known[f"r{at}"] = reader(some)
+        lines.append(f"{test}f{at} = r{at}(f{at})")
     named = ", ".join(f"{name}=f{at}" for at, name in enumerate(hints))
     return _compiled([*lines, f"return ({all_of})" if cls is tuple else f"return cls({named})"], known)
 
 
 def _record_writer(places: Iterable[str], hints: Iterable[Any], *, is_tuple: bool) -> Writer | None:
     """Writes the fields at these places; None: it is a plain tuple."""
-    writes = {f"w{at}": writer(hint) for at, hint in enumerate(hints)}
-    parts = [
-        place if write is None else f"{w}({place})" for place, (w, write) in zip(places, writes.items(), strict=True)
-    ]
+    writes, parts = dict[str, Any](), []
+    for at, (place, hint) in enumerate(zip(places, hints, strict=True)):
+        some = typing.get_args(hint)[0] if _is_optional(hint) else hint
+        write = writes[f"w{at}"] = writer(some)
+        made = f"w{at}({place})" if some is hint else f"None if {place} is None else w{at}({place})"
+        parts.append(place if write is None else made)
     return None if is_tuple and not any(writes.values()) else _compiled([f"return ({', '.join(parts)}, )"], writes)
 
 
@@ -291,13 +307,15 @@ def _compiled(lines: Iterable[str], known: dict[str, Any]) -> Callable[[Any], An
     return made
 
 
+def _is_optional(hint: Any) -> bool:
+    args = typing.get_args(hint)
+    return typing.get_origin(hint) in _UNIONS and len(args) == 2 and args[1] is types.NoneType
+
+
 def _any_of(args: tuple[Any, ...]) -> Reader:
     if all(map(_is_enum, args)):
         return _member_of(*args)
     reads = [reader(one) for one in args if one not in _SCALARS]
-    if len(reads) == 1 and args[1:] == (types.NoneType,):
-        some = reads[0]
-        return lambda value: None if value is None else some(value)
     if not all(one in _SCALARS or _is_record(one) for one in args):
         raise TypeError(f"no wire form for a field of type {' | '.join(map(str, args))}")
 
@@ -318,8 +336,5 @@ def _writer_of_any(args: tuple[Any, ...]) -> Writer | None:
     writes = {one: writer(one) for one in args if one not in _SCALARS}
     if all(map(_is_enum, args)) or not any(writes.values()):
         return next(iter(writes.values()), None)
-    if len(writes) == 1 and args[1:] == (types.NoneType,):
-        (some,) = writes.values()
-        return lambda value: None if value is None else some(value)  # type: ignore[misc]
     places = {one: at for at, one in enumerate(writes)}
     return lambda value: (places[type(value)], *writes[type(value)](value)) if type(value) in places else value  # type: ignore[misc]

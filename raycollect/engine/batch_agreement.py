@@ -25,7 +25,8 @@ def is_batch(program: Program) -> bool:
 class _Brought(NamedTuple):
     conflict: bool
     blobs: tuple[bytes, ...]  # distinct
-    which: dict[int, int]  # request -> its place among them
+    requests: tuple[int, ...]
+    which: tuple[int, ...]  # for each of them the place of its blob
 
 
 _BROUGHT = Codec[_Brought](_Brought, "arrivals", long_nbytes=LONG_NBYTES)
@@ -37,17 +38,18 @@ def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
     `conflict`: requests overlap in memory here though the plan does not order them.
     """
     distinct = {blob: at for at, blob in enumerate(dict.fromkeys(arrivals.values()))}
-    which = {request: distinct[blob] for request, blob in arrivals.items()}
-    return _BROUGHT.encode(_Brought(conflict, tuple(distinct), which))
+    which = tuple([distinct[blob] for blob in arrivals.values()])
+    return _BROUGHT.encode(_Brought(conflict, tuple(distinct), tuple(arrivals), which))
 
 
 @lru_cache(maxsize=256)
 def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
     """Reads what a participant of a batch brought; raises ProtocolError on other bytes."""
-    conflict, blobs, which = _BROUGHT.decode(data)
-    if not all(0 <= at < len(blobs) for at in which.values()):
-        raise ProtocolError(detail="malformed arrivals: a request without one")
-    return conflict, {request: blobs[at] for request, at in which.items()}
+    conflict, blobs, requests, which = _BROUGHT.decode(data)
+    try:
+        return conflict, dict(zip(requests, [blobs[at] for at in which], strict=True))
+    except (LookupError, ValueError) as exc:
+        raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
 
 
 class BatchAgreement:
