@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
-import msgpack
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -18,7 +17,6 @@ from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Member
-from raycollect.driver.batch import HeldGroups
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import retrieve_errors
@@ -26,7 +24,7 @@ from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import StepPlan
 from raycollect.driver.step_runs import StepRuns
 from raycollect.driver.work import look_into
-from raycollect.engine.step_program import encode_step_program
+from raycollect.engine.step_program import CAPTURES
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -119,11 +117,8 @@ class _Installation:
             return None, [-1] * len(slots)
 
     def _submit(self, at: int, peer: ParticipantLink, doorbell: Doorbell | None, slot: int) -> Any:
-        segment = None
-        if doorbell is not None and slot >= 0:
-            one = doorbell.segment
-            segment = (one.pid, one.fd, one.token, one.nbytes)
-        payload = msgpack.packb((encode_step_program(self.compiler.step_program(at)), segment, slot))
+        segment = doorbell.segment if doorbell is not None and slot >= 0 else None
+        payload = CAPTURES.encode((self.compiler.step_program(at), segment, slot))
         method = peer.actor._raycollect_capture
         method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
         try:
@@ -191,7 +186,7 @@ def install(
     capture: bytes,
     request_list: StepRequests,
     returned: Sequence[Any],
-    held: HeldGroups,
+    hold: Callable[[Controller, Membership], None],
     *,
     staging: int,
     timeout_s: float,
@@ -204,7 +199,7 @@ def install(
     memberships = list(request_list.memberships)
     if compiler.idle:  # they are leased as a group that no plan uses
         membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
-        held.hold(controller, membership)
+        hold(controller, membership)
         memberships.append(membership)
     step_plan = compiler.step_plan(memberships)
     places = compiler.write(returned)

@@ -94,14 +94,14 @@ class Capture:
             self._state = "its block failed"
             if exc is not None or self._block.has_failed:
                 self._block.clear()
-                self._block.held.release()
+                self._block.release()
         if exc is not None:
             return
         try:
             self._record()
         except BaseException:
             self._block.clear()
-            self._block.held.release()
+            self._block.release()
             raise
         self._state = ""
 
@@ -122,7 +122,7 @@ class Capture:
             self._id,
             request_list,
             block.leaves,
-            block.held,
+            block.hold,
             staging=block.staging_nbytes,
             timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
         )
@@ -281,7 +281,7 @@ class Capture:
             self._state, self._installed = "it was closed", None
             runs.close()
             self._block.clear()
-            self._block.held.release()
+            self._block.release()
 
     def _collect(self, places: Sequence[tuple[int, int]], tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
@@ -346,7 +346,7 @@ class Capture:
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
         if runs is not None and controller is not None and not runs.is_closed:
-            controller.abandon(runs.let_go_idle, self._block.held.memberships)
+            controller.abandon(runs.let_go_idle, tuple(self._block.held))
 
     @property
     def _told_state(self) -> str:

@@ -15,7 +15,6 @@ from raycollect.captured.calls import StepRequests
 from raycollect.captured.recording import Recording
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
-from raycollect.driver.batch import HeldGroups
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.groups import Groups
@@ -41,10 +40,11 @@ def follow(block: Recording, controller: Controller) -> bytes:
         raise CaptureMembersError(detail="this captured step needs what its groups do not have any more", lost=lost)
     capture = secrets.token_bytes(CAPTURE_NBYTES)
     succession.apply(request_list, capture)
-    held, block.held, block.is_moved = block.held, HeldGroups(), True
+    held, block.held, block.is_moved = block.held, {}, True
     for membership in request_list.memberships:
-        block.held.hold(controller, membership)
-    held.release()
+        block.hold(controller, membership)
+    for membership in held:
+        controller.groups.release(membership)
     return capture
 
 

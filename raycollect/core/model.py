@@ -49,6 +49,9 @@ class OpKind(enum.Enum):
         __hash__ = object.__hash__  # members are unique; that of `Enum` is a call
 
 
+OPS = tuple(kind.value for kind in OpKind)
+"""The names of all operations."""
+
 PIECES: dict[OpKind, tuple[bool, bool]] = {
     OpKind.ALLGATHER: (False, True),
     OpKind.GATHER: (False, True),
@@ -210,6 +213,8 @@ class Structure:
         if value is None:
             return TENSOR
         kind, names, items = value
+        if kind not in ("list", "tuple", "dict") or not {str, int}.issuperset(map(type, names)):
+            raise TypeError(f"no structure is made of {str(kind)[:80]!r}")
         return cls(kind, tuple(names), tuple(map(cls.from_plain, items)))
 
     def __str__(self) -> str:
@@ -303,7 +308,7 @@ class GroupSpec:
     backend: str
     world_size: int
     ordering: str = "program"
-    ops: tuple[str, ...] = tuple(kind.value for kind in OpKind)
+    ops: tuple[str, ...] = OPS
     memory: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0

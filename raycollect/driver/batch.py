@@ -25,30 +25,6 @@ _FAILED = "its batch failed, and nothing of it was sent"
 _REHEARSED = "its call was only planned, not made"
 
 
-class HeldGroups:
-    """Groups that are kept for calls that are recorded, and not sent yet: nobody dissolves a derived one meanwhile."""
-
-    def __init__(self) -> None:
-        self._held: dict[Membership, Controller] = {}
-
-    @property
-    def memberships(self) -> tuple[Membership, ...]:
-        """The groups."""
-        return tuple(self._held)
-
-    def hold(self, controller: Controller, membership: Membership) -> None:
-        """Keeps a group."""
-        if membership not in self._held:
-            self._held[membership] = controller
-            controller.groups.hold(membership)
-
-    def release(self) -> None:
-        """Lets go of all."""
-        held, self._held = self._held, {}
-        for membership, controller in held.items():
-            controller.groups.release(membership)
-
-
 class Batch:
     """The calls of a ``with batch() as b:`` block. For the thread, or the asynchronous task, that enters the block.
 
@@ -59,7 +35,7 @@ class Batch:
         staging_nbytes: See `batch`.
         timeout_s: The time limit of calls that name none, in seconds; None: the operations' own.
         is_rehearsal: Whether it is never sent.
-        held: The groups of its calls, until all is sent.
+        held: The groups of its calls, until all is sent: nobody dissolves a derived one meanwhile.
     """
 
     _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"
@@ -83,7 +59,7 @@ class Batch:
         self._task: Any = None
         self._is_open = False
         self._first = self._refs_before = self._end = 0  # this block's part of the request list
-        self.held: HeldGroups = HeldGroups()
+        self.held: dict[Membership, Controller] = {}
         self._work: Work | None = None
         self._why = "it was not entered"  # why there are no results; empty once the block has ended well
 
@@ -136,8 +112,20 @@ class Batch:
         """The batch that sends what this one records."""
         return self if self._outer is None else self._outer.outermost
 
+    def hold(self, controller: Controller, membership: Membership) -> None:
+        """Keeps a group for calls that are recorded, and not sent yet."""
+        if membership not in self.held:
+            self.held[membership] = controller
+            controller.groups.hold(membership)
+
+    def release(self) -> None:
+        """Lets go of all groups."""
+        held, self.held = self.held, {}
+        for membership, controller in held.items():
+            controller.groups.release(membership)
+
     def _release(self) -> None:
-        self.held.release()
+        self.release()
 
     def stand_in(self, value: Any) -> Any:
         """What stands for something that an operation was given; here, itself."""

@@ -247,7 +247,7 @@ class Call:
         request_list, membership, kind = self._request_list, self._membership, self._kind
         source = request_list.source
         if self._batch is not None:
-            self._batch.outermost.held.hold(self.controller, membership)
+            self._batch.outermost.hold(self.controller, membership)
         keeps = kind is OpKind.BROADCAST or (inplace and kind in _REDUCTIONS)
         sole: int | None = None  # the one rank with a result; None: all have one
         if kind in _AT_ROOT or kind in (OpKind.SEND, OpKind.BARRIER):

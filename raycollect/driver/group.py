@@ -11,7 +11,6 @@ from raycollect.core import html, ray_internals
 from raycollect.core.model import GroupLike, name_of
 from raycollect.driver import group_change
 from raycollect.driver.controller import Controller
-from raycollect.driver.group_change import GroupChange
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InvalidGroupError, UnknownGroupError
@@ -214,10 +213,10 @@ class Group:
             new: The actor handle, or a list of them, in the same order.
             timeout_s: How long to wait, in seconds, as in `add`.
         """
-        return self._change(group_change.replaced(self._membership, self._actors, dead, new), timeout_s)
+        return self._change(self._actors, timeout_s, group_change.replaced(self._membership, dead, new))
 
-    def _change(self, change: GroupChange, timeout_s: float) -> Group:
-        self._hold(*self._controller.groups.change(self._membership, change, timeout_s))
+    def _change(self, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any] | None = None) -> Group:
+        self._hold(*self._controller.groups.change(self._membership, actors, timeout_s, new or {}))
         return self
 
     def destroy(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -20,53 +19,32 @@ ANSWER_S = 2.0
 """How long a member that is said to be dead may take to show that it lives, in seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupChange:
-    """The members that a group shall have.
-
-    Attributes:
-        actors: The actor handles by rank.
-        heirs: Actor id -> the id of the actor that takes its place.
-        dead: Those that have to be dead.
-    """
-
-    actors: tuple[Any, ...]
-    heirs: Mapping[str, str] = field(default_factory=dict)
-    dead: tuple[Member, ...] = ()
-
-
-def added(membership: Membership, actors: Sequence[Any], new: Any) -> GroupChange:
-    """More members, with the ranks after those of now; InvalidGroupError has every reason."""
+def added(membership: Membership, actors: Sequence[Any], new: Any) -> list[Any]:
+    """The actors by rank with more of them, which come after those of now; InvalidGroupError has every reason."""
     found = _several(new)
     _refuse(membership, _newcomer_problems(membership, found))
-    return GroupChange(actors=(*actors, *found))
+    return [*actors, *found]
 
 
-def removed(membership: Membership, actors: Sequence[Any], members: Any) -> GroupChange:
-    """Fewer members, whose ranks close up in their order; raises as `added`."""
+def removed(membership: Membership, actors: Sequence[Any], members: Any) -> list[Any]:
+    """The actors by rank without some, whose ranks close up in their order; raises as `added`."""
     problems: list[str] = []
     ranks = _ranks(membership, members, problems)
     if not problems and len(set(ranks)) == membership.spec.world_size:
         problems.append("no member would be left: destroy the group instead")
     _refuse(membership, problems)
-    return GroupChange(actors=tuple(actor for rank, actor in enumerate(actors) if rank not in ranks))
+    return [actor for rank, actor in enumerate(actors) if rank not in ranks]
 
 
-def replaced(membership: Membership, actors: Sequence[Any], dead: Any, new: Any) -> GroupChange:
-    """Other actors at the ranks of members that are dead; raises as `added`."""
+def replaced(membership: Membership, dead: Any, new: Any) -> dict[int, Any]:
+    """By rank of a member that has to be dead, the actor in its place; raises as `added`."""
     problems: list[str] = []
     ranks, found = _ranks(membership, dead, problems), _several(new)
     problems += _newcomer_problems(membership, found)
     if not problems and len(ranks) != len(found):
         problems.append(f"{len(ranks)} members to replace, but {len(found)} actors in their place")
     _refuse(membership, problems)
-    by_rank = dict(zip(ranks, found, strict=True))
-    gone = tuple(membership.members[rank] for rank in ranks)
-    return GroupChange(
-        actors=tuple(by_rank.get(rank, actor) for rank, actor in enumerate(actors)),
-        heirs={membership.members[rank].actor_id: actor._actor_id.hex() for rank, actor in by_rank.items()},
-        dead=gone,
-    )
+    return dict(zip(ranks, found, strict=True))
 
 
 def living(members: Sequence[Member], peers: Participants) -> str:

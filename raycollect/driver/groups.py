@@ -16,7 +16,7 @@ from raycollect.core import ray_internals, submitted_calls
 from raycollect.core.model import Member
 from raycollect.driver import member_discovery
 from raycollect.driver.coordinators import Coordinators
-from raycollect.driver.group_change import GroupChange, living
+from raycollect.driver.group_change import living
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import (
@@ -172,14 +172,22 @@ class Groups:
                     if actors is not None or monotonic() > deadline_s:  # else one that answered was about to die
                         raise
 
-    def change(self, old: Membership, change: GroupChange, timeout_s: float) -> tuple[Membership, tuple[Any, ...]]:
-        """Forms a declared group again over other members, once its plans under way have ended; errors as `rebuild`."""
+    def change(
+        self, old: Membership, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any]
+    ) -> tuple[Membership, tuple[Any, ...]]:
+        """Forms a declared group again over other members, once its plans under way have ended; errors as `rebuild`.
+
+        `new` has by rank the actor in the place of one of `actors` that is dead.
+        """
         with self._changing:
-            declaration = self._declaration(old).over(change.actors, timeout_s)
-            found = living(change.dead, self._peers)
+            actors = [new.get(rank, actor) for rank, actor in enumerate(actors)]
+            declaration = self._declaration(old).over(actors, timeout_s)
+            dead = [old.members[rank] for rank in new]
+            found = living(dead, self._peers)
             if found:
                 raise InvalidGroupError(group_name=old.spec.name, detail=found)
-            return self._form_again(old, declaration, change.heirs, drains=True)
+            heirs = {one.actor_id: actor._actor_id.hex() for one, actor in zip(dead, new.values(), strict=True)}
+            return self._form_again(old, declaration, heirs, drains=True)
 
     def _declaration(self, membership: Membership) -> Declaration:
         name = membership.spec.name

@@ -9,8 +9,6 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-import msgpack
-
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
@@ -20,6 +18,7 @@ from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_plan import StepPlan
+from raycollect.engine.step_program import FENCED
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -141,7 +140,7 @@ class StepRuns:
                 for at, (peer, slot) in enumerate(self._links):
                     predecessor, payload = peer.last_seq, arguments[at]
                     if fence:
-                        self._fence(at)(msgpack.packb((self._capture, seq, predecessor, payload)))
+                        self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
                     elif slot < 0 or not doorbell.ring(slot, number, seq, predecessor, payload):  # type: ignore[union-attr]
                         peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
                     peer.last_seq = seq

@@ -7,22 +7,18 @@ the same verdict whichever way the bytes travelled.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
-import msgpack
-
+from raycollect.core.codec import Codec, Form
 from raycollect.core.model import PIECES, OpKind, Structure, TensorInfo
 from raycollect.errors import InternalError, ProtocolError, Violation
 
-_COMPRESSED = b"\xc1"  # begins a compressed arrival; msgpack never uses it
-# From when on an arrival is compressed: thousands of tensors that look alike have to fit where ranks meet.
-_LONG_NBYTES = 4096
-_LIMIT_NBYTES = 64 << 20
+LONG_NBYTES = 4096
+"""From when on an arrival is compressed: thousands of tensors that look alike have to fit where ranks meet."""
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
@@ -31,7 +27,8 @@ _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 class Side:
     """The tensors that a rank gives, or takes."""
 
-    structure: Structure  # in pieces: a list with one item per rank
+    # In pieces: a list with one item per rank
+    structure: Annotated[Structure, Form(Structure.to_plain, Structure.from_plain)]
     tensors: tuple[TensorInfo, ...]
     loose: bool = False  # the pieces are cut from one contiguous tensor: their sizes count, not their shapes
 
@@ -81,68 +78,11 @@ class Arrival:
     violations: tuple[Violation, ...] = ()
 
 
-def encode_arrival(arrival: Arrival) -> bytes:
-    """Writes an arrival; the inverse of `decode_arrival`."""
-    spec = arrival.spec
-    head = (spec.op, spec.caller, spec.reduce_op, spec.root)
-    sides = (_encode_side(spec.gives), _encode_side(spec.takes))
-    return packed((*head, *sides, spec.one_device, [asdict(v) for v in arrival.violations]))
+_ARRIVALS = Codec[Arrival](Arrival, "arrival", long_nbytes=LONG_NBYTES)
 
 
-def packed(values: Any) -> bytes:
-    """Plain values as bytes, compressed where they are long; the inverse of `unpacked`."""
-    data: bytes = msgpack.packb(values)
-    return data if len(data) < _LONG_NBYTES else _COMPRESSED + zlib.compress(data, 1)
-
-
-def unpacked(data: bytes) -> Any:
-    """Reads what `packed` wrote; raises ValueError, TypeError or LookupError on other bytes."""
-    try:
-        if data[:1] == _COMPRESSED:
-            unzip = zlib.decompressobj()
-            data = unzip.decompress(data[1:], _LIMIT_NBYTES)
-            if unzip.unconsumed_tail:
-                raise ValueError(f"more than {_LIMIT_NBYTES} bytes")
-        return msgpack.unpackb(data)
-    except (zlib.error, msgpack.UnpackException) as exc:
-        raise ValueError(str(exc)) from exc
-
-
-def _encode_side(side: Side | None) -> Any:
-    if side is None:
-        return None
-    tensors = [(t.shape, t.dtype, t.itemsize, t.device, t.library) for t in side.tensors]
-    return side.structure.to_plain(), tensors, side.loose
-
-
-@lru_cache(maxsize=256)
-def decode_arrival(data: bytes) -> Arrival:
-    """Reads an arrival; raises ProtocolError on other bytes."""
-    try:
-        op, caller, reduce_op, root, gives, takes, one_device, violations = unpacked(data)
-        spec = Spec(
-            op=op,
-            caller=caller,
-            reduce_op=reduce_op,
-            root=root,
-            gives=_decode_side(gives),
-            takes=_decode_side(takes),
-            one_device=bool(one_device),
-        )
-        return Arrival(spec=spec, violations=tuple(Violation(**v) for v in violations))
-    except (ValueError, TypeError, LookupError) as exc:
-        raise ProtocolError(detail=f"malformed arrival: {exc}") from exc
-
-
-def _decode_side(value: Any) -> Side | None:
-    if value is None:
-        return None
-    structure, tensors, loose = value
-    infos = tuple(
-        TensorInfo(shape=tuple(shape), dtype=dtype, itemsize=itemsize, device=device, library=library)
-        for shape, dtype, itemsize, device, library in tensors
-    )
-    return Side(structure=Structure.from_plain(structure), tensors=infos, loose=loose)
+encode_arrival = _ARRIVALS.encode
+decode_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
 
 
 # How the field of a violation ends, or goes on with the giver's rank, where a rank's output is meant.

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from raycollect.engine.agreement import Verdict, judge, packed, unpacked
+from raycollect.core.codec import Codec
+from raycollect.engine.agreement import LONG_NBYTES, Verdict, judge
 from raycollect.errors import ProtocolError, Violation
 from raycollect.planner import Program
 
@@ -20,30 +22,33 @@ def is_batch(program: Program) -> bool:
     return len(program.tasks) != 1 or bool(program.everyone)
 
 
+class _Brought(NamedTuple):
+    conflict: bool
+    blobs: tuple[bytes, ...]  # distinct
+    requests: tuple[int, ...]
+    which: tuple[int, ...]  # for each of them the place of its blob
+
+
+_BROUGHT = Codec[_Brought](_Brought, "arrivals", long_nbytes=LONG_NBYTES)
+
+
 def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
     """Writes the arrivals by request of a participant of a batch, for one round; the inverse of `decode_arrivals`.
 
     `conflict`: requests overlap in memory here though the plan does not order them.
     """
     distinct = {blob: at for at, blob in enumerate(dict.fromkeys(arrivals.values()))}
-    which = [distinct[blob] for blob in arrivals.values()]
-    return packed((conflict, list(distinct), list(arrivals), which))
+    which = tuple([distinct[blob] for blob in arrivals.values()])
+    return _BROUGHT.encode(_Brought(conflict, tuple(distinct), tuple(arrivals), which))
 
 
 @lru_cache(maxsize=256)
 def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
     """Reads what a participant of a batch brought; raises ProtocolError on other bytes."""
+    conflict, blobs, requests, which = _BROUGHT.decode(data)
     try:
-        conflict, blobs, requests, which = unpacked(data)
-        found = dict(zip(requests, (blobs[at] for at in which), strict=True))
-        if (
-            type(conflict) is not bool
-            or not all(type(q) is int for q in found)
-            or not all(type(blob) is bytes for blob in blobs)
-        ):
-            raise TypeError("a flag, and bytes by request, are what is brought")
-        return conflict, found
-    except (ValueError, TypeError, LookupError) as exc:
+        return conflict, dict(zip(requests, [blobs[at] for at in which], strict=True))
+    except (LookupError, ValueError) as exc:
         raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
 
 

@@ -7,16 +7,14 @@ make. Actions run in order; every participant has the plans of a step in the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-import msgpack
-
-from raycollect.core.model import Key
-from raycollect.errors import ProtocolError
+from raycollect.core.codec import Codec, Form
+from raycollect.core.model import Key, Segment
 
 CAPTURE_NBYTES = 16  # the bytes of a capture's id
-VERSION = 1
+VERSION = 2
 
 
 def captured_key(capture: bytes, run: int, step: int) -> Key:
@@ -71,45 +69,16 @@ class StepProgram:
     numbered: bool  # the capture has several requests, so that violations say in which one
 
 
-def encode_step_program(step_program: StepProgram) -> bytes:
-    """Writes a step program, its classes by their fields in order; the inverse of `decode_step_program`."""
-    packed: bytes = msgpack.packb((VERSION, *_plain(step_program)), default=_plain)
-    return packed
+_STEP_PROGRAMS = Codec[StepProgram](StepProgram, "captured step", version=VERSION)
 
 
-def decode_step_program(data: bytes) -> StepProgram:
-    """Reads a step program; raises ProtocolError on other bytes, or another version."""
-    try:
-        values: list[Any] = msgpack.unpackb(data, use_list=False)
-        if values[0] != VERSION:
-            raise ProtocolError(
-                detail=f"a captured step of version {values[0]}, this process reads {VERSION}: driver and actors must "
-                "run the same raycollect"
-            )
-        named = _named(StepProgram, values[1:])
-        named["actions"] = tuple(map(_action, named["actions"]))
-        named["keys"] = tuple(map(Key, named["keys"]))
-        return StepProgram(**named)
-    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
-        raise ProtocolError(detail=f"malformed captured step: {exc}") from exc
+encode_step_program = _STEP_PROGRAMS.encode
+decode_step_program = _STEP_PROGRAMS.decode
 
+_Packed = Annotated[StepProgram, Form(encode_step_program, decode_step_program)]
 
-def _plain(one: Any) -> Any:
-    return one.packed if isinstance(one, Given) else [getattr(one, field.name) for field in fields(one)]
+CAPTURES = Codec[tuple[StepProgram, Segment | None, int]](tuple[_Packed, Segment | None, int], "capture")
+"""What captures a step: its program, the doorbell's segment or None, the slot in it."""
 
-
-def _named(cls: Any, values: Any) -> dict[str, Any]:
-    return dict(zip((field.name for field in fields(cls)), values, strict=True))
-
-
-def _action(values: Any) -> Invocation | Collective:
-    if not isinstance(values[1], str):
-        return Collective(**_named(Collective, values))
-    named = _named(Invocation, values)
-    named["args"] = tuple(map(_argument, named["args"]))
-    named["kwargs"] = tuple((name, _argument(value)) for name, value in named["kwargs"])
-    return Invocation(**named)
-
-
-def _argument(value: Any) -> int | Given:
-    return Given(value) if isinstance(value, bytes) else value
+FENCED = Codec[tuple[bytes, int, int, bytes]](tuple[bytes, int, int, bytes], "run")
+"""What brings a fenced run: the capture, the run's number and its predecessor's, its arguments."""

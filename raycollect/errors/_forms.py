@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import astuple, fields
 from typing import Any
 
 from raycollect.errors import _base, _channel, _faults, _groups, _others, _refused, _weights
@@ -20,7 +19,7 @@ _ERRORS: dict[str, type[RaycollectError]] = {
 }
 """Type on the wire -> class."""
 
-_NESTED: dict[str, Callable[..., Violation | RankReport]] = {"violations": Violation, "reports": RankReport}
+_NESTED: dict[str, type[Violation | RankReport]] = {"violations": Violation, "reports": RankReport}
 """The fields that hold tuples of other values."""
 
 
@@ -38,7 +37,7 @@ def to_wire(error: RaycollectError) -> dict[str, Any]:
     """Turns an error into plain values for msgpack; the inverse of `from_wire`."""
     values = {f.name: getattr(error, f.name) for f in fields(error)}
     for name in _NESTED.keys() & values.keys():
-        values[name] = [asdict(one) for one in values[name]]
+        values[name] = list(map(astuple, values[name]))
     return {"type": type(error).__name__, "fields": values}
 
 
@@ -54,7 +53,9 @@ def from_wire(value: dict[str, Any]) -> RaycollectError:
             raise ProtocolError(detail=f"unknown error type {value['type']!r}")
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in value["fields"].items()}
         for name in _NESTED.keys() & values.keys():
-            values[name] = tuple(_NESTED[name](**one) for one in values[name])
+            nested = _NESTED[name]
+            names = [one.name for one in fields(nested)]
+            values[name] = tuple(nested(**dict(zip(names, one, strict=True))) for one in values[name])
         return cls(**values)
-    except (KeyError, TypeError, AttributeError) as exc:
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ProtocolError(detail=f"malformed error on the wire: {exc}") from exc

@@ -14,20 +14,18 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
-import msgpack
 import ray
 from ray.exceptions import RayError
 
 from raycollect.core import ray_internals, threads
-from raycollect.errors import RayClientError, UnknownGroupError
+from raycollect.core.codec import Codec
+from raycollect.errors import ProtocolError, RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.group.membership import Membership
-
-VERSION = 1
 
 MOST_RECORD_NBYTES = 64 << 20
 """The longest record; that of a group of 100,000 members takes a third of it."""
@@ -47,7 +45,6 @@ GONE = (DEAD, RESTARTED, UNKNOWN)
 
 _NAMESPACE = b"raycollect"
 _PREFIX = b"posted/"
-_Record = TypeVar("_Record", "GroupRecord", "MemberRecord")
 _log = logging.getLogger("raycollect")
 
 _posting = threads.pool("raycollect-post", 1)
@@ -110,20 +107,17 @@ class GroupRecord:
     def from_bytes(cls, record: bytes) -> GroupRecord | None:
         """Reads a record; None for one of another version, or of another program."""
         try:
-            if len(record) > MOST_RECORD_NBYTES:
-                return None
-            found = msgpack.unpackb(record)
-            if found.pop("version") != VERSION:
-                return None
-            members = tuple(_checked(MemberRecord(**one)) for one in found.pop("members"))
-            return _checked(cls(**found, members=members))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, msgpack.UnpackException):
+            found = _RECORDS.decode(record) if len(record) <= MOST_RECORD_NBYTES else None
+        except ProtocolError:
             return None
+        return found if found is not None and _is_shown(found) and all(map(_is_shown, found.members)) else None
 
     def to_bytes(self) -> bytes:
         """Packs the record."""
-        packed: bytes = msgpack.packb({"version": VERSION, **asdict(self)})
-        return packed
+        return _RECORDS.encode(self)
+
+
+_RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=2)
 
 
 def post(membership: Membership) -> None:
@@ -305,17 +299,14 @@ def _state_of(actor: Mapping[str, Any], pid: int) -> str:
     return RESTARTED if state == "ALIVE" and actor["Pid"] != pid else state
 
 
-def _checked(record: _Record) -> _Record:
-    """Checks the types of a record's fields; TypeError or ValueError."""
-    kinds: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float)}
-    for name, annotation in type(record).__annotations__.items():
-        kind = kinds.get(annotation, tuple)
-        value = getattr(record, name)
-        if not isinstance(value, kind) or (isinstance(value, str) and len(value) > MOST_TEXT):
-            raise TypeError(f"{name} is {shown(value)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value}")
-    return record
+def _is_shown(record: GroupRecord | MemberRecord) -> bool:
+    """Whether a record holds nothing that can't be shown."""
+    values = [getattr(record, one.name) for one in fields(record)]
+    return all(
+        len(value) <= MOST_TEXT if isinstance(value, str) else math.isfinite(value)
+        for value in values
+        if isinstance(value, (str, float))
+    )
 
 
 def summary(members: Sequence[MemberRecord]) -> str:

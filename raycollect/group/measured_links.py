@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-import msgpack
-
+from raycollect.core.codec import Codec
+from raycollect.errors import ProtocolError
 from raycollect.group import cluster_registry
 from raycollect.group.link_costs import FILE, MEASURED
 from raycollect.group.membership import ROUTED, Membership
@@ -20,6 +20,8 @@ from raycollect.planner import Link
 from raycollect.planner.pairs import tournament
 
 _PREFIX = b"links/"
+
+_LINKS = Codec[Sequence[float]](tuple[float, float], "link")
 
 Pair = tuple[int, int]
 """Two hosts of a group by their numbers, the lower one first."""
@@ -49,7 +51,7 @@ class MeasuredLinks:
                 there, link = hosts[int(other)] if other in range(len(hosts)) else hosts[rank], _link(numbers)
                 key = keys.get((min(hosts[rank], there), max(hosts[rank], there)))
                 if key is not None and link is not None:
-                    self._known[key], new[key] = link, msgpack.packb(numbers)
+                    self._known[key], new[key] = link, _LINKS.encode(numbers)
         cluster_registry.keep(new)
 
 
@@ -84,8 +86,8 @@ def _key(*machines: str) -> bytes:
 def _link(numbers: bytes | Sequence[float]) -> Link | None:
     """A link of its latency and bandwidth, or of these packed; None where that makes no sense."""
     try:
-        latency_s, bandwidth = map(float, msgpack.unpackb(numbers) if isinstance(numbers, bytes) else numbers)
+        latency_s, bandwidth = _LINKS.decode(numbers) if isinstance(numbers, bytes) else map(float, numbers)
         is_finite = math.isfinite(latency_s + bandwidth)
         return Link(latency_s=latency_s, bandwidth=bandwidth, source=MEASURED) if is_finite else None
-    except (ValueError, TypeError, msgpack.UnpackException):  # of another version
+    except (ValueError, TypeError, ProtocolError):  # of another version
         return None

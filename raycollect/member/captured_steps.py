@@ -15,8 +15,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-import msgpack
-
 from raycollect.channel.doorbell import DoorbellClient
 from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
@@ -25,13 +23,11 @@ from raycollect.core.model import Key, Segment
 from raycollect.engine.preparation import missing
 from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.progress import BytesDone
-from raycollect.engine.step_program import StepProgram, decode_step_program
 from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (
     CaptureError,
     ConnectionLostError,
     PlanAbortedError,
-    ProtocolError,
     RaycollectError,
     Violation,
     kept,
@@ -56,28 +52,8 @@ IDLE_S = 60.0
 
 _UNWATCHED: AbstractContextManager[None] = nullcontext()
 
-_MALFORMED = (ValueError, TypeError, msgpack.UnpackException)
-
 LATE = 1024
 """How many closed steps are remembered, for runs that were on their way to them."""
-
-
-def decode_capture(payload: bytes) -> tuple[StepProgram, Segment | None, int]:
-    """Reads what captures a step: (program, the doorbell's segment or None, the slot in it); or ProtocolError."""
-    try:
-        step_program, segment, slot = msgpack.unpackb(payload, use_list=False)
-        return decode_step_program(step_program), None if segment is None else Segment(*segment), slot
-    except _MALFORMED as exc:
-        raise ProtocolError(detail=f"malformed capture: {exc}") from exc
-
-
-def decode_fenced(payload: bytes) -> tuple[bytes, int, int, bytes]:
-    """Reads what brings a fenced run: (capture, seq, predecessor, arguments); or ProtocolError."""
-    try:
-        capture, seq, predecessor, arguments = msgpack.unpackb(payload)
-    except _MALFORMED as exc:
-        raise ProtocolError(detail=f"malformed run: {exc}") from exc
-    return capture, seq, predecessor, arguments
 
 
 def open_doorbell(segment: Segment | None, slot: int, *, keeps_core: bool) -> DoorbellClient | None:

@@ -19,7 +19,7 @@ from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
 from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fast_path import FastPath
-from raycollect.engine.step_program import Invocation
+from raycollect.engine.step_program import CAPTURES, FENCED, Invocation
 from raycollect.engine.step_runner import Invoke, StepRunner
 from raycollect.errors import (
     CaptureError,
@@ -33,14 +33,7 @@ from raycollect.errors import (
 )
 from raycollect.group.member_communicator import LAST_S
 from raycollect.member import introspection
-from raycollect.member.captured_steps import (
-    CapturedStep,
-    CapturedSteps,
-    decode_capture,
-    decode_fenced,
-    open_doorbell,
-    pinned,
-)
+from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
 from raycollect.member.exchange import ChannelExchange
 from raycollect.member.joined_group import JoinedGroup, JoinedGroups
 from raycollect.member.plan_queue import PlanQueue
@@ -115,7 +108,7 @@ class Lease:
         """Does for a run of a captured step what `hand_over` does for a plan."""
         if not self.is_overlapping:
             return False
-        _, seq, predecessor, _ = decode_fenced(payload)
+        _, seq, predecessor, _ = FENCED.decode(payload)
         self._sequencer.after(seq, predecessor, lambda: submit(self.run_fenced, payload))
         return True
 
@@ -237,7 +230,7 @@ class Lease:
         """Takes in a captured step. Returns whether its runs may come by the controller's doorbell.
 
         Args:
-            payload: What `decode_capture` reads.
+            payload: Of `step_program.CAPTURES`.
             values: What its refs stand for, in the order of their slots.
             invoker: Gives what calls the methods of these names.
 
@@ -245,7 +238,7 @@ class Lease:
             RefusedError: A value is not there, or is another participant's; or there is no such method.
             CaptureError: It was closed before it came here.
         """
-        step_program, segment, slot = decode_capture(payload)
+        step_program, segment, slot = CAPTURES.decode(payload)
         here = self._runtime
         pairs = zip(values, step_program.keys, strict=False)  # those of the refs come first
         refs = [pinned(value, key, self._store, here.actor_id, here.actor) for value, key in pairs]
@@ -266,7 +259,7 @@ class Lease:
 
     def run_fenced(self, payload: bytes) -> None:
         """Does a run that comes as an actor task; CaptureError: no such step."""
-        capture, seq, predecessor, arguments = decode_fenced(payload)
+        capture, seq, predecessor, arguments = FENCED.decode(payload)
         self.plan_queue.reached(seq)
         watched = partial(self._reporter.waiting, "", "", "a captured step", (), seq=seq, call=lambda: 0)
         try:

@@ -12,12 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
-import msgpack
-
+from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
-from raycollect.errors.text import a_type
+from raycollect.errors import ProtocolError
 
 PLAN, RUN, PART, WAIT, CHECK = "plan", "run", "part", "wait", "check"
 COLLECTIVE, KERNEL, STAGING, METHOD, CALL = "collective", "kernel", "staging", "method", "call"
@@ -236,44 +235,45 @@ class Tracer:
             return self.ring if self.holder == holder else None
 
 
+class _Rows(NamedTuple):
+    """What a ring held, as it travels: the few labels and names once."""
+
+    names: tuple[tuple[Annotated[str, KINDS], str, str], ...]  # kind, name and error of spans
+    labels: tuple[Label, ...]
+    # For each span the place of its names; begin, end, thread, seq; the place of its label
+    spans: tuple[tuple[int, float, float, int, int, int], ...]
+    dropped: int
+    threads: dict[int, tuple[int, str]]
+    groups: dict[str, Place]
+
+
+_RECORDED = Codec[_Rows](_Rows, "spans")
+
+
 def encode_recorded(recorded: Recorded) -> bytes:
-    """Packs what a ring held; the few labels and names travel once."""
+    """Packs what a ring held."""
     labels: dict[Label, int] = {}
     names: dict[tuple[str, str, str], int] = {}
     rows = []
     for kind, name, begin_s, end_s, thread, seq, label, error in recorded.spans:
         what = names.setdefault((kind, name, error), len(names))
         rows.append((what, begin_s, end_s, thread, seq, labels.setdefault(label, len(labels))))
-    packed: bytes = msgpack.packb(
-        (list(names), list(labels), rows, recorded.dropped, list(recorded.threads.items()), recorded.groups)
-    )
-    return packed
+    _, dropped, threads, groups = recorded
+    return _RECORDED.encode(_Rows(tuple(names), tuple(labels), tuple(rows), dropped, threads, groups))
 
 
 def decode_recorded(payload: bytes | bytearray) -> Recorded:
     """Unpacks what `encode_recorded` made; ValueError: it is malformed."""
     try:
-        names, labels, rows, dropped, threads, groups = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
-        known = [Label(*map(_plain, label)) for label in labels]
-        spans = tuple(_span(names[row[0]], row, known[row[5]]) for row in rows)
-        told = {int(thread): (int(native), str(name)) for thread, (native, name) in threads}
-        places = {str(key): Place(str(n), str(b), int(r), int(size)) for key, (n, b, r, size) in groups.items()}
-        return Recorded(spans, int(dropped), told, places)
-    except (msgpack.UnpackException, ValueError, TypeError, LookupError, AttributeError, OverflowError) as exc:
-        raise ValueError(f"malformed spans: {str(exc)[:200]}") from exc
-
-
-def _plain(value: Any) -> Any:
-    if type(value) not in (int, str):
-        raise ValueError(f"{a_type(value)} in a label")
-    return value
-
-
-def _span(what: Sequence[Any], row: Sequence[Any], label: Label) -> Span:
-    kind, name, error = map(str, what)
-    if kind not in KINDS:
-        raise ValueError(f"a span of {kind[:40]!r}")
-    begin_s, end_s = float(row[1]), float(row[2])
-    if not 0 <= begin_s <= end_s < float("inf"):
-        raise ValueError(f"a span from {begin_s} to {end_s}")
-    return Span(kind, name, begin_s, end_s, int(row[3]), int(row[4]), label, error)
+        names, labels, rows, dropped, threads, groups = _RECORDED.decode(payload)
+        spans = []
+        for what, begin_s, end_s, thread, seq, label in rows:
+            if not 0 <= begin_s <= end_s < float("inf"):
+                raise ValueError(f"malformed spans: from {begin_s} to {end_s}")
+            kind, name, error = names[what]
+            spans.append(Span(kind, name, begin_s, end_s, thread, seq, labels[label], error))
+        return Recorded(tuple(spans), dropped, threads, groups)
+    except ProtocolError as exc:
+        raise ValueError(exc.detail) from exc
+    except LookupError as exc:
+        raise ValueError(f"malformed spans: {exc}") from exc

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 import msgpack
 
-from raycollect.errors import refusal, wrong_argument
+from raycollect.core.codec import Codec
+from raycollect.errors import ProtocolError, refusal, wrong_argument
 from raycollect.planner.boxes import Box, Point, extent, words
 
 __all__ = ["ITEMSIZES", "Axes", "Layout", "Region", "Regions", "fused_layouts", "layout"]
@@ -36,7 +37,6 @@ Axes = tuple[tuple[tuple[int, int], ...], ...]
 dimension, its size; 0: as large as it is). A transposed tensor, and a slot of each expert, lie so. Empty: dimension by
 dimension."""
 
-_VERSION = 2
 _DEFAULT = "float32"
 _SHOWN = 16  # how many regions a printed layout lists
 
@@ -186,10 +186,7 @@ class Layout:
 
     def to_bytes(self) -> bytes:
         """The layout as msgpack; the inverse of `from_bytes`."""
-        rows = [(one.rank, one.box, one.at, one.part) for one in self.regions.rows]
-        head = (_VERSION, self.shape, self.dtype, self.key, self.axes, self.converts, self.said)
-        packed: bytes = msgpack.packb((*head, self.regions.world_size, self.regions.parts, rows))
-        return packed
+        return _LAYOUTS.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:
@@ -199,19 +196,9 @@ class Layout:
             InvalidArgumentError: The bytes are no layout.
         """
         try:
-            version, *head, world, parts, rows = msgpack.unpackb(data, use_list=False)
-            if version != _VERSION:
-                raise ValueError(f"version {version}")
-            found = tuple(Region(rank=rank, box=box, at=at, part=part) for rank, box, at, part in rows)
-            shape, dtype, key, axes, converts, said = head
-            table = Regions(world, parts, found)
-            return cls(shape=shape, dtype=dtype, regions=table, key=key, axes=axes, converts=converts, said=said)
-        except (TypeError, LookupError, msgpack.UnpackException) as exc:
-            _refuse("layout", f"unreadable ({exc})", "what Layout.to_bytes wrote")
-        except ValueError as exc:
-            if hasattr(exc, "violations"):  # of a region, which says it better
-                raise
-            _refuse("layout", f"unreadable ({exc})", "what Layout.to_bytes wrote")
+            return _LAYOUTS.decode(data)
+        except ProtocolError as exc:
+            _refuse("layout", f"unreadable ({exc.detail})", "what Layout.to_bytes wrote")
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.signature == other.signature)
@@ -234,6 +221,9 @@ class Layout:
         if len(rows) > _SHOWN:
             lines.append(f"  ... and {len(rows) - _SHOWN} more regions")
         return "\n".join(lines)
+
+
+_LAYOUTS = Codec[Layout](Layout, "layout", version=3)
 
 
 def unfolded(axes: Axes, shape: Point) -> Point:

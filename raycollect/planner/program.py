@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from raycollect.core.model import ReduceOp
+from raycollect.core import codec
+from raycollect.core.model import OPS, ReduceOp
 from raycollect.planner.template import NATIVE, Choice, Template
+
+MOST_RANKS = 1 << 20
+"""A larger number must not make the reader allocate for it."""
 
 STAGING_NBYTES = 32 << 20
 """The default for the staging in which tensors may travel packed."""
+
+
+def _write_ranks(ranks: tuple[int, ...]) -> int | tuple[int, ...]:
+    whole = ranks[:1] == (0,) and ranks[-1] == len(ranks) - 1  # they ascend: 0 to n - 1
+    return len(ranks) if whole else ranks
+
+
+def _read_ranks(value: Any) -> tuple[int, ...]:
+    if type(value) is not int:
+        return _some_ranks(value)
+    if not 0 <= value <= MOST_RANKS:
+        raise ValueError(f"{value} ranks")
+    return tuple(range(value))
+
+
+_some_ranks: Callable[[Any], tuple[int, ...]] = codec.reader(tuple[int, ...])
+
+Ranks = Annotated[tuple[int, ...], codec.Form(_write_ranks, _read_ranks)]
+"""Ranks, ascending; all of 0 to n - 1 travel as their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +42,7 @@ class Domain:
 
     group_id: str  # the group whose communicator runs it; empty at an agreement through the controller
     rank: int
-    ranks: tuple[int, ...]  # the ranks that take part, ascending
+    ranks: Ranks  # the ranks that take part
     memory: str = ""  # where its kernels work; see `GroupSpec.memory`
 
 
@@ -26,11 +50,11 @@ class Domain:
 class Share:
     """What one rank does for all requests of one form."""
 
-    op: str  # the operation's name, for messages and the agreement
+    op: Annotated[str, OPS]  # the operation's name, for messages and the agreement
     domains: tuple[Domain, ...]  # who takes part, by level (`Step.level`)
     root: int  # the root rank that all must agree on; -1: none
     reduce_op: ReduceOp | None  # the reduce op that all must agree on
-    template: Template
+    template: Annotated[Template, codec.PACKED]
     choices: tuple[Choice, ...] = (NATIVE,)  # the algorithms, in the order of `Template.ways`
 
     @property
@@ -85,7 +109,7 @@ class Program:
     # Who agrees: the ranks of a group that all participants are members of; or all positions, with an empty group
     # id, through the controller
     agreement: Domain
-    shares: tuple[Share, ...]  # distinct
+    shares: tuple[Annotated[Share, codec.PACKED], ...]  # distinct
     tasks: tuple[Task, ...]
     # The tasks in the order in which they run, valid where different keys are different memory. Where one
     # participant finds that they are not, all run one task after the other instead, in the order of the requests,

@@ -8,16 +8,16 @@ and with its first version all of earlier epochs. Nothing breaks if all of it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import quote
 
-import msgpack
 from ray.exceptions import RayError
 
 from raycollect.core import ray_internals
+from raycollect.core.codec import Codec, Form
 from raycollect.core.model import Address, Key
 from raycollect.errors import VersionError
 from raycollect.planner.layout import Layout
@@ -53,21 +53,10 @@ class HolderRecord:
     rank: int
     is_publisher: bool
 
-    def to_bytes(self) -> bytes:
-        """The record as msgpack."""
-        place = (self.address.host, self.address.port, self.address.secret, self.key)
-        who = (self.actor, self.incarnation, self.machine, self.signature, self.rank, self.is_publisher)
-        packed: bytes = msgpack.packb((*place, *who))
-        return packed
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> HolderRecord:
-        """The inverse of `to_bytes`."""
-        host, port, secret, key, *who = msgpack.unpackb(data)
-        names = ("actor", "incarnation", "machine", "signature", "rank", "is_publisher")
-        return cls(
-            address=Address(host=host, port=port, secret=secret), key=Key(key), **dict(zip(names, who, strict=True))
-        )
+_HOLDERS = Codec[HolderRecord](HolderRecord, "record of a holder")
+_LAYOUTS = Codec[Layouts](Mapping[str, Annotated[Layout, Form(Layout.to_bytes, Layout.from_bytes)]], "layouts")
+_VERSIONS = Codec[Version](Version, "record of a version")
 
 
 class Directory:
@@ -106,7 +95,7 @@ class Directory:
 
     def post_layouts(self, layouts: Layouts) -> bytes:
         """Writes the layouts of a side, and returns the name by which others find them."""
-        packed = msgpack.packb([(name, one.to_bytes()) for name, one in layouts.items()])
+        packed = _LAYOUTS.encode(layouts)
         signature = blake2b(packed, digest_size=16).digest()
         self._layouts[signature], self._own[signature] = layouts, packed
         self.keep_layouts()
@@ -123,8 +112,7 @@ class Directory:
             packed = self._get(f"layouts/{signature.hex()}")
             if packed is None:
                 return None
-            rows = msgpack.unpackb(packed)
-            self._layouts[signature] = {name: Layout.from_bytes(one) for name, one in rows}
+            self._layouts[signature] = _LAYOUTS.decode(packed)
         return self._layouts[signature]
 
     def all_layouts(self) -> dict[bytes, Layouts]:
@@ -140,10 +128,7 @@ class Directory:
 
     def post_version(self, version: Version) -> None:
         """Makes a version known: from now on receivers can ask for it."""
-        digests = [(name, lo, hi, digest) for (name, (lo, hi)), digest in version.digests.items()]
-        head = (version.publisher, version.signature, version.nbytes, dict(version.dtypes), version.count)
-        packed = msgpack.packb((*head, digests))
-        self._put(f"versions/{_numbered(version)}", packed, overwrite=False)
+        self._put(f"versions/{_numbered(version)}", _VERSIONS.encode(version), overwrite=False)
 
     def versions(self) -> list[tuple[int, int]]:
         """Epoch and number of the versions that are known, ascending."""
@@ -152,11 +137,7 @@ class Directory:
     def version(self, epoch: int, number: int) -> Version | None:
         """One version; None: it is not known any more."""
         packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
-        if packed is None:
-            return None
-        publisher, signature, nbytes, dtypes, count, rows = msgpack.unpackb(packed, use_list=False)
-        digests = {(name, (lo, hi)): digest for name, lo, hi, digest in rows}
-        return Version(epoch, number, publisher, signature, nbytes, digests, dtypes, count)
+        return None if packed is None else _VERSIONS.decode(packed)
 
     def latest(self) -> Version | None:
         """The newest version; None: there is none."""
@@ -188,14 +169,14 @@ class Directory:
     def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
         """Says who holds a version."""
         for one in holders:
-            self._put(f"holders/{_numbered(version)}/{one.key.hex()}", one.to_bytes(), overwrite=True)
+            self._put(f"holders/{_numbered(version)}/{one.key.hex()}", _HOLDERS.encode(one), overwrite=True)
 
     def holders(self, version: Version) -> list[HolderRecord]:
         """Who holds a version, as far as is known."""
         place = f"holders/{_numbered(version)}/"
         keys = [self._key(place + one) for one in sorted(self._names(place))]
         records = self._ask(lambda: self._client.internal_kv_multi_get(keys, _NAMESPACE, timeout=_TIMEOUT_S))
-        return [HolderRecord.from_bytes(records[key]) for key in keys if records.get(key)]
+        return [_HOLDERS.decode(records[key]) for key in keys if records.get(key)]
 
     def drop_holder(self, version: Version, key: Key) -> None:
         """Removes the record of a holder that does not have the version any more."""

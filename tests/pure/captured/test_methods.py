@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgpack
 import pytest
 
 from raycollect.channel.messages import Abort, Arrivals, Done, Forget, Ran, Run
 from raycollect.core.model import TENSOR, Address, Key
-from raycollect.engine.step_program import encode_step_program
+from raycollect.engine.step_program import CAPTURES, FENCED
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import (
     CaptureError,
@@ -264,7 +263,7 @@ def _capture(here: Lease, script: Script, *values: Any, **methods: Callable[...,
         assert set(names) <= set(methods)
         return lambda name, args, kwargs: methods[name](*args, **kwargs)
 
-    return here.capture(msgpack.packb((encode_step_program(script.step_program), None, 0)), values, invoker)
+    return here.capture(CAPTURES.encode((script.step_program, None, 0)), values, invoker)
 
 
 def _echo() -> Script:
@@ -278,7 +277,7 @@ def _run(seq: int, predecessor: int, *arguments: Any) -> Run:
 
 
 def _fenced(seq: int, predecessor: int, *arguments: Any) -> bytes:
-    return msgpack.packb((CAPTURE, seq, predecessor, pack_values(arguments)))  # type: ignore[no-any-return]
+    return FENCED.encode((CAPTURE, seq, predecessor, pack_values(arguments)))
 
 
 def _result(message: Any) -> tuple[Any, ...]:

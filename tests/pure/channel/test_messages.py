@@ -145,11 +145,11 @@ def test_what_msgpack_can_not_carry_is_a_typed_error(value: Any) -> None:
 
 def test_a_field_type_without_a_wire_form_is_found_at_import() -> None:
     with pytest.raises(TypeError, match="no wire form"):
-        codec._reader(set[int])
+        codec.reader(set[int])
 
 
 def test_tuples_come_back_as_tuples() -> None:
-    assert codec._reader(tuple[int, ...])(packing.unpack(packing.pack((1, 2)))) == (1, 2)
+    assert codec.reader(tuple[int, ...])(packing.unpack(packing.pack((1, 2)))) == (1, 2)
 
 
 def test_a_negative_blob_is_invalid_from_birth() -> None:

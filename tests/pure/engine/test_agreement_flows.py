@@ -361,9 +361,9 @@ def test_a_side_without_a_piece_for_each_rank_is_a_protocol_error(kind: OpKind) 
 
 def test_a_side_whose_tensors_are_not_those_of_its_structure_is_a_protocol_error() -> None:
     values = msgpack.unpackb(encode_arrival(Arrival(spec=_specs(OpKind.ALLREDUCE)[0])))
-    structure, tensors, loose = values[4]
+    structure, tensors, loose = values[0][4]
     for wrong in ([structure, tensors * 2, loose], [structure, [], loose], [["list", [], []], tensors, loose]):
-        values[4] = wrong
+        values[0][4] = wrong
         with pytest.raises(ProtocolError):
             judge((0,), (msgpack.packb(values),))
     with pytest.raises(ValueError, match="2 tensors for a tensor"):
@@ -373,6 +373,6 @@ def test_a_side_whose_tensors_are_not_those_of_its_structure_is_a_protocol_error
 @pytest.mark.parametrize(("at", "value"), [(0, "allgrather"), (0, None), (1, "someone"), (1, ["plan"])])
 def test_an_arrival_of_an_unknown_operation_or_caller_is_a_protocol_error(at: int, value: Any) -> None:
     values = msgpack.unpackb(encode_arrival(Arrival(spec=_specs(OpKind.ALLREDUCE)[0])))
-    values[at] = value
+    values[0][at] = value
     with pytest.raises(ProtocolError):
         judge((0,), (msgpack.packb(values),))

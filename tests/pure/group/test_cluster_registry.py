@@ -87,11 +87,10 @@ def test_record_survives_a_round_trip() -> None:
 def test_oversized_record_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can write to the store can post: what is read is bounded."""
     record = _group().to_bytes()
-    fields = msgpack.unpackb(record)
     for broken in (
-        msgpack.packb({**fields, "name": "x" * (cluster_registry.MOST_TEXT + 1)}),
-        msgpack.packb({**fields, "since": float("nan")}),
-        msgpack.packb({**fields, "since": float("inf")}),
+        replace(_group(), name="x" * (cluster_registry.MOST_TEXT + 1)).to_bytes(),
+        replace(_group(), since=float("nan")).to_bytes(),
+        replace(_group(), since=float("inf")).to_bytes(),
         b"\x91" * 10_000,
     ):
         assert GroupRecord.from_bytes(broken) is None
@@ -108,14 +107,14 @@ def test_an_error_does_not_list_all_the_groups_of_a_cluster() -> None:
 @pytest.mark.parametrize("at", range(0, 60, 7))
 def test_malformed_record_is_ignored(at: int) -> None:
     record = _group().to_bytes()
-    fields = msgpack.unpackb(record)
-    name = sorted(fields)[at % len(fields)]
+    version, *fields = msgpack.unpackb(record)
+    place = at % len(fields)
     for broken in (
         record[:at],
-        msgpack.packb({**fields, "version": 2}),
-        msgpack.packb({**fields, name: None}),
-        msgpack.packb({key: value for key, value in fields.items() if key != name}),
-        msgpack.packb({**fields, "more": 1}),
+        msgpack.packb([version + 1, *fields]),
+        msgpack.packb([version, *fields[:place], None, *fields[place + 1 :]]),
+        msgpack.packb([version, *fields[:place], *fields[place + 1 :]]),
+        msgpack.packb([version, *fields, 1]),
         msgpack.packb([fields]),
         b"\xc1",
     ):

@@ -12,18 +12,11 @@ import pytest
 from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Run
 from raycollect.core.model import Segment
-from raycollect.engine.step_program import encode_step_program
+from raycollect.engine.step_program import CAPTURES, FENCED
 from raycollect.engine.step_runner import StepRunner
 from raycollect.engine.value_codec import pack_values, unpack_values
-from raycollect.errors import (
-    ProtocolError,
-)
-from raycollect.member.captured_steps import (
-    CapturedStep,
-    decode_capture,
-    decode_fenced,
-    open_doorbell,
-)
+from raycollect.errors import ProtocolError
+from raycollect.member.captured_steps import CapturedStep, open_doorbell
 from tests.pure.member.step_bench import Bench, MakeBench, bench, echo, no_group
 from tests.pure.teams import CAPTURE, WAIT_S
 
@@ -64,10 +57,8 @@ def test_payloads_are_read() -> None:
     step_program = echo().step_program
     segment = Segment(7, 8, b"t" * 16, 4096)
     for brought in (None, segment):
-        plain = None if brought is None else (7, 8, b"t" * 16, 4096)
-        packed = msgpack.packb((encode_step_program(step_program), plain, 3))
-        assert decode_capture(packed) == (step_program, brought, 3)
-    assert decode_fenced(msgpack.packb((CAPTURE, 5, 4, b"x"))) == (CAPTURE, 5, 4, b"x")
+        assert CAPTURES.decode(CAPTURES.encode((step_program, brought, 3))) == (step_program, brought, 3)
+    assert FENCED.decode(FENCED.encode((CAPTURE, 5, 4, b"x"))) == (CAPTURE, 5, 4, b"x")
 
 
 @pytest.mark.parametrize(
@@ -75,10 +66,9 @@ def test_payloads_are_read() -> None:
 )
 def test_malformed_payloads(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode_capture(payload)
-    if len(payload) < 5:
-        with pytest.raises(ProtocolError):
-            decode_fenced(payload)
+        CAPTURES.decode(payload)
+    with pytest.raises(ProtocolError):
+        FENCED.decode(payload)
 
 
 def test_sequences_and_arrays_come_back(bench: MakeBench) -> None:
