@@ -232,6 +232,35 @@ def test_a_failure_in_its_thread_is_raised_and_the_next_program_runs(actors, mon
     check(col.allreduce_refs(given), [np.full(3, 3.0)] * WORLD)
 
 
+def test_status_statistics_members_calls_timeline_and_lifetime(actors):
+    trio = Trio(actors, 1)
+    given = trio.operands([np.ones(3)] * WORLD)
+    assert col.get_rank() == 1
+    assert "the driver" in repr(trio.group)
+    assert "the driver" in str(trio.group.status().members[1])
+    before = trio.group.statistics().members[1].store
+    for _ in range(20):
+        col.allreduce_refs(given)
+    assert wait_until(lambda: trio.group.statistics().members[1].store.freed >= before.freed + 20)
+    assert trio.group.statistics().members[1].store.held <= before.held
+    given = trio.operands([np.ones(3)] * WORLD)
+    theirs = [one.call.remote(lambda self: col.allreduce(np.ones(2)) or 1) for one in trio.workers]
+    mine = np.ones(2)
+    col.allreduce(mine)
+    np.testing.assert_array_equal(mine, np.full(2, 3.0))
+    ray.get(theirs)
+    with col.timeline() as recorded:
+        col.allreduce_refs(given)
+    assert not recorded.missing
+    names = [one.name for one in recorded.trace.processes]
+    assert "driver" in names
+    assert "the driver" not in names, "it is recorded once"
+    col.destroy_collective_group()
+    assert col.get_rank() == -1
+    assert col.this_process() is trio.members[1]
+    np.testing.assert_array_equal(given[1], np.full(3, 3.0))
+
+
 def test_data_order(actors):
     trio, gate = Trio(actors, 2, ordering="data"), Gate.options(max_concurrency=2).remote()
     given = trio.operands([np.ones(3)] * WORLD)
