@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from raycollect.driver.group import declare_collective_group as declare_collective_group
     from raycollect.driver.group import destroy_collective_group as destroy_collective_group
     from raycollect.driver.group import destroy_group as destroy_group
+    from raycollect.driver.group import this_process as this_process
     from raycollect.driver.group_status import GroupStatistics as GroupStatistics
     from raycollect.driver.group_status import GroupStatus as GroupStatus
     from raycollect.driver.group_status import MemberStatistics as MemberStatistics
@@ -244,6 +245,7 @@ _HOMES: dict[str, str] = {
     "subscribe": "weights.subscription",
     "summary": "driver.timeline",
     "synchronize": "member.multigpu_operations",
+    "this_process": "driver.group",
     "timeline": "driver.timeline",
     "types": "types",
     "zeros": "pos.tensors",

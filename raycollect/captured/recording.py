@@ -32,6 +32,7 @@ _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a lis
 class Recording(Batch):
     """What the block of a captured step records: a batch to the operations, but one that is not sent."""
 
+    takes_driver = False
     _ASYNC_ADVICE = "False in a captured step: run(async_op=True) is for the whole of it"
 
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:

@@ -26,6 +26,7 @@ from ray.actor import ActorHandle, ActorMethod
 from ray.experimental import get_local_object_locations, get_object_locations, internal_kv
 
 from raycollect.core import threads
+from raycollect.core.driver_handle import DriverHandle
 from raycollect.core.model import Key
 from raycollect.errors import ForkedError, RayClientError
 
@@ -281,7 +282,9 @@ def is_pending(handle: Any) -> bool:
 
 
 def describe_actor(handle: Any) -> str:
-    """Names an actor: ``Worker(3f2a91)``."""
+    """Names an actor: ``Worker(3f2a91)``; or the driver."""
+    if isinstance(handle, DriverHandle):
+        return handle.name
     cls = getattr(handle, "_ray_actor_creation_function_descriptor", None)
     name = cls.class_name if cls is not None else "Actor"
     return short_actor(name, handle._actor_id.hex())

@@ -7,10 +7,11 @@ import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, ClassVar
 
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
+from raycollect.driver.driver_rank import arrived
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
 from raycollect.errors import BatchError, Violation, refusal, wrong_argument
@@ -38,6 +39,7 @@ class Batch:
         held: The groups of its calls, until all is sent: nobody dissolves a derived one meanwhile.
     """
 
+    takes_driver: ClassVar[bool] = True  # whether the driver may be a rank of its calls' groups
     _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"
 
     def __init__(
@@ -165,7 +167,7 @@ class Batch:
         work = self._sent()._work
         if work is not None and work.done():
             work.wait()  # it raises what went wrong
-        return self.request_list.results[self._first : self._end]
+        return [arrived(one) for one in self.request_list.results[self._first : self._end]]
 
     @property
     def work(self) -> Work | None:

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import ray
-
 from raycollect.core import ray_internals
+from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
@@ -41,6 +40,8 @@ _PARTS: dict[OpKind, tuple[str, str]] = {
 """Operation -> the parameters of the inputs and of the outputs, which may be None."""
 
 _SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the others take lists
+
+_NO_STEP = "one of actors: runs of a captured step run in actors. Make the calls in a batch(), or outside of the step"
 
 _AT_ROOT = (OpKind.REDUCE, OpKind.GATHER)  # only the root has a result
 
@@ -83,11 +84,15 @@ class Call:
         self._violations += batch.wrong_time_limit(timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
+        self._driver_rank = self.controller.takes_part(self._group_name) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
         if not was_started:  # no cluster is started for what can't be
             self.controller = Controller.current()
         self._membership = self._find(operands)
+        if self._driver_rank is not None and self._batch is not None and not self._batch.outermost.takes_driver:
+            self._wrong("group", f"{self._group_name!r}, with the driver as a rank", _NO_STEP)
+            self._raise()
         self._bound = {name: self._bind(name, given, alone=len(refs) == 1) for name, given in operands.items()}
         self._raise()
 
@@ -142,8 +147,10 @@ class Call:
             ref = given if self._batch is None else self._batch.stand_in(given)
             if type(ref) is Pending:
                 one: Operand | Violation = self._read_pending(ref, position)
-            elif isinstance(ref, ray.actor.ActorHandle) and self._makes(name, position):
+            elif is_handle(ref) and self._makes(name, position):
                 one = Operand(ref=None, key=None, actor_id=ref._actor_id.hex())
+            elif self._driver_rank is not None and (mine := self._driver_rank.operand(ref)) is not None:
+                one = mine
             else:
                 one = operand_binding.operand(ref, position)
             if type(one) is Operand:
@@ -269,7 +276,7 @@ class Call:
 
     def _ref(self, rank: int, holder: Operand | None) -> Any:
         if holder is not None and holder.ref is not None:
-            return holder.ref
+            return holder.ref if holder.given is None else holder.given
         return self._request_list.promise(self._membership.members[rank].actor_id)
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 from raycollect.channel import CompletionBell
 from raycollect.core import ray_internals
+from raycollect.core.model import GroupLike, name_of
 from raycollect.driver.controller_messages import ControllerMessages
+from raycollect.driver.driver_rank import DriverRank
 from raycollect.driver.groups import Groups
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
@@ -82,6 +84,7 @@ class Controller:
         self._bell = _make_bell()
         self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
         self.groups: Groups = Groups(self.participants, self._group_ends, self._drained)
+        self._driver_rank: DriverRank | None = None
         self._is_closed = False
         self.numbers: Iterator[int] = itertools.count(1)
         self._trackers: dict[int, PlanTracker] = {}
@@ -95,7 +98,22 @@ class Controller:
         self.participants.timeline = timeline
         if timeline is not None:
             for peer in self.participants.all():
-                timeline.leased(peer)
+                if not peer.is_here:  # else what it records is in this process's part
+                    timeline.leased(peer)
+
+    def driver_rank(self) -> DriverRank:
+        """This process as a participant, made on first use."""
+        with self._making:
+            if self._driver_rank is None:
+                self._driver_rank = DriverRank()
+            return self._driver_rank
+
+    def takes_part(self, group_name: GroupLike) -> DriverRank | None:
+        """This process as a participant, if it is a member of the declared group of that name."""
+        rank, name = self._driver_rank, name_of(group_name)
+        if rank is None or not self.groups.is_declared(name):
+            return None
+        return rank if self.groups.named(name).rank_of(rank.actor_id) >= 0 else None
 
     def close(self) -> None:
         """Gives back all leases."""
@@ -107,6 +125,8 @@ class Controller:
         self.revision = object()
         self.groups.close()
         self.participants.close()
+        if self._driver_rank is not None:
+            self._driver_rank.close()
         if self._bell is not None:
             self._bell.close()
         fetch.close_idle()

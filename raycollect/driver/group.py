@@ -8,6 +8,7 @@ from typing import Any
 
 from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
+from raycollect.core.driver_handle import DriverHandle
 from raycollect.core.model import GroupLike, name_of
 from raycollect.driver import group_change
 from raycollect.driver.controller import Controller
@@ -273,7 +274,7 @@ def declare_collective_group(
     it makes imperative calls and takes part in barriers, but has no tensors that refs could stand for.
 
     Args:
-        actors: The actor handles.
+        actors: The actor handles; `this_process()` stands for the caller.
         world_size: The number of actors, if given.
         ranks: The rank of each actor, a permutation of 0 to n-1; by default their order.
         backend: ``"auto"`` takes `nccl` where Ray gave each of several members a GPU and they have cupy, else shared
@@ -326,6 +327,20 @@ def declare_collective_group(
 create_collective_group = declare_collective_group
 
 
+def this_process() -> DriverHandle:
+    """Stands for the calling process among the `actors` of a group that it declares: the driver becomes a rank of it.
+
+    In the driver's operations over that group, tensors of this process (an array; a list, tuple or dict of arrays)
+    stand where other ranks have refs. They are read, or written in place, as those of actors are. Results have them in
+    the same places, and new arrays where a call makes something on the driver. Until a call with ``async_op=True`` has
+    ended, its tensors are in use.
+
+    Raises:
+        RayClientError: This process is connected by ray://.
+    """
+    return Controller.current().driver_rank().handle
+
+
 def _with_options(asked: dict[str, Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
     given = dict(options or {})
     if "rank" in given:
@@ -348,7 +363,8 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
         UnknownGroupError: On the driver: there is none of that name.
     """
     name = name_of(group_name)
-    if init.is_group_initialized(name):
+    driving = Controller.running()
+    if init.is_group_initialized(name) and (driving is None or not driving.takes_part(name)):
         init.destroy_collective_group(name)
         return
     controller = Controller.current()

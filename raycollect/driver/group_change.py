@@ -6,9 +6,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from raycollect.core import ray_internals
+from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import Member
 from raycollect.driver.participants import Participants
 from raycollect.errors import InvalidGroupError
@@ -65,7 +64,7 @@ def _newcomer_problems(membership: Membership, actors: Sequence[Any]) -> list[st
     problems = [] if actors else ["no actor is given"]
     everybody = all(member.participant for member in membership.members)
     for actor in actors:
-        if not isinstance(actor, ray.actor.ActorHandle):
+        if not is_handle(actor):
             problems.append(f"not an actor handle: {a_type(actor)} (call Class.remote(...) first)")
             continue
         rank, who = membership.rank_of(actor._actor_id.hex()), ray_internals.describe_actor(actor)
@@ -81,7 +80,7 @@ def _newcomer_problems(membership: Membership, actors: Sequence[Any]) -> list[st
 def _ranks(membership: Membership, members: Any, problems: list[str]) -> list[int]:
     ranks, size = [], membership.spec.world_size
     for one in _several(members):
-        if isinstance(one, ray.actor.ActorHandle):
+        if is_handle(one):
             rank = membership.rank_of(one._actor_id.hex())
             if rank < 0:
                 problems.append(f"{ray_internals.describe_actor(one)} is not a member")

@@ -23,6 +23,7 @@ class Operand:
     ref: Any
     key: Key | None
     actor_id: str
+    given: Any = None  # the driver's own tensors, which results name in the place of the ref
 
 
 _NEARLY: dict[type, str] = {

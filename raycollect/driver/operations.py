@@ -22,6 +22,7 @@ from ray import ObjectRef
 from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
 from raycollect.driver import known_calls, own_tensors
 from raycollect.driver.call import Call
+from raycollect.driver.controller import Controller
 from raycollect.driver.own_tensors import OwnSource
 from raycollect.driver.work import Work
 from raycollect.errors import UnknownGroupError, refusal, wrong_argument
@@ -437,6 +438,9 @@ def barrier(
     are as in `allreduce_refs`. Returns None; or a `Work` (inside a member: a `MemberWork`).
     """
     try:
+        driving = Controller.running()
+        if driving is not None and driving.takes_part(group_name):
+            return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
         get_group_handle(group_name)
     except UnknownGroupError:
         return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)

@@ -12,6 +12,7 @@ import ray
 
 from raycollect.backends import arrays
 from raycollect.core import direct_transport, ray_internals
+from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import operand_binding
 from raycollect.driver.call import Call
@@ -31,7 +32,7 @@ def is_own(value: Any) -> bool:
     A large value is not looked at, as it would have to come here for that: it is no handle, and the participant that
     takes it in finds out whether it is tensors.
     """
-    if isinstance(value, (Pending, ray.actor.ActorHandle)):
+    if isinstance(value, Pending) or is_handle(value):
         return False
     if isinstance(value, ray.ObjectRef):
         if ray_internals.read_ref(value)[1]:
@@ -42,10 +43,12 @@ def is_own(value: Any) -> bool:
     return not isinstance(value, Handle) and Container.of(value, arrays.is_tensor) is not None
 
 
-def taken_in(value: Any, actor_id: str, copies: int = 0) -> Any:
-    """The ref of such a value on a participant; of a list that has it so many times, where `copies` are asked for."""
-    ref = value if isinstance(value, ray.ObjectRef) else ray.put(value)
-    return ray_internals.actor_handle(actor_id).__raycollect_take_in__.remote(ref, copies)
+def taken_in(value: Any, actor_id: str, copies: int = 0) -> Operand:
+    """Such a value on a participant; a list that has it so many times, where `copies` are asked for."""
+    source = value if isinstance(value, ray.ObjectRef) else ray.put(value)
+    ref = ray_internals.actor_handle(actor_id).__raycollect_take_in__.remote(source, copies)
+    key, actor_id = ray_internals.read_ref(ref)
+    return Operand(ref=ref, key=key, actor_id=actor_id)
 
 
 class OwnSource(Call):
@@ -65,17 +68,25 @@ class OwnSource(Call):
             self._bind("tensor_list_ref", [Operand(ref=None, key=None, actor_id=members[rank].actor_id)], alone=True)
             self._raise()
             copies = spec.world_size if self.name == OpKind.BROADCAST.value else 0
-            ref = taken_in(value, members[rank].actor_id, copies)
-            key, actor_id = ray_internals.read_ref(ref)
-            self._bound["tensor_list_ref"] = {rank: Operand(ref=ref, key=key, actor_id=actor_id)}
+            self._bound["tensor_list_ref"] = {rank: self._taken_in(value, members[rank].actor_id, copies)}
         return self.run(root=rank, async_op=async_op)
 
+    def _taken_in(self, value: Any, actor_id: str, copies: int) -> Operand:
+        driver_rank = self._driver_rank
+        if driver_rank is None or driver_rank.actor_id != actor_id:
+            return taken_in(value, actor_id, copies)
+        value = direct_transport.get(value) if isinstance(value, ray.ObjectRef) else value
+        return driver_rank.operand([value] * copies if copies else value) or taken_in(value, actor_id, copies)
 
-def sources_on(targets: Any, sources: Any) -> Any:
-    """The sources of a reshard, of which such values are taken in by actors of the targets that give nothing else."""
+
+def sources_on(targets: Any, sources: Any, *, is_rank: bool) -> Any:
+    """The sources of a reshard, of which such values are taken in by actors of the targets that give nothing else.
+
+    `is_rank`: those of this process stay, as it is a rank that gives them.
+    """
     if not isinstance(sources, (list, tuple)) or not isinstance(targets, (list, tuple)):
         return sources  # the call says what is wrong with them
-    own = [at for at, one in enumerate(sources) if is_own(one)]
+    own = [at for at, one in enumerate(sources) if is_own(one) and not (is_rank and not isinstance(one, ray.ObjectRef))]
     if not own:
         return sources
     taken = {actor_id for at, one in enumerate(sources) if at not in own and (actor_id := _actor_of(one))}
@@ -84,11 +95,11 @@ def sources_on(targets: Any, sources: Any) -> Any:
         found, expected = f"{len(own)} tensors of this process", f"at most one for each target's actor: {len(free)}"
         raise refusal("reshard", "", (Violation(kind="argument", field="src_refs", found=found, expected=expected),))
     found_on = dict(zip(own, free, strict=False))
-    return [taken_in(one, found_on[at]) if at in found_on else one for at, one in enumerate(sources)]
+    return [taken_in(one, found_on[at]).ref if at in found_on else one for at, one in enumerate(sources)]
 
 
 def _actor_of(target: Any) -> str:
-    if isinstance(target, ray.actor.ActorHandle):
+    if is_handle(target):
         return str(target._actor_id.hex())
     if isinstance(target, Pending):
         return target.actor_id

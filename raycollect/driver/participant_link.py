@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 from raycollect.channel import Link
@@ -89,7 +89,13 @@ class StartBarrier:
 
 
 class ParticipantLink:
-    """One leased participant."""
+    """One leased participant.
+
+    Attributes:
+        is_here: Whether it is this process.
+    """
+
+    is_here: ClassVar[bool] = False
 
     def __init__(
         self,

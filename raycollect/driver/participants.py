@@ -135,12 +135,13 @@ class Participants:
             calls: Its calls since before it said so.
             deadline_s: By when it must have answered, by `time.monotonic`.
         """
-        peer = self._peers.get(member.actor_id)
-        if peer is not None and peer.info["incarnation"] == member.incarnation:
-            return peer
+        known = self._peers.get(member.actor_id)
+        if known is not None and known.info["incarnation"] == member.incarnation:
+            return known
         controller_id = self._controller_id
         calls = calls if info["participant"] and info["ordered"] else None
-        peer = ParticipantLink(self._owner, info, actor, controller_id=controller_id, calls=calls)
+        link_type = getattr(actor, "link_type", ParticipantLink)
+        peer: ParticipantLink = link_type(self._owner, info, actor, controller_id=controller_id, calls=calls)
         owner = secrets.token_bytes(8)
         hello: dict[str, Any] = {
             "controller": controller_id,
@@ -162,7 +163,7 @@ class Participants:
             raise
         peer.lend_tokens(owner, self._soon)
         self.add(peer)
-        if self.timeline is not None:
+        if self.timeline is not None and not peer.is_here:
             self.timeline.leased(peer)
         return peer
 

@@ -11,6 +11,7 @@ from ray import ObjectRef
 from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import held_values, operand_binding, own_tensors
 from raycollect.driver.call import Call
+from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
@@ -91,7 +92,9 @@ def reshard_refs(
             patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
-    src_refs = own_tensors.sources_on(dst_refs, src_refs)
+    driving = Controller.running()
+    is_rank = driving is not None and driving.takes_part(group_name) is not None
+    src_refs = own_tensors.sources_on(dst_refs, src_refs, is_rank=is_rank)
     call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
     return call.start(src, dst, inplace=bool(inplace), snapshot=bool(snapshot), async_op=async_op)
 

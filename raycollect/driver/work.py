@@ -22,6 +22,7 @@ from raycollect.core.model import Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
+from raycollect.driver.driver_rank import arrived
 from raycollect.driver.plan_tracker import ABSENT, PlanTracker, retrieve_errors
 from raycollect.driver.progress import Progress, ProgressProbe
 from raycollect.errors import (
@@ -215,6 +216,7 @@ class Work(UnderWay):
         if error is not None:
             retrieve_errors(self._tracker.made.values())
             raise anew(error)
+        self.refs = arrived(self.refs)
         return self.refs
 
     def wait_or_cancel(self) -> Any:

@@ -95,7 +95,8 @@ class SelfDrivenError(ControlError):
     def __str__(self) -> str:
         return (
             f"{self.actor} drives a plan in which it takes part: its own method would have to end first.\n"
-            "What to do: call from the driver or from another actor, or use the imperative API inside the members."
+            "What to do: put col.this_process() in its place, and its tensors in the place of their refs; or call from "
+            "the driver or another actor, or use the imperative API inside the members."
         )
 
 

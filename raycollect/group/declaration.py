@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray
-
 from raycollect import backends
 from raycollect.core import ray_internals
+from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupSpec, Member
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import listed, shown
@@ -136,7 +135,7 @@ def _actor_problems(actors: Any) -> list[str]:
     if not isinstance(actors, (list, tuple)):
         return ["actors is not a list"]
     problems = [] if actors else ["the list of actors is empty"]
-    strangers = [type(a).__name__ for a in actors if not isinstance(a, ray.actor.ActorHandle)]
+    strangers = [type(a).__name__ for a in actors if not is_handle(a)]
     if strangers:
         return [f"not an actor handle: {listed(strangers)} (call Class.remote(...) first)"]
     ids = [actor._actor_id.hex() for actor in actors]

@@ -127,6 +127,7 @@ class Lease:
         if order is None:
             self.plan_queue.reached(ticket.seq)
         handles, step = [], run_steps.here()
+        task = task or self._runtime.task_of(ticket.seq)
         step.begin(ticket.seq)
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
@@ -152,7 +153,8 @@ class Lease:
             with between:
                 outcome = self._run(ticket.seq, keys, program, is_ordered, is_in_turn)
             if task is not None:
-                handles = [self._runtime.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
+                keys_made = (task_key(task, i + 1) for i in range(len(outcome.outputs)))
+                handles = list(map(self._runtime.keep_output, keys_made, outcome.outputs))
         except RaycollectError as exc:  # aborted before it came, or the store is full
             outcome = Outcome(error=kept(exc))
         except Exception as exc:  # noqa: BLE001 - a bug
@@ -165,7 +167,8 @@ class Lease:
             raise anew(outcome.error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
-    def _run_ordered(self, order: messages.Order) -> None:
+    def run_ordered(self, order: messages.Order) -> None:
+        """Does what `run_program` does for a program that came past the actor's queue, and raises nothing."""
         try:
             self.run_program(order.payload, None, order)
         except RaycollectError:
@@ -396,7 +399,7 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     ),
     messages.Run: Lease._run_came,
     messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
-    messages.Order: lambda lease, message: lease.plan_queue.received(message, lease._run_ordered),
+    messages.Order: lambda lease, message: lease.plan_queue.received(message, lease.run_ordered),
     messages.Go: lambda lease, message: lease.plan_queue.go(message),
     messages.Record: lambda lease, message: lease._recording.record(message),
     messages.Tick: lambda lease, message: lease._recording.tick(message),

@@ -200,6 +200,14 @@ class Runtime:
             self._streamed.append(handle.token)
         return handle
 
+    def keep_output(self, key: Key, container: Container) -> Handle | None:
+        """Keeps what a plan has made; returns its handle where a task of Ray's returns that."""
+        return self.keep(key, container)
+
+    def task_of(self, seq: int) -> bytes | None:
+        """Under the returns of which task the outputs of a plan are kept that no actor task has brought."""
+        return None
+
     def keeps(self, method: str) -> None:
         """A method has returned tensors, and was lent no token: the controller is to lend one to its next calls."""
         with self._lock:

@@ -150,7 +150,8 @@ class Site:
             finished_calls=FinishedCalls(),
             instruments=Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic),
             watch=WaitMonitor(),
-            keep=self.store.put,
+            keep_output=self.store.put,
+            task_of=lambda seq: None,
         )
         self._hub = Line(lambda message: tell(self.peer, message))
         self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises))

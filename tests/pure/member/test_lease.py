@@ -73,6 +73,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
         link = SimpleNamespace(send=lambda message: None)
         premises = SimpleNamespace(
             instruments=Instruments(store=pos.Store(), recorder=Recorder(time.monotonic), clock=time.monotonic),
+            task_of=lambda seq: None,
             method_lock=threading.Lock(),
             finished_calls=FinishedCalls(),
             watch=WaitMonitor(),
@@ -146,6 +147,7 @@ def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ray_internals, "node_address", lambda: "127.0.0.1")
     return SimpleNamespace(
         instruments=SimpleNamespace(store=pos.Store()),
+        task_of=lambda seq: None,
         method_lock=threading.Lock(),
         finished_calls=FinishedCalls(),
         watch=WaitMonitor(),

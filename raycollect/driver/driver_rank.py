@@ -1,0 +1,150 @@
+"""A driver as a rank of groups that it drives: a participant in the controller's own process.
+
+It has the runtime of a participant, with a lease, an order of plans and a store, and is connected to the controller as
+all others are. What it lacks is an actor: programs are handed over in this process, and run in the thread in which
+other participants run those that come over the control connection. The order of the driver's calls is their order.
+
+Its operands are tensors of this process. Each is kept under a key of its own as long as a plan refers to it.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import ray
+from ray._raylet import ActorID
+
+from raycollect.backends import arrays
+from raycollect.channel.messages import Order
+from raycollect.core import ray_internals
+from raycollect.core.driver_handle import DriverHandle
+from raycollect.core.model import TASK_NBYTES, Key, task_key
+from raycollect.driver.operand_binding import Operand
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import InvalidGroupError
+from raycollect.member.runtime import Runtime
+from raycollect.planner import decode_order
+from raycollect.pos import Container
+from raycollect.pos.handle import Handle
+
+_ID_NBYTES = 16  # of Ray's id of an actor
+
+
+class DriverResult:
+    """Stands in `Work.refs` for what a collective makes on the driver, until that is there: `Work.wait` returns it.
+
+    Attributes:
+        value: What was made; None before.
+    """
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def __repr__(self) -> str:
+        return "<what a collective makes on the driver: wait() returns it>"
+
+
+def arrived(result: Any) -> Any:
+    """What a call returns, with what was made on the driver in the places of what stood for it."""
+    if isinstance(result, list):
+        return [arrived(one) for one in result]
+    return result.value if type(result) is DriverResult and result.value is not None else result
+
+
+class _Runtime(Runtime):
+    """What a participant holds, in the driver's process."""
+
+    def __init__(self, actor_id: str, actor: str) -> None:
+        super().__init__()
+        self.actor_id: str = actor_id
+        self.actor: str = actor
+        self._is_closed = False
+        self.results: WeakValueDictionary[Key, DriverResult] = WeakValueDictionary()
+
+    def describe(self, *, ordered: bool = True) -> dict[str, Any]:
+        if self._is_closed:
+            raise InvalidGroupError(group_name="", detail="this_process() of a Ray that was shut down: call it again")
+        # No method runs here: what is `ordered` are the plans.
+        return {**super().describe(ordered=False), "ordered": ordered, "participant": True}
+
+    def task_of(self, seq: int) -> bytes:
+        return seq.to_bytes(TASK_NBYTES - _ID_NBYTES, "little") + bytes.fromhex(self.actor_id)
+
+    def keep_output(self, key: Key, container: Container) -> Handle | None:
+        result = self.results.pop(key, None)
+        if result is not None:  # else nobody asks for it any more
+            result.value = container.value
+        return None
+
+    def take(self, order: Order) -> None:
+        """Runs a program after those before; ConnectionLostError: the lease has ended."""
+        lease = self.leased()
+        lease.plan_queue.received(order, lease.run_ordered)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._server.close()
+
+
+class DriverRank:
+    """The driver as a participant. Made on first use; ends with its controller.
+
+    Attributes:
+        actor_id: What names it among actors.
+        handle: What stands for it in a list of actors.
+    """
+
+    def __init__(self) -> None:
+        made = ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
+        me = ray_internals.current_actor_id()
+        name = f"the driver {ray_internals.short_actor(ray_internals.current_class(), me)}" if me else "the driver"
+        self.actor_id: str = made.hex()
+        self.runtime = _Runtime(self.actor_id, name)
+        self.handle: DriverHandle = DriverHandle(made, name, self.runtime.describe, partial(DriverLink, self.runtime))
+
+    def operand(self, value: Any) -> Operand | None:
+        """Tensors of this process as an operand; None for anything else."""
+        if type(value) is DriverResult:
+            value = value.value
+        container = Container.of(value, arrays.is_tensor)
+        if container is None:
+            return None
+        key = task_key(os.urandom(TASK_NBYTES - _ID_NBYTES) + bytes.fromhex(self.actor_id), 1)
+        handle = self.runtime.keep(key, container)
+        return Operand(ref=ray.put(handle), key=key, actor_id=self.actor_id, given=value)
+
+    def close(self) -> None:
+        """Ends what serves others."""
+        self.runtime.close()
+
+
+class DriverLink(ParticipantLink):
+    """The controller's end of the driver as a participant: programs do not travel."""
+
+    is_here = True
+
+    def __init__(self, runtime: _Runtime, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "calls": None})  # there is no actor whose calls could be noted
+        self._runtime = runtime
+
+    def submit(self, payload: bytes, outputs: int) -> list[Any]:
+        """Hands over a program; returns what stands for its outputs."""
+        runtime, found = self._runtime, [DriverResult() for _ in range(outputs)]
+        task = runtime.task_of(decode_order(payload)[0].seq)
+        runtime.results.update({task_key(task, at): one for at, one in enumerate(found, 1)})
+        self.order(Order(payload=payload, together=False, in_order=True, after=b"", rings=False))
+        return found
+
+    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
+        """Hands over a program without outputs."""
+        self.order(Order(payload=payload, together=False, in_order=True, after=b"", rings=rings))
+
+    def order(self, message: Order) -> None:
+        """Hands over a program, past the connection: one that came by it might overtake, or be overtaken."""
+        self._runtime.take(message)
