@@ -25,6 +25,13 @@ def all_landed():
     return True
 
 
+def let_go_once_they_have_left(work, let_go):
+    """Lets rank 0 come to the consistency check when the others are no longer there to agree with it."""
+    (first,) = (one for one in Controller.current().trackers() if one.seq == work._tracker.seq)
+    assert wait_until(lambda: not any(map(first.is_pending, (1, 2)))), "they have left the consistency check"
+    let_go()
+
+
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
 def test_a_method_that_raises_breaks_the_step_and_nothing_else(trio, request, pipe, carrier):
     if carrier == "channel":
@@ -194,9 +201,7 @@ def test_cancel_and_waits_that_end(trio, pipe):
         with pytest.raises(errors.PlanAbortedError):
             work.wait()
     assert is_broken(step, "cancelled")
-    (first,) = (one for one in Controller.current().trackers() if one.seq == works[0]._tracker.seq)
-    assert wait_until(lambda: not any(map(first.is_pending, (1, 2)))), "they have left the consistency check"
-    let_go()
+    let_go_once_they_have_left(works[0], let_go)
     assert all_landed()
     assert found(refs) == [[1]] * 3
     assert works_on(trio)
@@ -214,7 +219,7 @@ def test_close_aborts_the_runs_under_way(trio, pipe):
         assert work.done()
         with pytest.raises(errors.PlanAbortedError, match="closed"):
             work.wait()
-    let_go()
+    let_go_once_they_have_left(works[0], let_go)
     assert all_landed()
     col.allreduce_refs(refs)
     assert found(refs) == [[3]] * 3, "plans after it do not wait for runs that never come"
