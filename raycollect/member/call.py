@@ -179,7 +179,7 @@ class MemberCall:
             op=self._kind.value,
             caller="call",
             reduce_op=self._op.name if self._op else "",
-            root=self._root if self._root in range(self._process_group.world_size) else -1,
+            root=self._root if type(self._root) is int and self._root in range(self._process_group.world_size) else -1,
         )
         blob = encode_arrival(Arrival(spec=spec, violations=violations))
         ranks = ranks_of(name, self._process_group.world_size)

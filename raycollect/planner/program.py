@@ -125,7 +125,8 @@ class Program:
     group_ids: frozenset[str] = field(init=False, compare=False, repr=False)  # the groups of its requests
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group_ids", frozenset([share.group_id for share in self.shares]))
+        group_ids = frozenset([one.group_id for share in self.shares for one in share.domains[:1]])
+        object.__setattr__(self, "group_ids", group_ids)
 
     @property
     def makes(self) -> bool:

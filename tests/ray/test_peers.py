@@ -172,11 +172,11 @@ def test_defect_13_one_tensor_to_many_actors_is_one_plan(actors):
     workers = actors(Worker, 4)
     refs = [made(worker, rank) for rank, worker in enumerate(workers)]
     col.broadcast_refs(refs, src_rank=2)  # forms the group
-    before = next(Controller.current()._seq)
+    before = next(Controller.current().numbers)
 
     col.broadcast_refs(refs, src_rank=3)
 
-    assert next(Controller.current()._seq) == before + 2, "more than one plan"
+    assert next(Controller.current().numbers) == before + 2, "more than one plan"
     assert all(found == [2] for found in col.get(refs))
 
 

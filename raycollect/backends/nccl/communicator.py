@@ -29,6 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,6 @@ class NcclCommunicator(OnGpu):
         self._replays = Replays(records=joined.records)
         self._next: tuple[Kernel, Way] | None = None  # what comes by the short way, and how all ranks run it
         self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
-        self._launched: tuple[Launch, Kernel]  # what is waited for
         self._kept: Any = None  # the memory that the kernels under way use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
         self._until_s = math.inf  # until when it may
@@ -143,34 +143,30 @@ class NcclCommunicator(OnGpu):
         agreed, self._next, self._to_record = self._next, None, None
         if agreed is None or not is_same(agreed[0], kernel):
             self._start(launch, (kernel,))
-            self._launched = launch, kernel
-            return self
+            return _UnderWay(self, launch, kernel)
         came, way = agreed
         if way is Way.GRAPH:
             self._start_graph(launch, kernel, came)
         else:
             self._start(launch, (kernel,), came)
             self._to_record = (came, kernel) if way is Way.RECORD else None
-        self._launched = launch, kernel
-        return self
+        return _UnderWay(self, launch, kernel)
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
         """Runs kernels as one NCCL group; see `protocols.Together`."""
         self._next = self._to_record = None
         self._start(launch, kernels)
-        self._launched = launch, kernels[0]
-        self.wait(launch.timeout_s)
+        self.finish(launch, kernels[0])
         return len(kernels)
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits until the last enqueued work has ended on the GPU; see `Completion`. The launch's own limit counts.
+    def finish(self, launch: Launch, kernel: Kernel) -> None:
+        """Waits until the last enqueued work has ended on the GPU.
 
         Raises:
             CollectiveTimeoutError: It exceeded the launch's limit.
             PlanAbortedError: It was aborted.
             KernelError: NCCL or the device failed.
         """
-        launch, kernel = self._launched
         began_s = asked_s = time.monotonic()
         with self._failing(kernel, launch):
             while not self._stream.has_ended():
@@ -362,3 +358,16 @@ class _Guard:
 
 
 _guard = _Guard()
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A kernel on the GPU, which is held until it has ended."""
+
+    communicator: NcclCommunicator
+    launch: Launch
+    kernel: Kernel
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it has ended; see `protocols.Completion`. The launch's own limit counts."""
+        self.communicator.finish(self.launch, self.kernel)
