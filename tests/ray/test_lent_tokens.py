@@ -77,14 +77,16 @@ def tokens_of(maker):
 
 
 def with_tokens(maker):
-    """Whether the next calls of methods that return tensors are lent tokens, which come with a task of the queue."""
+    """Whether the next calls of methods that return tensors are lent tokens, which come with a task, soon."""
     tokens = tokens_of(maker)
     ray.wait([maker.make.remote(), maker.pair.remote()], num_returns=2)
     assert wait_until(lambda: {"make", "pair"} <= set(tokens._methods))
-    tokens._refill()
-    ray.get(maker.lent.remote())
-    tokens._refill()
-    return len(tokens._ready) > 0
+
+    def are_there():
+        tokens._refill()
+        return len(tokens._ready) > 0
+
+    return wait_until(are_there)
 
 
 def lent(maker):
