@@ -86,6 +86,8 @@ def with_tokens(maker):
         tokens._refill()
         return len(tokens._ready) > 0
 
+    are_there()
+    ray.get(maker.lent.remote())
     return wait_until(are_there)
 
 
