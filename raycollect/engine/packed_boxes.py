@@ -21,7 +21,7 @@ from raycollect.core.boxes import Take as TakenBoxes
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Axes, unfolded
-from raycollect.planner.reshard.halves import Give, Half, LocalBoxes, Take, aligned
+from raycollect.planner.reshard.halves import Half, LocalBoxes, aligned
 
 Find = Callable[[int, bool], Array]
 """(place of a name, whether of the targets) -> the local tensor."""
@@ -49,11 +49,13 @@ class PackedBoxes:
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
         one = half.rounds[number]
-        gives: dict[int, list[Give]] = {}
-        for give in one.gives:
-            gives.setdefault(give.peer, []).append(give)
-        firsts: dict[tuple[Any, ...], int] = {}  # messages that are equal, as those to replicas are, are packed once
-        same = {peer: firsts.setdefault(tuple(give[1:] for give in some), peer) for peer, some in gives.items()}
+        gives: dict[int, list[LocalBoxes]] = {}
+        for taker, given in zip(one.takers, one.gives, strict=True):
+            gives.setdefault(taker, []).append(given)
+        firsts: dict[
+            tuple[LocalBoxes, ...], int
+        ] = {}  # messages that are equal, as those to replicas are, are packed once
+        same = {peer: firsts.setdefault(tuple(some), peer) for peer, some in gives.items()}
         packed, end = _rows(memory, {peer: there[peer] for peer in firsts.values()}, 0)
         taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
         src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
@@ -65,22 +67,22 @@ class PackedBoxes:
             peer: [
                 GivenBox(outgoing.next(peer, box.shape, dtypes[name]), box)
                 for give in gives[peer]
-                for name, box in _boxes(give.boxes, find, is_dst=give.passed_on).items()
+                for name, box in _boxes(give, find, is_dst=one.passes_on).items()
             ]
             for peer in firsts.values()
         }
-        takes = [_taken(take, find, dtypes) for take in one.takes]
+        takes = [_taken(peers, boxes, find, dtypes) for peers, boxes in zip(one.givers, one.takes, strict=True)]
         self._unloads: list[tuple[Array, list[Array]]] = []
-        for boxes, travelling, peers in takes:
+        for taken_boxes, travelling, peers in takes:
             parts = [
-                [incoming.next(peer, box.shape, dtype) for box, dtype in zip(boxes, travelling, strict=True)]
+                [incoming.next(peer, box.shape, dtype) for box, dtype in zip(taken_boxes, travelling, strict=True)]
                 for peer in peers
             ]
-            self._unloads += [(box, [some[at] for some in parts]) for at, box in enumerate(boxes)]
+            self._unloads += [(box, [some[at] for some in parts]) for at, box in enumerate(taken_boxes)]
         self.round: BoxRound = BoxRound(
             gives={peer: self._loads[first] for peer, first in same.items()},
             takes=takes,
-            passes_on=any(give.passed_on for give in one.gives),
+            passes_on=one.passes_on,
         )
 
     def load(self) -> None:
@@ -103,9 +105,9 @@ def _boxes(one: LocalBoxes, find: Find, *, is_dst: bool) -> dict[int, Array]:
     return {name: box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)}
 
 
-def _taken(take: Take, find: Find, dtypes: Sequence[np.dtype[Any]]) -> TakenBoxes:
-    boxes = _boxes(take.boxes, find, is_dst=True)
-    return TakenBoxes(tuple(boxes.values()), tuple(dtypes[name] for name in boxes), take.peers)
+def _taken(peers: tuple[int, ...], one: LocalBoxes, find: Find, dtypes: Sequence[np.dtype[Any]]) -> TakenBoxes:
+    boxes = _boxes(one, find, is_dst=True)
+    return TakenBoxes(tuple(boxes.values()), tuple(dtypes[name] for name in boxes), peers)
 
 
 def _converts(half: Half) -> bool:

@@ -45,7 +45,7 @@ class ReshardBuffers(TaskBuffers):
     @property
     def _table_nbytes(self) -> int:
         half = self._half
-        boxes = [(give.boxes.names, len(give.boxes.size)) for one in half.rounds for give in one.gives]
+        boxes = [(give.names, len(give.size)) for one in half.rounds for give in one.gives]
         counts = sum(names for names, _ in boxes), sum(names * dims for names, dims in boxes)
         return table_nbytes(len(half.rounds), len(self.share.ranks), *counts)
 

@@ -50,7 +50,7 @@ def least_between(reshard: Reshard, hosts: Sequence[int]) -> int:
         if form.src.parts > 1:
             return -1
         for box, (holders,), readers in matched(form.src, form.dst).pieces:
-            held = {hosts[reshard.src_ranks[one.rank]] for one in holders}
-            needed = {hosts[reshard.dst_ranks[one.rank]] for one in readers}
+            held = {hosts[reshard.src_ranks[rank]] for one in holders for rank in one.ranks}
+            needed = {hosts[reshard.dst_ranks[rank]] for one in readers for rank in one.ranks}
             total += len(needed - held) * volume(box) * form.itemsize * form.count
     return total

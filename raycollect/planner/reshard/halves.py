@@ -1,7 +1,8 @@
 """What one rank does in a reshard: its half. It names tensors by their places in `Reshard.names`.
 
 A transfer moves one box of some tensors in a row, which lie alike. Who gives and who takes have
-their transfers of a round in one order, so a message needs no heads.
+their transfers of a round in one order, so a message needs no heads. The transfers of a round are columns: replicas
+exchange the same boxes with other ranks, and share them.
 """
 
 from __future__ import annotations
@@ -31,21 +32,6 @@ class LocalBoxes(NamedTuple):
     size: Point  # its extent
 
 
-class Give(NamedTuple):
-    """Boxes that go to a rank."""
-
-    peer: int  # the rank in the group; it may be this one
-    passed_on: bool  # whether they are read from what this rank has received, not from what it gives
-    boxes: LocalBoxes
-
-
-class Take(NamedTuple):
-    """Boxes that come from a rank, or as addends from several, in the order in which they are added up."""
-
-    peers: tuple[int, ...]
-    boxes: LocalBoxes
-
-
 class Copy(NamedTuple):
     """Boxes that a rank holds and needs itself."""
 
@@ -57,8 +43,11 @@ class Round(NamedTuple):
     """One exchange of messages among all ranks that take part."""
 
     most: int  # the bytes of the largest message of any rank
-    gives: tuple[Give, ...]
-    takes: tuple[Take, ...]
+    passes_on: bool  # whether this rank gives of what it has received, not of what it holds as a source
+    takers: tuple[int, ...]  # for each of `gives`, the rank in the group that gets it; it may be this one
+    gives: tuple[LocalBoxes, ...]
+    givers: tuple[tuple[int, ...], ...]  # for each of `takes`, who gives it, or the addends of it in their order
+    takes: tuple[LocalBoxes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +71,12 @@ class Half:
         """The bytes of the messages of a round: (to each rank, from each rank)."""
         there: dict[int, int] = {}
         here: dict[int, int] = {}
-        for give in self.rounds[number].gives:
-            there[give.peer] = there.get(give.peer, 0) + self.nbytes(give.boxes)
-        for take in self.rounds[number].takes:
-            for peer in take.peers:
-                here[peer] = here.get(peer, 0) + self.nbytes(take.boxes)
+        one = self.rounds[number]
+        for taker, boxes in zip(one.takers, one.gives, strict=True):
+            there[taker] = there.get(taker, 0) + self.nbytes(boxes)
+        for givers, boxes in zip(one.givers, one.takes, strict=True):
+            for giver in givers:
+                here[giver] = here.get(giver, 0) + self.nbytes(boxes)
         return there, here
 
     @property
@@ -117,7 +107,11 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
     for rank, half in halves.items():
         tables = [packed(side, tensors) for side in (half.src, half.dst)]
         lists = [packed(one, list) for one in (half.src_of, half.dst_of, half.itemsizes, half.dtypes)]
-        found[rank] = msgpack.packb((*tables, *lists, half.copies, half.rounds))
+        rounds = [
+            (one.most, one.passes_on, one.takers, packed(one.gives, list), one.givers, packed(one.takes, list))
+            for one in half.rounds
+        ]
+        found[rank] = msgpack.packb((*tables, *lists, packed(half.copies, list), rounds))
     return found
 
 
@@ -125,8 +119,8 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
 def decode_half(data: bytes) -> Half:
     """Reads what `encode_halves` wrote; ProtocolError: the bytes are no half."""
     try:
-        src, dst, src_of, dst_of, itemsizes, dtypes, copies, rounds = msgpack.unpackb(data, use_list=False)
-        lists = [msgpack.unpackb(one, use_list=False) for one in (src_of, dst_of, itemsizes, dtypes)]
+        src, dst, src_of, dst_of, itemsizes, dtypes, copies, rounds = _unpacked(data)
+        lists = [_unpacked(one) for one in (src_of, dst_of, itemsizes, dtypes)]
         return Half(
             src=_tensors(src),
             dst=_tensors(dst),
@@ -134,14 +128,10 @@ def decode_half(data: bytes) -> Half:
             dst_of=lists[1],
             itemsizes=lists[2],
             dtypes=lists[3],
-            copies=tuple(Copy(LocalBoxes(*here), LocalBoxes(*there)) for here, there in copies),
+            copies=tuple(Copy(LocalBoxes(*here), LocalBoxes(*there)) for here, there in _unpacked(copies)),
             rounds=tuple(
-                Round(
-                    most,
-                    tuple(Give(peer, passed_on, LocalBoxes(*boxes)) for peer, passed_on, boxes in gives),
-                    tuple(Take(peers, LocalBoxes(*boxes)) for peers, boxes in takes),
-                )
-                for most, gives, takes in rounds
+                Round(most, passes_on, takers, _boxes(gives), givers, _boxes(takes))
+                for most, passes_on, takers, gives, givers, takes in rounds
             ),
         )
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
@@ -151,5 +141,13 @@ def decode_half(data: bytes) -> Half:
 def _tensors(data: bytes) -> tuple[LocalTensor, ...]:
     return tuple(
         LocalTensor(key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole, axes=axes)
-        for key, shape, dtype, itemsize, is_whole, axes in msgpack.unpackb(data, use_list=False)
+        for key, shape, dtype, itemsize, is_whole, axes in _unpacked(data)
     )
+
+
+def _boxes(data: bytes) -> tuple[LocalBoxes, ...]:
+    return tuple(LocalBoxes(*one) for one in _unpacked(data))
+
+
+def _unpacked(data: bytes) -> Any:
+    return msgpack.unpackb(data, use_list=False)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import sub
 from typing import NamedTuple
 
 from raycollect.errors import Violation, wrong_layout
 from raycollect.errors.text import listed
-from raycollect.planner.boxes import Box, BoxIndex, atoms, common, moved, volume, without, words
+from raycollect.planner.boxes import Box, BoxIndex, Point, atoms, common, moved, volume, without, words
 from raycollect.planner.layout import Layout, Region, Regions
 from raycollect.planner.reshard.request import Named, Reshard
+
+
+class Alike(NamedTuple):
+    """Ranks of a side where a box lies at one place."""
+
+    shift: Point  # from a place in the global tensor to that in their local ones
+    ranks: tuple[int, ...]
 
 
 class Piece(NamedTuple):
     """A box that travels whole: all of its holders have all of it, and all of its readers need all of it."""
 
     box: Box
-    holders: tuple[tuple[Region, ...], ...]  # for each addend (one, where it is the value), the regions that have it
-    readers: tuple[Region, ...]
+    holders: tuple[tuple[Alike, ...], ...]  # for each addend (one, where it is the value), who has it
+    readers: tuple[Alike, ...]  # a rank that needs the box at several places is in several
 
 
 class Matched(NamedTuple):
@@ -37,8 +45,8 @@ def matched(src: Regions, dst: Regions) -> Matched:
     holders = [_by_part(src, places) for _, places in held]
     pieces, holes = [], []
     for box, places in wanted:
-        readers = tuple(dst.rows[at] for at in places)
-        ranks = tuple(one.rank for one in readers)
+        rows = [dst.rows[at] for at in places]
+        readers, ranks = _alike(rows), tuple(one.rank for one in rows)
         covered = 0
         found = []
         for at in index.over(box):
@@ -54,11 +62,18 @@ def matched(src: Regions, dst: Regions) -> Matched:
     return Matched(tuple(pieces), tuple(holes))
 
 
-def _by_part(regions: Regions, places: Sequence[int]) -> tuple[tuple[Region, ...], ...]:
+def _by_part(regions: Regions, places: Sequence[int]) -> tuple[tuple[Alike, ...], ...]:
     found: list[list[Region]] = [[] for _ in range(regions.parts)]
     for at in places:
         found[regions.rows[at].part].append(regions.rows[at])
-    return tuple(map(tuple, found))
+    return tuple(map(_alike, found))
+
+
+def _alike(rows: Sequence[Region]) -> tuple[Alike, ...]:
+    found: dict[Point, list[int]] = {}
+    for one in rows:
+        found.setdefault(tuple(map(sub, one.at, one.bounds[0])), []).append(one.rank)
+    return tuple(Alike(shift, tuple(ranks)) for shift, ranks in found.items())
 
 
 def faults(reshard: Reshard) -> list[Violation]:

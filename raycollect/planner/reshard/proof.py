@@ -13,13 +13,10 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, BoxIndex, Point, common, extent, is_inside, moved, volume, words
-from raycollect.planner.layout import ITEMSIZES, Region
-from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes
+from raycollect.planner.layout import ITEMSIZES, Region, Regions
+from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes, Round
 from raycollect.planner.reshard.request import Form, Reshard
 from raycollect.planner.reshard.rounds import ROUND_NBYTES
-
-_Pair = tuple[int, int]
-"""(giver, taker)."""
 
 
 class _WrongError(Exception):
@@ -27,12 +24,32 @@ class _WrongError(Exception):
 
 
 class _Message(NamedTuple):
-    """What a local box of some names is: replicas have it in common, as one object."""
+    """What a local box of some names is; one object on all ranks that hold the same regions."""
 
     form: Form
     named: Box  # of the global tensors, with the names as one more dimension
-    part: int  # which addend; -1: passed on
+    part: int  # which addend; -1: it lies in a target
+    region: int  # in which region of the form, by its place among those of the rank
     nbytes: int
+
+
+_Messages = tuple[_Message, ...]
+
+_Sent = dict[int, dict[int, list[Box]]]
+"""Giver -> taker -> the boxes of the messages."""
+
+_VALUE, _PASSED_ON = [0], [-1]
+"""The addends of what is no sum."""
+
+
+class _Held:
+    """What some ranks hold alike on one side, and what is known of local boxes there."""
+
+    def __init__(self, regions: Sequence[Sequence[Region]], *, is_dst: bool) -> None:
+        self.regions = regions  # of each form
+        self.is_dst = is_dst
+        self.messages: dict[LocalBoxes, _Message] = {}
+        self.tuples: dict[int, _Messages] = {}  # by the id of a tuple of boxes, which its half keeps
 
 
 def problem_of(reshard: Reshard, halves: Mapping[int, Half]) -> str:
@@ -48,38 +65,45 @@ class _Proof:
     def __init__(self, reshard: Reshard, halves: Mapping[int, Half]) -> None:
         self._reshard = reshard
         self._halves = halves
-        self._src = {rank: at for at, rank in enumerate(reshard.src_ranks)}
-        self._dst = {rank: at for at, rank in enumerate(reshard.dst_ranks)}
-        # What is known of local boxes: on ranks that hold the same regions of one form, and of all forms
-        self._known: dict[tuple[object, ...], _Message] = {}
-        self._tables: dict[tuple[object, ...], dict[int, _Message]] = {}  # by the id of a box, which its half keeps
-        self._table_of: dict[tuple[int, bool], dict[int, _Message]] = {}
+        self._src = self._side(reshard.src_ranks, [form.src for form in reshard.forms], is_dst=False)
+        self._dst = self._side(reshard.dst_ranks, [form.dst for form in reshard.forms], is_dst=True)
         self._boxes: dict[Box, Box] = {}
-        self._covered: set[tuple[object, ...]] = set()
-        self._forms = [form for form in reshard.forms for _ in range(form.count)]
-        # (rank, form) -> what has arrived
-        self._arrived: dict[tuple[int, Form], list[Box]] = defaultdict(list)
+        self._nothing = _Held([() for _ in reshard.forms], is_dst=True)
+        self._copied: dict[tuple[int, int, int], _Messages] = {}
+        self._forms = [(at, form) for at, form in enumerate(reshard.forms) for _ in range(form.count)]
+        self._arrived: dict[int, list[_Messages]] = defaultdict(list)  # by rank; replicas have the same tuples
+        self._has: dict[int, set[int]] = defaultdict(set)  # the same of messages, by the id of each
+
+    @staticmethod
+    def _side(ranks: Sequence[int], sides: Sequence[Regions], *, is_dst: bool) -> dict[int, _Held]:
+        known: dict[tuple[object, ...], _Held] = {}
+        found = {}
+        for at, rank in enumerate(ranks):
+            rows = [side.of_rank.get(at, ()) for side in sides]
+            key = tuple(tuple((one.bounds, one.at, one.part) for one in some) for some in rows)
+            if key not in known:
+                known[key] = _Held(rows, is_dst=is_dst)
+            found[rank] = known[key]
+        return found
 
     def run(self) -> None:
         if set(self._halves) != set(self._reshard.ranks):
             raise _WrongError(f"has halves of ranks {sorted(self._halves)}, not of {list(self._reshard.ranks)}")
-        for rank, half in self._halves.items():
-            for copy in half.copies:
-                self._copy(rank, copy)
         self._check_dtypes()
+        for rank, half in self._halves.items():
+            if half.copies:
+                self._arrived[rank].append(self._copies(rank, half.copies))
         counts = {len(half.rounds) for half in self._halves.values()}
         if len(counts) > 1:
             raise _WrongError(f"has between {min(counts)} and {max(counts)} rounds on its ranks")
         for number in range(counts.pop()):
-            self._round(number)
-        for rank, at in self._dst.items():
-            for form in self._reshard.forms:
-                for region in form.dst.of_rank.get(at, ()):
-                    if region.volume:
-                        self._check_region(rank, form, region)
-        wrong = [rank for (rank, _), boxes in self._arrived.items() if boxes and rank not in self._dst]
-        if wrong:
-            raise _WrongError(f"writes on ranks {wrong}, which are no targets")
+            self._round({rank: half.rounds[number] for rank, half in self._halves.items()})
+        proven = set[tuple[int, ...]]()
+        for rank, held in self._dst.items():
+            key = id(held), *map(id, self._arrived[rank])
+            if key not in proven:  # on a replica
+                self._check_regions(rank, held)
+                proven.add(key)
 
     def _check_dtypes(self) -> None:
         dtypes = self._reshard.dtypes
@@ -88,120 +112,127 @@ class _Proof:
             if (half.dtypes, half.itemsizes) != (dtypes, itemsizes):
                 raise _WrongError(f"reads messages as {half.dtypes} on rank {rank}, not as {dtypes}")
 
-    def _form(self, first: int, count: int) -> Form:
-        form = self._forms[first] if 0 <= first < len(self._forms) else None
-        if form is None or not (form.first <= first and 0 < count <= form.first + form.count - first):
-            raise _WrongError(f"moves names {first} to {first + count}, which are not of one form")
-        return form
+    def _copies(self, rank: int, copies: Sequence[Copy]) -> _Messages:
+        src, dst = self._held(rank, is_dst=False), self._held(rank, is_dst=True)
+        key = id(src), id(dst), id(copies)
+        if key not in self._copied:
+            pairs = [(self._message(rank, src, one.src), self._message(rank, dst, one.dst)) for one in copies]
+            for gives, takes in pairs:
+                if gives.named != takes.named or gives.part or gives.form.src.parts > 1:
+                    raise _WrongError(f"copies {_words(gives.named)} to {_words(takes.named)} on rank {rank}")
+            self._copied[key] = tuple(takes for _, takes in pairs)
+        return self._copied[key]
 
-    def _copy(self, rank: int, copy: Copy) -> None:
-        gives, takes = self._message(rank, copy.src, is_dst=False), self._message(rank, copy.dst, is_dst=True)
-        if gives.named != takes.named or gives.part or gives.form.src.parts > 1:
-            raise _WrongError(f"copies {_words(gives.named)} to {_words(takes.named)} on rank {rank}")
-        self._arrived[rank, takes.form].append(takes.named)
+    def _round(self, rounds: Mapping[int, Round]) -> None:
+        for rank, one in rounds.items():
+            if len(one.takers) != len(one.gives) or len(one.givers) != len(one.takes):
+                raise _WrongError(f"has columns of different lengths on rank {rank}")
+        sent: _Sent = defaultdict(lambda: defaultdict(list))
+        nbytes = defaultdict[int, dict[int, int]](lambda: defaultdict(int))
+        addends: dict[tuple[int, int, int], int] = {}  # (giver, taker, which of its messages) -> which addend it is
+        givers = {rank: one for rank, one in rounds.items() if one.gives}
+        for rank, one in givers.items():
+            messages = self._messages(rank, one.gives, is_dst=one.passes_on)
+            if one.passes_on:
+                self._check_passed_on(rank, messages)
+            there, sizes = sent[rank], nbytes[rank]
+            for taker, (_, named, part, _, size) in zip(one.takers, messages, strict=True):
+                if part:
+                    addends[rank, taker, len(there[taker])] = part
+                there[taker].append(named)
+                sizes[taker] += size
+        taken = self._taken(rounds, addends)
+        if sent != taken:
+            raise _WrongError(_unlike(sent, taken))
+        self._check_sizes(rounds, nbytes)
 
-    def _round(self, number: int) -> None:
-        sent = defaultdict[_Pair, list[Box]](list)
-        nbytes = defaultdict[_Pair, int](int)
-        addends: dict[tuple[_Pair, int], int] = {}  # (pair, which of its messages) -> which addend it is
-        for rank, half in self._halves.items():
-            for peer, passed_on, boxes in half.rounds[number].gives:
-                message = self._message(rank, boxes, is_dst=passed_on)
-                pair = rank, peer
-                if passed_on:
-                    self._check_passed_on(rank, message)
-                if message.part:
-                    addends[pair, len(sent[pair])] = message.part
-                sent[pair].append(message.named)
-                nbytes[pair] += message.nbytes
-        taken = defaultdict[_Pair, list[Box]](list)
-        for rank, half in self._halves.items():
-            for peers, boxes in half.rounds[number].takes:
-                message = self._message(rank, boxes, is_dst=True)
-                self._arrived[rank, message.form].append(message.named)
+    def _taken(self, rounds: Mapping[int, Round], addends: Mapping[tuple[int, int, int], int]) -> _Sent:
+        found: _Sent = defaultdict(lambda: defaultdict(list))
+        takers = {rank: one for rank, one in rounds.items() if one.takes}
+        for rank, one in takers.items():
+            messages = self._messages(rank, one.takes, is_dst=True)
+            self._arrived[rank].append(messages)
+            self._has[rank].update(map(id, messages))
+            for givers, (form, named, _, _, _) in zip(one.givers, messages, strict=True):
                 parts = []
-                for peer in peers:
-                    pair = peer, rank
-                    parts.append(addends.get((pair, len(taken[pair])), 0))
-                    taken[pair].append(message.named)
-                if parts != [-1] and len(parts) + message.form.src.parts > 2:
-                    self._check_sum(rank, message, parts)
-        for pair in {*sent, *taken}:
-            if sent[pair] != taken[pair]:
-                raise _WrongError(_unlike(pair, sent[pair], taken[pair]))
-        self._check_sizes(number, nbytes)
-
-    def _check_sum(self, rank: int, message: _Message, parts: list[int]) -> None:
-        count = message.form.src.parts
-        if parts != list(range(count)):
-            raise _WrongError(f"adds up addends {parts} of {count} on rank {rank}")
-
-    def _check_passed_on(self, rank: int, message: _Message) -> None:
-        shared = [common(message.named, other) for other in self._arrived[rank, message.form]]
-        if sum(volume(one) for one in shared if one is not None) != volume(message.named):
-            raise _WrongError(f"passes on {_words(message.named)} from rank {rank}, which has not received it")
-
-    def _message(self, rank: int, boxes: LocalBoxes, *, is_dst: bool) -> _Message:
-        """What local boxes are, by the regions that the rank has."""
-        table = self._table_of.get((rank, is_dst))
-        if table is None:
-            held = tuple(self._rows(rank, form, is_dst=is_dst) for form in self._reshard.forms)
-            table = self._table_of[rank, is_dst] = self._tables.setdefault((is_dst, held), {})
-        found = table.get(id(boxes))
-        if found is None:
-            found = table[id(boxes)] = self._new_message(rank, boxes, is_dst=is_dst)
+                for giver in givers:
+                    boxes = found[giver][rank]
+                    parts.append(addends.get((giver, rank, len(boxes)), 0) if addends else 0)
+                    boxes.append(named)
+                if parts not in (_PASSED_ON, _VALUE if form.src.parts == 1 else list(range(form.src.parts))):
+                    raise _WrongError(f"adds up addends {parts} of {form.src.parts} on rank {rank}")
         return found
 
-    def _new_message(self, rank: int, boxes: LocalBoxes, *, is_dst: bool) -> _Message:
-        form = self._form(boxes.first, boxes.names)
-        key = form, boxes, is_dst, self._rows(rank, form, is_dst=is_dst)
-        if key not in self._known:
-            box, part = self._global(rank, form, boxes.at, boxes.size, is_dst=is_dst)
-            named = (boxes.first, *box[0]), (boxes.first + boxes.names, *box[1])
-            named = self._boxes.setdefault(named, named)  # one object at both ends, which is quick to compare
-            self._known[key] = _Message(form, named, part, volume(named) * form.itemsize)
-        return self._known[key]
+    def _check_passed_on(self, rank: int, messages: _Messages) -> None:
+        for one in messages:
+            if id(one) in self._has[rank]:  # as it is
+                continue
+            arrived = [other for some in self._arrived[rank] for other in some]
+            there = [other.named for other in arrived if (other.form, other.region) == (one.form, one.region)]
+            shared = [common(one.named, other) for other in there]
+            if sum(volume(box) for box in shared if box is not None) != volume(one.named):
+                raise _WrongError(f"passes on {_words(one.named)} from rank {rank}, which has not received it")
 
-    def _rows(self, rank: int, form: Form, *, is_dst: bool) -> tuple[tuple[Box, Point, int], ...]:
-        return tuple((one.bounds, one.at, one.part) for one in self._regions(rank, form, is_dst=is_dst))
+    def _held(self, rank: int, *, is_dst: bool) -> _Held:
+        side = self._dst if is_dst else self._src
+        return side.get(rank, self._nothing)
 
-    def _regions(self, rank: int, form: Form, *, is_dst: bool) -> Sequence[Region]:
-        regions, side = (form.dst, self._dst) if is_dst else (form.src, self._src)
-        return regions.of_rank.get(side.get(rank, -1), ())
+    def _messages(self, rank: int, some: tuple[LocalBoxes, ...], *, is_dst: bool) -> _Messages:
+        """What local boxes are, by the regions that the rank has."""
+        held = self._held(rank, is_dst=is_dst)
+        found = held.tuples.get(id(some))
+        if found is None:
+            found = held.tuples[id(some)] = tuple(self._message(rank, held, one) for one in some)
+        return found
 
-    def _global(self, rank: int, form: Form, at: Point, size: Point, *, is_dst: bool) -> tuple[Box, int]:
-        """The box of the global tensor that a local box is, and its addend."""
-        local = _local_box(at, size)
-        for one in self._regions(rank, form, is_dst=is_dst):
+    def _message(self, rank: int, held: _Held, boxes: LocalBoxes) -> _Message:
+        found = held.messages.get(boxes)
+        if found is None:
+            found = held.messages[boxes] = self._new_message(rank, held, boxes)
+        return found
+
+    def _new_message(self, rank: int, held: _Held, boxes: LocalBoxes) -> _Message:
+        first, last = boxes.first, boxes.first + boxes.names
+        place, form = self._forms[first] if 0 <= first < len(self._forms) else (-1, None)
+        if form is None or not first < last <= form.first + form.count:
+            raise _WrongError(f"moves names {first} to {last}, which are not of one form")
+        local = _local_box(boxes.at, boxes.size)
+        for number, one in enumerate(held.regions[place]):
             if is_inside(local, _local_box(one.at, extent(one.bounds))):
-                return moved(local, one.at, one.bounds[0]), -1 if is_dst else one.part
+                lo, hi = moved(local, one.at, one.bounds[0])
+                named = (first, *lo), (last, *hi)
+                named = self._boxes.setdefault(named, named)  # one object at both ends, which is quick to compare
+                part = -1 if held.is_dst else one.part
+                return _Message(form, named, part, number, volume(named) * form.itemsize)
         raise _WrongError(f"uses {words(local)} of a local tensor of rank {rank}, which is in no region")
 
-    def _check_region(self, rank: int, form: Form, region: Region) -> None:
-        arrived = self._arrived[rank, form]
-        key = form, region.bounds, frozenset(map(id, arrived)), len(arrived)  # messages keep the boxes
-        if key in self._covered:  # on a replica
-            return
-        whole = (form.first, *region.bounds[0]), (form.first + form.count, *region.bounds[1])
-        boxes = [one for box in arrived if (one := common(box, whole)) is not None]
-        if boxes != [whole] and (sum(map(volume, boxes)) != volume(whole) or BoxIndex(boxes).clash() is not None):
-            name = self._reshard.names[form.first]
-            raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
-        self._covered.add(key)
+    def _check_regions(self, rank: int, held: _Held) -> None:
+        arrived: dict[tuple[Form, int], list[Box]] = {}
+        for messages in self._arrived[rank]:
+            for one in messages:
+                arrived.setdefault((one.form, one.region), []).append(one.named)
+        for form, regions in zip(self._reshard.forms, held.regions, strict=True):
+            for number, region in enumerate(regions):
+                whole = (form.first, *region.bounds[0]), (form.first + form.count, *region.bounds[1])
+                boxes = arrived.get((form, number), [])
+                if sum(map(volume, boxes)) != volume(whole) or BoxIndex(boxes).clash() is not None:
+                    name = self._reshard.names[form.first]
+                    raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
 
-    def _check_sizes(self, number: int, pairs: Mapping[_Pair, int]) -> None:
-        said = {half.rounds[number].most for half in self._halves.values()}
-        if said != {max(pairs.values(), default=0)}:
-            raise _WrongError(f"says that its largest message has {said} bytes, not {max(pairs.values(), default=0)}")
-        sent, received = dict[int, int](), dict[int, int]()
-        for (giver, taker), nbytes in pairs.items():
-            sent[giver] = sent.get(giver, 0) + nbytes
-            received[taker] = received.get(taker, 0) + nbytes
-        for rank, half in self._halves.items():
-            takes = half.rounds[number].takes
+    def _check_sizes(self, rounds: Mapping[int, Round], pairs: Mapping[int, Mapping[int, int]]) -> None:
+        most = max((nbytes for takers in pairs.values() for nbytes in takers.values()), default=0)
+        said = {one.most for one in rounds.values()}
+        if said != {most}:
+            raise _WrongError(f"says that its largest message has {said} bytes, not {most}")
+        received = defaultdict[int, int](int)
+        for takers in pairs.values():
+            for taker, nbytes in takers.items():
+                received[taker] += nbytes
+        for rank, one in rounds.items():
             # A sum of one element may need more
-            is_single = len(takes) == 1 and max(takes[0].boxes.size, default=1) == 1
-            if max(sent.get(rank, 0), 0 if is_single else received.get(rank, 0)) > ROUND_NBYTES:
+            is_single = len(one.takes) == 1 and max(one.takes[0].size, default=1) == 1
+            sent = sum(pairs[rank].values()) if rank in pairs else 0
+            if max(sent, 0 if is_single else received[rank]) > ROUND_NBYTES:
                 raise _WrongError(f"moves more than {ROUND_NBYTES} bytes of rank {rank} in a round")
 
 
@@ -213,9 +244,13 @@ def _words(named: Box) -> str:
     return words((named[0][1:], named[1][1:]))
 
 
-def _unlike(pair: _Pair, sent: Sequence[Box], taken: Sequence[Box]) -> str:
-    giver, taker = pair
-    for one, other in zip_longest(taken, sent):
-        if one is not None and one != other:
-            return f"takes {_words(one)} from rank {giver} on rank {taker}, which sends it something else"
-    return f"sends from rank {giver} to {taker} what is not taken"
+def _unlike(sent: _Sent, taken: _Sent) -> str:
+    pairs = sorted({(giver, taker) for one in (sent, taken) for giver, takers in one.items() for taker in takers})
+    for giver, taker in pairs:
+        there, here = (one.get(giver, {}).get(taker, []) for one in (sent, taken))
+        wrong = [one for one, other in zip_longest(here, there) if one is not None and one != other]
+        if wrong:
+            return f"takes {_words(wrong[0])} from rank {giver} on rank {taker}, which sends it something else"
+        if here != there:
+            return f"sends from rank {giver} to {taker} what is not taken"
+    return ""

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import add, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raycollect.planner.boxes import Box, extent, halved, volume
-from raycollect.planner.reshard.halves import Copy, Give, Half, LocalBoxes, Round, Take
+from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes, Round
 from raycollect.planner.reshard.request import LocalTensor, Named, Reshard, local_tensors
 from raycollect.planner.reshard.routes import Routes, Transfer
 
@@ -22,16 +22,17 @@ PIECE_NBYTES = 4 << 20
 
 def halves_of(reshard: Reshard, found: Routes) -> dict[int, Half]:
     """Writes what each rank does; in the order of the ranks."""
-    packer = _Packer(reshard)
-    for stage in found.stages:
-        packer.pack(stage)
+    packer = _Packer()
+    for number, stage in enumerate(found.stages):
+        packer.pack(stage, passes_on=number > 0)
     copies: dict[int, list[Copy]] = {}
     for one in found.copies:
         size, form = extent(one.box), one.form
         copy = Copy(*(LocalBoxes(form.first, form.count, at, size) for at in (*one.src_at, one.dst_at)))
         for _, rank in one.ends:
             copies.setdefault(rank, []).append(copy)
-    rounds = packer.written()
+    rounds = packer.written(reshard.ranks)
+    known: _Known = {}
     itemsizes = tuple(chain.from_iterable([form.itemsize] * form.count for form in reshard.forms))
     src = _Side(reshard, reshard.src, reshard.src_ranks)
     dst = _Side(reshard, reshard.dst, reshard.dst_ranks)
@@ -43,7 +44,7 @@ def halves_of(reshard: Reshard, found: Routes) -> dict[int, Half]:
             dst_of=dst.places(rank),
             itemsizes=itemsizes,
             dtypes=reshard.dtypes,
-            copies=tuple(copies.get(rank, ())),
+            copies=_shared(known, copies.get(rank, ())),
             rounds=rounds[rank],
         )
         for rank in reshard.ranks
@@ -75,61 +76,84 @@ class _Part(NamedTuple):
 
     src: tuple[LocalBoxes, ...]  # at the givers: of each addend of a sum
     dst: LocalBoxes
-    passed_on: bool
-    itemsize: int
     nbytes: int  # that each giver sends
+
+
+_Columns = tuple[list[int], list[LocalBoxes], list[tuple[int, ...]], list[LocalBoxes]]
+"""What a rank does in a round: takers, gives, givers and takes."""
+
+
+class _Filled(NamedTuple):
+    """What is in a round so far."""
+
+    passes_on: bool
+    columns: defaultdict[int, _Columns]  # by rank
+    pairs: defaultdict[tuple[int, int], int]  # the bytes from a rank to another
 
 
 class _Packer:
     """Puts each transfer into the earliest round of its stage that has room for it at all of its ends."""
 
-    def __init__(self, reshard: Reshard) -> None:
-        self._ranks = reshard.ranks
-        self._rounds: list[list[tuple[_Part, tuple[int, ...], int]]] = []  # (a part, its givers, its taker)
+    def __init__(self) -> None:
+        self._rounds: list[_Filled] = []
 
-    def pack(self, stage: Sequence[Transfer]) -> None:
+    def pack(self, stage: Sequence[Transfer], *, passes_on: bool) -> None:
         # Rank -> the place of its next byte, where each round has ROUND_NBYTES
         begin = len(self._rounds) * ROUND_NBYTES
         sends = defaultdict[int, int](lambda: begin)
         takes = defaultdict[int, int](lambda: begin)
-        for transfer in stage:
-            parts = [(part, part.nbytes, part.nbytes * len(part.src)) for part in _cut(transfer)]
+        # The widest elements first, so that all are aligned
+        for transfer in sorted(stage, key=lambda one: -one.form.itemsize):
+            parts = list(_cut(transfer))
             for givers, taker in transfer.ends:
                 several = max(map(givers.count, givers)) if len(givers) > 1 else 1  # addends of one giver
-                for part, nbytes, incoming in parts:
+                for src, dst, nbytes in parts:
                     sent, taken = max([sends[rank] for rank in givers]), takes[taker]
-                    at = max(sent, taken) // ROUND_NBYTES
+                    incoming, at = nbytes * len(givers), max(sent, taken) // ROUND_NBYTES
                     floor, end = at * ROUND_NBYTES, (at + 1) * ROUND_NBYTES
                     if max(sent, floor) + nbytes * several > end or max(taken, floor) + incoming > end:
                         at, floor = at + 1, end  # which none of them has begun
-                    for rank in givers:
-                        sends[rank] = max(sends[rank], floor) + nbytes
-                    takes[taker] = max(taken, floor) + incoming
                     while len(self._rounds) <= at:
-                        self._rounds.append([])
-                    self._rounds[at].append((part, givers, taker))
+                        filled = _Filled(passes_on, defaultdict(lambda: ([], [], [], [])), defaultdict(int))
+                        self._rounds.append(filled)
+                    _, columns, pairs = self._rounds[at]
+                    for rank, boxes in zip(givers, src, strict=True):
+                        sends[rank] = max(sends[rank], floor) + nbytes
+                        takers, gives, _, _ = columns[rank]
+                        takers.append(taker)
+                        gives.append(boxes)
+                        pairs[rank, taker] += nbytes
+                    takes[taker] = max(taken, floor) + incoming
+                    columns[taker][2].append(givers)
+                    columns[taker][3].append(dst)
 
-    def written(self) -> dict[int, tuple[Round, ...]]:
-        found: dict[int, list[Round]] = {rank: [] for rank in self._ranks}
-        for some in self._rounds:
-            gives = defaultdict[int, list[Give]](list)
-            takes = defaultdict[int, list[Take]](list)
-            pairs = defaultdict[tuple[int, int], int](int)
-            # The widest elements first, so that all are aligned
-            for (src, dst, passed_on, _, nbytes), givers, taker in sorted(some, key=lambda one: -one[0].itemsize):
-                for rank, boxes in zip(givers, src, strict=True):
-                    gives[rank].append(Give(taker, passed_on, boxes))
-                    pairs[rank, taker] += nbytes
-                takes[taker].append(Take(givers, dst))
+    def written(self, ranks: Sequence[int]) -> dict[int, tuple[Round, ...]]:
+        found: dict[int, list[Round]] = {rank: [] for rank in ranks}
+        known: _Known = {}
+        for passes_on, columns, pairs in self._rounds:
             most = max(pairs.values())
+            idle = Round(most, False, (), (), (), ())
             for rank, rounds in found.items():
-                rounds.append(Round(most, tuple(gives.get(rank, ())), tuple(takes.get(rank, ()))))
+                if rank not in columns:
+                    rounds.append(idle)
+                    continue
+                takers, gives, givers, takes = columns[rank]
+                there, here = _shared(known, gives), _shared(known, takes)
+                rounds.append(Round(most, passes_on and bool(gives), tuple(takers), there, tuple(givers), here))
         return {rank: tuple(rounds) for rank, rounds in found.items()}
+
+
+_Known = dict[tuple[int, ...], tuple[Any, ...]]
+
+
+def _shared(known: _Known, some: Sequence[Any]) -> tuple[Any, ...]:
+    """Tuples of the same objects become one, which keeps them."""
+    return known.setdefault(tuple(map(id, some)), tuple(some))
 
 
 def _cut(transfer: Transfer) -> Iterator[_Part]:
     """Cuts a transfer by names, and a box that is too large by its dimensions."""
-    form, box, src_at, dst_at, passed_on, _ = transfer
+    form, box, src_at, dst_at, _ = transfer
     limit = max(min(PIECE_NBYTES, ROUND_NBYTES // len(src_at)), form.itemsize)
     together = max(limit // (volume(box) * form.itemsize), 1)
     pieces = _pieces(box, limit // form.itemsize)
@@ -140,8 +164,7 @@ def _cut(transfer: Transfer) -> Iterator[_Part]:
             *src, dst = (
                 LocalBoxes(form.first + begin, names, tuple(map(add, at, by)), size) for at in (*src_at, dst_at)
             )
-            nbytes = volume(piece) * names * form.itemsize
-            yield _Part(tuple(src), dst, passed_on, form.itemsize, nbytes)
+            yield _Part(tuple(src), dst, volume(piece) * names * form.itemsize)
 
 
 def _pieces(box: Box, most: int) -> list[Box]:

@@ -16,8 +16,7 @@ from operator import add, sub
 from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, Point, halved, volume
-from raycollect.planner.layout import Region
-from raycollect.planner.reshard.matching import Piece, matched
+from raycollect.planner.reshard.matching import Alike, Piece, matched
 from raycollect.planner.reshard.request import Form, Reshard
 
 
@@ -28,12 +27,11 @@ class Transfer(NamedTuple):
     box: Box
     src_at: tuple[Point, ...]  # where the box begins at a giver; several: at the givers of each addend of a sum
     dst_at: Point  # where it begins at a taker
-    passed_on: bool  # whether the givers read what they have received themselves
     ends: list[tuple[tuple[int, ...], int]]  # (the givers, the taker); ranks are those of the group
 
 
 class Routes(NamedTuple):
-    """All that moves, by stage: what a stage passes on has arrived in an earlier one."""
+    """All that moves, by stage: what a rank gives in the first it holds as a source, in others it has received."""
 
     copies: tuple[Transfer, ...]  # inside a rank
     stages: tuple[tuple[Transfer, ...], ...]
@@ -57,33 +55,28 @@ class _Moving(NamedTuple):
     form: Form
     box: Box
     nbytes: int
-    transfers: dict[tuple[object, ...], Transfer]
+    transfers: dict[tuple[int, tuple[Point, ...], Point], Transfer]
 
     @classmethod
     def of(cls, form: Form, box: Box) -> _Moving:
         return cls(form, box, volume(box) * form.itemsize * form.count, {})
 
-    def place(self, region: Region) -> Point:
-        return tuple(map(add, region.at, map(sub, self.box[0], region.bounds[0])))
-
-    def places(self, regions: Mapping[int, Region]) -> _Places:
-        return {rank: self.place(region) for rank, region in regions.items()}
+    def places(self, groups: Sequence[Alike], ranks: Sequence[int]) -> list[tuple[int, Point]]:
+        """Where the box begins on the ranks of the group that `ranks` has for those of the side."""
+        found: list[tuple[int, Point]] = []
+        for shift, some in groups:
+            at = tuple(map(add, self.box[0], shift))
+            found += [(ranks[rank], at) for rank in some]
+        return found
 
     def go(
-        self,
-        by: list[Transfer],
-        givers: tuple[int, ...],
-        src_at: tuple[Point, ...],
-        taker: int,
-        dst_at: Point,
-        *,
-        passed_on: bool = False,
+        self, by: list[Transfer], givers: tuple[int, ...], src_at: tuple[Point, ...], taker: int, dst_at: Point
     ) -> None:
         """Adds a giver and a taker to one of the transfers in `by`, or to a new one."""
-        key = id(by), src_at, dst_at, passed_on
+        key = id(by), src_at, dst_at
         transfer = self.transfers.get(key)
         if transfer is None:
-            transfer = self.transfers[key] = Transfer(self.form, self.box, src_at, dst_at, passed_on, [])
+            transfer = self.transfers[key] = Transfer(self.form, self.box, src_at, dst_at, [])
             by.append(transfer)
         transfer.ends.append((givers, taker))
 
@@ -92,43 +85,51 @@ class _Router:
     def __init__(self, reshard: Reshard, hosts: Sequence[int]) -> None:
         self._reshard = reshard
         self._hosts = hosts
+        self._alone = {rank: (rank,) for rank in reshard.ranks}
         self._sent = dict.fromkeys(reshard.ranks, 0)  # rank -> the bytes that it has to send so far
         self._received = dict.fromkeys(reshard.ranks, 0)
         self.copies: list[Transfer] = []
-        self.stages: tuple[list[Transfer], ...] = ([], [], [])
+        self.stages: tuple[list[Transfer], ...] = ([], [], [], [])
 
     def add(self, form: Form, piece: Piece) -> None:
         src, dst = self._reshard.src_ranks, self._reshard.dst_ranks
-        readers = {dst[one.rank]: one for one in piece.readers}
-        if form.src.parts > 1:
-            addends = [{src[one.rank]: one for one in some} for some in piece.holders]
-            self._add_sum(form, piece.box, addends, readers)
-            return
         box = _Moving.of(form, piece.box)
-        holders = box.places({src[one.rank]: one for one in piece.holders[0]})
-        self._spread(box, holders, box.places(readers), 0, passed_on=False)
+        needed = box.places(piece.readers, dst)
+        readers: _Places = {}
+        again = [one for one in needed if readers.setdefault(*one) != one[1]]
+        if form.src.parts > 1:
+            self._add_sum(form, piece, readers)
+            holders: _Places = {}
+        else:
+            holders = dict(box.places(piece.holders[0], src))
+            self._spread(box, holders, readers, 0)
+        for rank, at in again:  # what a rank needs at several places it gets once
+            if rank in holders:
+                box.go(self.copies, self._alone[rank], (holders[rank],), rank, at)
+            else:
+                box.go(self.stages[-1], self._alone[rank], (readers[rank],), rank, at)
 
-    def _spread(self, box: _Moving, holders: _Places, readers: _Places, stage: int, *, passed_on: bool) -> None:
+    def _spread(self, box: _Moving, holders: _Places, readers: _Places, stage: int) -> None:
         waiting: dict[int, list[int]] = {}
         for rank, at in readers.items():
             if rank not in holders:
                 waiting.setdefault(self._hosts[rank], []).append(rank)
-            elif not passed_on:
-                box.go(self.copies, (rank,), (holders[rank],), rank, at)
+            elif not stage:
+                box.go(self.copies, self._alone[rank], (holders[rank],), rank, at)
         if not waiting:
             return
         everywhere, on_host = self._offers(holders)
         for host, ranks in waiting.items():
             offers = on_host.get(host)
             if offers is not None:
-                self._serve(box, holders, offers, ranks, readers, stage, passed_on=passed_on)
+                self._serve(box, holders, offers, ranks, readers, stage)
                 continue
             lander = min(ranks, key=lambda rank: (self._received[rank], rank))
-            self._serve(box, holders, everywhere, [lander], readers, stage, passed_on=passed_on)
+            self._serve(box, holders, everywhere, [lander], readers, stage)
             if len(ranks) > 1:
                 rest = [rank for rank in ranks if rank != lander]
                 offers = [(self._sent[lander], lander)]
-                self._serve(box, {lander: readers[lander]}, offers, rest, readers, stage + 1, passed_on=True)
+                self._serve(box, {lander: readers[lander]}, offers, rest, readers, stage + 1)
 
     def _offers(self, holders: _Places) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
         everywhere = [(self._sent[rank], rank) for rank in holders]
@@ -147,34 +148,34 @@ class _Router:
         ranks: Sequence[int],
         readers: _Places,
         stage: int,
-        *,
-        passed_on: bool,
     ) -> None:
+        by, all_sent = self.stages[stage], self._sent
         for rank in ranks:
             sent, giver = offers[0]
-            while sent < self._sent[giver]:  # it has been chosen elsewhere meanwhile
-                heapq.heapreplace(offers, (self._sent[giver], giver))
+            while sent < all_sent[giver]:  # it has been chosen elsewhere meanwhile
+                heapq.heapreplace(offers, (all_sent[giver], giver))
                 sent, giver = offers[0]
-            box.go(self.stages[stage], (giver,), (holders[giver],), rank, readers[rank], passed_on=passed_on)
-            self._sent[giver] += box.nbytes
+            box.go(by, self._alone[giver], (holders[giver],), rank, readers[rank])
+            all_sent[giver] += box.nbytes
             self._received[rank] += box.nbytes
 
-    def _add_sum(
-        self, form: Form, box: Box, addends: Sequence[Mapping[int, Region]], readers: Mapping[int, Region]
-    ) -> None:
+    def _add_sum(self, form: Form, piece: Piece, readers: Mapping[int, Point]) -> None:
+        whole = _Moving.of(form, piece.box)
+        addends = [dict(whole.places(some, self._reshard.src_ranks)) for some in piece.holders]
         own = {rank for some in addends for rank in some}
         landers = sorted(readers, key=lambda rank: (rank not in own, self._received[rank], rank))
-        for lander, share in zip(landers, halved(box, len(landers)), strict=False):
+        for lander, share in zip(landers, halved(piece.box, len(landers)), strict=False):
             part = _Moving.of(form, share)
+            by = tuple(map(sub, share[0], piece.box[0]))
             givers = [min(some, key=lambda rank: self._distance(rank, lander)) for some in addends]
             for giver in givers:
                 if giver != lander:
                     self._sent[giver] += part.nbytes
                     self._received[lander] += part.nbytes
-            src_at = tuple(part.place(some[giver]) for some, giver in zip(addends, givers, strict=True))
-            at = part.place(readers[lander])
-            part.go(self.stages[0], tuple(givers), src_at, lander, at)
-            self._spread(part, {lander: at}, part.places(readers), 1, passed_on=True)
+            src_at = tuple(tuple(map(add, some[giver], by)) for some, giver in zip(addends, givers, strict=True))
+            places = {rank: tuple(map(add, at, by)) for rank, at in readers.items()}
+            part.go(self.stages[0], tuple(givers), src_at, lander, places[lander])
+            self._spread(part, {lander: places[lander]}, places, 1)
 
     def _distance(self, giver: int, taker: int) -> tuple[bool, bool, int, int]:
         return giver != taker, self._hosts[giver] != self._hosts[taker], self._sent[giver], giver

@@ -68,21 +68,21 @@ def mutants(found: Mapping[int, Half]) -> Iterator[tuple[str, dict[int, Half]]]:
             yield "copy doubled", {**found, rank: replace(half, copies=(*half.copies, copy))}
             for one in shifted if src.size else ():
                 yield "copy shifted", {**found, rank: replace(half, copies=(*rest, one))}
-        for number, here in enumerate(half.rounds):
-            for at in range(len(here.takes)):
+        for number, one in enumerate(half.rounds):
+            for at in range(len(one.takes)):
                 yield from _wrong_transfers(found, rank, number, at)
 
 
 def _wrong_transfers(
     found: Mapping[int, Half], rank: int, number: int, at: int
 ) -> Iterator[tuple[str, dict[int, Half]]]:
-    take = found[rank].rounds[number].takes[at]
-    nth = [sum(peer in one.peers for one in found[rank].rounds[number].takes[:at]) for peer in take.peers]
+    givers = found[rank].rounds[number].givers
+    nth = [sum(peer in some for some in givers[:at]) for peer in givers[at]]
     ends = {}
-    for peer, n in zip(take.peers, nth, strict=True):
-        gives = found[peer].rounds[number].gives
-        ends[peer] = [place for place, one in enumerate(gives) if one.peer == rank][n]
-    for change in ("dropped", "doubled", *(["shifted"] if take.boxes.size else [])):
+    for peer, n in zip(givers[at], nth, strict=True):
+        takers = found[peer].rounds[number].takers
+        ends[peer] = [place for place, one in enumerate(takers) if one == rank][n]
+    for change in ("dropped", "doubled", *(["shifted"] if found[rank].rounds[number].takes[at].size else [])):
         taken = _changed(found, rank, number, "takes", at, change)
         given = dict(found)
         for peer, place in ends.items():
@@ -96,13 +96,14 @@ def _wrong_transfers(
 
 
 def _changed(found: Mapping[int, Half], rank: int, number: int, side: str, at: int, change: str) -> dict[int, Half]:
-    half = found[rank]
-    entries = list(getattr(half.rounds[number], side))
-    one = entries[at]
-    shifted = one._replace(boxes=_on(one.boxes)) if one.boxes.size else one
-    entries[at : at + 1] = {"dropped": [], "doubled": [one, one], "shifted": [shifted]}[change]
+    half, peers = found[rank], {"takes": "givers", "gives": "takers"}[side]
+    one = half.rounds[number]
+    boxes, others = list(getattr(one, side)), list(getattr(one, peers))
+    shifted = _on(boxes[at]) if boxes[at].size else boxes[at]
+    boxes[at : at + 1] = {"dropped": [], "doubled": [boxes[at]] * 2, "shifted": [shifted]}[change]
+    others[at : at + 1] = [others[at]] * {"dropped": 0, "doubled": 2, "shifted": 1}[change]
     whole = list(half.rounds)
-    whole[number] = whole[number]._replace(**{side: tuple(entries)})
+    whole[number] = one._replace(**{side: tuple(boxes), peers: tuple(others)})
     return {**found, rank: replace(half, rounds=tuple(whole))}
 
 
@@ -143,12 +144,35 @@ def test_a_wrong_plan_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), roster.spec)], [roster])
 
 
+def test_columns_of_different_lengths_are_refused() -> None:
+    reshard = bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4))
+    found = halves(reshard)
+    (one,) = found[2].rounds
+    wrong = {**found, 2: replace(found[2], rounds=(one._replace(givers=one.givers[:-1]),))}
+    assert "columns of different lengths on rank 2" in problem_of(reshard, wrong)
+
+
+@pytest.mark.parametrize("src", [layout([4], mesh={"tp": 1}), layout([4], mesh={"dp": 2}, partial="dp")])
+@pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize("dst_ranks", [(2, 3), (0, 2)])
+def test_a_rank_that_needs_a_box_at_two_places_gets_both(src: Layout, hosts: Any, dst_ranks: Any) -> None:
+    rows = [Region(rank=rank, box=((0, 4),), at=(at,)) for rank in range(2) for at in (0, 4)]
+    reshard = bound({"": src}, {"": Layout.of_regions([4], rows)}, range(src.world_size), dst_ranks)
+    found = halves(reshard, hosts)
+    assert problem_of(reshard, found) == ""
+    for rank in dst_ranks:
+        taken = [boxes for one in found[rank].rounds for boxes in one.takes] + [one.dst for one in found[rank].copies]
+        assert {at for boxes in taken for at in range(boxes.at[0], boxes.at[0] + boxes.size[0])} == set(range(8))
+    for what, wrong in mutants(found):
+        assert problem_of(reshard, wrong), what
+
+
 def test_addends_in_another_order_are_refused() -> None:
     src, dst = layout([4], mesh={"dp": 2}, partial="dp"), layout([4], mesh={"tp": 1})
     reshard = bound({"": src}, {"": dst}, (0, 1), (2,))
     found = halves(reshard)
     (one,) = found[2].rounds
-    swapped = one._replace(takes=(one.takes[0]._replace(peers=(1, 0)),))
+    swapped = one._replace(givers=((1, 0),))
     assert "adds up addends [1, 0]" in problem_of(reshard, {**found, 2: replace(found[2], rounds=(swapped,))})
 
 
