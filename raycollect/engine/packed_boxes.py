@@ -52,9 +52,8 @@ class PackedBoxes:
         gives: dict[int, list[LocalBoxes]] = {}
         for taker, given in zip(one.takers, one.gives, strict=True):
             gives.setdefault(taker, []).append(given)
-        firsts: dict[
-            tuple[LocalBoxes, ...], int
-        ] = {}  # messages that are equal, as those to replicas are, are packed once
+        # Messages that are equal, as those to replicas are, are packed once.
+        firsts: dict[tuple[LocalBoxes, ...], int] = {}
         same = {peer: firsts.setdefault(tuple(some), peer) for peer, some in gives.items()}
         packed, end = _rows(memory, {peer: there[peer] for peer in firsts.values()}, 0)
         taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
