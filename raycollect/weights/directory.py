@@ -289,10 +289,9 @@ def sweep(name: str) -> None:
     places = [place for some in known.values() for _, place in some if place]
     publishers = {place: (one or b"").decode() for place, one in zip(places, root._get_all(places), strict=True)}
     living = root._ask(ray_internals.living_workers)
+    lasting = living | {""}  # a record that was removed since: the name is another one's business
     ended = [
-        quoted
-        for quoted, some in known.items()
-        if living.union([""]).isdisjoint(publishers[place] for _, place in some if place)  # "": it was removed since
+        quoted for quoted, some in known.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)
     ]
     for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # else those that are served could hide others
         other = Directory(unquote(quoted))
