@@ -255,11 +255,21 @@ def worker_id() -> str:
 
 def is_alive(worker: str) -> bool:
     """Whether Ray takes a process for alive, by its `worker_id`; asks the cluster's control store."""
+    return worker in living_workers()
+
+
+def living_workers() -> frozenset[str]:
+    """The `worker_id` of each process that Ray takes for alive: of those of a node that is gone, Ray does not say."""
     from ray.core.generated import gcs_pb2
 
     read: Any = gcs_pb2  # its names are made when it is imported
     table = map(read.WorkerTableData.FromString, state._connect_and_get_accessor().get_worker_table())
-    return any(one.is_alive and one.worker_address.worker_id.hex() == worker for one in table)
+    nodes = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    return frozenset(
+        one.worker_address.worker_id.hex()
+        for one in table
+        if one.is_alive and one.worker_address.node_id.hex() in nodes
+    )
 
 
 def is_ordered() -> bool:

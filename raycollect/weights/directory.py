@@ -3,29 +3,36 @@
 Its records lie in Ray's internal key-value store, for all jobs of the cluster. A record of an epoch or a version is
 written once and never changed. A holder's record is a hint: it may have gone, or have gone on to another version, which
 whoever asks it finds out, and then removes the record. A publisher removes what is older than its two newest versions,
-and with its first version all of earlier epochs. Nothing breaks if all of it is lost; the next put writes what counts.
+and with its first version all of earlier epochs. Whoever publishes removes other publications that ended without a
+`close` (`sweep`). Nothing breaks if all of it is lost; the next put writes what counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from ray.exceptions import RayError
 
 from raycollect.core import ray_internals
 from raycollect.core.codec import Codec, Form
 from raycollect.core.model import Address, Key
-from raycollect.errors import VersionError
+from raycollect.errors import ProtocolError, VersionError
 from raycollect.planner.layout import Layout
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.protocol import Version
 
 _NAMESPACE = b"raycollect"
+_ROOT, _FLOOR = "weights/", "weights-epochs/"
 _TIMEOUT_S = 30.0
+MOST_SWEPT = 16
+"""How many publications one `sweep` looks into, of those whose publishers have ended."""
+
 _Result = TypeVar("_Result")
 
 
@@ -59,135 +66,14 @@ _LAYOUTS = Codec[Layouts](Mapping[str, Annotated[Layout, Form(Layout.to_bytes, L
 _VERSIONS = Codec[Version](Version, "record of a version")
 
 
-class Directory:
-    """The records of one publication, for one thread at a time.
+class _Records:
+    """The records in Ray's store whose keys begin with a prefix."""
 
-    Raises:
-        VersionError: From every method: Ray's store does not answer.
-    """
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, prefix: str, name: str) -> None:
         ray_internals.ensure_ray()
         self.name = name
         self._client = ray_internals.cluster_client()
-        self._prefix = f"weights/{quote(name, safe='')}/"
-        self._layouts: dict[bytes, Layouts] = {}
-        self._own: dict[bytes, bytes] = {}
-
-    # ------------------------------------------------------------------------------------------ epochs
-
-    def begin_epoch(self, publisher: str) -> int:
-        """Takes the next epoch, which nobody else has then."""
-        while True:
-            epoch = self.epoch() + 1
-            if self._put(f"epochs/{epoch:08d}", publisher.encode(), overwrite=False):
-                return epoch
-
-    def epoch(self) -> int:
-        """The newest epoch; 0 for none."""
-        return max((int(one) for one in self._names("epochs/")), default=0)
-
-    def keep_epoch(self, epoch: int, publisher: str) -> None:
-        """Writes the record of an epoch again, where it was lost."""
-        self._put(f"epochs/{epoch:08d}", publisher.encode(), overwrite=False)
-
-    # ------------------------------------------------------------------------------------------ layouts
-
-    def post_layouts(self, layouts: Layouts) -> bytes:
-        """Writes the layouts of a side, and returns the name by which others find them."""
-        packed = _LAYOUTS.encode(layouts)
-        signature = blake2b(packed, digest_size=16).digest()
-        self._layouts[signature], self._own[signature] = layouts, packed
-        self.keep_layouts()
-        return signature
-
-    def keep_layouts(self) -> None:
-        """Writes the layouts that were posted here again, where they were lost."""
-        for signature, packed in self._own.items():
-            self._put(f"layouts/{signature.hex()}", packed, overwrite=False)
-
-    def layouts(self, signature: bytes) -> Layouts | None:
-        """Those of a name."""
-        if signature not in self._layouts:
-            packed = self._get(f"layouts/{signature.hex()}")
-            if packed is None:
-                return None
-            self._layouts[signature] = _LAYOUTS.decode(packed)
-        return self._layouts[signature]
-
-    def all_layouts(self) -> dict[bytes, Layouts]:
-        """Those of all sides that are known, in order of their names."""
-        found = {}
-        for one in sorted(self._names("layouts/")):
-            layouts = self.layouts(bytes.fromhex(one))
-            if layouts is not None:
-                found[bytes.fromhex(one)] = layouts
-        return found
-
-    # ------------------------------------------------------------------------------------------ versions
-
-    def post_version(self, version: Version) -> None:
-        """Makes a version known: from now on receivers can ask for it."""
-        self._put(f"versions/{_numbered(version)}", _VERSIONS.encode(version), overwrite=False)
-
-    def versions(self) -> list[tuple[int, int]]:
-        """Epoch and number of the versions that are known, ascending."""
-        return sorted(_number_of(one) for one in self._names("versions/"))
-
-    def version(self, epoch: int, number: int) -> Version | None:
-        """One version; None: it is not known any more."""
-        packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
-        return None if packed is None else _VERSIONS.decode(packed)
-
-    def latest(self) -> Version | None:
-        """The newest version; None: there is none."""
-        for epoch, number in reversed(self.versions()):
-            found = self.version(epoch, number)
-            if found is not None:  # else it was removed since
-                return found
-        return None
-
-    def forget(self, version: Version) -> None:
-        """Removes what is about a version."""
-        self._forget(_numbered(version))
-
-    def forget_before(self, version: Version) -> None:
-        """Removes what is about older versions, and about earlier epochs."""
-        for one in self._names("versions/"):
-            if _number_of(one) < (version.epoch, version.number):
-                self._forget(one)
-        for one in self._names("epochs/"):
-            if int(one) < version.epoch:
-                self._delete(f"epochs/{one}")
-
-    def _forget(self, number: str) -> None:
-        self._delete(f"versions/{number}")
-        self._delete(f"holders/{number}/", by_prefix=True)
-
-    # ------------------------------------------------------------------------------------------ holders
-
-    def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
-        """Says who holds a version."""
-        for one in holders:
-            self._put(f"holders/{_numbered(version)}/{one.key.hex()}", _HOLDERS.encode(one), overwrite=True)
-
-    def holders(self, version: Version) -> list[HolderRecord]:
-        """Who holds a version, as far as is known."""
-        place = f"holders/{_numbered(version)}/"
-        keys = [self._key(place + one) for one in sorted(self._names(place))]
-        records = self._ask(lambda: self._client.internal_kv_multi_get(keys, _NAMESPACE, timeout=_TIMEOUT_S))
-        return [_HOLDERS.decode(records[key]) for key in keys if records.get(key)]
-
-    def drop_holder(self, version: Version, key: Key) -> None:
-        """Removes the record of a holder that does not have the version any more."""
-        self._delete(f"holders/{_numbered(version)}/{key.hex()}")
-
-    def forget_all(self) -> None:
-        """Removes all records of the publication but that of its epoch, so that the next one gets another."""
-        for place in ("versions/", "holders/", "layouts/"):
-            self._delete(place, by_prefix=True)
-
-    # ------------------------------------------------------------------------------------------ Ray's store
+        self._prefix = prefix
 
     def _key(self, place: str) -> bytes:
         return (self._prefix + place).encode()
@@ -205,6 +91,11 @@ class Directory:
         )
         return found
 
+    def _get_all(self, places: Sequence[str]) -> list[bytes | None]:
+        keys = [self._key(one) for one in places]
+        found = self._ask(lambda: self._client.internal_kv_multi_get(keys, _NAMESPACE, timeout=_TIMEOUT_S))
+        return [found.get(key) for key in keys]
+
     def _names(self, place: str) -> list[str]:
         prefix = self._key(place)
         keys = self._ask(lambda: self._client.internal_kv_keys(prefix, _NAMESPACE, timeout=_TIMEOUT_S))
@@ -218,6 +109,199 @@ class Directory:
             return call()
         except (RayError, RuntimeError) as exc:
             raise VersionError(name=self.name, detail=f"Ray's key-value store does not answer: {exc}") from exc
+
+
+class Directory(_Records):
+    """The records of one publication, for one thread at a time.
+
+    Raises:
+        VersionError: From every method: Ray's store does not answer.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{_ROOT}{quote(name, safe='')}/", name)
+        self._floor = _Floor(_FLOOR, name)
+        self._layouts: dict[bytes, Layouts] = {}
+        self._own: dict[bytes, bytes] = {}
+
+    # ------------------------------------------------------------------------------------------ epochs
+
+    def begin_epoch(self, worker: str) -> int:
+        """Takes the next epoch, which nobody else has or had, for a process by Ray's id of it."""
+        while True:
+            epoch = max(self.epoch(), self._floor.get()) + 1
+            # Another one may have had it, and been swept meanwhile: the floor was raised before.
+            if self.keep_epoch(epoch, worker) and self._floor.get() < epoch:
+                return epoch
+
+    def epoch(self) -> int:
+        """The newest epoch; 0 for none."""
+        return max((int(one) for one in self._names("epochs/")), default=0)
+
+    def keep_epoch(self, epoch: int, worker: str) -> bool:
+        """Writes the record of an epoch again, where it was lost; False: there is one."""
+        return self._put(f"epochs/{epoch:08d}", worker.encode(), overwrite=False)
+
+    # ------------------------------------------------------------------------------------------ layouts
+
+    def post_layouts(self, layouts: Layouts, epoch: int) -> bytes:
+        """Writes the layouts of a side in an epoch, and returns the name by which others find them."""
+        packed = _LAYOUTS.encode(layouts)
+        signature = blake2b(packed, digest_size=16).digest()
+        self._layouts[signature], self._own[signature] = layouts, packed
+        self.keep_layouts(epoch)
+        return signature
+
+    def keep_layouts(self, epoch: int) -> None:
+        """Writes the layouts that were posted here, where an epoch does not have them."""
+        for signature, packed in self._own.items():
+            self._put(_layouts_at(epoch, signature), packed, overwrite=False)
+
+    def layouts(self, signature: bytes, epoch: int) -> Layouts | None:
+        """Those of a name."""
+        if signature not in self._layouts:
+            packed = self._get(_layouts_at(epoch, signature))
+            if packed is None:
+                return None
+            self._layouts[signature] = _LAYOUTS.decode(packed)
+        return self._layouts[signature]
+
+    def all_layouts(self) -> dict[bytes, Layouts]:
+        """Those of all sides that are known, of whatever epoch, in order of their names."""
+        found = {}
+        for signature, epoch in sorted((one[9:], int(one[:8])) for one in self._names("layouts/")):
+            layouts = self.layouts(bytes.fromhex(signature), epoch)
+            if layouts is not None:
+                found[bytes.fromhex(signature)] = layouts
+        return found
+
+    # ------------------------------------------------------------------------------------------ versions
+
+    def post_version(self, version: Version) -> None:
+        """Makes a version known: from now on receivers can ask for it."""
+        self._put(f"versions/{_numbered(version)}", _VERSIONS.encode(version), overwrite=False)
+
+    def version(self, epoch: int, number: int) -> Version | None:
+        """One version; None: it is not known any more."""
+        packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
+        return None if packed is None else _VERSIONS.decode(packed)
+
+    def latest(self) -> Version | None:
+        """The newest version; None: there is none."""
+        for one in sorted(self._names("versions/"), reverse=True):
+            found = self.version(*_number_of(one))
+            if found is not None:  # else it was removed since
+                return found
+        return None
+
+    def forget(self, version: Version) -> None:
+        """Removes what is about a version."""
+        self._delete(f"versions/{_numbered(version)}")
+        self._delete(f"holders/{_numbered(version)}/", by_prefix=True)
+
+    def forget_before(self, version: Version) -> None:
+        """Removes what is about older versions and earlier epochs; the layouts of receivers go over to this one."""
+        for one in self._names("versions/"):
+            if _number_of(one) < (version.epoch, version.number):
+                self.forget(Version(*_number_of(one)))
+        for one in self._names("layouts/"):
+            packed = self._get(f"layouts/{one}") if int(one[:8]) < version.epoch else None
+            if packed is not None:
+                self._put(f"layouts/{version.epoch:08d}/{one[9:]}", packed, overwrite=False)
+                self._delete(f"layouts/{one}")
+        self._forget_epochs(version.epoch - 1)
+
+    def forget_all(self, epoch: int) -> None:
+        """Removes all until an epoch but the records of the epochs, so that the next one gets another."""
+        for place in ("versions/", "holders/", "layouts/"):
+            for number in sorted({one[:8] for one in self._names(place)}):
+                if int(number) <= epoch:
+                    self._delete(place + number, by_prefix=True)
+
+    def remove(self, epoch: int) -> None:
+        """Removes all until an epoch, whose publishers and holders have ended.
+
+        A publisher that comes meanwhile takes a later one, as the floor is raised first.
+        """
+        self._floor.raise_to(epoch)
+        self.forget_all(epoch)
+        self._forget_epochs(epoch)
+
+    def _forget_epochs(self, epoch: int) -> None:
+        for one in self._names("epochs/"):
+            if int(one) <= epoch:
+                self._delete(f"epochs/{one}")
+
+    # ------------------------------------------------------------------------------------------ holders
+
+    def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
+        """Says who holds a version."""
+        for one in holders:
+            self._put(f"holders/{_numbered(version)}/{one.key.hex()}", _HOLDERS.encode(one), overwrite=True)
+
+    def holders(self, version: Version) -> list[HolderRecord]:
+        """Who holds a version, as far as is known."""
+        return self._holders(f"holders/{_numbered(version)}/")
+
+    def all_holders(self) -> list[HolderRecord]:
+        """Who holds any version, as far as is known."""
+        return self._holders("holders/")
+
+    def _holders(self, place: str) -> list[HolderRecord]:
+        records = self._get_all([place + one for one in sorted(self._names(place))])
+        return [_HOLDERS.decode(one) for one in records if one]
+
+    def drop_holder(self, version: Version, key: Key) -> None:
+        """Removes the record of a holder that does not have the version any more."""
+        self._delete(f"holders/{_numbered(version)}/{key.hex()}")
+
+
+class _Floor(_Records):
+    """An epoch that no publisher may take any more, of whatever name: the records that would say so were removed."""
+
+    def get(self) -> int:
+        """The epoch; 0 for none."""
+        return max((int(one) for one in self._names("")), default=0)
+
+    def raise_to(self, epoch: int) -> None:
+        """Makes it at least that."""
+        self._put(f"{epoch:08d}", b"-", overwrite=False)
+        floor = self.get()
+        for one in self._names(""):
+            if int(one) < floor:
+                self._delete(one)
+
+
+def sweep(name: str) -> None:
+    """Removes other publications of which nobody can have anything: their publishers and holders have all ended.
+
+    Processes are asked for when the publishers are known, and before the holders are. So a publisher is not taken for
+    dead because it began later; and where no holder lived then, nobody can have become one since.
+    """
+    root = _Records(_ROOT, name)
+    known: dict[str, list[tuple[int, str]]] = {}
+    for place in root._names(""):
+        quoted, kind, rest = place.split("/", 2)
+        if kind in ("epochs", "holders") and unquote(quoted) != name:
+            known.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
+    if not known:
+        return
+    places = [place for some in known.values() for _, place in some if place]
+    publishers = {place: (one or b"").decode() for place, one in zip(places, root._get_all(places), strict=True)}
+    living = root._ask(ray_internals.living_workers)
+    lasting = living | {""}  # a record that was removed since: the name is another one's business
+    ended = [
+        quoted for quoted, some in known.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)
+    ]
+    for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # else those that are served could hide others
+        other = Directory(unquote(quoted))
+        with suppress(ProtocolError):  # another release of this library has written it, and removes it
+            if living.isdisjoint(one.incarnation for one in other.all_holders()):
+                other.remove(max(epoch for epoch, _ in known[quoted]))
+
+
+def _layouts_at(epoch: int, signature: bytes) -> str:
+    return f"layouts/{epoch:08d}/{signature.hex()}"
 
 
 def _numbered(version: Version) -> str:

@@ -38,7 +38,7 @@ class Version:
     Versions are ordered by epoch and number.
 
     Attributes:
-        epoch: Which publisher of this name it was, counted from 1.
+        epoch: Counts up with the publishers of this name.
         number: Counts up within the epoch.
         publisher: Who has put it, for people.
         signature: A digest of names, shapes, dtypes and layouts.

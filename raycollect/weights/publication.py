@@ -20,7 +20,7 @@ from raycollect.errors import (
 )
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Directory, HolderRecord
+from raycollect.weights.directory import Directory, HolderRecord, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks
 from raycollect.weights.receiver import Holder
@@ -56,7 +56,7 @@ class Publication:
 
     Attributes:
         name: The name.
-        epoch: Which publisher of this name it is, from 1.
+        epoch: Counts up with the publishers of this name.
     """
 
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
@@ -68,8 +68,9 @@ class Publication:
             raise refusal("publish", "", faults)
         self._directory = Directory(name)
         self._publisher = ray_internals.describe_process()
-        self.epoch: int = self._directory.begin_epoch(self._publisher)
-        self._signature = self._directory.post_layouts(self.ranks.layouts)
+        self.epoch: int = self._directory.begin_epoch(ray_internals.worker_id())
+        self._signature = self._directory.post_layouts(self.ranks.layouts, self.epoch)
+        sweep(name)
         layouts, handles = self.ranks.layouts, self.ranks.handles
         self._attached = self.ranks.attach(
             agent.attach_source, lambda rank: (name, self.epoch, handles[rank].key, layouts, rank)
@@ -173,8 +174,8 @@ class Publication:
         if newest > self.epoch:
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
         if newest < self.epoch:  # the directory was lost
-            self._directory.keep_epoch(self.epoch, self._publisher)
-            self._directory.keep_layouts()
+            self._directory.keep_epoch(self.epoch, ray_internals.worker_id())
+            self._directory.keep_layouts(self.epoch)
         self._directory.post_holders(
             version,
             (
@@ -213,7 +214,7 @@ class Publication:
         for rank in range(len(self.ranks)):
             self.ranks.call(rank, agent.detach_source, self.name, rank, self.epoch)
         if self._directory.epoch() == self.epoch:
-            self._directory.forget_all()
+            self._directory.forget_all(self.epoch)
 
     def _check(self, job: Job, timeout_s: float) -> None:
         if job.round.phase is Phase.DONE:

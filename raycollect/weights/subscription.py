@@ -119,7 +119,7 @@ class Subscription:
         self._inplace = inplace
         self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
         self._directory = Directory(name)
-        self._signature = self._directory.post_layouts(self._ranks.layouts)
+        self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles
         self._attached = self._ranks.attach(
             agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace)
@@ -174,7 +174,7 @@ class Subscription:
             raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
         if found is None:
             raise UnknownVersionError(name=self.name, version="" if version == "latest" else str(version))
-        src = self._directory.layouts(found.signature)
+        src = self._directory.layouts(found.signature, found.epoch)
         if src is not None:
             self.check(src)
         return found
@@ -199,9 +199,9 @@ class Subscription:
         """Has a rank read atoms of a version that it takes part by part; returns the ref."""
         return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
 
-    def keep(self) -> None:
-        """Writes again what the directory has lost of this group."""
-        self._directory.keep_layouts()
+    def keep(self, epoch: int) -> None:
+        """Writes what the directory does not have of this group in an epoch, or has lost."""
+        self._directory.keep_layouts(epoch)
 
     def records(self, version: Version) -> list[HolderRecord]:
         """Who holds a version, as the directory knows it."""
@@ -238,7 +238,7 @@ class Subscription:
         among = tuple(version.digests)
         found = []
         for one in records:
-            layouts = self._directory.layouts(one.signature)
+            layouts = self._directory.layouts(one.signature, version.epoch)
             if layouts is None:
                 continue
             known = self._places.get((one.signature, one.rank))
@@ -376,7 +376,9 @@ def update_all(
         left_s = timeout_s - (time.monotonic() - began_s)
         jobs = {at: subscriptions[at].job(found, records[found], left_s) for at, found in todo.items()}
         drive(
-            [(job, tell) for job, tell, _ in jobs.values()], left_s, partial(_keep, [subscriptions[at] for at in todo])
+            [(job, tell) for job, tell, _ in jobs.values()],
+            left_s,
+            partial(_keep, [(subscriptions[at], found.epoch) for at, found in todo.items()]),
         )
         again: dict[int, Version] = {}
         for at, (job, _, staged) in jobs.items():
@@ -394,6 +396,6 @@ def update_all(
     return [done[at] for at in range(len(subscriptions))]
 
 
-def _keep(subscriptions: Sequence[Subscription]) -> None:
-    for one in subscriptions:
-        one.keep()
+def _keep(subscriptions: Sequence[tuple[Subscription, int]]) -> None:
+    for one, epoch in subscriptions:
+        one.keep(epoch)

@@ -83,12 +83,12 @@ def again(group, workers):
     same(made, np.full(5, float(len(workers))))
 
 
-def answer(workers):
+def answer(workers, method="read"):
     """Waits until Ray reaches all actors again: its own connections have to be made anew."""
     until_s = time.monotonic() + RECOVERY_S
     while True:
         try:
-            ray.get([w.read.remote() for w in workers])
+            ray.get([getattr(w, method).remote() for w in workers])
             return
         except ray.exceptions.ActorUnavailableError:
             assert time.monotonic() < until_s

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import ray
 
 import raycollect as col
-from tests.hosts import faults, values
+from tests.hosts import faults, values, versions
 
-PROGRAMS = {**values.PROGRAMS, **faults.PROGRAMS}
+PROGRAMS = {**values.PROGRAMS, **versions.PROGRAMS, **faults.PROGRAMS}
 
 
 def main(names: Sequence[str]) -> None:

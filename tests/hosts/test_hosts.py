@@ -60,6 +60,16 @@ def test_a_host_that_is_back_after_a_minute_takes_part_again(play, name):
 
 
 @pytest.mark.full
+def test_versions_reach_all_hosts_and_a_latecomer_is_served_by_whoever_is_near_or_left(play):
+    play("versions")
+
+
+@pytest.mark.full
+def test_an_update_that_is_cut_for_five_seconds_is_whole_or_not_there(play):
+    play("versions_cut")
+
+
+@pytest.mark.full
 def test_a_silent_host_is_told_in_time(play):
     play("silent")
 
@@ -70,7 +80,7 @@ def test_a_raylet_that_is_stopped_for_a_while_holds_up_no_call(play):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["raylet", "head"])
+@pytest.mark.parametrize("name", ["raylet", "versions_raylet", "head"])
 def test_what_ray_runs_on_a_host_is_gone(name):
     """It has a cluster of its own, which is not whole again."""
     if objection():

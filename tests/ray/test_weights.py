@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from raycollect.core import ray_internals
+from raycollect.weights.directory import Directory
 from tests.ray.weight_actors import SHAPES, Weights, replicas, spoil
 
 _numbers = itertools.count()
@@ -217,6 +220,11 @@ class Driver:
         self.sub = col.subscribe(name, refs)
         return self.sub.update().version.number
 
+    def publish(self, name, actors, refs):
+        self.actors = actors
+        self.pub = col.publish(refs, name)
+        return self.pub.put().number
+
 
 def test_pain_4_receivers_of_another_driver(actors, name):
     trainer, rollout = actors(Weights, 2)
@@ -227,6 +235,34 @@ def test_pain_4_receivers_of_another_driver(actors, name):
         assert ray.get(driver.update.remote(name, [rollout], replicas([rollout]))) == 1
         assert ray.get(rollout.look.remote())[0] == [1.0]
         ray.kill(driver)
+
+
+def end(*ending):
+    """Ends actors, and waits until Ray says so to others."""
+    workers = ray.get([one.__ray_call__.remote(lambda _: ray_internals.worker_id()) for one in ending])
+    for one in ending:
+        ray.kill(one)
+    until_s = time.monotonic() + 60
+    while not ray_internals.living_workers().isdisjoint(workers):
+        assert time.monotonic() < until_s
+
+
+def test_pain_4_what_a_dead_publisher_left_is_there_as_long_as_somebody_serves_it(actors, name):
+    trainer, other, first, second = actors(Weights, 4)
+    driver = Driver.remote()
+    ray.get(trainer.fill.remote(1))
+    assert ray.get(driver.publish.remote(name, [trainer], replicas([trainer]))) == 1
+    sub = col.subscribe(name, replicas([first]))
+    sub.update()
+    end(driver, trainer)
+    with col.publish(replicas([other]), f"{name}/other"):
+        late = col.subscribe(name, replicas([second]))
+        assert late.update().version.number == 1
+        assert looks([second], late) == [([0.0], 1)]
+    end(first, second)
+    assert Directory(name)._names("")
+    with col.publish(replicas([other]), f"{name}/another"):
+        assert Directory(name)._names("") == []
 
 
 def test_pain_5_a_busy_receiver_gets_the_latest_and_counts_the_others(actors, name):
@@ -256,14 +292,14 @@ def test_pain_5_who_was_replaced_puts_nothing(actors, name):
         with col.publish(replicas([second]), name) as new:
             with pytest.raises(errors.PublisherReplacedError):
                 old.put()
-            assert sub.update().version.epoch == 1  # until the new one has put something
+            assert sub.update().version.epoch == old.epoch  # until the new one has put something
             ray.get(second.fill.remote(9))
             new.put()
-            assert sub.update().version.epoch == 2
+            assert sub.update().version.epoch == new.epoch
             assert looks([rollout], sub) == [([9.0], 1)]
         with col.publish(replicas([first]), name) as newest:  # the one before has ended in good order
             newest.put()
-            assert (newest.epoch, sub.update().version.epoch) == (3, 3)
+            assert sub.update().version.epoch == newest.epoch > new.epoch > old.epoch
             assert looks([rollout], sub) == [([0.0], 1)]
 
 

@@ -1,0 +1,284 @@
+"""Records of publications in a store that is a dict: who removes which, and what comes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import raycollect as col
+from raycollect.core import ray_internals
+from raycollect.core.model import Address, Key
+from raycollect.weights import directory
+from raycollect.weights.directory import Directory, HolderRecord, sweep
+from raycollect.weights.protocol import Version
+
+LAYOUTS = {"w": col.layout([4], mesh={"tp": 1}, spec=())}
+COLUMNS = {"w": col.layout([4], mesh={"tp": 2}, spec=("tp",))}
+
+
+class Store:
+    """Ray's key-value store, of one step per call; `between` is called before a step that is chosen."""
+
+    def __init__(self):
+        self.kept: dict[bytes, bytes] = {}
+        self.living: set[str] = set()
+        self.steps = 0
+        self.chosen = -1
+        self.between: Callable[[], object] = lambda: None
+
+    def _step(self):
+        self.steps += 1
+        if self.steps - 1 == self.chosen:
+            self.between()
+
+    def internal_kv_put(self, key, value, overwrite, namespace, timeout):
+        self._step()
+        if not overwrite and key in self.kept:
+            return 0
+        self.kept[key] = value
+        return 1
+
+    def internal_kv_get(self, key, namespace, timeout):
+        self._step()
+        return self.kept.get(key)
+
+    def internal_kv_multi_get(self, keys, namespace, timeout):
+        self._step()
+        return {key: self.kept[key] for key in keys if key in self.kept}
+
+    def internal_kv_keys(self, prefix, namespace, timeout):
+        self._step()
+        return [key for key in self.kept if key.startswith(prefix)]
+
+    def internal_kv_del(self, key, by_prefix, namespace, timeout):
+        self._step()
+        for one in [one for one in self.kept if one == key or (by_prefix and one.startswith(key))]:
+            del self.kept[one]
+
+    def living_workers(self):
+        self._step()
+        return frozenset(self.living)
+
+    def records(self, name):
+        return sorted(key.decode() for key in self.kept if key.startswith(f"weights/{name}/".encode()))
+
+
+@pytest.fixture
+def made(monkeypatch) -> Callable[[], Store]:
+    """Makes empty stores; the last one is that of this cluster."""
+
+    def make():
+        store = Store()
+        monkeypatch.setattr(ray_internals, "ensure_ray", lambda: None)
+        monkeypatch.setattr(ray_internals, "cluster_client", lambda: store)
+        monkeypatch.setattr(ray_internals, "living_workers", store.living_workers)
+        return store
+
+    return make
+
+
+def holds(there, version, worker, signature=b"s", *, is_publisher=False):
+    record = HolderRecord(
+        address=Address(host="127.0.0.1", port=1, secret=bytes(32)),
+        key=Key(worker.encode()),
+        actor=worker,
+        incarnation=worker,
+        machine="here",
+        signature=signature,
+        rank=0,
+        is_publisher=is_publisher,
+    )
+    there.post_holders(version, [record])
+
+
+def publish(store, name, worker):
+    """What a publisher and its only actor write until the first version is there to be had."""
+    store.living |= {worker, f"{worker}'s actor"}
+    there = Directory(name)
+    epoch = there.begin_epoch(worker)
+    version = Version(epoch, 1, signature=there.post_layouts(LAYOUTS, epoch))
+    holds(there, version, f"{worker}'s actor", version.signature, is_publisher=True)
+    there.post_version(version)
+    there.forget_before(version)
+    return version
+
+
+def end(store, *workers):
+    store.living -= {*workers, *(f"{one}'s actor" for one in workers)}
+
+
+def is_served(name, version):
+    """Whether one that knows nothing finds a version, who holds it, and the layouts that say what they hold."""
+    there = Directory(name)
+    found = there.latest()
+    holders = there.holders(version)
+    layouts = [there.layouts(one.signature, version.epoch) for one in holders]
+    return found == version and bool(holders) and all(one is not None for one in layouts)
+
+
+def test_who_has_ended_without_a_close_leaves_nothing(made):
+    store = made()
+    publish(store, "left/behind", "one")
+    publish(store, "closed", "one")
+    Directory("closed").forget_all(1)
+    publish(store, "other", "two")
+    end(store, "one")
+    sweep("new")
+    assert {key.split(b"/")[1] for key in store.kept if key.startswith(b"weights/")} == {b"other"}
+    assert publish(store, "left/behind", "three").epoch > 1, "nobody has an epoch that another one had"
+
+
+@pytest.mark.parametrize("who", ["publisher", "publisher's actor", "receiver", "earlier publisher"])
+def test_while_one_lives_all_stays(made, who):
+    store = made()
+    if who == "earlier publisher":
+        Directory("name").begin_epoch(who)
+    version = publish(store, "name", "publisher")
+    if who == "earlier publisher":
+        Directory("name")._put("epochs/00000001", who.encode(), overwrite=True)
+    holds(Directory("name"), version, "receiver", Directory("name").post_layouts(COLUMNS, version.epoch))
+    before = store.records("name")
+    store.living = {who}
+    sweep("new")
+    assert store.records("name") == before
+    assert is_served("name", version)
+
+
+def test_a_sweep_looks_into_so_many_and_those_that_stay_hide_none(made, monkeypatch):
+    monkeypatch.setattr(directory, "MOST_SWEPT", 2)
+    store = made()
+    names = [f"{when}{number}" for when in ("first", "last") for number in range(2)]
+    served = {name: publish(store, name, "one") for name in names}
+    for name, version in served.items():
+        holds(Directory(name), version, "receiver", version.signature)
+    for number in range(4):
+        publish(store, f"in between{number}", "one")
+    end(store, "one")
+    store.living.add("receiver")
+    left = []
+    while not left or left[-1] > len(served):
+        sweep("new")
+        left.append(len({key.split(b"/")[1] for key in store.kept if key.startswith(b"weights/")}))
+        assert len(left) < 1000
+    assert left[0] >= 8 - 2, "the first did not do it all"
+    assert all(is_served(name, version) for name, version in served.items())
+
+
+def steps_of(made, scene, work):
+    """How many steps some work takes."""
+    store = made()
+    scene(store)
+    store.steps = 0
+    work()
+    return store.steps
+
+
+def scene(store):
+    publish(store, "name", "one")
+    Directory("name").post_layouts(COLUMNS, 1)
+    end(store, "one")
+
+
+def test_a_new_publisher_in_the_midst_of_a_sweep_keeps_what_it_writes(made):
+    for step in range(steps_of(made, scene, lambda: sweep("new"))):
+        store = made()
+        scene(store)
+        versions = []
+        store.between = lambda store=store, versions=versions: versions.append(publish(store, "name", "two"))
+        store.steps, store.chosen = 0, step
+        sweep("new")
+        assert versions[0].epoch > 1, step
+        assert is_served("name", versions[0]), step
+        sweep("new")
+        assert is_served("name", versions[0]), step
+        end(store, "two")
+        sweep("new")
+        assert store.records("name") == [], step
+
+
+def test_a_sweep_in_the_midst_of_a_new_publisher_takes_nothing_of_it(made):
+    def begin():
+        return publish(made.store, "name", "two")
+
+    def make():
+        made.store = made()
+        return made.store
+
+    for step in range(steps_of(make, scene, begin)):
+        store = make()
+        scene(store)
+        store.between = lambda: sweep("new")
+        store.steps, store.chosen = 0, step
+        version = begin()
+        assert version.epoch > 1, step
+        assert is_served("name", version), step
+
+
+def test_an_epoch_that_was_swept_while_another_took_it_is_not_taken_again(made):
+    store = made()
+
+    def comes_and_goes():
+        publish(store, "name", "one")
+        end(store, "one")
+        sweep("new")
+
+    for step in (1, 2):  # between what is asked for and what is written
+        store = made()
+        store.between, store.chosen = comes_and_goes, step
+        assert Directory("name").begin_epoch("two") == 2, step
+
+
+def test_a_latecomer_in_the_midst_of_a_sweep_is_served_while_its_holder_lives_and_serves_on(made):
+    def before(store):
+        version = publish(store, "name", "one")
+        holds(Directory("name"), version, "receiver", version.signature)
+        end(store, "one")
+        store.living.add("receiver")
+
+    for step in range(steps_of(made, before, lambda: sweep("new"))):
+        store = made()
+        before(store)
+        version = Version(1, 1)
+
+        def comes(store=store, version=version, step=step):
+            assert is_served("name", version), step
+            store.living.add("latecomer")
+            holds(Directory("name"), version, "latecomer", Directory("name").latest().signature)
+            store.living.discard("receiver")
+
+        store.between = comes
+        store.steps, store.chosen = 0, step
+        sweep("new")
+        sweep("new")
+        assert is_served("name", version), step
+
+
+def test_a_sweep_that_ends_anywhere_is_finished_by_another(made):
+    class EndedError(Exception):
+        pass
+
+    def ends():
+        raise EndedError
+
+    for step in range(steps_of(made, scene, lambda: sweep("new"))):
+        store = made()
+        scene(store)
+        store.between = ends
+        store.steps, store.chosen = 0, step
+        with pytest.raises(EndedError):
+            sweep("new")
+        store.chosen = -1
+        sweep("new")
+        assert store.records("name") == [], step
+
+
+def test_layouts_of_receivers_go_over_to_the_next_epoch(made):
+    store = made()
+    waiting = Directory("name")
+    signature = waiting.post_layouts(COLUMNS, waiting.epoch())  # before anything is published
+    for worker in ("one", "two"):
+        version = publish(store, "name", worker)
+        assert list(Directory("name").all_layouts()) == sorted([signature, version.signature])
+        assert Directory("name").layouts(signature, version.epoch) == COLUMNS
+    assert not [one for one in store.records("name") if "/00000001" in one or "/00000000" in one]
