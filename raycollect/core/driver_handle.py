@@ -40,7 +40,7 @@ class DriverHandle:
         self.name: str = name
         self.link_type: Callable[..., Any] = link_type
         self._raycollect_describe = _Method(describe)
-        self.__ray_call__ = _Method(lambda function: function(self))
+        self.__ray_call__: _Method = _Method(lambda function: function(self))
 
     def __reduce__(self) -> Any:
         raise TypeError("col.this_process() means the process that called it, and can't be sent to another one")

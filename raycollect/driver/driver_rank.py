@@ -105,7 +105,7 @@ class DriverRank:
         me = ray_internals.current_actor_id()
         name = f"the driver {ray_internals.short_actor(ray_internals.current_class(), me)}" if me else "the driver"
         self.actor_id: str = made.hex()
-        self.runtime = _Runtime(self.actor_id, name)
+        self.runtime: _Runtime = _Runtime(self.actor_id, name)
         self.handle: DriverHandle = DriverHandle(made, name, self.runtime.describe, partial(DriverLink, self.runtime))
 
     def operand(self, value: Any) -> Operand | None:

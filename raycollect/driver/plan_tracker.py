@@ -93,7 +93,7 @@ class PlanTracker:
         self.number = number
         self.limit_s = limit_s
         self.until_s: float = math.inf if limit_s == math.inf else time.monotonic() + limit_s
-        self.launches = range(seq, seq + plan.width)
+        self.launches: range = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
         self.made: dict[tuple[int, int], Any] = {}

@@ -198,7 +198,7 @@ class Work(UnderWay):
         self, controller: Controller, tracker: PlanTracker, refs: Any, submission: Submission | None = None
     ) -> None:
         super().__init__(controller, tracker)
-        self.refs = refs
+        self.refs: Any = refs
         # it holds the operands until the plan has succeeded (P5)
         sent = self._sent = [] if submission is None else [submission]
         ends_s = self._ends_s = list[float]()  # when it ended, where that was seen

@@ -81,8 +81,8 @@ class Arrival:
 _ARRIVALS = Codec[Arrival](Arrival, "arrival", long_nbytes=LONG_NBYTES)
 
 
-encode_arrival = _ARRIVALS.encode
-decode_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
+encode_arrival: Callable[[Arrival], bytes] = _ARRIVALS.encode
+decode_arrival: Callable[[bytes], Arrival] = lru_cache(maxsize=256)(_ARRIVALS.decode)
 
 
 # How the field of a violation ends, or goes on with the giver's rank, where a rank's output is meant.

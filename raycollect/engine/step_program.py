@@ -7,6 +7,7 @@ make. Actions run in order; every participant has the plans of a step in the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -72,8 +73,8 @@ class StepProgram:
 _STEP_PROGRAMS = Codec[StepProgram](StepProgram, "captured step", version=VERSION)
 
 
-encode_step_program = _STEP_PROGRAMS.encode
-decode_step_program = _STEP_PROGRAMS.decode
+encode_step_program: Callable[[StepProgram], bytes] = _STEP_PROGRAMS.encode
+decode_step_program: Callable[[bytes], StepProgram] = _STEP_PROGRAMS.decode
 
 _Packed = Annotated[StepProgram, Form(encode_step_program, decode_step_program)]
 

@@ -6,7 +6,7 @@ A loop sends the same programs again and again, so decoded ones are cached; keys
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from raycollect.core.codec import Codec
@@ -39,5 +39,5 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
     return Ticket(seq, predecessor), keys, program
 
 
-encode_program = _PROGRAMS.encode
-decode_program = lru_cache(maxsize=256)(_PROGRAMS.decode)
+encode_program: Callable[[Program], bytes] = _PROGRAMS.encode
+decode_program: Callable[[bytes], Program] = lru_cache(maxsize=256)(_PROGRAMS.decode)

@@ -8,8 +8,8 @@ freed late is waited for.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -28,6 +28,8 @@ from raycollect.driver.controller import Controller
 from raycollect.member.runtime import Runtime
 from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
+
+_Cache = type(functools.lru_cache(int))
 
 SETTLE_S = 20.0
 """How long what is freed late may take."""
@@ -93,11 +95,13 @@ RULES = (
 
 def give_back() -> None:
     """Lets this process give back what it keeps by rule, and would keep a bounded amount of."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("raycollect."):
-            for value in list(vars(module).values()):
-                if getattr(value, "cache_parameters", None) and (value.cache_parameters()["maxsize"] or 0) > 1:
-                    value.cache_clear()
+    for one in gc.get_objects():
+        if (
+            type(one) is _Cache
+            and one.__module__.startswith("raycollect.")
+            and (one.cache_parameters()["maxsize"] or 0) > 1
+        ):
+            one.cache_clear()
     fetch.close_idle()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
