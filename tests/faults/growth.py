@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -95,12 +97,10 @@ RULES = (
 
 def give_back() -> None:
     """Lets this process give back what it keeps by rule, and would keep a bounded amount of."""
-    for one in gc.get_objects():
-        if (
-            type(one) is _Cache
-            and one.__module__.startswith("raycollect.")
-            and (one.cache_parameters()["maxsize"] or 0) > 1
-        ):
+    ours = [vars(module).values() for name, module in list(sys.modules.items()) if name.startswith("raycollect.")]
+    within = [one for one in gc.get_objects() if type(one) is _Cache and one.__module__.startswith("raycollect.")]
+    for one in (*itertools.chain(*ours), *within):
+        if type(one) is _Cache and (one.cache_parameters()["maxsize"] or 0) > 1:
             one.cache_clear()
     fetch.close_idle()
     gc.collect()
