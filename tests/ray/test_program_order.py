@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import RayError
 
 import raycollect as col
-from raycollect.captured.runs import StepRuns
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.step_runs import StepRuns
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
 from tests.lives import lasting
