@@ -315,7 +315,7 @@ def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
         if isinstance(exc, (KeyboardInterrupt, SystemExit)):
             unheard.cancel()
         raise
-    return refs if tracker.error is None else Work(controller, tracker, refs).wait()
+    return arrived(refs) if tracker.error is None else Work(controller, tracker, refs).wait()
 
 
 @contextmanager
