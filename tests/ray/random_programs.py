@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 import raycollect as col
 from raycollect.core.model import OpKind
 from raycollect.driver.controller import Controller
+from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import RaycollectError, RefusedError
 from raycollect.member import plan_queue
 from raycollect.member.runtime import Runtime
@@ -186,10 +187,9 @@ def seqs_noted() -> Iterator[threading.local]:
     """Notes the number of the plan that each thread sent last."""
     here, register = threading.local(), Controller.register
 
-    def noted(self: Controller, *args: Any) -> Any:
-        tracker = register(self, *args)
+    def noted(self: Controller, tracker: PlanTracker) -> None:
+        register(self, tracker)
         here.seq = tracker.seq
-        return tracker
 
     Controller.register = noted  # type: ignore[method-assign]
     try:
