@@ -189,17 +189,17 @@ def send_prepared(
         for one in memberships:
             by_channel = by_channel and one.spec.ordering == DATA
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
-        tracker = PlanTracker(next(controller.numbers), planned, memberships, refs)
-        controller.register(tracker)
-        rings = bell is not None
-        if bell is not None:
-            tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
-        if together:
-            _start_barrier(controller, tracker, peers, memberships)
         # All at once: another thread's call, of which one more may need the result, would else come behind the plan on
-        # one actor, and that call before it on another.
+        # one actor, and that call before it on another. First: a signal that comes in this wait leaves no plan behind.
         taken = [] if by_channel else [peer.calls for peer in peers if peer.calls is not None]
         with all_held(taken):
+            tracker = PlanTracker(next(controller.numbers), planned, memberships, refs)
+            controller.register(tracker)
+            rings = bell is not None
+            if bell is not None:
+                tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
+            if together:
+                _start_barrier(controller, tracker, peers, memberships)
             for at, peer in enumerate(peers):
                 outputs = prepared.outputs[at]
                 ticket = Ticket(tracker.seq, peer.last_seq)

@@ -184,10 +184,10 @@ class PlanTracker:
 
     def wait_for_word(self, timeout_s: float | None) -> bool:
         """Waits for an outcome that somebody else finds out."""
-        if not self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
-            return False
-        self._unresolved.release()
-        return True
+        # A signal may come between the two calls, after which nobody gets the lock: it only wakes, and tells nothing.
+        if not self._resolved and self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
+            self._unresolved.release()
+        return self._resolved
 
     def look(self, runs: StepRuns) -> bool:
         """Takes what participants have answered to a run; returns whether the outcome is known."""

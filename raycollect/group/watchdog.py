@@ -108,7 +108,7 @@ class _Inquiry:
 class Watchdog:
     """What is asked and answered for one process group.
 
-    Any thread calls `begun` and `reports`, the hub's `received`, the watcher's `look`.
+    Any thread calls `begun` and `reports`, the hub's `received`, the timer's thread `look`.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
@@ -197,7 +197,7 @@ class Watchdog:
         seen = None if answer is None else answer.seen
         return report_of(rank, actor, seen, has_begun=has_begun, awaited_s=awaited_s)
 
-    # ------------------------------------------------------------------------------------------ the watcher's thread
+    # ------------------------------------------------------------------------------------------ the timer's thread
 
     def look(self, now_s: float) -> float:
         """Answers, asks and warns. Returns when to look again, by `time.monotonic`."""

@@ -25,6 +25,7 @@ from raycollect.group import cluster_registry, measured_links
 from raycollect.observe import trace
 from raycollect.planner import layout, wire
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
+from raycollect.planner.program import Domain
 from raycollect.weights import directory
 
 MODULES = (
@@ -102,7 +103,8 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
         among = args[1] if isinstance(args[1], tuple) and not isinstance(args[1], codec.Form) else None
         return _of(args[0]) if among is None else st.sampled_from(among)
     if origin is tuple and args[1:] == (Ellipsis,):
-        return st.lists(_of(args[0]), max_size=2).map(tuple)
+        least = int(args[0] is Domain)  # a share has one, or is refused
+        return st.lists(_of(args[0]), min_size=least, max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*map(_of, args))
     if origin in (dict, collections.abc.Mapping):

@@ -11,6 +11,7 @@ import pytest
 from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined, Meet, Met, Publish, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
+from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_plan
 from raycollect.driver.participant_link import ParticipantLink
@@ -202,6 +203,27 @@ def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
         for place in range(at):
             tracker.done(place, PlanAbortedError(detail="told so"), [])
     assert not controller.trackers()
+
+
+def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(controller: Controller) -> None:
+    """Another thread may hold one of them for long; nobody has been told anything yet."""
+    membership = group("team", (5, 6, 7))
+    controller.groups.add(membership)
+    peers = list(lease(controller, membership).values())
+
+    class Held:
+        """A lock that is waited for until a signal comes."""
+
+        def acquire(self, timeout: float) -> bool:
+            raise KeyboardInterrupt
+
+    for peer in peers:
+        peer.calls = SubmittedCalls()
+    peers[1].calls.lock = Held()  # type: ignore[assignment, union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        send_plan(controller, (asked(membership, (0, 1, 2)),), [membership], {key(at): object() for at in range(3)}, 0)
+    assert not controller.trackers()
+    assert [said(peer) for peer in peers] == [[], [], []]
 
 
 # ---------------------------------------------------------------------------------------------- what is let go of
