@@ -369,7 +369,7 @@ class Lease:
                 continue
             end = partial(self._end_group, group_id, joined_group, f"{who} died: {message.detail}")
             if not joined_group.lost(actor_id):
-                timers.soon_or_now(LAST_S, end)
+                timers.soon_or_now(LAST_S, partial(_aside, end))
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group_id: str, joined_group: JoinedGroup, reason: str) -> None:
@@ -385,6 +385,14 @@ class Lease:
         running = self._running.get(message.seq)
         bytes_done = self._captures.bytes_done(message.seq) if running is None else running.bytes_done()
         self._reporter.tell(introspection.measure(message, self._sequencer, bytes_done))
+
+
+def _aside(end: Callable[[], None]) -> None:
+    """Ends a group in a thread of its own, as backends may wait when closed; here where none can be started."""
+    try:
+        threads.start("raycollect-last", end)
+    except RuntimeError:
+        end()
 
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {

@@ -309,6 +309,9 @@ def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyP
         for delay_s, call in begun:
             assert delay_s <= 1
             call()
+        for thread in threading.enumerate():
+            if thread.name == "raycollect-last":
+                thread.join(WAIT_S)
         return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
 
     monkeypatch.setattr(timers, "soon_or_now", later)

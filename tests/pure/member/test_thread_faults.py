@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 
-from raycollect.channel.messages import Collect, Collected, Done, Joined, Message, Order, Unable
+from raycollect import backends
+from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Message, Order, Unable
 from raycollect.core import ray_internals
 from raycollect.core.model import Key
 from raycollect.core.submitted_calls import SubmittedCalls
@@ -21,7 +22,7 @@ from raycollect.driver import lent_tokens
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import ConnectionLostError, from_wire
-from raycollect.member import token_lenders
+from raycollect.member import lease, token_lenders
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.joined_group import JoinedGroup
 from raycollect.member.lease import Lease
@@ -79,6 +80,23 @@ def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tupl
     monkeypatch.setattr(JoinedGroup, "connect", lambda joined_group, probe: None)
     here.received(_join(name="h", group_id="id of h"))
     assert heard.next(Joined) == Joined(request=1, error=None)
+
+
+@fault_in("raycollect-last")
+def test_a_death_is_survived_whose_end_of_the_group_fails(
+    monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]
+) -> None:
+    monkeypatch.setattr(lease, "LAST_S", 0.0)
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    here, heard = leased
+    here.received(_join())
+    assert heard.next(Joined).error is None
+    (group_id,) = here._groups.by_id
+    with fail_at(Lease, "_end_group", thread="raycollect-last") as fault:
+        here.received(Gone(group_id=group_id, rank=1, died=True, detail="its connection has ended"))
+        assert fault.told.wait(WAIT_S)
+    here.received(_join(name="h", group_id="id of h"))
+    assert heard.next(Joined).error is None
 
 
 @fault_in("raycollect-trace")
