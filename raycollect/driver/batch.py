@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
-from raycollect.driver.driver_rank import arrived
+from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
 from raycollect.errors import BatchError, Violation, refusal, wrong_argument
@@ -167,7 +167,7 @@ class Batch:
         work = self._sent()._work
         if work is not None and work.done():
             work.wait()  # it raises what went wrong
-        return [arrived(one) for one in self.request_list.results[self._first : self._end]]
+        return [with_results(one) for one in self.request_list.results[self._first : self._end]]
 
     @property
     def work(self) -> Work | None:

@@ -69,6 +69,12 @@ class Controller:
         return current
 
     @classmethod
+    def is_rank_of(cls, group_name: GroupLike) -> bool:
+        """Whether this process is a rank of the declared group of that name, which it drives; starts nothing."""
+        running = cls.running()
+        return running is not None and running.takes_part(group_name) is not None
+
+    @classmethod
     def drives(cls, name: str) -> bool:
         """Whether this process has declared a group of that name; starts nothing."""
         current = cls.running()

@@ -10,6 +10,7 @@ Its operands are tensors of this process. Each is kept under a key of its own as
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,14 +19,14 @@ import ray
 from ray._raylet import ActorID
 
 from raycollect.backends import arrays
-from raycollect.channel.messages import Order
+from raycollect.channel.messages import Leave, Order
 from raycollect.core import ray_internals
 from raycollect.core.driver_handle import DriverHandle
 from raycollect.core.model import TASK_NBYTES, Key, task_key
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import InvalidGroupError
+from raycollect.errors import ConnectionLostError, InvalidGroupError
 from raycollect.member.runtime import Runtime
 from raycollect.planner import decode_order
 from raycollect.pos import Container
@@ -50,10 +51,10 @@ class DriverResult:
         return "<what a collective makes on the driver: wait() returns it>"
 
 
-def arrived(result: Any) -> Any:
+def with_results(result: Any) -> Any:
     """What a call returns, with what was made on the driver in the places of what stood for it."""
     if isinstance(result, list):
-        return [arrived(one) for one in result]
+        return [with_results(one) for one in result]
     return result.value if type(result) is DriverResult and result.value is not None else result
 
 
@@ -144,6 +145,13 @@ class DriverLink(ParticipantLink):
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
         """Hands over a program without outputs."""
         self.order(Order(payload=payload, together=False, in_order=True, after=b"", rings=rings))
+
+    def send(self, message: Any) -> None:
+        """Sends a message; a group is left at once, so that this process is no member when `destroy` returns."""
+        if type(message) is Leave:
+            with suppress(ConnectionLostError):
+                self._runtime.leased().received(message)
+        super().send(message)
 
     def order(self, message: Order) -> None:
         """Hands over a program, past the connection: one that came by it might overtake, or be overtaken."""

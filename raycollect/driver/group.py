@@ -363,8 +363,7 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
         UnknownGroupError: On the driver: there is none of that name.
     """
     name = name_of(group_name)
-    driving = Controller.running()
-    if init.is_group_initialized(name) and (driving is None or not driving.takes_part(name)):
+    if init.is_group_initialized(name) and not Controller.is_rank_of(name):
         init.destroy_collective_group(name)
         return
     controller = Controller.current()

@@ -438,8 +438,7 @@ def barrier(
     are as in `allreduce_refs`. Returns None; or a `Work` (inside a member: a `MemberWork`).
     """
     try:
-        driving = Controller.running()
-        if driving is not None and driving.takes_part(group_name):
+        if Controller.is_rank_of(group_name):
             return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
         get_group_handle(group_name)
     except UnknownGroupError:

@@ -92,9 +92,7 @@ def reshard_refs(
             patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
-    driving = Controller.running()
-    is_rank = driving is not None and driving.takes_part(group_name) is not None
-    src_refs = own_tensors.sources_on(dst_refs, src_refs, is_rank=is_rank)
+    src_refs = own_tensors.sources_on(dst_refs, src_refs, is_rank=Controller.is_rank_of(group_name))
     call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
     return call.start(src, dst, inplace=bool(inplace), snapshot=bool(snapshot), async_op=async_op)
 

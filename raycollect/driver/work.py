@@ -22,7 +22,7 @@ from raycollect.core.model import Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
-from raycollect.driver.driver_rank import arrived
+from raycollect.driver.driver_rank import with_results
 from raycollect.driver.plan_tracker import ABSENT, PlanTracker, retrieve_errors
 from raycollect.driver.progress import Progress, ProgressProbe
 from raycollect.errors import (
@@ -216,7 +216,7 @@ class Work(UnderWay):
         if error is not None:
             retrieve_errors(self._tracker.made.values())
             raise anew(error)
-        self.refs = arrived(self.refs)
+        self.refs = with_results(self.refs)
         return self.refs
 
     def wait_or_cancel(self) -> Any:
@@ -315,7 +315,7 @@ def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
         if isinstance(exc, (KeyboardInterrupt, SystemExit)):
             unheard.cancel()
         raise
-    return arrived(refs) if tracker.error is None else Work(controller, tracker, refs).wait()
+    return with_results(refs) if tracker.error is None else Work(controller, tracker, refs).wait()
 
 
 @contextmanager
