@@ -108,6 +108,8 @@ class Scene:
         refs: The arrays, by rank.
         before: What the arrays hold before the collective in which the fault strikes, by rank.
         after: What it makes of them.
+        comes_last: Whether the faulty rank calls when the others are in the call: in a group that has formed, who calls
+            after a death gets another error.
     """
 
     def __init__(self, case: Case, workers: Sequence[Any], folder: Folder) -> None:
@@ -118,6 +120,7 @@ class Scene:
         self.alive = self.others if self.row.is_deadly else tuple(range(WORLD_SIZE))
         self.before: Sequence[float] = range(1, WORLD_SIZE + 1)
         self.after = float(sum(self.before))
+        self.comes_last = (self.row.caller, self.row.phase) == ("own call", "before_check")
         self.is_chunked = self.row.phase == IN_KERNEL and self.row.caller != "run"
         self.refs = self.make(LARGE if self.is_chunked else SMALL)
 
@@ -132,12 +135,15 @@ class Scene:
         return col.declare_collective_group(self.workers, group_name=GROUP, backend=self.backend)
 
     def put_fault(self) -> None:
-        """Puts the fault into its rank."""
+        """Puts the fault into its rank, and into the others what notes that they have come."""
         row = self.row
         nth = RUNS_BEFORE + 1 if row.caller == "run" else 2 if self.is_chunked else 1
         more = {"way": self.backend} if row.fault in IN_THE_CHECK else {}
-        fault = FAULTS[row.fault](row.rank, row.phase, nth=nth, group=GROUP, folder=str(self.folder.path), **more)
-        ray.get(self.workers[row.rank].call.remote(inject.put_fault, fault))
+        where = {"group": GROUP, "folder": str(self.folder.path)}
+        faults = [FAULTS[row.fault](row.rank, row.phase, nth=nth, **where, **more)]
+        if self.comes_last:
+            faults += [inject.note_at(rank, row.phase, **where) for rank in self.others]
+        ray.get([self.workers[fault.rank].call.remote(inject.put_fault, fault) for fault in faults])
 
     def heard(self, seen: Seen, work: Any) -> None:
         """Waits for an outcome on the driver; where there is none yet, lets the rank go on, and waits for it again."""
@@ -149,6 +155,17 @@ class Scene:
         if self.row.goes_on:
             self.folder.release()
             seen.later = raised_by(lambda: work.wait(LIMIT_S))
+
+    def call_all(self) -> Sequence[Any]:
+        """Has all ranks call a collective."""
+        calls = {rank: self._call(rank) for rank in self.others}
+        if self.comes_last:
+            assert wait_until(lambda: all(map(self.folder.has_come, self.others))), "the others did not call"
+        calls[self.row.rank] = self._call(self.row.rank)
+        return [calls[rank] for rank in range(WORLD_SIZE)]
+
+    def _call(self, rank: int) -> Any:
+        return self.workers[rank].call.remote(reduce_here, GROUP, self.row.timeout_s)
 
     def all_called(self, seen: Seen, calls: Sequence[Any]) -> None:
         """Waits for the calls of the other ranks."""
@@ -276,8 +293,7 @@ def by_own_call(scene: Scene, seen: Seen) -> Callable[[], None]:
 
 
 def _called(scene: Scene, seen: Seen) -> Callable[[], None]:
-    row = scene.row
-    scene.all_called(seen, [one.call.remote(reduce_here, GROUP, row.timeout_s) for one in scene.workers])
+    scene.all_called(seen, scene.call_all())
 
     def again() -> None:
         scene.make(SMALL, scene.alive)

@@ -31,7 +31,7 @@ IN_KERNEL = "in_kernel"
 
 PHASES = ("before_check", "after_check", "before_kernel", IN_KERNEL, "after_kernel")
 
-STRUCK, PIPE = "struck", "pipe"
+STRUCK, PIPE, CAME = "struck", "pipe", "rank {} has come"
 MOST_HELD = 100
 
 
@@ -77,6 +77,11 @@ def delay_at(rank: int, point: str, **more: Any) -> Fault:
     return Fault(action="delay", rank=rank, point=point, **more)
 
 
+def note_at(rank: int, point: str, **more: Any) -> Fault:
+    """No fault: the rank notes that it has come there (`Folder.has_come`), and goes on."""
+    return Fault(action="note", rank=rank, point=point, **more)
+
+
 def drop_at(rank: int, point: str, *, way: str, **more: Any) -> Fault:
     """The control bytes that the rank sends next are not sent."""
     return Fault(action="drop", rank=rank, point=point, way=way, **more)
@@ -107,6 +112,10 @@ class Folder:
         """Lets everybody go on, for good."""
         self.release()
         os.close(self._fd)
+
+    def has_come(self, rank: int) -> bool:
+        """Whether a rank has come to the point of its `note_at`."""
+        return (self.path / CAME.format(rank)).exists()
 
     @property
     def struck_s(self) -> float | None:
@@ -226,6 +235,10 @@ def _die(injected: Injected) -> None:
     DEATHS[injected.fault.way]()
 
 
+def _note(injected: Injected) -> None:
+    Path(injected.fault.folder, CAME.format(injected.fault.rank)).touch()
+
+
 def _raise(injected: Injected) -> None:
     injected.strike()
     raise KernelError(detail=f"injected at {injected.fault.point}")
@@ -256,6 +269,7 @@ ACTIONS: dict[str, Callable[[Injected], None]] = {
     "raise": _raise,
     "delay": _delay,
     "hold": _hold,
+    "note": _note,
     "drop": _drop,
     "corrupt": _corrupt,
 }
