@@ -25,6 +25,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.CAPTURED: (_GREEN, "-", "^"),
     names.NO_CHECK: (_SKY, "-", "s"),
     names.LOOP: (_BLUE, "-", "o"),
+    names.ONE_METHOD: (_SKY, "-", "s"),
     names.BATCH: (_BLUE, "-", "o"),
     names.NAMED_ARENA: (_BLUE, "-", "o"),
     names.NAMED: (_SKY, "-", "s"),

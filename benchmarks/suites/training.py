@@ -42,10 +42,24 @@ def _trainer() -> Any:
     class Trainer(col.CollectiveParticipant, digits.Learner):
         """A learner that can make an iteration by itself."""
 
+        is_due = False
+
         @col.by_value
         def learned(self) -> Any:
             """Its weights, through the object store."""
             return self.weights()
+
+        def advance(self) -> Any:
+            """Takes the step that is due, down the sum in its buffer, and returns the next gradient."""
+            if self.is_due:
+                self.apply(self.buffer)
+            self.is_due = True
+            return self.gradient()
+
+        def end(self) -> None:
+            """Takes the last step."""
+            self.apply(self.buffer)
+            self.is_due = False
 
         def join(self, ranks: int, rank: int, group: str) -> None:
             """Joins a group of `ray.util.collective` over gloo."""
@@ -156,8 +170,20 @@ class Loop(Training):
         super().close()
 
 
+class OneMethod(Loop):
+    """The loop with one method per iteration, as `InActors` has it."""
+
+    def operate(self) -> None:
+        """Waits for the sum; the step is the next iteration's."""
+        col.allreduce_refs([actor.advance.remote() for actor in self.actors], group_name=self.group)
+
+    def finish(self) -> None:
+        """Takes the last step, which then is none for the next burst."""
+        ray.get([actor.end.remote() for actor in self.actors])
+
+
 class Captured(Loop):
-    """The same, recorded once."""
+    """The loop, recorded once."""
 
     def __init__(self, name: str, ranks: int) -> None:
         needs("capture")
@@ -203,6 +229,7 @@ def measure(choice: Choice) -> Iterator[Record]:
         makers: list[Maker] = [
             entry(names.CAPTURED, Captured, ranks),
             entry(names.LOOP, Loop, ranks),
+            entry(names.ONE_METHOD, OneMethod, ranks),
             entry(names.RAY, InActors, ranks),
         ]
         contenders, skipped = gather(NAME, makers)
