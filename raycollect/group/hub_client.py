@@ -205,7 +205,9 @@ class HubClient:
             self._send(Publish(group_id=group_id, lane=self.name, generation=generation, name=name, value=value))
 
         def why_over() -> str:
-            return "this forming of the group was given up" if self._is_over(generation) else ""
+            if not self._is_over(generation):
+                return ""
+            return getattr(self.stop, "detail", "") or "this forming of the group was given up"
 
         return HubRendezvous(self._values, publish, why_over, self.changed, deadline_s)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Collect, Collected, Record, Tick, Ticked
 from raycollect.core import threads
-from raycollect.member.joined_group import JoinedGroups
+from raycollect.member.joined_groups import JoinedGroups
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Ring, Tracer

@@ -22,9 +22,9 @@ from raycollect.driver import lent_tokens
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import ConnectionLostError, from_wire
+from raycollect.group.plan_communicator import PlanCommunicator
 from raycollect.member import lease, token_lenders
 from raycollect.member.finished_calls import FinishedCalls
-from raycollect.member.joined_group import JoinedGroup
 from raycollect.member.lease import Lease
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
@@ -73,11 +73,11 @@ def leased(premises: Any) -> Iterator[tuple[Lease, Hears]]:
 @fault_in("raycollect-join")
 def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]) -> None:
     here, heard = leased
-    with fail_at(JoinedGroup, "connect", thread="raycollect-join"):
+    with fail_at(PlanCommunicator, "connect", thread="raycollect-join"):
         here.received(_join())
         joined = heard.next(Joined)
     assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
-    monkeypatch.setattr(JoinedGroup, "connect", lambda joined_group, probe: None)
+    monkeypatch.setattr(PlanCommunicator, "connect", lambda plans, probe: None)
     here.received(_join(name="h", group_id="id of h"))
     assert heard.next(Joined) == Joined(request=1, error=None)
 
