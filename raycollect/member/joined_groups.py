@@ -64,7 +64,7 @@ class JoinedGroups:
         self.by_id[spec.group_id] = made
         if before is not None:
             self._end(message.replaces, CHANGED)
-        threads.start("raycollect-join", self._connect, made, message)
+        threads.apart(threads.survives, self._connect, made, message)
 
     def _made(self, spec: GroupSpec, message: Join) -> ProcessGroup:
         reporter, members = self._reporter, message.members

@@ -390,7 +390,7 @@ class Lease:
 def _aside(end: Callable[[], None]) -> None:
     """Ends a group in a thread of its own, as backends may wait when closed; here where none can be started."""
     try:
-        threads.start("raycollect-last", end)
+        threads.apart(threads.survives, end)
     except RuntimeError:
         end()
 

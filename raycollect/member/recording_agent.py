@@ -56,7 +56,7 @@ class RecordingAgent:
         if message.ends:
             self._end_publishing()
         # Packing takes a while, and aborts come on this thread.
-        threads.start("raycollect-trace", self._tell_recorded, message.request, ring)
+        threads.apart(threads.survives, self._tell_recorded, message.request, ring)
 
     def end(self) -> None:
         """Stops recording."""

@@ -19,10 +19,9 @@ from raycollect.channel.packing import pack, unpack
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
 from raycollect.errors import InternalError
-from raycollect.group import watchdog
+from raycollect.group import communicator_init, watchdog
 from raycollect.group.bootstrap import BootstrapRequest, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin
-from raycollect.group.communicator_init import CommunicatorInit
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.member_communicator import MemberCommunicator
@@ -108,13 +107,13 @@ def test_a_launch_goes_on_whose_end_after_a_death_fails(table: Callable[..., Tab
         done.result(WAIT_S)
 
 
-@fault_in("raycollect-form")
+@fault_in("raycollect-apart")
 def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
     two: tuple[ProcessGroup, ProcessGroup],
 ) -> None:
     for slot in two:
         slot.communicator("all")._give_up()
-    with fail_at(CommunicatorInit, "_create", thread="raycollect-form"):
+    with fail_at(communicator_init, "make_communicator", thread="raycollect-apart"):
         errors = both(two, ProcessGroup.form)
     assert {type(error) for error in errors} == {InternalError}
     assert all(error.detail.startswith(f"forming the group failed: {BOOM}") for error in errors)
@@ -133,11 +132,11 @@ def test_the_thread_of_a_communicator_goes_on_with_the_next_call(two: tuple[Proc
     assert {type(one) for one in both(two, start)} == {Outcome}
 
 
-@fault_in("raycollect-fading")
+@fault_in("raycollect-apart")
 def test_a_hub_that_fades_ends_whatever_fails() -> None:
     star = CoordinatorServer("127.0.0.1", GroupSpec(name="g", group_id="", backend="tcp", world_size=2), "W0")
     board = SimpleNamespace(retract=lambda: None)
-    with fail_at(board, "retract", thread="raycollect-fading"):
+    with fail_at(board, "retract", thread="raycollect-apart"):
         star.fail(InternalError(detail="why"), lambda: board.retract())
         star.end()
     with pytest.raises(ConnectionRefusedError):
