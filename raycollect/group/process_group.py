@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from raycollect.channel.messages import Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
+from raycollect.channel.messages import Answer, Ask, Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
@@ -188,7 +188,7 @@ class ProcessGroup:
             raise
         except Exception as exc:  # noqa: BLE001 - any: calls wait
             error = threads.failed(f"taking in {type(message).__name__}", exc)
-            if isinstance(message, Publish) and watchdog.is_between_watches(message):
+            if isinstance(message, Answer | Ask):
                 return  # no call waits for it
             name = getattr(message, "lane", None)
             if name == PLANS:
@@ -206,10 +206,13 @@ class ProcessGroup:
             self.communicator(message.lane).stop(from_wire(message.error), call=message.call)
         elif isinstance(message, Publish) and message.lane == PLANS:
             self.plans.published(message)
-        elif isinstance(message, Publish):
-            is_mine = self.rank in ranks_of(message.lane, self.world_size)
-            if is_mine and not self.watchdog.received(message):
+        elif isinstance(message, Publish | Answer | Ask):
+            if self.rank not in ranks_of(message.lane, self.world_size):
+                return
+            if isinstance(message, Publish):
                 self.communicator(message.lane).hub.published(message)
+            else:
+                self.watchdog.received(message)
         elif isinstance(message, Gone):
             self._left(message)
         elif isinstance(message, Depart):

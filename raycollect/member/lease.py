@@ -414,7 +414,16 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Collect: lambda lease, message: lease._recording.collect(message),
     messages.Gone: Lease._gone,
     **dict.fromkeys(
-        (messages.Deny, messages.Depart, messages.Drop, messages.Met, messages.Missed, messages.Publish),
+        (
+            messages.Answer,
+            messages.Ask,
+            messages.Deny,
+            messages.Depart,
+            messages.Drop,
+            messages.Met,
+            messages.Missed,
+            messages.Publish,
+        ),
         lambda lease, message: lease._groups.received(message),
     ),
 }

@@ -15,6 +15,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.channel.messages import (
+    Ask,
     Collect,
     Deny,
     Depart,
@@ -288,12 +289,8 @@ def test_a_member_s_place_in_a_hub_that_fails_ends_that_call(monkeypatch: pytest
         assert all(isinstance(from_wire(one.error), InternalError) for _, one in told)
         told.clear()
         with fail_at(Coordinator, "receive"):  # a question of one member to others: nobody's call
-            peer.received(cast(Any, None), replace_publish(group.spec.group_id))
+            peer.received(cast(Any, None), Ask(group_id=group.spec.group_id, lane="all", ranks=[0]))
         assert told == []
-
-
-def replace_publish(group_id: str) -> Publish:
-    return Publish(group_id=group_id, lane="all", generation="", name="?standing", value=b"")
 
 
 PUBLISHED = Publish(group_id="id of g", lane=PLANS, generation="id of g", name="name", value=b"")

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from raycollect.channel import Hub
-from raycollect.channel.messages import Publish
-from raycollect.channel.packing import pack, unpack
+from raycollect.channel.messages import Ask
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
 from raycollect.errors import InternalError
@@ -28,7 +27,7 @@ from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from tests.faults.thread_failures import fail_at
 from tests.pure.group.test_member_communicator import Table, assert_set, start_calls, table
-from tests.pure.group.test_watchdog import HERE, Desk, said
+from tests.pure.group.test_watchdog import HERE, QUESTION, Desk
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
 __all__ = ["table"]  # a fixture
@@ -152,20 +151,19 @@ def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: py
     desk.the_communicator.call = 0
     desk.on_send = lambda message: answered.set()
     with fail_at(holder, "look" if holder is watchdog.Watchdog else "what_runs", thread="raycollect-timer"):
-        assert desk.watchdog.received(said("?standing", [1]))
+        desk.watchdog.received(QUESTION)
     assert answered.wait(WAIT_S)
     (answer,) = desk.sent
-    rank, place, seq, what, _ = unpack(answer.value)
     if holder is watchdog.Watchdog:
-        assert (rank, place, seq) == (1, *HERE)
+        assert (answer.rank, answer.place, answer.seq) == (1, *HERE)
     else:
-        assert what.startswith(f"could not look: looking at a communicator failed: {BOOM}")
-        assert desk.watchdog.received(said("?standing", [1]))
+        assert answer.doing.startswith(f"could not look: looking at a communicator failed: {BOOM}")
+        desk.watchdog.received(QUESTION)
 
 
 def test_a_question_that_fails_ends_no_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
     """A diagnostic does not harm what it looks at."""
-    question = Publish(group_id="", lane="all", generation="", name="?standing", value=pack([1]))
+    question = Ask(group_id="", lane="all", ranks=[1])
     met = threading.Event()
 
     def waits(communicator: Any, seq: int) -> Any:
