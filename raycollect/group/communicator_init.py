@@ -29,7 +29,7 @@ def form(hub: HubClient, deadline_s: float) -> Communicator | None:
     generation = hub.generation
     exchange = CommunicatorExchange(hub, generation)
     # The device is that of the thread that joins
-    making = threads.apart(_make, hub, exchange, hub.rendezvous(generation, deadline_s), current_device())
+    making = threads.apart(_make, hub, exchange, HubRendezvous(hub, generation, deadline_s), current_device())
     making.add_done_callback(lambda _: hub.notify())
     try:
         is_made = hub.wait_made(generation, making.done, deadline_s)

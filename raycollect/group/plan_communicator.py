@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from raycollect.errors import ConnectionLostError, GroupBrokenError, RaycollectE
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator_init import make_communicator
 from raycollect.group.coordinator import PLANS
-from raycollect.group.hub_client import HubClient
+from raycollect.group.hub_client import HubClient, HubRendezvous
 
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
@@ -52,7 +51,7 @@ class PlanCommunicator:
         `probe` is as in `Join`: what was found is in `links`.
         """
         owner, hub = self._owner, self._hub
-        rendezvous = hub.rendezvous(hub.generation, math.inf)
+        rendezvous = HubRendezvous(hub, hub.generation)
         try:
             made = make_communicator(owner.spec, owner.rank, rendezvous, self.exchange, owner.host)
         except RaycollectError as exc:
