@@ -44,7 +44,7 @@ def follow(block: Recording, controller: Controller) -> bytes:
     for membership in request_list.memberships:
         block.hold(controller, membership)
     for membership in held:
-        controller.groups.release(membership)
+        controller.groups.held.release(membership)
     return capture
 
 
@@ -58,7 +58,7 @@ class Succession:
     @classmethod
     def of(cls, memberships: Iterable[Membership], groups: Groups) -> Succession:
         """What has become of groups that are held."""
-        found = {one: made for one in dict.fromkeys(memberships) if (made := groups.successor(one)) is not None}
+        found = {one: made for one in dict.fromkeys(memberships) if (made := groups.held.successor(one)) is not None}
         heirs = {old: new for _, replaced in found.values() for old, new in replaced.items()}
         return cls(now={one: made for one, (made, _) in found.items()}, heirs=heirs)
 

@@ -141,4 +141,4 @@ def on_completed(ref: Any, callback: Callable[[Any], object]) -> None:
             value = threads.failed("waiting for a ref", exc)
         callback(value)
 
-    threads.start("raycollect-direct", wait)
+    threads.apart(threads.survives, wait)

@@ -12,9 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from raycollect.errors import InternalError, RaycollectError
 
@@ -25,8 +27,12 @@ EVERY_S = 60.0  # how often the log tells of the same failure in one place of on
 # How long a thread rests after a step that failed; each further one in a row makes it four times as long.
 _REST_S, _MOST_REST_S = 0.001, 1.0
 
+_Result = TypeVar("_Result")
+
+_APART = "raycollect-apart"
+
 # Threads in which no method of a user runs, by the beginning of their names
-_OWN = tuple(f"raycollect-{name}" for name in ("call", "form", "kernel", "nccl", "order"))
+_OWN = tuple(f"raycollect-{name}" for name in ("apart", "call", "kernel", "order"))
 
 _MOST_PLACES = 1024
 _LONGEST = 2000
@@ -50,6 +56,33 @@ def start(name: str, run: Callable[..., object], *args: object) -> threading.Thr
     return thread
 
 
+def apart(call: Callable[..., _Result], *args: object, name: str = _APART) -> Future[_Result]:
+    """Makes one call that may wait, and can't be interrupted, in a new thread, which may be left behind.
+
+    New, as libraries keep things for each thread, such as its current device. Where nobody waits for the result, pass
+    `survives`, or what logs its failures itself. RuntimeError: no more threads can be started.
+    """
+    future: Future[_Result] = Future()
+    start(name, _fulfil, future, call, *args)
+    return future
+
+
+def _fulfil(future: Future[_Result] | None, call: Callable[..., _Result], *args: object) -> None:
+    assert future is not None
+    try:
+        result = call(*args)
+    except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
+        future.set_exception(exc)
+        future = None  # or it would keep itself alive, by the frames of the exception
+    else:
+        future.set_result(result)
+
+
+def has_ended(future: Future[_Result], timeout_s: float) -> bool:
+    """Waits for a call of `apart`; False where it has not ended in time."""
+    return future in futures.wait([future], timeout_s).done
+
+
 def is_own() -> bool:
     """Tells whether the calling thread runs no code of users, so that what is current in it is nobody else's matter."""
     return threading.current_thread().name.startswith(_OWN)
@@ -62,20 +95,17 @@ def pool(name: str, count: int) -> ThreadPoolExecutor:
 
 @contextmanager
 def beside(name: str, call: Callable[..., object], *args: object) -> Iterator[Future[object]]:
-    """Makes a call in a thread of its own, while the block does its half of the same collectives.
+    """Makes a call apart, while the block does its half of the same collectives.
 
     Where the block fails because the other side has refused, what the call raised is the error.
     """
-    with_call = pool(name, 1)
-    called = with_call.submit(call, *args)
+    called = apart(call, *args, name=name)
     try:
         yield called
-    except RaycollectError:
+    except RaycollectError:  # after which the other side may never answer
         if called.done():
             called.result()
         raise
-    finally:
-        with_call.shutdown(wait=False)  # after an error the other side may never answer
     called.result()
 
 

@@ -118,13 +118,13 @@ class Batch:
         """Keeps a group for calls that are recorded, and not sent yet."""
         if membership not in self.held:
             self.held[membership] = controller
-            controller.groups.hold(membership)
+            controller.groups.held.hold(membership)
 
     def release(self) -> None:
         """Lets go of all groups."""
         held, self.held = self.held, {}
         for membership, controller in held.items():
-            controller.groups.release(membership)
+            controller.groups.held.release(membership)
 
     def _release(self) -> None:
         self.release()

@@ -231,7 +231,7 @@ class Controller:
         for _ in range(len(self._abandoned)):
             let_go, held = self._abandoned.popleft()
             if let_go():
-                self.groups.release_later(held)
+                self.groups.held.release_later(held)
             else:
                 self._abandoned.append((let_go, held))
 

@@ -184,5 +184,7 @@ _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]
     messages.Waiting: ControllerMessages._waiting,
     messages.Stuck: ControllerMessages._stuck,
     messages.Publish: ControllerMessages._publish,
-    **dict.fromkeys((messages.Drop, messages.Meet, messages.Withdraw), ControllerMessages._meet),
+    **dict.fromkeys(
+        (messages.Answer, messages.Ask, messages.Drop, messages.Meet, messages.Withdraw), ControllerMessages._meet
+    ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -17,6 +17,7 @@ from raycollect.core.model import Member
 from raycollect.driver import member_discovery
 from raycollect.driver.coordinators import Coordinators
 from raycollect.driver.group_change import living
+from raycollect.driver.held_groups import HeldGroups
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import (
@@ -38,7 +39,10 @@ DERIVED_LIMIT = 16  # how many derived groups are kept; the least recently used 
 
 
 class Groups:
-    """All groups of one controller, declared and derived. Any thread may call it; one at a time forms or dissolves."""
+    """All groups of one controller, declared and derived. Any thread may call it; one at a time forms or dissolves.
+
+    `held` are those that calls need which were recorded, and are not sent yet.
+    """
 
     def __init__(
         self,
@@ -52,15 +56,12 @@ class Groups:
         self._drained = drained  # waits for the plans of a group under way; False: not all have ended in time
         self._draining = ""  # the id of a group of which no plan begins, as its members change
         self._changing = threading.RLock()  # groups and leases
+        self.held: HeldGroups = HeldGroups(self._changing)
         self._named: dict[str, Membership] = {}
         self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
-        self._in_use: Counter[str] = Counter()  # group id -> how many calls are being recorded that need it
-        self._unheld: deque[Membership] = deque()  # what is to be released
         self._broken: dict[str, str] = {}  # group id -> why
         self._links = measured_links.MeasuredLinks()
         self._declarations: dict[str, Declaration] = {}  # name -> what was asked for; keeps the actors alive (P5)
-        # The id of a group that is held, and was formed again -> the group of now; actor id -> who took its place
-        self._successors: dict[str, tuple[Membership, dict[str, str]]] = {}
 
     # ------------------------------------------------------------------------------------------ looking them up
 
@@ -91,16 +92,6 @@ class Groups:
         if membership.is_derived:
             return self.derive(tuple(one.actor_id for one in membership.members), timeout_s)
         return self.named(membership.spec.name)
-
-    def successor(self, membership: Membership) -> tuple[Membership, Mapping[str, str]] | None:
-        """What a group that is held has become: it now, and by actor id who took whose place; None: it is the same."""
-        with self._changing:
-            return self._successors.get(membership.spec.group_id)
-
-    @property
-    def in_use(self) -> frozenset[str]:
-        """The ids of the groups that are held, and not to be released."""
-        return frozenset(self._in_use - Counter(one.spec.group_id for one in tuple(self._unheld)))
 
     def check(self, memberships: Iterable[Membership]) -> None:
         """Checks that groups exist and can communicate (`Controller.check`)."""
@@ -202,12 +193,7 @@ class Groups:
             membership = self._form(declaration, old=old, drains=drains)
         finally:
             self._draining = ""
-        for group_id, (now, known) in list(self._successors.items()):
-            if now is old:
-                known = {one: heirs.get(heir, heir) for one, heir in known.items()}
-                self._successors[group_id] = membership, {**heirs, **known}
-        if self._in_use[old.spec.group_id]:
-            self._successors[old.spec.group_id] = membership, dict(heirs)
+        self.held.succeed(old, membership, heirs)
         self.add(membership)
         self._declarations[membership.spec.name] = declaration
         return membership, declaration.actors
@@ -223,7 +209,7 @@ class Groups:
             membership = self.named(name)
             del self._named[name]
             self._declarations.pop(name, None)
-            self._successors = {one: found for one, found in self._successors.items() if found[0] is not membership}
+            self.held.forget(membership)
             self._dissolve(membership)
 
     # ------------------------------------------------------------------------------------------ derived ones
@@ -231,7 +217,6 @@ class Groups:
     def derived(self, actor_ids: tuple[str, ...]) -> Membership | None:
         """The group of these actors in this order; None where it was not formed before, or is broken."""
         with self._changing:
-            self._settle()
             known = self._derived.get(actor_ids)
             if known is None or known.spec.group_id in self._broken:
                 return None
@@ -251,33 +236,12 @@ class Groups:
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
             membership = self._form(declaration, is_derived=True)
             self._derived[actor_ids] = membership
-            spare = [ids for ids, one in self._derived.items() if not self._in_use[one.spec.group_id]]
+            held = self.held.ids
+            spare = [ids for ids, one in self._derived.items() if one.spec.group_id not in held]
             for ids in spare[: max(len(self._derived) - DERIVED_LIMIT, 0)]:
                 if ids != actor_ids:
                     self._dissolve(self._derived.pop(ids))
             return membership
-
-    def hold(self, membership: Membership) -> None:
-        """Keeps a derived group, however long it is unused: a call of it was recorded, and is not sent yet."""
-        with self._changing:
-            self._settle()
-            self._in_use[membership.spec.group_id] += 1
-
-    def release(self, membership: Membership) -> None:
-        """Ends a `hold`."""
-        with self._changing:
-            self._in_use.subtract([membership.spec.group_id])
-            self._in_use = +self._in_use
-            if not self._in_use[membership.spec.group_id]:
-                self._successors.pop(membership.spec.group_id, None)
-
-    def release_later(self, memberships: Iterable[Membership]) -> None:
-        """Releases groups when the next one is formed, held or dissolved; does not wait."""
-        self._unheld.extend(memberships)
-
-    def _settle(self) -> None:
-        while self._unheld:
-            self.release(self._unheld.popleft())
 
     # ------------------------------------------------------------------------------------------ their beginning and end
 
@@ -290,7 +254,6 @@ class Groups:
         drains: bool = False,
     ) -> Membership:
         """Forms a group, in the place of `old`, which is as it was where not all are ready to join."""
-        self._settle()
         deadline_s = monotonic() + declaration.timeout_s
         member_discovery.check(declaration)
         calls = {actor._actor_id.hex(): submitted_calls.watch(actor) for actor in declaration.actors}
@@ -321,7 +284,8 @@ class Groups:
                 self._retire(old, deadline_s, drains=drains)
                 is_retired = True
             replaces = "" if old is None else old.spec.group_id
-            membership = self._with_inner(self._joined(membership, deadline_s, replaces), deadline_s)
+            membership = _joined(self._peers, self._links, membership, deadline_s, replaces)
+            membership = self._with_inner(membership, deadline_s)
         except BaseException as exc:
             self._dissolve(membership)
             if old is not None and is_retired:
@@ -344,14 +308,6 @@ class Groups:
         self.coordinators.close(old)
         cluster_registry.remove(old)
 
-    def _joined(self, membership: Membership, deadline_s: float, replaces: str) -> Membership:
-        """Has all members join, which measure what nobody knows of the links between their hosts."""
-        known = {} if membership.epoch else self._links.of(membership)  # rebuilt: there was trouble
-        probe = measured_links.turns(membership, known)
-        told = self._peers.join([membership], deadline_s, probe, replaces)
-        self._links.add(membership, told)
-        return replace(membership, costs=replace(membership.costs, pairs=self._links.of(membership)))
-
     def _with_inner(self, membership: Membership, deadline_s: float) -> Membership:
         """Adds the groups inside a group for host-by-host plans, if they can be formed."""
         inner = inner_groups(membership)
@@ -373,7 +329,6 @@ class Groups:
         return replace(membership, inner=inner)
 
     def _dissolve(self, membership: Membership) -> None:
-        self._settle()
         self._ending(membership, "its group was destroyed")
         for one in reversed(membership.tree):
             self._part(one)
@@ -383,6 +338,21 @@ class Groups:
         self._peers.part(membership)
         self.coordinators.close(membership)
         self._broken.pop(membership.spec.group_id, None)
+
+
+def _joined(
+    peers: Participants,
+    links: measured_links.MeasuredLinks,
+    membership: Membership,
+    deadline_s: float,
+    replaces: str,
+) -> Membership:
+    """Has all members join, which measure what nobody knows of the links between their hosts."""
+    known = {} if membership.epoch else links.of(membership)  # rebuilt: there was trouble
+    probe = measured_links.turns(membership, known)
+    told = peers.join([membership], deadline_s, probe, replaces)
+    links.add(membership, told)
+    return replace(membership, costs=replace(membership.costs, pairs=links.of(membership)))
 
 
 def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.Choice:

@@ -54,7 +54,7 @@ class LentTokens:
         try:
             self._link.send(Unused(keys=list(keys)))
         except ConnectionLostError:  # the participant may live: then it holds them until it hears
-            threads.start("raycollect-unused", threads.survives, self._free, keys)
+            threads.apart(threads.survives, self._free, keys)
 
     def _free(self, keys: list[Key]) -> None:
         info = self._info

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycollect.channel.messages import (
+    Answer,
+    Ask,
     Deny,
     Depart,
     Drop,
@@ -94,8 +96,8 @@ class Coordinator:
 
     def undone(self, message: Message, error: RaycollectError) -> Orders:
         """What to send if a member's message could not be taken in: ends the calls that it may have been for."""
-        if not isinstance(message, (Drop, Meet, Publish, Withdraw)) or getattr(message, "generation", "-") == "":
-            return []  # no call waits for it, as for a question of one member to others
+        if not isinstance(message, (Drop, Meet, Publish, Withdraw)):
+            return []  # no call waits for it
         deny = Deny(group_id=self._group_id, lane=message.lane, call=0, error=to_wire(error))
         return [(rank, deny) for rank in ranks_of(message.lane, self._world_size) if rank not in self._gone]
 
@@ -138,7 +140,10 @@ class Coordinator:
             for other in leaving
         ]
 
-    def _relay(self, rank: int, message: Drop | Publish) -> Orders:
+    def _ask(self, rank: int, message: Ask) -> Orders:
+        return [(other, message) for other in self._ranks(rank, message.lane) if other in message.ranks]
+
+    def _relay(self, rank: int, message: Drop | Publish | Answer) -> Orders:
         return [(other, message) for other in self._ranks(rank, message.lane) if other != rank]
 
     # ------------------------------------------------------------------------------------------ who is gone
@@ -204,6 +209,8 @@ class Coordinator:
 
 
 _HANDLERS: dict[type, Callable[[Coordinator, int, Any], Orders]] = {
+    Answer: Coordinator._relay,
+    Ask: Coordinator._ask,
     Depart: Coordinator._depart,
     Drop: Coordinator._relay,
     Meet: Coordinator._meet,

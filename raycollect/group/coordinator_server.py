@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,7 @@ class CoordinatorServer:
         self._process_group: ProcessGroup | None = None
         self._failed: RaycollectError | None = None
         self._all_told = threading.Event()  # set when all who were to join know of the failure
-        self._fading: threading.Thread | None = None
+        self._fading: Future[None] | None = None
         self._told: set[tuple[str, str]] = set()  # (rank, who) of those who know that there is no group, or have left
         self._links: dict[int, Link] = {}
         self._who: dict[int, str] = {0: who}
@@ -95,13 +96,13 @@ class CoordinatorServer:
         """The group can't form: tells all who have come, and who will come until it fades, when `fade` is called."""
         with self._lock:
             self._fail(error)
-        self._fading = threads.start("raycollect-fading", self._fade, fade)
+        self._fading = threads.apart(self._fade, fade)
 
     def end(self) -> None:
         """Fades now; returns when nothing is left of it."""
         self._all_told.set()
         if self._fading is not None:
-            self._fading.join()
+            self._fading.result()
 
     def _fade(self, fade: Callable[[], None]) -> None:
         self._all_told.wait(FADING_S)

@@ -26,44 +26,33 @@ FORM, MADE = "form", "made"
 
 
 class HubRendezvous:
-    """A `Rendezvous` whose values the hub relays to the other ranks of a communicator.
+    """The `Rendezvous` of the generation for which ranks have met; the hub relays its values to the others.
 
-    Args:
-        values: What has come; its owner adds to it under the lock.
-        publish: Sends a value to the hub.
-        why_over: Why nothing is awaited any more, or an empty text; asked under the lock.
-        changed: Has the lock, and is notified when `values` or `why_over` change.
-        deadline_s: Until when values are awaited at most, by `time.monotonic`.
+    `deadline_s` is until when values are awaited at most, by `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        values: dict[str, bytes],
-        publish: Callable[[str, bytes], None],
-        why_over: Callable[[], str],
-        changed: threading.Condition,
-        deadline_s: float = math.inf,
-    ) -> None:
+    def __init__(self, hub: HubClient, generation: str, deadline_s: float = math.inf) -> None:
         self.deadline_s = deadline_s
-        self._values = values
-        self._publish = publish
-        self._why_over = why_over
-        self._changed = changed
+        self._hub = hub
+        self._generation = generation
+        self._values = hub.values
 
     def put(self, name: str, value: bytes) -> None:
         """Publishes a value to all ranks."""
-        with self._changed:
+        hub = self._hub
+        with hub.changed:
             self._values[name] = value
-        self._publish(name, value)
+        group_id = hub.owner.spec.group_id
+        hub.send(Publish(group_id=group_id, lane=hub.name, generation=self._generation, name=name, value=value))
 
     def get(self, name: str, timeout_s: float) -> bytes:
         """Waits for a value."""
-        limit_s = min(timeout_s, self.deadline_s - time.monotonic())
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._values or self._why_over(), max(limit_s, 0))
+        limit_s, hub = min(timeout_s, self.deadline_s - time.monotonic()), self._hub
+        with hub.changed:
+            hub.changed.wait_for(lambda: name in self._values or hub.why_over(self._generation), max(limit_s, 0))
             if name in self._values:
                 return self._values[name]
-            why = self._why_over()
+            why = hub.why_over(self._generation)
         if why:
             raise PlanAbortedError(op="join", detail=why)
         raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=limit_s)
@@ -92,7 +81,7 @@ class HubClient:
         self._numbers = itertools.count(1)  # of calls and meetings
         self._meeting = 0
         self._answer: Met | Missed | None = None
-        self._values: dict[str, bytes] = {}  # of the rendezvous of this generation
+        self.values: dict[str, bytes] = {}  # of the rendezvous of this generation
 
     def begin(self) -> None:
         """Begins a call; the caller holds the lock."""
@@ -147,13 +136,13 @@ class HubClient:
         def answered() -> bool:
             return self._answer is not None
 
-        self._send(Meet(group_id=group_id, lane=self.name, place=place, call=call, blob=blob))
+        self.send(Meet(group_id=group_id, lane=self.name, place=place, call=call, blob=blob))
         with self.changed:
             self.changed.wait_for(lambda: answered() or self.stop or halted(), max(timeout_s, 0))
             timed_out = not (answered() or self.stop or halted())
             pending = not answered()
         if pending:
-            self._send(Withdraw(group_id=group_id, lane=self.name, call=call, timed_out=timed_out))
+            self.send(Withdraw(group_id=group_id, lane=self.name, call=call, timed_out=timed_out))
             with self.changed:
                 self.changed.wait_for(lambda: answered() or self.final, _ANSWER_S)
         with self.changed:
@@ -183,11 +172,12 @@ class HubClient:
             if isinstance(message, Met) and self.place == FORM:
                 # Here and not in the call's thread, so that the messages that follow find the generation.
                 self.generation, self.stale, self.cause = message.blobs[0].decode(), False, None
-                self._values = {}
+                self.values = {}
             self.is_made = self.is_made or (isinstance(message, Met) and self.place.startswith(MADE))
             self.changed.notify_all()
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
+        """Sends a message to the hub; raises what the call has to, if that is gone."""
         try:
             self.owner.send(message)
         except ConnectionLostError as exc:
@@ -197,30 +187,18 @@ class HubClient:
 
     # ------------------------------------------------------------------------------------------ the rendezvous
 
-    def rendezvous(self, generation: str, deadline_s: float) -> HubRendezvous:
-        """The rendezvous of the generation that the ranks have met for."""
-
-        def publish(name: str, value: bytes) -> None:
-            group_id = self.owner.spec.group_id
-            self._send(Publish(group_id=group_id, lane=self.name, generation=generation, name=name, value=value))
-
-        def why_over() -> str:
-            return "this forming of the group was given up" if self._is_over(generation) else ""
-
-        return HubRendezvous(self._values, publish, why_over, self.changed, deadline_s)
-
     def published(self, message: Publish) -> None:
         """A value of the rendezvous came; on the hub's thread."""
         with self.changed:
             if message.generation == self.generation:
-                self._values[message.name] = message.value
+                self.values[message.name] = message.value
                 self.changed.notify_all()
 
     def wait_made(self, generation: str, is_settled: Callable[[], bool], deadline_s: float) -> bool:
         """Waits for the backend's factory; False if another rank gave up meanwhile."""
         with self.changed:
             self.changed.wait_for(
-                lambda: is_settled() or self._is_over(generation), max(deadline_s - time.monotonic(), 0)
+                lambda: is_settled() or self.why_over(generation), max(deadline_s - time.monotonic(), 0)
             )
             if is_settled():
                 return True
@@ -230,5 +208,8 @@ class HubClient:
                 return False
         raise CollectiveTimeoutError(op="join", detail="the members could not connect to each other in time")
 
-    def _is_over(self, generation: str) -> bool:
-        return generation != self.generation or self.stale or self.stop is not None or self.closed
+    def why_over(self, generation: str) -> str:
+        """Why nothing of a generation is awaited any more, or an empty text; under the lock."""
+        if generation == self.generation and not self.stale and self.stop is None and not self.closed:
+            return ""
+        return getattr(self.stop, "detail", "") or "this forming of the group was given up"

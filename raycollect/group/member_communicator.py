@@ -56,9 +56,9 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
+from raycollect.group import communicator_init
 from raycollect.group.call_communicator import CallCommunicator
 from raycollect.group.call_queue import Callers, CallQueue
-from raycollect.group.communicator_init import CommunicatorInit
 from raycollect.group.hub_client import CAUSE_S, FORM, MADE, HubClient
 from raycollect.observe import Label, Place, Tracer
 from raycollect.observe.trace import CALL
@@ -310,7 +310,7 @@ class MemberCommunicator:
             self._stood = Standing(FORM, 0)
         hub.meet(FORM, secrets.token_hex(8).encode(), deadline_s - time.monotonic())
         try:
-            made = self._all_made(CommunicatorInit(hub, deadline_s).wait(), deadline_s)
+            made = self._all_made(communicator_init.form(hub, deadline_s), deadline_s)
         except RaycollectError as exc:
             self._give_up(exc)
             raise

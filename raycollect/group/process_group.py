@@ -1,14 +1,15 @@
-"""A member's place in a group: what the calls that it makes itself run on. Needs no Ray."""
+"""A member's place in a group: what its own calls, and the driver's plans, run on. Needs no Ray."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from raycollect.channel.messages import Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
+from raycollect.channel.messages import Answer, Ask, Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
@@ -22,8 +23,9 @@ from raycollect.errors import (
     from_wire,
 )
 from raycollect.group import watchdog
-from raycollect.group.coordinator import ALL, ranks_of
+from raycollect.group.coordinator import ALL, PLANS, ranks_of
 from raycollect.group.member_communicator import MemberCommunicator
+from raycollect.group.plan_communicator import PlanCommunicator
 from raycollect.group.watchdog import Watchdog
 
 PART_LIMIT_S = 5.0
@@ -41,6 +43,8 @@ class ProcessGroup:
         rank: This member's rank.
         send: Sends a message to the group's hub; raises ConnectionLostError if that is gone.
         members: What a person calls each rank, in rank order; empty: unknown.
+        actor_ids: The actor of each rank, where the driver declared the group.
+        ordered: Whether this actor's methods come one by one, as that driver sees it.
         host: The address on which backends listen.
         declared: Whether the driver declared the group; else its members made it.
         watch: What is told of calls that block.
@@ -48,6 +52,7 @@ class ProcessGroup:
         leave: Called once by `close`.
 
     Attributes:
+        plans: What the driver's plans run on.
         planned: The group as the planner sees it.
         calls: What calls that were made know for the next ones, by their arguments; see `member.call`.
         timeout_s: How long calls wait that do not say, in seconds.
@@ -61,6 +66,8 @@ class ProcessGroup:
         send: Callable[[Message], None],
         *,
         members: Sequence[str] = (),
+        actor_ids: Sequence[str] = (),
+        ordered: bool = True,
         host: str = "",
         declared: bool = False,
         watch: WatchWait | None = None,
@@ -69,11 +76,14 @@ class ProcessGroup:
     ) -> None:
         self.settle(spec, members)
         self.rank = rank
+        self.actor_ids: tuple[str, ...] = tuple(actor_ids)
+        self.ordered = ordered
         self.host = host
         self.timeout_s: float = spec.timeout_s
         self.declared = declared
         self.send = send
         self.flush = flush
+        self.plans: PlanCommunicator = PlanCommunicator(weakref.proxy(self))  # not itself: a cycle would keep memory
         self.watchdog: Watchdog = Watchdog(self)
         self.watch: WatchWait = watch or (lambda communicator, op: nullcontext())
         self._leave = leave
@@ -178,9 +188,11 @@ class ProcessGroup:
             raise
         except Exception as exc:  # noqa: BLE001 - any: calls wait
             error = threads.failed(f"taking in {type(message).__name__}", exc)
-            if isinstance(message, Publish) and watchdog.is_between_watches(message):
+            if isinstance(message, Answer | Ask):
                 return  # no call waits for it
             name = getattr(message, "lane", None)
+            if name == PLANS:
+                self.plans.give_up(error.detail)
             for communicator in self.communicators:
                 if name in (None, communicator.name):
                     communicator.stop(error)
@@ -192,10 +204,15 @@ class ProcessGroup:
             self.communicator(message.lane).dropped(message)
         elif isinstance(message, Deny):
             self.communicator(message.lane).stop(from_wire(message.error), call=message.call)
-        elif isinstance(message, Publish):
-            is_mine = self.rank in ranks_of(message.lane, self.world_size)
-            if is_mine and not self.watchdog.received(message):
+        elif isinstance(message, Publish) and message.lane == PLANS:
+            self.plans.published(message)
+        elif isinstance(message, Publish | Answer | Ask):
+            if self.rank not in ranks_of(message.lane, self.world_size):
+                return
+            if isinstance(message, Publish):
                 self.communicator(message.lane).hub.published(message)
+            else:
+                self.watchdog.received(message)
         elif isinstance(message, Gone):
             self._left(message)
         elif isinstance(message, Depart):

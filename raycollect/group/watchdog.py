@@ -15,15 +15,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from raycollect.channel.messages import Publish, Seen
-from raycollect.channel.packing import pack, unpack
+from raycollect.channel.messages import Answer, Ask, Seen
 from raycollect.core import threads, timers
-from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, ProtocolError, RankReport
+from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, RankReport
 from raycollect.errors.text import listed, shown
 from raycollect.group.member_communicator import MemberCommunicator, Standing
-from raycollect.observe.stacks import what_runs
+from raycollect.observe.stacks import Doing, what_runs
 
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
@@ -55,18 +54,6 @@ LATE_ANSWER_S = 0.5
 """The same if a call's time is over: its error is held back for at most this long."""
 
 _NEXT = "\n  - "
-_QUESTION, _ANSWER = "?standing", "!standing"
-"""The names of questions and answers among the values of rendezvous."""
-
-
-def is_between_watches(message: Publish) -> bool:
-    """Whether it is a question or an answer of a watchdog."""
-    return message.name in (_QUESTION, _ANSWER)
-
-
-class _Answer(NamedTuple):
-    standing: Standing
-    seen: Seen
 
 
 def told(seen: Seen | None) -> dict[str, Any]:
@@ -96,7 +83,7 @@ class _Inquiry:
     call: int
     ranks: Sequence[int]
     until_s: float
-    answers: dict[int, _Answer] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     told: bool = False  # whether the warning is out
 
     @property
@@ -131,38 +118,17 @@ class Watchdog:
         if self.is_unwatched and math.inf != QUIET_S:
             _watcher.watch(self)
 
-    def received(self, message: Publish) -> bool:
-        """Takes a question or an answer of another member; False if it is neither."""
-        if not is_between_watches(message):
-            return False
-        take = self._wanted if message.name == _QUESTION else self._heard
-        take(message)
-        _watcher.watch(self)  # which answers, as this thread may be the hub
-        return True
-
-    def _wanted(self, message: Publish) -> None:
-        # The hub sends a question to all ranks of the communicator.
-        try:
-            asked = [int(rank) for rank in unpack(message.value)]
-        except (TypeError, ValueError, OverflowError):
-            raise ProtocolError(detail="a member does not say whom it asks") from None
-        if self._process_group.rank in asked:
-            with self._changed:
-                self._asked.add(message.lane)
-
-    def _heard(self, message: Publish) -> None:
-        try:
-            rank, place, seq, what, stack = unpack(message.value)
-            known = int(rank)
-            seen = Seen(request=0, doing=str(what), stack=list(map(str, stack)))
-            answer = _Answer(Standing(str(place), int(seq)), seen)
-        except (TypeError, ValueError, OverflowError):
-            raise ProtocolError(detail="a member does not say how far it has come") from None
+    def received(self, message: Answer | Ask) -> None:
+        """Takes a question or an answer of another member."""
         with self._changed:
-            for inquiry in (self._inquiries.get(message.lane), self._late.get(message.lane)):
-                if inquiry is not None and known in inquiry.ranks:
-                    inquiry.answers[known] = answer
-            self._changed.notify_all()
+            if isinstance(message, Ask):
+                self._asked.add(message.lane)
+            else:
+                for inquiry in (self._inquiries.get(message.lane), self._late.get(message.lane)):
+                    if inquiry is not None and message.rank in inquiry.ranks:
+                        inquiry.answers[message.rank] = message
+                self._changed.notify_all()
+        _watcher.watch(self)  # which answers, as this thread may be the hub
 
     def reports(self, communicator: MemberCommunicator, ranks: Sequence[int], mine: Standing) -> tuple[RankReport, ...]:
         """Asks ranks that have not come in time what they do; waits `LATE_ANSWER_S` at most.
@@ -192,9 +158,11 @@ class Watchdog:
             del self._late[communicator.name]  # one call at a time is under way
             return tuple(self._report(rank, inquiry.answers.get(rank), mine, awaited_s) for rank in asked)
 
-    def _report(self, rank: int, answer: _Answer | None, mine: Standing, awaited_s: float) -> RankReport:
-        actor, has_begun = self._process_group.actor(rank), answer is not None and answer.standing.is_with(mine)
-        seen = None if answer is None else answer.seen
+    def _report(self, rank: int, answer: Answer | None, mine: Standing, awaited_s: float) -> RankReport:
+        actor, seen, has_begun = self._process_group.actor(rank), None, False
+        if answer is not None:
+            has_begun = Standing(answer.place, answer.seq).is_with(mine)
+            seen = Seen(request=0, doing=answer.doing, stack=answer.stack)
         return report_of(rank, actor, seen, has_begun=has_begun, awaited_s=awaited_s)
 
     # ------------------------------------------------------------------------------------------ the timer's thread
@@ -213,11 +181,22 @@ class Watchdog:
     def _answer(self, name: str) -> None:
         communicator = self._process_group.communicator(name)
         try:
-            said = (*communicator.standing, *what_runs())
+            standing, doing = communicator.standing, what_runs()
         except Exception as exc:  # noqa: BLE001 - who asks hears why
             error = threads.failed("looking at a communicator", exc)
-            said = ("", 0, f"{COULD_NOT_LOOK}{error.detail}", ())
-        self._publish(communicator, _ANSWER, (self._process_group.rank, *said))
+            standing, doing = Standing("", 0), Doing(f"{COULD_NOT_LOOK}{error.detail}", ())
+        group = self._process_group
+        self._send(
+            Answer(
+                group_id=group.spec.group_id,
+                lane=name,
+                rank=group.rank,
+                place=standing.place,
+                seq=standing.seq,
+                doing=doing.what,
+                stack=list(doing.stack),
+            )
+        )
 
     def _look_at(self, communicator: MemberCommunicator, now_s: float) -> float:
         call, due_s, inquiry = communicator.call, communicator.since_s + QUIET_S, self._inquiries.get(communicator.name)
@@ -252,18 +231,11 @@ class Watchdog:
         _log.warning(text, communicator.op, group.spec.name, group.rank, QUIET_S, said)
 
     def _ask(self, communicator: MemberCommunicator, ranks: Sequence[int]) -> bool:
-        return self._publish(communicator, _QUESTION, ranks)
+        return self._send(Ask(group_id=self._process_group.spec.group_id, lane=communicator.name, ranks=list(ranks)))
 
-    def _publish(self, communicator: MemberCommunicator, name: str, value: Sequence[Any]) -> bool:
-        told = Publish(
-            group_id=self._process_group.spec.group_id,
-            lane=communicator.name,
-            generation="",
-            name=name,
-            value=pack(list(value)),
-        )
+    def _send(self, message: Answer | Ask) -> bool:
         try:
-            self._process_group.send(told)
+            self._process_group.send(message)
         except ConnectionLostError:  # its end ends the calls
             return False
         return True

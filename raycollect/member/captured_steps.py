@@ -33,7 +33,7 @@ from raycollect.errors import (
     kept,
     refusal,
 )
-from raycollect.member.exchange import ChannelExchange
+from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps
 from raycollect.observe.trace import PART

@@ -31,11 +31,12 @@ from raycollect.errors import (
     anew,
     kept,
 )
+from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.member_communicator import LAST_S
+from raycollect.group.process_group import ProcessGroup
 from raycollect.member import introspection
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
-from raycollect.member.exchange import ChannelExchange
-from raycollect.member.joined_group import JoinedGroup, JoinedGroups
+from raycollect.member.joined_groups import JoinedGroups
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.recording_agent import RecordingAgent
 from raycollect.member.reporter import Reporter
@@ -83,8 +84,8 @@ class Lease:
             threads.survives(self._wake, seq)
         threads.survives(self._captures.close, reason)
         threads.survives(self.plan_queue.close)
-        for joined_group in groups:
-            threads.survives(joined_group.close, reason)
+        for group in groups:
+            threads.survives(self._groups.close, group, reason)
         self._recording.end()
 
     # ------------------------------------------------------------------------------------------ programs
@@ -311,10 +312,10 @@ class Lease:
         self._wake(seq)
 
     def _broken(self, message: messages.Gone, error: InternalError) -> None:
-        joined_group = self._groups.by_id.get(message.group_id)  # nobody here knows any more who is left of it
-        if joined_group is not None:
+        group = self._groups.by_id.get(message.group_id)  # nobody here knows any more who is left of it
+        if group is not None:
             self._abort_plans(message.group_id, error.detail)
-            joined_group.close(error.detail)
+            self._groups.close(group, error.detail)
 
     def _abort(self, message: messages.Abort) -> None:
         self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
@@ -343,9 +344,9 @@ class Lease:
             self._reporter.tell_failure(message.seq, CaptureError(detail="this captured step is closed"))
 
     def _arrivals(self, message: messages.Arrivals) -> None:
-        joined_group = self._groups.by_id.get(message.group_id)
+        group = self._groups.by_id.get(message.group_id)
         if message.group_id:
-            exchange = joined_group.exchange if joined_group is not None else None
+            exchange = group.plans.exchange if group is not None else None
         else:
             exchange = self._exchanges.get(message.seq) or self._captures.exchange(message.seq)
         if exchange is not None:
@@ -361,20 +362,19 @@ class Lease:
         here = self._groups.by_id.get(message.group_id)
         if not message.died or here is None:
             return
-        who = here.process_group.describe(message.rank) if here.process_group is not None else f"rank {message.rank}"
-        actor_id = here.actor_ids[message.rank]
+        actor_id, reason = here.actor_ids[message.rank], f"{here.describe(message.rank)} died: {message.detail}"
         under_way = self._sequencer.running()
-        for group_id, joined_group in list(self._groups.by_id.items()):
-            if message.group_id not in (group_id, joined_group.spec.parent):
+        for group_id, group in list(self._groups.by_id.items()):
+            if message.group_id not in (group_id, group.spec.parent):
                 continue
-            end = partial(self._end_group, group_id, joined_group, f"{who} died: {message.detail}")
-            if not joined_group.lost(actor_id):
+            end = partial(self._end_group, group, reason)
+            if not group.plans.lost(actor_id):
                 timers.soon_or_now(LAST_S, partial(_aside, end))
             self._sequencer.when_ended(under_way, end)
 
-    def _end_group(self, group_id: str, joined_group: JoinedGroup, reason: str) -> None:
-        self._abort_plans(group_id, reason)
-        joined_group.disconnect()
+    def _end_group(self, group: ProcessGroup, reason: str) -> None:
+        self._abort_plans(group.spec.group_id, reason)
+        group.plans.disconnect()
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
         for seq, running in list(self._running.items()):
@@ -390,7 +390,7 @@ class Lease:
 def _aside(end: Callable[[], None]) -> None:
     """Ends a group in a thread of its own, as backends may wait when closed; here where none can be started."""
     try:
-        threads.start("raycollect-last", end)
+        threads.apart(threads.survives, end)
     except RuntimeError:
         end()
 
@@ -414,7 +414,16 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Collect: lambda lease, message: lease._recording.collect(message),
     messages.Gone: Lease._gone,
     **dict.fromkeys(
-        (messages.Deny, messages.Depart, messages.Drop, messages.Met, messages.Missed, messages.Publish),
+        (
+            messages.Answer,
+            messages.Ask,
+            messages.Deny,
+            messages.Depart,
+            messages.Drop,
+            messages.Met,
+            messages.Missed,
+            messages.Publish,
+        ),
         lambda lease, message: lease._groups.received(message),
     ),
 }
@@ -429,6 +438,5 @@ _FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
     messages.Gone: Lease._broken,
     **dict.fromkeys((messages.Leave, messages.Forget), lambda lease, message, error: None),  # nobody waits for that
     messages.Join: lambda lease, message, error: lease._groups.fail_join(message, error),
-    messages.Publish: lambda lease, message, error: lease._groups.by_id[message.group_id].give_up(error.detail),
 }
 """How to end what a message asked for if taking it in failed, so that whoever waits for it gets an error."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Collect, Collected, Record, Tick, Ticked
 from raycollect.core import threads
-from raycollect.member.joined_group import JoinedGroups
+from raycollect.member.joined_groups import JoinedGroups
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Ring, Tracer
@@ -56,7 +56,7 @@ class RecordingAgent:
         if message.ends:
             self._end_publishing()
         # Packing takes a while, and aborts come on this thread.
-        threads.start("raycollect-trace", self._tell_recorded, message.request, ring)
+        threads.apart(threads.survives, self._tell_recorded, message.request, ring)
 
     def end(self) -> None:
         """Stops recording."""

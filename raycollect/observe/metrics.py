@@ -70,7 +70,7 @@ class Publisher:
         self._meters = meters
         self._mark = 0
         self._over = threading.Event()
-        self._thread = threads.start("raycollect-metrics", self._work)
+        self._ended = threads.apart(self._work)
 
     def close(self) -> None:
         """Lets the thread publish the rest and end. Never waits."""
@@ -78,8 +78,7 @@ class Publisher:
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the end of the thread; False where it has not ended in time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return threads.has_ended(self._ended, timeout_s)
 
     def _work(self) -> None:
         while not self._over.wait(EVERY_S):

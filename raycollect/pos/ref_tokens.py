@@ -18,7 +18,7 @@ from raycollect.core.model import Key
 
 
 class RefTokenPool:
-    """Tokens made off the hot path, by a thread of its own; `size` of them are kept ready.
+    """Tokens made off the hot path, apart; `size` of them are kept ready.
 
     `on_gone` is called with a key when the last copy of its token is gone; on a thread of Ray's, must be quick.
     """
@@ -27,8 +27,8 @@ class RefTokenPool:
         self._on_gone = on_gone
         self._size = size
         self._ready: list[tuple[Any, list[Key]]] = []
-        self._changed = threading.Condition()
-        self._filler: threading.Thread | None = None
+        self._is_filling = False
+        self._lock = threading.Lock()
         first = self._make()
         self.supported: bool = first is not None
         """False where this Ray can't tell when a ref is gone."""
@@ -39,11 +39,12 @@ class RefTokenPool:
         """A token that stands for `key`; None where this Ray can't tell when a ref is gone."""
         if not self.supported:
             return None
-        with self._changed:
+        with self._lock:
             token, cell = self._ready.pop() if self._ready else (None, [])
-            if len(self._ready) < self._size // 2:
-                self._start_filler()
-                self._changed.notify()
+            fills = len(self._ready) < self._size // 2 and not self._is_filling
+            self._is_filling = self._is_filling or fills
+        if fills and not threads.survives(threads.apart, threads.survives, self._fill):
+            self._is_filling = False  # each `take` makes its own token meanwhile
         if token is None:
             made = self._make()
             token, cell = made if made is not None else (None, cell)
@@ -60,24 +61,17 @@ class RefTokenPool:
 
         return (token, cell) if ray_internals.on_last_ref(token, gone) else None
 
-    def _start_filler(self) -> None:
-        if self._filler is None:
-            threads.survives(self._begin)  # without it each `take` makes its own token
-
-    def _begin(self) -> None:
-        self._filler = threads.start("raycollect-tokens", threads.repeat, self._fill)
-
-    def _fill(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) < self._size // 2)
-        while self._add_one():
-            pass
-        return True
+    def _fill(self) -> None:
+        try:
+            while self._add_one():
+                pass
+        finally:
+            self._is_filling = False
 
     def _add_one(self) -> bool:
-        # In a call of its own, so that no local of the sleeping thread keeps a token alive.
+        # In a call of its own, so that no local keeps a token alive while the next one is made.
         made = self._make()
-        with self._changed:
+        with self._lock:
             if made is not None:
                 self._ready.append(made)
             return len(self._ready) < self._size

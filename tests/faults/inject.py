@@ -286,7 +286,7 @@ def _leave() -> None:
 
 def _exit_once_awaited() -> None:
     """Exits once the others of a `shm` group left the check: whoever is told of a death before that stops there."""
-    meeting = _participation("default").communicator._parts.meeting
+    meeting = _plans_of("default").communicator._parts.meeting
     words = meeting._words[::_WORD_STRIDE]
     while not all(word > words[meeting.rank] for rank, word in enumerate(words) if rank != meeting.rank):
         os.sched_yield()
@@ -306,9 +306,9 @@ DEATHS: dict[str, Callable[[], Any]] = {
 # ---------------------------------------------------------------------------------------------- control bytes
 
 
-def _participation(group: str) -> Any:
+def _plans_of(group: str) -> Any:
     groups: dict[str, Any] = Runtime.current()._lease._groups.by_id  # type: ignore[union-attr]
-    return next(one for one in groups.values() if one.spec.name == group)
+    return next(one for one in groups.values() if one.spec.name == group).plans
 
 
 def _flipped(data: bytes, at: int = 0) -> bytes:
@@ -335,7 +335,7 @@ def _on_link(injected: Injected, change: Callable[[bytes], bytes | None]) -> Non
 
 def _silence_bells(injected: Injected) -> None:
     """The bells of a `shm` group that this rank rings in this launch are lost, while the others sleep."""
-    meeting = _participation(injected.fault.group).communicator._parts.meeting
+    meeting = _plans_of(injected.fault.group).communicator._parts.meeting
     others = [rank for rank in range(len(meeting._words) // _WORD_STRIDE) if rank != meeting.rank]
     asleep = [rank * _WORD_STRIDE + _ASLEEP for rank in others]
     while not all(meeting._words[at] for at in asleep):
@@ -357,7 +357,7 @@ def _silence_bells(injected: Injected) -> None:
 
 def _flip_in_shared_memory(injected: Injected) -> None:
     """All ranks of a `shm` group read the same wrong arrival."""
-    meeting = _participation(injected.fault.group).communicator._parts.meeting
+    meeting = _plans_of(injected.fault.group).communicator._parts.meeting
 
     def wrap(bring: Any) -> Any:
         def once(launch: Any, arrival: bytes, until_s: float) -> Any:
@@ -372,7 +372,7 @@ def _flip_in_shared_memory(injected: Injected) -> None:
 
 def _mesh(injected: Injected) -> dict[int, Any]:
     """The connections of a `tcp` group, or of one whose library has its consistency check there."""
-    communicator = _participation(injected.fault.group).communicator
+    communicator = _plans_of(injected.fault.group).communicator
     peers: dict[int, Any] = getattr(communicator, "_mesh", communicator)._link._peers
     return peers
 

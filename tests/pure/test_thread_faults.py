@@ -58,6 +58,8 @@ def in_the_source() -> tuple[set[str], list[str]]:
     for path in Path(raycollect.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called == "threads.apart":
+                names.add("raycollect-apart")
             if called in ("threads.start", "threads.pool", "threads.beside", "Loop"):
                 first = cast(ast.Call, node).args[0]
                 if called == "threads.start" and path.name == "loop.py":
@@ -149,7 +151,7 @@ def test_the_next_record_is_posted_after_a_failure() -> None:
     assert put.get(timeout=WAIT_S).endswith(b"id of g")
 
 
-@fault_in("raycollect-direct")
+@fault_in("raycollect-apart")
 def test_who_waits_for_a_ref_that_ray_moves_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     came = SimpleQueue[Any]()
     caller = SimpleNamespace(heard=came.put)
@@ -159,10 +161,10 @@ def test_who_waits_for_a_ref_that_ray_moves_hears_of_a_failure(monkeypatch: pyte
     def wait() -> None:
         direct_transport.on_completed(object(), lambda value: caller.heard(value))
 
-    with fail_at(direct_transport, "get", thread="raycollect-direct"):
+    with fail_at(direct_transport, "get", thread="raycollect-apart"):
         wait()
         assert str(came.get(timeout=WAIT_S)).startswith(f"waiting for a ref failed: {BOOM}")
-    with fail_at(caller, "heard", thread="raycollect-direct"):
+    with fail_at(caller, "heard", thread="raycollect-apart"):
         wait()
     wait()
     assert came.get(timeout=WAIT_S) == "the value"
@@ -186,7 +188,7 @@ def test_what_the_other_side_of_an_update_of_vllm_raises_is_the_error(block: Exc
             raise block
 
 
-@fault_in("raycollect-torch")
+@fault_in("raycollect-apart")
 def test_who_waits_for_a_call_of_torch_gets_its_error() -> None:
     pytest.importorskip("torch")
     from raycollect.backends.torch_dist.calls import Calls
@@ -195,7 +197,7 @@ def test_who_waits_for_a_call_of_torch_gets_its_error() -> None:
     library: Any = SimpleNamespace(backend=None, rank=0, world_size=1, group_name="g")
     calls = Calls(library, launch, lambda launch: None)
     work = SimpleNamespace(wait=lambda timeout: True)
-    with fail_at(work, "wait", thread="raycollect-torch"), pytest.raises(TypeError, match="injected"):
+    with fail_at(work, "wait", thread="raycollect-apart"), pytest.raises(TypeError, match="injected"):
         calls._wait_beside(work)
     calls._wait_beside(work)
 
@@ -216,12 +218,12 @@ def run_barrier(communicator: Any) -> None:
     communicator.launch(launch, Kernel(kind=OpKind.BARRIER)).wait(WAIT_S)
 
 
-@fault_in("raycollect-nccl")
+@fault_in("raycollect-apart")
 def test_who_waits_for_a_communicator_of_nccl_gets_its_error() -> None:
     with gpus(1) as fake:
         maker = fake.cupy.cuda.nccl
         refused = pytest.raises(BackendUnavailableError, match="injected")
-        with fail_at(maker, "NcclCommunicator", thread="raycollect-nccl"), refused:
+        with fail_at(maker, "NcclCommunicator", thread="raycollect-apart"), refused:
             create(0, 1)
         made = create(0, 1)
         run_barrier(made)
@@ -239,9 +241,9 @@ def test_the_guard_of_nccl_looks_again() -> None:
         run_barrier(made)
 
 
-@fault_in("raycollect-nccl-abort")
+@fault_in("raycollect-apart")
 def test_an_abort_of_nccl_that_fails_harms_no_other_group() -> None:
-    with alone_on_a_gpu() as (made, _), fail_at(made._nccl, "abort", thread="raycollect-nccl-abort"):
+    with alone_on_a_gpu() as (made, _), fail_at(made._nccl, "abort", thread="raycollect-apart"):
         made._end_aside()
     with alone_on_a_gpu() as (made, _):
         run_barrier(made)

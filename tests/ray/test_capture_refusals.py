@@ -22,7 +22,7 @@ def refused(kind, match, record):
     """A block is refused, and holds no group."""
     with pytest.raises(kind, match=match) as caught, col.capture() as step:
         record(step)
-    assert not Controller.current().groups.in_use
+    assert not Controller.current().groups.held.ids
     with pytest.raises(errors.CaptureError, match="can't run"):
         step.run()
     return caught.value

@@ -27,7 +27,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -270,7 +270,7 @@ class NcclCommunicator(OnGpu):
             self._end_aside()
 
     def _end_aside(self) -> None:
-        _start(self._end)
+        threads.apart(threads.survives, self._end)
 
     def _end(self) -> None:
         with self._lock:
@@ -279,7 +279,7 @@ class NcclCommunicator(OnGpu):
         if is_over:
             return
         # Aside, and not under the lock: NCCL waits for all that is before its kernels on their stream, and for graphs
-        _start(self._nccl.abort).join(_ABORT_S)
+        threads.has_ended(threads.apart(threads.survives, self._nccl.abort), _ABORT_S)
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
         return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")
@@ -323,10 +323,6 @@ class NcclCommunicator(OnGpu):
         if is_reduced or folds(op, dtype):
             return ""
         return f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
-
-
-def _start(end: Callable[[], object]) -> threading.Thread:
-    return threads.start("raycollect-nccl-abort", end)
 
 
 class _Guard:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
@@ -77,7 +77,9 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     if rank == 0:
         rendezvous.put("nccl.id", unique_id(nccl))
     unique = rendezvous.get("nccl.id", timeout_s)
-    made = _Making(cupy, nccl, device, (spec.world_size, unique, rank)).wait(spec, rank, timeout_s)
+    # Apart, as the call blocks until all ranks are there
+    making = threads.apart(_connect, cupy, nccl, device, (spec.world_size, unique, rank))
+    made = _made(making, spec, rank, timeout_s)
     return Joined(communicator=made, device=device, version=version, capability=least, records=records)
 
 
@@ -168,47 +170,29 @@ def _ranks_on(places: Sequence[_Place], gpu: str) -> list[int]:
     return [rank for rank, place in enumerate(places) if place.gpu == gpu]
 
 
-class _Making:
-    """Makes the communicator in its own thread: the call blocks until all ranks are there, and can't be aborted."""
-
-    def __init__(self, cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> None:
-        self._cupy, self._nccl, self._device, self._arguments = cupy, nccl, device, arguments
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._left = False
-        self._made: Any = None
-        self._error: BaseException | None = None
-        threads.start("raycollect-nccl", self._make)
-
-    def wait(self, spec: GroupSpec, rank: int, timeout_s: float) -> Any:
-        """Waits for it; a communicator that comes too late is aborted."""
-        if not self._ended.wait(timeout_s):
-            with self._lock:
-                self._left, made = True, self._made
-            _abort(made)
-            detail = f"NCCL did not bring all {spec.world_size} ranks together within {timeout_s:g} s; {HINT}"
-            raise CollectiveTimeoutError(group_name=spec.name, timeout_s=timeout_s, detail=detail)
-        if self._error is not None:
-            detail = f"backend 'nccl': rank {rank} can't join: {said(self._error)}"
-            raise BackendUnavailableError(group_name=spec.name, detail=detail) from self._error
-        return self._made
-
-    def _make(self) -> None:
-        made = None
-        try:
-            self._cupy.cuda.Device(self._device).use()
-            made = connected(self._nccl, *self._arguments)
-        except BaseException as exc:  # noqa: BLE001 - the waiting thread gets it
-            if not isinstance(exc, RuntimeError):  # as all errors of cupy are
-                threads.failed("making a communicator of NCCL", exc)
-            self._error = exc.with_traceback(None)  # its frames hold this
-        with self._lock:
-            self._made, left = made, self._left
-        if left:
-            threads.survives(_abort, made)
-        self._ended.set()
+def _connect(cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> Any:
+    try:
+        cupy.cuda.Device(device).use()
+        return connected(nccl, *arguments)
+    except Exception as exc:
+        if not isinstance(exc, RuntimeError):  # as all errors of cupy are
+            threads.failed("making a communicator of NCCL", exc)
+        raise
 
 
-def _abort(made: Any) -> None:
-    if made is not None:
-        made.abort()
+def _made(making: Future[Any], spec: GroupSpec, rank: int, timeout_s: float) -> Any:
+    """Waits for a communicator; one that comes too late is aborted."""
+    if not threads.has_ended(making, timeout_s):
+        making.add_done_callback(_abort)
+        detail = f"NCCL did not bring all {spec.world_size} ranks together within {timeout_s:g} s; {HINT}"
+        raise CollectiveTimeoutError(group_name=spec.name, timeout_s=timeout_s, detail=detail)
+    error = making.exception()
+    if error is not None:
+        detail = f"backend 'nccl': rank {rank} can't join: {said(error)}"
+        raise BackendUnavailableError(group_name=spec.name, detail=detail) from error.with_traceback(None)
+    return making.result()
+
+
+def _abort(making: Future[Any]) -> None:
+    if making.exception() is None:
+        threads.survives(making.result().abort)

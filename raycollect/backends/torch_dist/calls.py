@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -116,25 +115,22 @@ class Calls:
 
     def _wait_beside(self, work: Any) -> None:
         # gloo ends a send or receive with a wait that is too short, other libraries the whole group: waits in a thread.
-        done, failed, device = threading.Event(), [], self.device
+        device = self.device
 
         def wait() -> None:
             try:
                 work.wait(self._left())
                 if device is not None:  # the wait may have been one of its queue only
                     getattr(torch, device.type).synchronize(device)
-            except Exception as exc:  # noqa: BLE001 - raised below
+            except Exception as exc:
                 if not isinstance(exc, RuntimeError):  # as all errors of torch are
                     threads.failed("waiting for a call of torch", exc)
-                failed.append(exc)
-            finally:
-                done.set()
+                raise
 
-        threads.start("raycollect-torch", wait)
-        while not done.wait(LOOK_S):
+        waiting = threads.apart(wait)
+        while not threads.has_ended(waiting, LOOK_S):
             self.look()
-        if failed:
-            raise failed.pop()
+        waiting.result()
 
     def _left(self) -> timedelta:
         return timedelta(seconds=max(self._until_s - time.monotonic(), 0.001))

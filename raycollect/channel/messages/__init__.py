@@ -1,8 +1,8 @@
 """The messages of a channel: one frozen class per message, and the table of them.
 
 A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To add one, decorate a class with
-`codec.message`: it is exported here, and the tests take it from `MESSAGES`. `Broken` may come from either end; `Drop`
-and `Publish` go from a member to the coordinator, and from there to the other members.
+`codec.message`: it is exported here, and the tests take it from `MESSAGES`. `Broken` may come from either end; `Drop`,
+`Publish`, `Ask` and `Answer` go from a member to the coordinator, and from there to other members.
 
 `seq` is a plan's number in its controller's order; in `Arrive` and `Arrivals` it is that of one launch. `error` is what
 `raycollect.errors.to_wire` made. The coordinator of a group is its controller, or rank 0 where the members formed the

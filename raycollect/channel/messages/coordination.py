@@ -70,6 +70,28 @@ class Publish(Message):
 
 
 @message
+class Ask(Message):
+    """A member asks some ranks of a communicator how far they have come, and what they are doing."""
+
+    group_id: str
+    lane: str
+    ranks: list[int]
+
+
+@message
+class Answer(Message):
+    """Answers `Ask`, to all ranks of the communicator: where the rank stands (`Standing`), and what runs (`Doing`)."""
+
+    group_id: str
+    lane: str
+    rank: int
+    place: str
+    seq: int
+    doing: str
+    stack: list[str]
+
+
+@message
 class Depart(Message):
     """A member has destroyed the group on its side."""
 

@@ -106,9 +106,9 @@ def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
     results = team.run(body, team.launch(timeout_s=0.2))
     assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
     assert fake.pending(own)
-    assert [one for one in threading.enumerate() if one.name == "raycollect-nccl-abort"]
+    assert [one for one in threading.enumerate() if one.name == "raycollect-apart"]
     fake.release(own)
-    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-nccl-abort"])
+    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-apart"])
     assert fake.counts["nccl.abort"] == 3
 
 
@@ -378,4 +378,4 @@ def test_all_threads_that_abort_end(three: tuple[Fake, GpuTeam]) -> None:
         communicator.close()
         with pytest.raises(RaycollectError):
             communicator.launch(team.launch(), Kernel(kind=sums(None).kind))
-    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-nccl-abort"])
+    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-apart"])

@@ -258,7 +258,7 @@ def test_a_member_that_never_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def making() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "raycollect-nccl"]
+    return [one for one in threading.enumerate() if one.name == "raycollect-apart"]
 
 
 @pytest.mark.parametrize("seed", range(3))

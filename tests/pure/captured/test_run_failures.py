@@ -306,10 +306,10 @@ def test_unreferenced_idle_step_is_closed_by_the_next_plan(fleet: Fleet) -> None
     controller = fleet.controller
     other = Fleet(controller, beside=fleet)
     tracker = fleet.begin()
-    controller.groups.hold(fleet.left)
+    controller.groups.held.hold(fleet.left)
     controller.abandon(fleet.runs.let_go_idle, (fleet.left,))
     assert not fleet.runs.is_closed
-    assert controller.groups.in_use == {fleet.left.spec.group_id}
+    assert controller.groups.held.ids == {fleet.left.spec.group_id}
     other.runs.abort(other.begin(), PlanAbortedError(detail="the end"))
     assert not fleet.runs.is_closed, "a run is under way"
     for at in range(4):
@@ -320,7 +320,7 @@ def test_unreferenced_idle_step_is_closed_by_the_next_plan(fleet: Fleet) -> None
     last.runs.abort(last.begin(), PlanAbortedError(detail="the end"))
     assert fleet.runs.is_closed
     assert tracker.error is None
-    assert controller.groups.in_use == set()
+    assert controller.groups.held.ids == set()
 
 
 def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:

@@ -145,11 +145,11 @@ def participant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(ray_internals, "node_address", lambda: HOST)
     monkeypatch.setattr(ray_internals, "current_class", lambda: "Worker")
     monkeypatch.setattr(ray_internals, "current_actor_id", lambda: "ab" * 16)
-    before = _threads("raycollect-join")
+    before = _threads("raycollect-apart")
     made = Runtime()
     yield made
     made._server.close()
-    for thread in _threads("raycollect-join") - before:
+    for thread in _threads("raycollect-apart") - before:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert made.process_groups._process_groups == {}

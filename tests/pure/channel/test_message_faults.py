@@ -15,6 +15,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.channel.messages import (
+    Ask,
     Collect,
     Deny,
     Depart,
@@ -47,12 +48,12 @@ from raycollect.errors import (
     RankReport,
     from_wire,
 )
+from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import PLANS, Coordinator
 from raycollect.group.membership import DATA, PROGRAM
+from raycollect.group.plan_communicator import PlanCommunicator
 from raycollect.member import lease as leases
 from raycollect.member import recording_agent, reporter
-from raycollect.member.exchange import ChannelExchange
-from raycollect.member.joined_group import JoinedGroup
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Recorder, Tracer, stacks, timeline_session
@@ -288,12 +289,8 @@ def test_a_member_s_place_in_a_hub_that_fails_ends_that_call(monkeypatch: pytest
         assert all(isinstance(from_wire(one.error), InternalError) for _, one in told)
         told.clear()
         with fail_at(Coordinator, "receive"):  # a question of one member to others: nobody's call
-            peer.received(cast(Any, None), replace_publish(group.spec.group_id))
+            peer.received(cast(Any, None), Ask(group_id=group.spec.group_id, lane="all", ranks=[0]))
         assert told == []
-
-
-def replace_publish(group_id: str) -> Publish:
-    return Publish(group_id=group_id, lane="all", generation="", name="?standing", value=b"")
 
 
 PUBLISHED = Publish(group_id="id of g", lane=PLANS, generation="id of g", name="name", value=b"")
@@ -321,7 +318,7 @@ def test_a_member_that_parts_is_answered_whatever_fails() -> None:
             assert came.get(timeout=WAIT_S) == Depart(group_id=group.spec.group_id)
 
 
-@pytest.mark.parametrize("name", ["received", "__init__"])
+@pytest.mark.parametrize("name", ["published", "__init__"])
 def test_what_a_participant_of_a_group_can_not_take_in_ends_its_joining(
     monkeypatch: pytest.MonkeyPatch, premises: Any, name: str
 ) -> None:
@@ -331,9 +328,9 @@ def test_what_a_participant_of_a_group_can_not_take_in_ends_its_joining(
     monkeypatch.setattr(backends, "load", lambda *_: waits)
     came = SimpleQueue[Any]()
     here = leases.Lease("me", "a test", cast(Any, SimpleNamespace(send=came.put)), premises)
-    with fail_at(JoinedGroup, name):
+    with fail_at(PlanCommunicator, name):
         here.received(_join())
-        if name == "received":
+        if name == "published":
             here.received(PUBLISHED)
         error = from_wire(came.get(timeout=WAIT_S).error)
     assert BOOM in str(error)

@@ -17,9 +17,9 @@ from raycollect.driver.dispatch import send_plan
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import KernelError, PlanAbortedError, ProtocolError, from_wire
+from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.membership import Membership
-from raycollect.member.exchange import ChannelExchange
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 
 WAIT_S = 20.0
@@ -261,9 +261,9 @@ def test_deferred_release_does_not_wait_for_a_derived_group(controller):
     membership = group("team", (5, 6))
     controller.groups.add(membership)
     for _ in range(3):
-        controller.groups.hold(membership)
-        controller.groups.release_later([membership])
-    assert len(controller.groups._unheld) == 1
+        controller.groups.held.hold(membership)
+        controller.groups.held.release_later([membership])
+    assert len(controller.groups.held._unheld) == 1
     controller.groups.destroy("team")
-    assert not controller.groups._unheld
-    assert not controller.groups.in_use
+    assert not controller.groups.held._unheld
+    assert not controller.groups.held.ids

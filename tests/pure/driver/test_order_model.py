@@ -39,8 +39,8 @@ from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import MismatchError, TensorLostError
+from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.membership import DATA, PROGRAM, Membership
-from raycollect.member.exchange import ChannelExchange
 from raycollect.pos import Absence
 from tests.pure.driver.test_plan_tracker_batches import group
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
@@ -167,8 +167,11 @@ class Fleet:
                 SimpleNamespace(
                     spec=membership.spec,
                     ordered=True,
-                    communicator=LocalCommunicator(world, rank),
-                    exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
+                    plans=SimpleNamespace(
+                        communicator=LocalCommunicator(world, rank),
+                        exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
+                        close=lambda reason: None,
+                    ),
                     close=lambda reason: None,
                 ),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raycollect.channel.messages import Deny, Depart, Done, Drop, Gone, Meet, Met, Missed, Publish, Stuck, Withdraw
+from raycollect.channel.messages import Ask, Deny, Depart, Done, Drop, Gone, Meet, Met, Missed, Publish, Stuck, Withdraw
 from raycollect.errors import MismatchError, ProtocolError, from_wire
 from raycollect.group.coordinator import PLANS, Coordinator, name_of_ranks, ranks_of
 
@@ -140,6 +140,13 @@ def test_a_stranger_to_a_lane_and_to_the_hub_breaks_the_protocol(gate):
         gate.receive(2, meet(lane="0>1"))
     with pytest.raises(ProtocolError):
         gate.receive(0, Done(seq=1, ranks=[], error=None, story=[]))
+
+
+def test_a_question_reaches_those_who_are_asked_in_the_lane(gate):
+    question = Ask(group_id="g", lane="2>0", ranks=[1, 2, 7])
+    assert gate.receive(0, question) == [(2, question)]
+    with pytest.raises(ProtocolError):
+        gate.receive(1, question)
 
 
 def test_lanes_by_name():

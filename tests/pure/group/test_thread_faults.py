@@ -14,22 +14,20 @@ from typing import Any
 import pytest
 
 from raycollect.channel import Hub
-from raycollect.channel.messages import Publish
-from raycollect.channel.packing import pack, unpack
+from raycollect.channel.messages import Ask
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
 from raycollect.errors import InternalError
-from raycollect.group import watchdog
+from raycollect.group import communicator_init, watchdog
 from raycollect.group.bootstrap import BootstrapRequest, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin
-from raycollect.group.communicator_init import CommunicatorInit
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from tests.faults.thread_failures import fail_at
 from tests.pure.group.test_member_communicator import Table, assert_set, start_calls, table
-from tests.pure.group.test_watchdog import HERE, Desk, said
+from tests.pure.group.test_watchdog import HERE, QUESTION, Desk
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
 __all__ = ["table"]  # a fixture
@@ -108,13 +106,13 @@ def test_a_launch_goes_on_whose_end_after_a_death_fails(table: Callable[..., Tab
         done.result(WAIT_S)
 
 
-@fault_in("raycollect-form")
+@fault_in("raycollect-apart")
 def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
     two: tuple[ProcessGroup, ProcessGroup],
 ) -> None:
     for slot in two:
         slot.communicator("all")._give_up()
-    with fail_at(CommunicatorInit, "_create", thread="raycollect-form"):
+    with fail_at(communicator_init, "make_communicator", thread="raycollect-apart"):
         errors = both(two, ProcessGroup.form)
     assert {type(error) for error in errors} == {InternalError}
     assert all(error.detail.startswith(f"forming the group failed: {BOOM}") for error in errors)
@@ -133,11 +131,11 @@ def test_the_thread_of_a_communicator_goes_on_with_the_next_call(two: tuple[Proc
     assert {type(one) for one in both(two, start)} == {Outcome}
 
 
-@fault_in("raycollect-fading")
+@fault_in("raycollect-apart")
 def test_a_hub_that_fades_ends_whatever_fails() -> None:
     star = CoordinatorServer("127.0.0.1", GroupSpec(name="g", group_id="", backend="tcp", world_size=2), "W0")
     board = SimpleNamespace(retract=lambda: None)
-    with fail_at(board, "retract", thread="raycollect-fading"):
+    with fail_at(board, "retract", thread="raycollect-apart"):
         star.fail(InternalError(detail="why"), lambda: board.retract())
         star.end()
     with pytest.raises(ConnectionRefusedError):
@@ -153,20 +151,19 @@ def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: py
     desk.the_communicator.call = 0
     desk.on_send = lambda message: answered.set()
     with fail_at(holder, "look" if holder is watchdog.Watchdog else "what_runs", thread="raycollect-timer"):
-        assert desk.watchdog.received(said("?standing", [1]))
+        desk.watchdog.received(QUESTION)
     assert answered.wait(WAIT_S)
     (answer,) = desk.sent
-    rank, place, seq, what, _ = unpack(answer.value)
     if holder is watchdog.Watchdog:
-        assert (rank, place, seq) == (1, *HERE)
+        assert (answer.rank, answer.place, answer.seq) == (1, *HERE)
     else:
-        assert what.startswith(f"could not look: looking at a communicator failed: {BOOM}")
-        assert desk.watchdog.received(said("?standing", [1]))
+        assert answer.doing.startswith(f"could not look: looking at a communicator failed: {BOOM}")
+        desk.watchdog.received(QUESTION)
 
 
 def test_a_question_that_fails_ends_no_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
     """A diagnostic does not harm what it looks at."""
-    question = Publish(group_id="", lane="all", generation="", name="?standing", value=pack([1]))
+    question = Ask(group_id="", lane="all", ranks=[1])
     met = threading.Event()
 
     def waits(communicator: Any, seq: int) -> Any:

@@ -170,7 +170,7 @@ def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.Monkey
     first, heard = _leased(premises)
     first.received(_join())
     assert began.wait(WAIT_S)
-    joining = [thread for thread in threading.enumerate() if thread.name == "raycollect-join"]
+    joining = [thread for thread in threading.enumerate() if thread.name == "raycollect-apart"]
     first.end("the controller is gone")
     second, other = _leased(premises)
     second.received(_join(group_id="another id"))  # the name is free again
@@ -271,7 +271,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
         members = [{"actor": f"W{rank}", "actor_id": f"actor {rank}", "ordered": True} for rank in range(2)]
         here.received(_join(name=both.spec.name, group_id=both.spec.group_id, members=members))
         for thread in threading.enumerate():
-            if thread.name == "raycollect-join":  # there is a communicator behind it
+            if thread.name == "raycollect-apart":  # there is a communicator behind it
                 thread.join(WAIT_S)
         gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
 
@@ -310,7 +310,7 @@ def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyP
             assert delay_s <= 1
             call()
         for thread in threading.enumerate():
-            if thread.name == "raycollect-last":
+            if thread.name == "raycollect-apart":
                 thread.join(WAIT_S)
         return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
 

@@ -1,0 +1,98 @@
+"""A member's end of the communicator that the driver's plans run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from raycollect.channel.messages import Message, Publish
+from raycollect.core.protocols import Communicator, Probing, Surviving
+from raycollect.errors import ConnectionLostError, GroupBrokenError, RaycollectError, kept
+from raycollect.group.channel_exchange import ChannelExchange
+from raycollect.group.communicator_init import make_communicator
+from raycollect.group.coordinator import PLANS
+from raycollect.group.hub_client import HubClient, HubRendezvous
+
+if TYPE_CHECKING:
+    from raycollect.group.process_group import ProcessGroup
+
+
+class PlanCommunicator:
+    """One member's end. Any thread may call it.
+
+    The controller has all members connect once, and orders the launches by the plans' numbers.
+
+    Attributes:
+        exchange: The agreement through the controller.
+        communicator: The backend's; None before `connect` has made it, and after `close`.
+        links: What `connect` has measured, as in `Joined`.
+    """
+
+    def __init__(self, owner: ProcessGroup) -> None:
+        send = owner.send  # neither this object nor its owner, which the exchange would keep
+
+        def tell(message: Message) -> None:
+            with suppress(ConnectionLostError):  # the end of the lease ends what waits
+                send(message)
+
+        self.exchange: ChannelExchange = ChannelExchange(owner.spec.group_id, owner.rank, tell)
+        self.communicator: Communicator | None = None
+        self.links: tuple[tuple[float, ...], ...] = ()
+        self._owner = owner
+        self._actor_ids = owner.actor_ids
+        self._group_name = owner.name
+        self._hub = HubClient(owner, PLANS)
+        self._hub.generation = owner.spec.group_id  # the only one
+
+    def connect(self, probe: Sequence[int] = ()) -> RaycollectError | None:
+        """Makes the communicator, which waits for the other members. Returns the error if that fails.
+
+        `probe` is as in `Join`: what was found is in `links`.
+        """
+        owner, hub = self._owner, self._hub
+        rendezvous = HubRendezvous(hub, hub.generation)
+        try:
+            made = make_communicator(owner.spec, owner.rank, rendezvous, self.exchange, owner.host)
+        except RaycollectError as exc:
+            return kept(exc)
+        if probe and isinstance(made, Probing):
+            self.links = tuple(made.probe([(turn, other) for turn, other in enumerate(probe, 1) if other >= 0]))
+        with hub.changed:
+            is_over = hub.stop is not None
+            self.communicator = None if is_over else made
+        if is_over:
+            made.close()
+        return None
+
+    def published(self, message: Publish) -> None:
+        """Another member has published what this one needs to connect; on the channel's thread."""
+        self._hub.published(message)
+
+    def lost(self, actor_id: str) -> bool:
+        """An actor's process has ended. Returns False if the caller has to end what is under way (`Surviving`)."""
+        communicator: object = self.communicator
+        if actor_id in self._actor_ids:
+            if not isinstance(communicator, Surviving):
+                return False
+            communicator.lost(self._actor_ids.index(actor_id))
+        return True
+
+    def give_up(self, reason: str) -> None:
+        """Ends all waits for what other members publish."""
+        hub = self._hub
+        with hub.changed:
+            hub.stop = hub.stop or GroupBrokenError(group_name=self._group_name, detail=reason)
+            hub.changed.notify_all()
+
+    def disconnect(self) -> None:
+        """Closes the communicator, so that the group keeps no memory of a member that has died."""
+        communicator = self.communicator
+        if communicator is not None:
+            communicator.close()
+
+    def close(self, reason: str) -> None:
+        """Lets go of all that plans hold here. Never waits; may be called twice."""
+        self.give_up(reason)
+        self.disconnect()
+        self.communicator = None
