@@ -268,6 +268,12 @@ class DoorbellClient:
         self._awake_until_s = time.monotonic() + YIELD_S
         return fits
 
+    def free(self, number: int) -> None:
+        """Lets the controller write to a cell again that was taken, where nothing is answered."""
+        memory = self._memory
+        memory.words[memory.answers[self._slot] + number % IN_FLIGHT * _WORDS] = number
+        memory.semaphores.take(self._slot)  # that of this cell, if it came without a sleep
+
     def wake(self) -> None:
         """Makes `take` return, now or when it is next called."""
         self._woken = True
