@@ -7,7 +7,7 @@ overtaken: the participant puts plans in order by their tickets.
 
 from __future__ import annotations
 
-from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient
+from raycollect.channel.doorbell import CELL_WORDS, IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient
 from raycollect.channel.messages import Order
 from raycollect.core.model import Segment
 
@@ -29,14 +29,14 @@ class OrderBell(Doorbell):
 
         After an exception, that of a signal, it must not be used any more: the order may have been sent.
         """
-        number, payload = self._number + 1, order.after + order.payload
-        if len(payload) > INLINE_NBYTES:
-            return False
-        if number > IN_FLIGHT and self.answer(0, number - IN_FLIGHT) is None:
+        memory, number, payload = self._memory, self._number + 1, order.after + order.payload
+        taken = memory.words[memory.answers[0] + number % IN_FLIGHT * CELL_WORDS]  # from this cell; 0: none
+        if len(payload) > INLINE_NBYTES or taken != max(number - IN_FLIGHT, 0):
             return False
         self._number = number
         flags = _TOGETHER * order.together | _IN_ORDER * order.in_order | _RINGS * order.rings
-        self.ring(0, number, flags, len(order.after), payload)
+        memory.write(memory.runs[0], number, flags, len(order.after), payload)
+        memory.semaphores.ring(0)
         return True
 
 
@@ -59,9 +59,9 @@ class OrderBellClient(DoorbellClient):
         entry = self.take(timeout_s)
         if entry is None:
             return None
-        number, flags, split, payload = entry
+        number, flags, split, message = entry
         self.free(number)
-        payload = payload or b""
+        payload = message or b""
         return Order(
             payload=payload[split:],
             together=bool(flags & _TOGETHER),

@@ -85,7 +85,8 @@ class Semaphores:
 
     def drain(self, rank: int) -> None:
         """Takes all posts that are there; look at the words afterwards, never before."""
-        while self._check(self._libc.try_wait(self._sems[rank])):
+        sem, take = self._sems[rank], self._libc.try_wait
+        while take(sem) == 0:
             pass
 
     @staticmethod

@@ -136,7 +136,6 @@ class Lease:
     def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
         ticket, keys, program, order = came
         handles, step = [], run_steps.here()
-        task = task or self._runtime.task_of(ticket.seq)
         step.begin(ticket.seq)
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
@@ -161,8 +160,8 @@ class Lease:
                     ring.waited("operands, and the others", came_s, ticket.seq)
             with between:
                 outcome = self._run(ticket.seq, keys, program, is_ordered, is_in_turn)
-            if task is not None:
-                keys_made = (task_key(task, i + 1) for i in range(len(outcome.outputs)))
+            if outcome.outputs and (task := task or self._runtime.task_of(ticket.seq)) is not None:
+                keys_made = [task_key(task, at) for at, _ in enumerate(outcome.outputs, 1)]
                 handles = list(map(self._runtime.keep_output, keys_made, outcome.outputs))
         except RaycollectError as exc:  # aborted before it came, or the store is full
             outcome = Outcome(error=kept(exc))

@@ -193,7 +193,11 @@ class PlanQueue:
         if bell is None:
             came = self._waiting.get()
         elif (order := bell.take_order(IDLE_S if self._waiting.empty() else 0.0)) is not None:
-            came = self._read(order)
+            try:
+                came = Came.of(order)
+            except ProtocolError:  # as on a connection, which ends then
+                self._reporter.link.close()
+                raise
         else:
             try:
                 came = self._waiting.get_nowait()
@@ -207,10 +211,3 @@ class PlanQueue:
         else:
             sequencer.after(ticket.seq, ticket.predecessor, partial(self._put, came))
         return True
-
-    def _read(self, order: Order) -> Came | None:
-        try:
-            return Came.of(order)
-        except ProtocolError:  # as on a connection, which ends then
-            self._reporter.link.close()
-            raise

@@ -91,7 +91,7 @@ class PlanSequencer:
     def start(self, seq: int, predecessor: int) -> str | None:
         """Waits for the predecessor's end. Returns why the plan must not run, or None; `end` must follow."""
         with self._lock:
-            if predecessor > self._settled and not self.has_ended(predecessor) and not self._closed:
+            if predecessor > self._settled and predecessor not in self._ended and not self._closed:
                 self._wait(seq, predecessor)
             if self._came:
                 ring, came_s = Tracer.current().ring, self._came.pop(seq, None)
