@@ -47,11 +47,6 @@ class Came(NamedTuple):
     program: Program
     order: Order | None  # None: an actor task has brought it
 
-    @classmethod
-    def of(cls, order: Order) -> Came:
-        """Reads an order; ProtocolError: it is malformed."""
-        return cls(*decode_order(order.payload), order)
-
 
 class PlanQueue:
     """The plans that have come to this participant. Any thread may call it.
@@ -87,7 +82,7 @@ class PlanQueue:
 
     def received(self, message: Order) -> None:
         """A plan came over the channel; on its thread. ProtocolError: it is malformed."""
-        self._put(Came.of(message))
+        self._put(Came(*decode_order(message.payload), message))
         if self._thread is None:
             self._thread = threads.start("raycollect-order", threads.repeat, self._take)
             if self._bell is not None:
@@ -194,7 +189,7 @@ class PlanQueue:
             came = self._waiting.get()
         elif (order := bell.take_order(IDLE_S if self._waiting.empty() else 0.0)) is not None:
             try:
-                came = Came.of(order)
+                came = Came(*decode_order(order.payload), order)
             except ProtocolError:  # as on a connection, which ends then
                 self._reporter.link.close()
                 raise

@@ -103,7 +103,7 @@ def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
     assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
     malformed = Order(payload=b"no plan", together=False, in_order=False, after=b"", rings=False)
     with pytest.raises(ProtocolError):
-        Came.of(malformed)
+        desk.queue.received(malformed)
     assert desk.order_bell.send(malformed)
     assert desk.told.get(timeout=WAIT_S) == "closed"
 
