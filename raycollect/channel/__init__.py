@@ -7,6 +7,7 @@
 `stream`                  a connection in blocking mode
 `server`, `client`        the listening end, the connecting ends
 `completion_bell`         wakes who waits for a plan, through shared memory
+`order_bell`              brings orders, through shared memory
 `refusals`                logs refused clients
 ========================  ====================================================================
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 from raycollect.channel.client import DataClient, Hub
 from raycollect.channel.completion_bell import CompletionBell, CompletionBellClient
 from raycollect.channel.endpoint import Link, LinkHandler
+from raycollect.channel.order_bell import OrderBell, OrderBellClient
 from raycollect.channel.server import DataLink, Server, ServerHandler
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "Hub",
     "Link",
     "LinkHandler",
+    "OrderBell",
+    "OrderBellClient",
     "Server",
     "ServerHandler",
 ]

@@ -43,7 +43,7 @@ _BY_CHANNEL = 1 << 63  # the length of a message that does not
 _PRESENT_NBYTES = 8
 _PRESENT = 1  # marks a taken slot; its core is added, counted from 1
 _MORE_BELLS = 2  # besides those of the slots: the controller's, and one that is never posted
-_WORDS = _CELL_NBYTES // 8
+CELL_WORDS = _CELL_NBYTES // 8
 _SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in case a wake-up is lost
 _RINGS_KEPT = 64
 
@@ -75,8 +75,8 @@ class _Memory:
         self.bytes = whole[_cells_at(slots) :]
         self.words = self.bytes.cast("Q")
         # The first words of each slot's rings: the cell of run n is the n-th, modulo the ring
-        self.runs = [2 * slot * IN_FLIGHT * _WORDS for slot in range(slots)]
-        self.answers = [(2 * slot + 1) * IN_FLIGHT * _WORDS for slot in range(slots)]
+        self.runs = [2 * slot * IN_FLIGHT * CELL_WORDS for slot in range(slots)]
+        self.answers = [(2 * slot + 1) * IN_FLIGHT * CELL_WORDS for slot in range(slots)]
 
     def _fence(self) -> None:
         # A full barrier: a call of libc, around which the GIL is released.
@@ -84,7 +84,7 @@ class _Memory:
 
     def write(self, ring: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
         """Fills a cell of a ring; False where the message does not fit, which the cell then says."""
-        words, nbytes, cell = self.words, len(payload), ring + number % IN_FLIGHT * _WORDS
+        words, nbytes, cell = self.words, len(payload), ring + number % IN_FLIGHT * CELL_WORDS
         fits = nbytes <= INLINE_NBYTES
         words[cell + 1] = seq
         words[cell + 2] = predecessor
@@ -153,7 +153,7 @@ class Doorbell:
     def answer(self, slot: int, number: int) -> bytes | None:
         """Returns what a slot has answered to a run; None: nothing yet, or it goes over the channel."""
         memory = self._memory
-        cell = memory.answers[slot] + number % IN_FLIGHT * _WORDS
+        cell = memory.answers[slot] + number % IN_FLIGHT * CELL_WORDS
         words = memory.words
         if words[cell] != number:
             return None
@@ -168,7 +168,7 @@ class Doorbell:
         now_s = time.monotonic()
         if now_s < self._awake_until_s:
             os.sched_yield()
-            words, cell = self._memory.words, self._memory.answers[slot] + number % IN_FLIGHT * _WORDS
+            words, cell = self._memory.words, self._memory.answers[slot] + number % IN_FLIGHT * CELL_WORDS
             while slot >= 0 and words[cell] != number and time.monotonic() < self._awake_until_s:
                 os.sched_yield()
             return
@@ -231,7 +231,7 @@ class DoorbellClient:
     def take(self, timeout_s: float) -> Entry | None:
         """Waits for the next run; returns None where the time is over, or `wake` was called."""
         memory, number = self._memory, self._number
-        words, cell = memory.words, memory.runs[self._slot] + number % IN_FLIGHT * _WORDS
+        words, cell = memory.words, memory.runs[self._slot] + number % IN_FLIGHT * CELL_WORDS
         awake_until_s, until_s = self._awake_until_s, 0.0
         is_unsettled = self._core_pin is not None
         while words[cell] != number:
@@ -248,7 +248,8 @@ class DoorbellClient:
                     self._settle()
                 os.sched_yield()
             else:
-                self._leave()
+                if self._core_pin is not None:
+                    self._leave()
                 memory.semaphores.wait(self._slot, min(until_s - now_s, _SLICE_S))
         self._number += 1
         payload = b"" if _IN_ORDER and not words[cell + 3] else memory.read(cell)
@@ -256,7 +257,7 @@ class DoorbellClient:
 
     def answer(self, number: int, payload: bytes) -> bool:
         """Answers a run that went well; returns False where the results have to go over the channel."""
-        memory, at = self._memory, number % IN_FLIGHT * _WORDS
+        memory, at = self._memory, number % IN_FLIGHT * CELL_WORDS
         words, present = memory.words, memory.present
         fits = memory.write(memory.answers[self._slot], number, 0, 0, payload)
         memory.semaphores.take(self._slot)  # that of this run, if it came without a sleep; and a full barrier
@@ -267,6 +268,13 @@ class DoorbellClient:
             memory.semaphores.ring(memory.slots)
         self._awake_until_s = time.monotonic() + YIELD_S
         return fits
+
+    def free(self, number: int) -> None:
+        """Lets the controller write to a cell again that was taken, where nothing is answered."""
+        memory = self._memory
+        if not _IN_ORDER:
+            memory._fence()
+        memory.words[memory.answers[self._slot] + number % IN_FLIGHT * CELL_WORDS] = number
 
     def wake(self) -> None:
         """Makes `take` return, now or when it is next called."""

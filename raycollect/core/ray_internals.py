@@ -213,6 +213,14 @@ def is_connected() -> bool:
     return bool(global_worker.connected) and not is_forked()
 
 
+def is_in(session: object) -> bool:
+    """True where this process is in that session, as `session` told it, and was not forked since."""
+    worker: Any = global_worker
+    return (
+        bool(worker.connected) and worker.core_worker is session and (not _inherited or session is not _inherited[-1])
+    )
+
+
 def before_shutdown(call: Callable[[], None]) -> Callable[[], None]:
     """Makes a call before `ray.shutdown()` ends this process's actors; returns what undoes that.
 

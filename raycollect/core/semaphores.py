@@ -30,10 +30,10 @@ class _LibC:
         self.try_wait = self._call(libc, "sem_trywait", ctypes.c_void_p)
         spec = ctypes.POINTER(_TimeSpec)
         if hasattr(libc, "sem_clockwait"):  # glibc 2.30 and later
-            self._clock_wait = self._call(libc, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, spec)
+            self.clock_wait = self._call(libc, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, spec)
         else:
-            self._clock_wait = None
-            self._timed_wait = self._call(libc, "sem_timedwait", ctypes.c_void_p, spec)
+            self.clock_wait = None
+            self.timed_wait = self._call(libc, "sem_timedwait", ctypes.c_void_p, spec)
 
     @staticmethod
     def _call(libc: ctypes.CDLL, name: str, *argtypes: Any) -> Any:
@@ -41,15 +41,6 @@ class _LibC:
         function.argtypes = argtypes
         function.restype = ctypes.c_int
         return function
-
-    def wait(self, sem: int, timeout_s: float) -> int:
-        # sem_timedwait counts by the wall clock, which may jump: callers wait in short slices.
-        now_s = time.monotonic() if self._clock_wait else time.time()
-        until_s = now_s + timeout_s
-        spec = _TimeSpec(int(until_s), int((until_s % 1.0) * 1e9))
-        if self._clock_wait:
-            return int(self._clock_wait(sem, _CLOCK_MONOTONIC, ctypes.byref(spec)))
-        return int(self._timed_wait(sem, ctypes.byref(spec)))
 
 
 class Semaphores:
@@ -76,7 +67,14 @@ class Semaphores:
 
     def wait(self, rank: int, timeout_s: float) -> bool:
         """Takes one post of a rank's own semaphore; False where none came in time, or a signal arrived."""
-        returned = self._libc.wait(self._sems[rank], timeout_s)
+        libc, sem = self._libc, self._sems[rank]
+        # sem_timedwait counts by the wall clock, which may jump: callers wait in short slices.
+        until_s = (time.monotonic() if libc.clock_wait else time.time()) + timeout_s
+        spec = _TimeSpec(int(until_s), int((until_s % 1.0) * 1e9))
+        if libc.clock_wait:
+            returned = libc.clock_wait(sem, _CLOCK_MONOTONIC, ctypes.byref(spec))
+        else:
+            returned = libc.timed_wait(sem, ctypes.byref(spec))
         return returned == 0 or self._check(returned)
 
     def take(self, rank: int) -> bool:
@@ -85,7 +83,8 @@ class Semaphores:
 
     def drain(self, rank: int) -> None:
         """Takes all posts that are there; look at the words afterwards, never before."""
-        while self._check(self._libc.try_wait(self._sems[rank])):
+        sem, take = self._sems[rank], self._libc.try_wait
+        while take(sem) == 0:
             pass
 
     @staticmethod

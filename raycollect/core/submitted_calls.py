@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -67,26 +67,25 @@ class SubmittedCalls:
 
 
 @contextmanager
-def all_held(calls: Iterable[SubmittedCalls]) -> Iterator[None]:
+def all_held(calls: Sequence[SubmittedCalls]) -> Iterator[None]:
     """Holds the locks of several actors, so that what is submitted takes its place on all of them at once.
 
     Who has one of these locks may want another one: Ray pickles the arguments of a call under it, and finalizers may
     run there, which make calls as well. So nobody waits for one of them for long while it has others.
     """
-    locks = [one.lock for one in calls]
     held = 0
     try:
-        while held < len(locks):
-            if locks[held].acquire(timeout=_PATIENT_S if held else -1):
+        while held < len(calls):
+            if calls[held].lock.acquire(timeout=_PATIENT_S if held else -1):
                 held += 1
             else:
                 while held:
                     held -= 1
-                    locks[held].release()
+                    calls[held].lock.release()
         yield
     finally:
-        for lock in locks[:held]:
-            lock.release()
+        for one in calls[:held]:
+            one.lock.release()
 
 
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor

@@ -13,6 +13,7 @@ from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.driver_rank import with_results
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
@@ -128,7 +129,7 @@ class Call:
         tracker, submission = request_list.send(self.controller, STAGING_NBYTES, is_batch=False)
         if async_op:
             return Work(self.controller, tracker, request_list.results[0], submission)
-        return wait_for(self.controller, tracker, request_list.results[0])
+        return with_results(wait_for(self.controller, tracker, request_list.results[0]))
 
     # ------------------------------------------------------------------------------------------ binding
 

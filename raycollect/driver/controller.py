@@ -64,9 +64,7 @@ class Controller:
     def running(cls) -> Controller | None:
         """The controller of this process and Ray session, if there is one; starts nothing."""
         current = cls._current
-        if current is None or not ray_internals.is_connected() or current.session is not ray_internals.session():
-            return None
-        return current
+        return current if current is not None and ray_internals.is_in(current.session) else None
 
     @classmethod
     def is_rank_of(cls, group_name: GroupLike) -> bool:
@@ -204,9 +202,12 @@ class Controller:
     def release_bell(self, bell: CompletionBell) -> None:
         """Ends a claim; nobody looks at the bell any more."""
         for tracker in tuple(self._trackers.values()):
-            if tracker.bell is not None:
-                unheard = None if tracker.resolved else PlanAbortedError(detail="its caller was interrupted")
-                self.send(tracker, [] if unheard is None else tracker.fail(unheard))
+            if tracker.bell is None:
+                continue
+            if not tracker.resolved:
+                self.send(tracker, tracker.fail(PlanAbortedError(detail="its caller was interrupted")))
+            elif tracker.has_ended:
+                self._trackers.pop(tracker.seq, None)
         bell.release()
 
     def tracker(self, seq: int) -> PlanTracker | None:

@@ -11,6 +11,7 @@ something, as its refs are the task's returns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -54,6 +55,8 @@ from raycollect.planner import (
 from raycollect.planner.ir import Operands
 
 _BELL_SLOT = attrgetter("bell_slot")
+_CALLS = attrgetter("calls")
+_NOTHING_HELD: AbstractContextManager[None] = nullcontext()
 
 ORDER_NBYTES = MAX_FRAME_NBYTES - 256  # the longest program, with its keys, that goes by the channel
 
@@ -191,8 +194,7 @@ def send_prepared(
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
         # All at once: another thread's call, of which one more may need the result, would else come behind the plan on
         # one actor, and that call before it on another. First: a signal that comes in this wait leaves no plan behind.
-        taken = [] if by_channel else [peer.calls for peer in peers if peer.calls is not None]
-        with all_held(taken):
+        with _NOTHING_HELD if by_channel else all_held(list(filter(None, map(_CALLS, peers)))):
             tracker = PlanTracker(next(controller.numbers), planned, memberships, refs)
             controller.register(tracker)
             rings = bell is not None

@@ -67,12 +67,17 @@ class Groups:
 
     def named(self, name: Any) -> Membership:
         """A declared group; raises UnknownGroupError where there is none of that name."""
-        if self.is_declared(name):
-            if self._draining:
-                with self._changing:  # until its members are those that it will have
-                    pass
-            return self._named[name]
-        raise unknown(name, f"not declared; declared are {sorted(self._named) or 'none'}")
+        found = self.find(name)
+        if found is None:
+            raise unknown(name, f"not declared; declared are {sorted(self._named) or 'none'}")
+        return found
+
+    def find(self, name: Any) -> Membership | None:
+        """A declared group; None where there is none of that name."""
+        if self._draining:
+            with self._changing:  # until its members are those that it will have
+                pass
+        return self._named.get(name) if isinstance(name, str) else None
 
     def is_declared(self, name: Any) -> bool:
         """Whether a group of that name is declared."""

@@ -100,17 +100,15 @@ def _again(controller: Controller, asked: _Asked) -> _Known | None:
     known: _Known | None = controller.known_calls.get(asked)
     if known is None:
         return None
-    groups = controller.groups
-    if groups.is_declared(asked.group_name):
-        now: Membership | None = groups.named(asked.group_name)
-    else:
-        now = groups.derived(asked.actors) if known.membership.is_derived else None
+    now = controller.groups.find(asked.group_name)
+    if now is None and known.membership.is_derived:
+        now = controller.groups.derived(asked.actors)
     return known if now is known.membership else None
 
 
 def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, async_op: bool) -> Any:
-    memberships, results = (known.membership,), [refs[at] for at in known.order]
-    operands = {keys[at]: refs[at] for at in known.order}
+    memberships, results = (known.membership,), list(map(refs.__getitem__, known.order))
+    operands = dict(zip(map(keys.__getitem__, known.order), results, strict=True))
     if async_op:
         tracker = send_prepared(controller, known.prepared, memberships, operands)
         submission = Submission(

@@ -10,11 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
-from raycollect.channel import Link
+from raycollect.channel import Link, OrderBell
 from raycollect.channel.messages import (
     Collected,
     Go,
     Keeps,
+    Listens,
     Measured,
     Message,
     Order,
@@ -115,6 +116,8 @@ class ParticipantLink:
         self._controller_id = controller_id
         self.last_seq = 0
         self.bell_slot = -1  # its word at the controller's bell
+        self.order_bell: OrderBell | None = None
+        self._listens = False  # whether it takes orders from there
         self.group_ids: set[str] = set()
         self.link: Link | None = None
         self.barriers: dict[int, StartBarrier] = {}
@@ -187,11 +190,17 @@ class ParticipantLink:
             link.close()
 
     def order(self, message: Order) -> None:
-        """Sends a program by the channel, past the methods that wait in the actor's queue."""
+        """Sends a program by the order bell or the channel, past the methods that wait in the actor's queue."""
         link = self.link
         if link is None or self._lost:
             raise ConnectionLostError(detail="its connection has ended")
-        link.send(message)
+        try:
+            is_sent = self._listens and self.order_bell is not None and self.order_bell.send(message)
+        except BaseException:  # a signal
+            self._listens = False
+            raise
+        if not is_sent:
+            link.send(message)
 
     def unsent(self, exc: Exception, rank: int) -> RaycollectError:
         """What to tell where something could not be sent to it, for the reason that `exc` gives."""
@@ -268,6 +277,10 @@ class ParticipantLink:
             self._collect_part(message)
         elif isinstance(message, _ANSWERS):
             self._answered_by(message.request, message)
+        elif isinstance(message, Listens):
+            self._listens = True
+            if self.order_bell is not None:
+                self.order_bell.close()  # it is open at both ends
         elif isinstance(message, Keeps):
             if len(self._keeping) < MOST_METHODS:
                 self._keeping.add(message.method)
@@ -284,6 +297,8 @@ class ParticipantLink:
             self._answer = kept(reason)
             self._answered.set()
         self._lost = True
+        if self.order_bell is not None:
+            self.order_bell.close()
         if self._lent_tokens is not None:
             threads.survives(self._lent_tokens.end, lambda: None)
         threads.survives(self._end_questions)

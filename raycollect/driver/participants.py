@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import asdict, astuple, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel import CompletionBell, Hub
+from raycollect.channel import CompletionBell, Hub, OrderBell
 from raycollect.channel.messages import (
     Bye,
     Join,
@@ -152,6 +153,10 @@ class Participants:
         if self._bell is not None:
             peer.bell_slot = self._bell.take_slot()
             hello["bell"] = [*astuple(self._bell.segment), peer.bell_slot]
+        with suppress(OSError):  # this system has no memory to share, or none is left
+            peer.order_bell = None if peer.is_here else OrderBell()
+        if peer.order_bell is not None:
+            hello["orders"] = astuple(peer.order_bell.segment)
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             peer.welcome(max(deadline_s - monotonic(), 0.1))

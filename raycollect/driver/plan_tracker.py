@@ -174,12 +174,13 @@ class PlanTracker:
             return self.wait_for_word(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._resolved:
+            left_s = until_s - time.monotonic()
+            if left_s > 0:
+                bell.wait(left_s)
             if bell.has_rung(self.seq, self.bell_slots):
                 self._ended(range(len(self.plan.participants)), None, ())
-            elif (left_s := until_s - time.monotonic()) > 0:
-                bell.wait(left_s)
-            else:
-                return False
+            elif left_s <= 0:
+                return self._resolved
         return True
 
     def wait_for_word(self, timeout_s: float | None) -> bool:

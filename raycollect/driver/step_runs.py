@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from math import inf
 from time import monotonic
 from typing import Any
@@ -136,7 +137,8 @@ class StepRuns:
             tracker.is_fenced = fence
             controller.register(tracker)
             self._under_way.append(tracker)
-            with all_held([peer.calls for peer, _ in self._links if peer.calls is not None] if fence else ()):
+            calls = [peer.calls for peer, _ in self._links if peer.calls is not None] if fence else []
+            with all_held(calls) if fence else nullcontext():
                 for at, (peer, slot) in enumerate(self._links):
                     predecessor, payload = peer.last_seq, arguments[at]
                     if fence:

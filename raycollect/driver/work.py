@@ -307,7 +307,7 @@ class Work(UnderWay):
 
 
 def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
-    """`Work.wait_or_cancel`, without a `Work` where all goes well."""
+    """`Work.wait_or_cancel`, without a `Work` where all goes well; returns what stands for results as it is."""
     try:
         stall_report.wait(controller, tracker, None)
     except BaseException as exc:
@@ -315,7 +315,7 @@ def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
         if isinstance(exc, (KeyboardInterrupt, SystemExit)):
             unheard.cancel()
         raise
-    return with_results(refs) if tracker.error is None else Work(controller, tracker, refs).wait()
+    return refs if tracker.error is None else Work(controller, tracker, refs).wait()
 
 
 @contextmanager

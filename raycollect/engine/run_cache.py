@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,15 @@ class RunCache:
     blobs: tuple[bytes, ...]  # that all brought
     schedule: KernelSchedule  # that followed from them
     block: FusionBuffer | None
+    # All that it does, where that is one kernel on the operands themselves
+    move: LaunchStep | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        move = None
+        if self.block is None and len(self.schedule.bundles) == 1 and len(self.schedule.bundles[0].moves) == 1:
+            (one,) = self.schedule.bundles[0].moves
+            move = one if len(one.kernels) == 1 and one == LaunchStep(*one[:4]) else None
+        object.__setattr__(self, "move", move)
 
     @staticmethod
     def recall(program: Program, containers: Sequence[Container], store: Store) -> RunCache | None:
@@ -102,15 +111,6 @@ class RunCache:
             return places_of(containers) == self.places and not store.is_dirty(self.ranges)
         except TypeError:  # a tensor has no memory any more
             return False
-
-    @property
-    def move(self) -> LaunchStep | None:
-        """All that it does, where that is one kernel on the operands themselves; else None."""
-        bundles = self.schedule.bundles
-        if self.block is not None or len(bundles) != 1 or len(bundles[0].moves) != 1:
-            return None
-        (move,) = bundles[0].moves
-        return move if len(move.kernels) == 1 and move == LaunchStep(*move[:4]) else None
 
     def remember(self, containers: Sequence[Container]) -> None:
         """Remembers it with the first container, tied to the others."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel import CompletionBellClient, Link, messages
+from raycollect.channel import CompletionBellClient, Link, OrderBellClient, messages
 from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
 from raycollect.engine.execution import Execution, Outcome
@@ -37,7 +37,7 @@ from raycollect.group.process_group import ProcessGroup
 from raycollect.member import introspection
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
 from raycollect.member.joined_groups import JoinedGroups
-from raycollect.member.plan_queue import PlanQueue
+from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.recording_agent import RecordingAgent
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
@@ -58,6 +58,7 @@ class Lease:
         link: Link,
         runtime: Runtime,
         bell: CompletionBellClient | None = None,
+        order_bell: OrderBellClient | None = None,
     ) -> None:
         self.controller = controller
         self.description = description
@@ -74,7 +75,13 @@ class Lease:
         self._tracer = Tracer.current()
         self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer, self._groups)
         self.plan_queue: PlanQueue = PlanQueue(
-            self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock
+            self._store,
+            self._sequencer,
+            self._reporter,
+            runtime.finished_calls,
+            runtime.method_lock,
+            self.run_ordered,
+            order_bell,
         )
 
     def end(self, reason: str) -> None:
@@ -113,22 +120,23 @@ class Lease:
         self._sequencer.after(seq, predecessor, lambda: submit(self.run_fenced, payload))
         return True
 
-    def run_program(self, payload: bytes, task: bytes | None, order: messages.Order | None = None) -> Any:
+    def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """Runs this participant's part in a plan, tells the controller how it ended, and returns its outputs' handles.
 
         Args:
             payload: What `planner.encode_order` made.
             task: The id of the actor task that brought it; outputs are kept under its returns.
-            order: The message that brought it instead, past the methods that wait in the actor's queue.
 
         Raises:
             RaycollectError: The plan failed and had outputs here, so that users of their refs get the error.
         """
-        ticket, keys, program = decode_order(payload)
-        if order is None:
-            self.plan_queue.reached(ticket.seq)
+        came = Came(*decode_order(payload), order=None)
+        self.plan_queue.reached(came.ticket.seq)
+        return self._carry_out(came, task)
+
+    def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
+        ticket, keys, program, order = came
         handles, step = [], run_steps.here()
-        task = task or self._runtime.task_of(ticket.seq)
         step.begin(ticket.seq)
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
@@ -153,8 +161,8 @@ class Lease:
                     ring.waited("operands, and the others", came_s, ticket.seq)
             with between:
                 outcome = self._run(ticket.seq, keys, program, is_ordered, is_in_turn)
-            if task is not None:
-                keys_made = (task_key(task, i + 1) for i in range(len(outcome.outputs)))
+            if outcome.outputs and (task := task or self._runtime.task_of(ticket.seq)) is not None:
+                keys_made = [task_key(task, at) for at, _ in enumerate(outcome.outputs, 1)]
                 handles = list(map(self._runtime.keep_output, keys_made, outcome.outputs))
         except RaycollectError as exc:  # aborted before it came, or the store is full
             outcome = Outcome(error=kept(exc))
@@ -168,17 +176,17 @@ class Lease:
             raise anew(outcome.error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
-    def run_ordered(self, order: messages.Order) -> None:
+    def run_ordered(self, came: Came) -> None:
         """Does what `run_program` does for a program that came past the actor's queue, and raises nothing."""
         try:
-            self.run_program(order.payload, None, order)
+            self._carry_out(came)
         except RaycollectError:
             pass  # the controller was told
         except SystemExit:  # as in an actor task it ends the actor, and not just this thread
             self._runtime.exits()
             os._exit(1)
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
-            self._not_begun(order, threads.failed("carrying out an order", exc))
+            self._not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
 
     def _run(self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, is_in_turn: bool) -> Outcome:
         sequencer = self._sequencer
@@ -299,8 +307,7 @@ class Lease:
                 raise
             finish(self, message, threads.failed(f"taking in {type(message).__name__}", exc))
 
-    def _not_begun(self, message: messages.Run | messages.Order, error: InternalError) -> None:
-        seq = decode_order(message.payload)[0].seq if isinstance(message, messages.Order) else message.seq
+    def _not_begun(self, seq: int, error: InternalError) -> None:
         self._sequencer.end(seq)  # what comes after it goes on
         self._reporter.tell_failure(seq, error)
 
@@ -407,7 +414,7 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     ),
     messages.Run: Lease._run_came,
     messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
-    messages.Order: lambda lease, message: lease.plan_queue.received(message, lease.run_ordered),
+    messages.Order: lambda lease, message: lease.plan_queue.received(message),
     messages.Go: lambda lease, message: lease.plan_queue.go(message),
     messages.Record: lambda lease, message: lease._recording.record(message),
     messages.Tick: lambda lease, message: lease._recording.tick(message),
@@ -433,7 +440,8 @@ _FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
         (messages.Survey, messages.Measure, messages.Look, messages.Record, messages.Tick, messages.Collect),
         lambda lease, message, error: lease._reporter.tell_unable(message.request, error),
     ),
-    **dict.fromkeys((messages.Run, messages.Order), Lease._not_begun),
+    messages.Run: lambda lease, message, error: lease._not_begun(message.seq, error),
+    messages.Order: lambda lease, message, error: lease._not_begun(decode_order(message.payload)[0].seq, error),
     **dict.fromkeys((messages.Abort, messages.Arrivals, messages.Go), Lease._stopped),
     messages.Gone: Lease._broken,
     **dict.fromkeys((messages.Leave, messages.Forget), lambda lease, message, error: None),  # nobody waits for that

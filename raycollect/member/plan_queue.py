@@ -1,7 +1,10 @@
-"""Plans that come over the channel, past the methods in the actor's queue.
+"""Plans that come over the channel or from the order bell, past the methods in the actor's queue.
 
 They run one after the other, on a thread of their own; each between two methods if the actor's methods come one by
 one. A plan then holds up its actor's methods until the other participants have come.
+
+What comes one way may overtake what comes the other. A plan whose predecessor has not ended is laid aside until it has,
+so that the thread never waits for a plan that it would have to run itself.
 
 A plan in program order waits for the last call before it, and so takes the place that an actor task would have. In a
 group with ``ordering="data"`` no participant begins before it has its operands, and if one may have to wait for
@@ -14,28 +17,44 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
-from raycollect.channel.messages import Behind, Go, Order, Ready, Waiting
+from raycollect.channel import OrderBellClient
+from raycollect.channel.messages import Behind, Go, Listens, Order, Ready, Waiting
 from raycollect.core import threads
 from raycollect.core.model import Key
-from raycollect.errors import PlanAbortedError
+from raycollect.errors import PlanAbortedError, ProtocolError
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import run_steps
-from raycollect.planner import decode_order
+from raycollect.planner import Program, Ticket, decode_order
 from raycollect.pos import Absence, State, Store
 
 ASK_S = 0.05
 """How long a plan waits for a call that has not ended, though no method runs, before it asks the controller."""
 
+IDLE_S = 60.0
+"""How long the thread waits at the order bell, in seconds; whoever needs it wakes it."""
+
+
+class Came(NamedTuple):
+    """A plan that has come."""
+
+    ticket: Ticket
+    keys: Sequence[Key]
+    program: Program
+    order: Order | None  # None: an actor task has brought it
+
 
 class PlanQueue:
     """The plans that have come to this participant. Any thread may call it.
 
-    Methods that Ray calls hold `method_lock` if they come one by one.
+    Args:
+        run: Carries out a plan, and raises nothing.
+        bell: Where the controller may ring; None: all comes over the channel.
+        method_lock: What methods that Ray calls hold if they come one by one.
     """
 
     def __init__(
@@ -45,24 +64,34 @@ class PlanQueue:
         reporter: Reporter,
         finished_calls: FinishedCalls,
         method_lock: threading.Lock,
+        run: Callable[[Came], object],
+        bell: OrderBellClient | None = None,
     ) -> None:
         self._store = store
         self._finished_calls = finished_calls
         self._sequencer = sequencer
         self._reporter = reporter
         self._method_lock = method_lock
-        self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # None: no more will come
+        self._run = run
+        self._bell = bell
+        self._waiting: SimpleQueue[Came | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
         self._going = threading.Condition()
         self._cleared = 0  # the plan of the latest `Go`
         self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
 
-    def received(self, message: Order, run: Callable[[Order], object]) -> None:
-        """A plan came, which `run` carries out; on the channel's thread. ProtocolError: it is malformed."""
-        decode_order(message.payload)  # the result is cached
-        self._waiting.put(partial(run, message))
+    def received(self, message: Order) -> None:
+        """A plan came over the channel; on its thread. ProtocolError: it is malformed."""
+        self._put(Came(*decode_order(message.payload), message))
         if self._thread is None:
             self._thread = threads.start("raycollect-order", threads.repeat, self._take)
+            if self._bell is not None:
+                self._reporter.tell(Listens())
+
+    def _put(self, came: Came | None) -> None:
+        self._waiting.put(came)
+        if self._bell is not None:
+            self._bell.wake()
 
     def go(self, message: Go) -> None:
         """All participants of a plan are ready; on the channel's thread."""
@@ -88,7 +117,7 @@ class PlanQueue:
 
     def close(self) -> None:
         """Ends the thread after what has come, which the sequencer has refused by now."""
-        self._waiting.put(None)
+        self._put(None)
         self.wake()
 
     def wait_for_call(self, task: bytes, seq: int) -> None:
@@ -155,8 +184,25 @@ class PlanQueue:
         return self._cleared == seq or self._sequencer.reason(seq) is not None
 
     def _take(self) -> bool:
-        run = self._waiting.get()
-        if run is None:
+        bell = self._bell
+        if bell is None:
+            came = self._waiting.get()
+        elif (order := bell.take_order(IDLE_S if self._waiting.empty() else 0.0)) is not None:
+            try:
+                came = Came(*decode_order(order.payload), order)
+            except ProtocolError:  # as on a connection, which ends then
+                self._reporter.link.close()
+                raise
+        else:
+            try:
+                came = self._waiting.get_nowait()
+            except Empty:
+                return True
+        if came is None:
             return False
-        run()
+        ticket, sequencer = came.ticket, self._sequencer
+        if sequencer.has_ended(ticket.predecessor):
+            self._run(came)
+        else:
+            sequencer.after(ticket.seq, ticket.predecessor, partial(self._put, came))
         return True

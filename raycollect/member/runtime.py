@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from raycollect.backends import Gpu, arrays, gpus, streams
-from raycollect.channel import CompletionBellClient, DataLink, Link, Server
+from raycollect.channel import CompletionBellClient, DataLink, Link, OrderBellClient, Server
 from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
 from raycollect.core import ray_internals, threads
 from raycollect.core.call_tokens import LentToken
@@ -282,13 +282,13 @@ class Runtime:
     def opened(self, link: Link, hello: dict[str, Any]) -> None:
         """A controller connected: it gets the lease, or hears which controller has it (P10)."""
         controller, description = str(hello.get("controller")), str(hello.get("description"))
-        bell = _open_bell(hello.get("bell"))
+        bell, order_bell = _open_bell(hello.get("bell")), _open_order_bell(hello.get("orders"))
         with self._lock:
             if self._lease is not None and self._lease.controller != controller:
                 error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
                 link.send(Refused(error=to_wire(error)))
                 return
-            before, self._lease = self._lease, Lease(controller, description, link, self, bell)
+            before, self._lease = self._lease, Lease(controller, description, link, self, bell, order_bell)
             self._lenders.open(_lender(link))
             keeping = sorted(self._keeping)
         if before is not None:
@@ -332,6 +332,14 @@ def _open_bell(where: Any) -> CompletionBellClient | None:
     try:
         *segment, slot = where
         return CompletionBellClient(Segment(*segment), slot)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _open_order_bell(where: Any) -> OrderBellClient | None:
+    """Where this participant may get orders; None if there is none, or it is out of reach."""
+    try:
+        return OrderBellClient(Segment(*where))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -62,7 +62,7 @@ class PlanSequencer:
         with self._lock:
             if self._closed:
                 return
-            if not self._has_ended(predecessor):
+            if not self.has_ended(predecessor):
                 self._later.setdefault(predecessor, []).append(go)
                 ring = Tracer.current().ring
                 if ring is not None:
@@ -75,7 +75,7 @@ class PlanSequencer:
         with self._lock:
             if self._closed:
                 return
-            left = {seq for seq in seqs if not self._has_ended(seq)}
+            left = {seq for seq in seqs if not self.has_ended(seq)}
             for seq in left:
                 self._later.setdefault(seq, []).append(partial(self._one_less, left, seq, go))
         if not left:
@@ -91,7 +91,7 @@ class PlanSequencer:
     def start(self, seq: int, predecessor: int) -> str | None:
         """Waits for the predecessor's end. Returns why the plan must not run, or None; `end` must follow."""
         with self._lock:
-            if predecessor > self._settled and not self._has_ended(predecessor) and not self._closed:
+            if predecessor > self._settled and predecessor not in self._ended and not self._closed:
                 self._wait(seq, predecessor)
             if self._came:
                 ring, came_s = Tracer.current().ring, self._came.pop(seq, None)
@@ -112,7 +112,7 @@ class PlanSequencer:
         ring = Tracer.current().ring
         began_s = 0.0 if ring is None else ring.clock()
         run_steps.here().at = "waits for the one before it"
-        while not self._has_ended(predecessor) and not self._closed:
+        while not self.has_ended(predecessor) and not self._closed:
             self._waiting += 1
             self._changed.wait()
             self._waiting -= 1
@@ -123,7 +123,7 @@ class PlanSequencer:
         """Waits until a plan has ended, however, or `close` was called."""
         with self._lock:
             self._waiting += 1
-            self._changed.wait_for(lambda: self._has_ended(seq) or self._closed)
+            self._changed.wait_for(lambda: self.has_ended(seq) or self._closed)
             self._waiting -= 1
 
     def end(self, seq: int) -> None:
@@ -142,7 +142,7 @@ class PlanSequencer:
     def abort(self, seq: int, reason: str) -> bool:
         """Notes that a plan is aborted. Returns True if it has ended already, which changes nothing."""
         with self._lock:
-            if self._has_ended(seq):
+            if self.has_ended(seq):
                 return True
             self._aborted[seq] = reason
             return False
@@ -168,8 +168,7 @@ class PlanSequencer:
 
     def has_ended(self, seq: int) -> bool:
         """Whether a plan has ended here, however; all before a plan that has begun have."""
-        with self._lock:
-            return self._has_ended(seq)
+        return seq in self._ended or seq <= self._settled  # in this order: it may go from the one to the other
 
     def running(self) -> tuple[int, ...]:
         """The plans that run now."""
@@ -185,6 +184,3 @@ class PlanSequencer:
                 return self._changed.wait_for(lambda: not under_way & self._running, timeout_s)
             finally:
                 self._waiting -= 1
-
-    def _has_ended(self, seq: int) -> bool:
-        return seq <= self._settled or seq in self._ended

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 from raycollect.core.codec import Codec
 from raycollect.core.model import KEY_NBYTES, Key
@@ -32,11 +33,13 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
     end = _HEAD.size + count * KEY_NBYTES
     if len(data) < end:
         raise ProtocolError(detail=f"a dispatch of {len(data)} bytes with {count} keys")
-    keys = tuple(Key(data[at : at + KEY_NBYTES]) for at in range(_HEAD.size, end, KEY_NBYTES))
+    keys: list[Any] = []  # of `Key`, which is a name for `bytes`
+    for at in range(_HEAD.size, end, KEY_NBYTES):
+        keys.append(data[at : at + KEY_NBYTES])  # noqa: PERF401 - a comprehension takes longer
     program = decode_program(data[end:])
     if program.keys != count:
         raise ProtocolError(detail=f"{count} keys for a program of {program.keys}")
-    return Ticket(seq, predecessor), keys, program
+    return Ticket(seq, predecessor), tuple(keys), program
 
 
 encode_program: Callable[[Program], bytes] = _PROGRAMS.encode

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Order
 from raycollect.core.model import Key, task_key
 from raycollect.core.submitted_calls import SubmittedCalls
@@ -81,17 +82,21 @@ class Line:
             self._carry(message)
 
 
-class InOrder(Line):
+class Fickle(OrderBell):
+    """One that leaves every third order to the channel."""
+
+    def send(self, order: Order) -> bool:
+        return dispatch_number(order.payload) % 3 != 0 and super().send(order)
+
+
+class Noting(ParticipantLink):
     """One that notes orders as they are sent."""
 
-    def __init__(self, carry: Callable[[Any], None], note: Callable[[Order], None]) -> None:
-        super().__init__(carry)
-        self._note = note
+    note: Callable[[Order], None]
 
-    def send(self, message: Any) -> None:
-        if isinstance(message, Order):
-            self._note(message)
-        super().send(message)
+    def order(self, message: Order) -> None:
+        self.note(message)
+        super().order(message)
 
 
 class Turn:
@@ -154,15 +159,19 @@ class Site:
             task_of=lambda seq: None,
         )
         self._hub = Line(lambda message: tell(self.peer, message))
-        self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises))
+        order_bell = Fickle()
+        client = OrderBellClient(order_bell.segment)
+        self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises), None, client)
         self.queue = Line(lambda task: task())
         info = {"participant": True, "actor": premises.actor, "actor_id": premises.actor_id, "incarnation": "i"}
         self.finished_calls = premises.finished_calls
         self.fences = 0  # how many came
         self.calls = SubmittedCalls()
         actor = SimpleNamespace(_raycollect_run=self, _raycollect_fence=SimpleNamespace(options=self._fence_options))
-        self.peer = ParticipantLink(owner, info, actor, calls=self.calls)
-        self.peer.link = InOrder(self.lease.received, self._note_order)  # type: ignore[assignment]
+        self.peer = Noting(owner, info, actor, calls=self.calls)
+        self.peer.note = self._note_order
+        self.peer.order_bell = order_bell
+        self.peer.link = Line(self.lease.received)  # type: ignore[assignment]
 
     def close(self) -> None:
         self.queue.close()

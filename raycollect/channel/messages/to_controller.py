@@ -15,6 +15,11 @@ class Welcome(Message):
 
 
 @message
+class Listens(Message):
+    """A participant has begun to take orders from the controller's order bell."""
+
+
+@message
 class Refused(Message):
     """The lease is not granted."""
 

@@ -1,14 +1,111 @@
-"""Plans behind a call whose end can't be told."""
+"""Plans that overtake each other on their ways, or are behind a call whose end can't be told."""
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raycollect.channel import OrderBell, OrderBellClient
+from raycollect.channel.messages import Listens, Order
+from raycollect.errors import ProtocolError
 from raycollect.group.membership import PROGRAM
+from raycollect.member.finished_calls import FinishedCalls
+from raycollect.member.plan_queue import Came, PlanQueue
+from raycollect.member.sequencer import PlanSequencer
+from raycollect.planner import Ticket
+from raycollect.pos import Store
 from tests.pure.channel.test_message_faults import WAIT_S, crew_of
 from tests.pure.driver.test_order_model import without_ray
-from tests.pure.member.test_lease import premises
+from tests.pure.member.test_lease import _plan, premises
 from tests.pure.sites import Method
 
 __all__ = ["premises", "without_ray"]  # fixtures
+
+
+class Desk:
+    """A plan queue, both ways to it, and what it carries out."""
+
+    def __init__(self) -> None:
+        self.sequencer = PlanSequencer()
+        self.ran: SimpleQueue[int] = SimpleQueue()
+        self.told: SimpleQueue[Any] = SimpleQueue()
+        link = SimpleNamespace(close=lambda: self.told.put("closed"))
+        reporter = cast(Any, SimpleNamespace(tell=self.told.put, link=link))
+        self.order_bell = OrderBell()
+        client = OrderBellClient(self.order_bell.segment)
+        locks = FinishedCalls(), threading.Lock()
+        self.queue = PlanQueue(Store(), self.sequencer, reporter, *locks, self._run, client)
+
+    def _run(self, came: Came) -> None:
+        assert self.sequencer.start(came.ticket.seq, came.ticket.predecessor) is None
+        self.sequencer.end(came.ticket.seq)
+        self.ran.put(came.ticket.seq)
+
+    def close(self) -> None:
+        self.queue.close()
+        self.order_bell.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.close()
+
+
+def order(seq: int, predecessor: int) -> Order:
+    payload = _plan(Ticket(seq=seq, predecessor=predecessor))
+    return Order(payload=payload, together=False, in_order=False, after=b"", rings=False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_run_in_their_order_whichever_way_overtakes_the_other(desk: Desk, seed: int) -> None:
+    """Each way keeps its own order."""
+    chance = random.Random(seed)
+    desk.queue.received(order(1, 0))
+    ways: tuple[list[Order], list[Order]] = ([], [])
+    for seq in range(2, 12):
+        ways[chance.randrange(2)].append(order(seq, seq - 1))
+    while any(ways):
+        at = chance.choice([at for at in (0, 1) if ways[at]])
+        if at:
+            desk.queue.received(ways[1].pop(0))
+        else:
+            assert desk.order_bell.send(ways[0].pop(0))
+    assert [desk.ran.get(timeout=WAIT_S) for _ in range(11)] == [*range(1, 12)]
+
+
+def test_a_plan_waits_for_what_runs_elsewhere_and_holds_up_none_that_need_not_wait(desk: Desk) -> None:
+    desk.sequencer.start(5, 0)  # a run of a captured step
+    desk.queue.received(order(6, 5))
+    assert desk.order_bell.send(order(7, 0))
+    assert desk.ran.get(timeout=WAIT_S) == 7
+    desk.sequencer.end(5)
+    assert desk.ran.get(timeout=WAIT_S) == 6
+
+
+def test_the_controller_hears_once_that_it_may_ring(desk: Desk) -> None:
+    for seq in (1, 2):
+        desk.queue.received(order(seq, seq - 1))
+        assert desk.ran.get(timeout=WAIT_S) == seq
+    assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
+    assert desk.told.empty()
+
+
+def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
+    desk.queue.received(order(1, 0))
+    assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
+    malformed = Order(payload=b"no plan", together=False, in_order=False, after=b"", rings=False)
+    with pytest.raises(ProtocolError):
+        desk.queue.received(malformed)
+    assert desk.order_bell.send(malformed)
+    assert desk.told.get(timeout=WAIT_S) == "closed"
 
 
 def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:

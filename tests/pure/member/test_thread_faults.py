@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from raycollect import backends
+from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Message, Order, Unable
 from raycollect.core import ray_internals
 from raycollect.core.model import Key
@@ -202,20 +203,42 @@ def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.Monke
 @fault_in("raycollect-order")
 def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
-    desk = SimpleNamespace(run=lambda order: done.set())
-    made = PlanQueue(Store(), PlanSequencer(), cast(Any, None), FinishedCalls(), threading.Lock())
+    desk = SimpleNamespace(run=lambda came: done.set())
+    made = _queue(lambda came: desk.run(came))
     order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
     with fail_at(desk, "run", thread="raycollect-order"):
-        made.received(order, lambda order: desk.run(order))
-    made.received(order, lambda order: desk.run(order))
+        made.received(order)
+    made.received(order)
     assert done.wait(WAIT_S)
     made.close()
 
 
 @fault_in("raycollect-order")
+def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
+    done = threading.Event()
+    order_bell = OrderBell()
+    client = OrderBellClient(order_bell.segment)
+    made = _queue(lambda came: done.set(), client)
+    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
+    with fail_at(client, "take_order", thread="raycollect-order"):
+        made.received(order)
+        assert done.wait(WAIT_S)
+    done.clear()
+    assert order_bell.send(order)
+    assert done.wait(WAIT_S)
+    made.close()
+    order_bell.close()
+
+
+def _queue(run: Any, order_bell: OrderBellClient | None = None) -> PlanQueue:
+    reporter = cast(Any, SimpleNamespace(tell=lambda message: None))
+    return PlanQueue(Store(), PlanSequencer(), reporter, FinishedCalls(), threading.Lock(), run, order_bell)
+
+
+@fault_in("raycollect-order")
 def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Hears]) -> None:
     here, heard = leased
-    with fail_at(Lease, "run_program", thread="raycollect-order"):
+    with fail_at(Lease, "_carry_out", thread="raycollect-order"):
         here.received(
             Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
         )

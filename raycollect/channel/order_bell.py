@@ -1,0 +1,71 @@
+"""Orders through shared memory, to a participant on the controller's host: a doorbell with one slot.
+
+The thread that carries out orders sleeps on the slot's semaphore, so that no other thread has to read a connection for
+it. An order that finds no free cell, or is too long for one, goes over the channel. It may overtake others then, or be
+overtaken: the participant puts plans in order by their tickets.
+"""
+
+from __future__ import annotations
+
+from raycollect.channel.doorbell import CELL_WORDS, IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient
+from raycollect.channel.messages import Order
+from raycollect.core.model import Segment
+
+_TOGETHER, _IN_ORDER, _RINGS = 1, 2, 4
+
+
+class OrderBell(Doorbell):
+    """The controller's end; for one thread at a time.
+
+    Raises:
+        OSError: This system has no anonymous shared memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def send(self, order: Order) -> bool:
+        """Sends an order; False where it has to go over the channel.
+
+        After an exception, that of a signal, it must not be used any more: the order may have been sent.
+        """
+        memory, number, payload = self._memory, self._number + 1, order.after + order.payload
+        taken = memory.words[memory.answers[0] + number % IN_FLIGHT * CELL_WORDS]  # from this cell; 0: none
+        if len(payload) > INLINE_NBYTES or taken != max(number - IN_FLIGHT, 0):
+            return False
+        self._number = number
+        flags = _TOGETHER * order.together | _IN_ORDER * order.in_order | _RINGS * order.rings
+        memory.write(memory.runs[0], number, flags, len(order.after), payload)
+        memory.semaphores.ring(0)
+        return True
+
+
+class OrderBellClient(DoorbellClient):
+    """A participant's end. One thread takes orders; any thread may call `wake`.
+
+    Args:
+        segment: The controller's `OrderBell.segment`.
+
+    Raises:
+        OSError: The controller is gone, or does not let this process see its memory.
+        ValueError: It is no such memory.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment, 0)
+
+    def take_order(self, timeout_s: float) -> Order | None:
+        """Waits for the next order; returns None where the time is over, or `wake` was called."""
+        entry = self.take(timeout_s)
+        if entry is None:
+            return None
+        number, flags, split, message = entry
+        self.free(number)
+        payload = message or b""
+        return Order(
+            payload=payload[split:],
+            together=bool(flags & _TOGETHER),
+            in_order=bool(flags & _IN_ORDER),
+            after=payload[:split],
+            rings=bool(flags & _RINGS),
+        )
