@@ -85,7 +85,8 @@ class _Runtime(Runtime):
 
     def take(self, order: Order) -> None:
         """Runs a program after those before; ConnectionLostError: the lease has ended."""
-        self.leased().plan_queue.received(order)
+        lease = self.leased()
+        lease.plan_queue.received(order, lease.run_ordered)
 
     def close(self) -> None:
         self._is_closed = True

@@ -153,10 +153,10 @@ class Participants:
         if self._bell is not None:
             peer.bell_slot = self._bell.take_slot()
             hello["bell"] = [*astuple(self._bell.segment), peer.bell_slot]
-        with suppress(OSError):  # this system has no memory to share, or none is left
-            peer.order_bell = None if peer.is_here else OrderBell()
-        if peer.order_bell is not None:
-            hello["orders"] = astuple(peer.order_bell.segment)
+        if member.machine == ray_internals.machine_id() and not peer.is_here:
+            with suppress(OSError):  # this system has no memory to share, or none is left
+                peer.order_bell = OrderBell()
+                hello["orders"] = astuple(peer.order_bell.segment)
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             peer.welcome(max(deadline_s - monotonic(), 0.1))

@@ -80,7 +80,6 @@ class Lease:
             self._reporter,
             runtime.finished_calls,
             runtime.method_lock,
-            self.run_ordered,
             order_bell,
         )
 
@@ -388,10 +387,11 @@ class Lease:
             if group_id in running.program.group_ids and not self._sequencer.abort(seq, reason):
                 self._wake(seq)
 
-    def _measure(self, message: messages.Measure) -> None:
-        running = self._running.get(message.seq)
-        bytes_done = self._captures.bytes_done(message.seq) if running is None else running.bytes_done()
-        self._reporter.tell(introspection.measure(message, self._sequencer, bytes_done))
+
+def _measure(lease: Lease, message: messages.Measure) -> None:
+    running = lease._running.get(message.seq)
+    bytes_done = lease._captures.bytes_done(message.seq) if running is None else running.bytes_done()
+    lease._reporter.tell(introspection.measure(message, lease._sequencer, bytes_done))
 
 
 def _aside(end: Callable[[], None]) -> None:
@@ -408,13 +408,13 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Abort: Lease._abort,
     messages.Arrivals: Lease._arrivals,
     messages.Survey: lambda lease, message: lease._reporter.tell(introspection.survey(message, lease._store)),
-    messages.Measure: Lease._measure,
+    messages.Measure: _measure,
     messages.Look: lambda lease, message: lease._reporter.tell(
         introspection.look(message, lease._runtime.instruments, lease._sequencer)
     ),
     messages.Run: Lease._run_came,
     messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
-    messages.Order: lambda lease, message: lease.plan_queue.received(message),
+    messages.Order: lambda lease, message: lease.plan_queue.received(message, lease.run_ordered),
     messages.Go: lambda lease, message: lease.plan_queue.go(message),
     messages.Record: lambda lease, message: lease._recording.record(message),
     messages.Tick: lambda lease, message: lease._recording.tick(message),

@@ -52,7 +52,6 @@ class PlanQueue:
     """The plans that have come to this participant. Any thread may call it.
 
     Args:
-        run: Carries out a plan, and raises nothing.
         bell: Where the controller may ring; None: all comes over the channel.
         method_lock: What methods that Ray calls hold if they come one by one.
     """
@@ -64,7 +63,6 @@ class PlanQueue:
         reporter: Reporter,
         finished_calls: FinishedCalls,
         method_lock: threading.Lock,
-        run: Callable[[Came], object],
         bell: OrderBellClient | None = None,
     ) -> None:
         self._store = store
@@ -72,7 +70,6 @@ class PlanQueue:
         self._sequencer = sequencer
         self._reporter = reporter
         self._method_lock = method_lock
-        self._run = run
         self._bell = bell
         self._waiting: SimpleQueue[Came | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
@@ -80,11 +77,14 @@ class PlanQueue:
         self._cleared = 0  # the plan of the latest `Go`
         self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
 
-    def received(self, message: Order) -> None:
-        """A plan came over the channel; on its thread. ProtocolError: it is malformed."""
+    def received(self, message: Order, run: Callable[[Came], object]) -> None:
+        """A plan came over the channel; on its thread. ProtocolError: it is malformed.
+
+        `run` carries out this one, and all that will come; it raises nothing.
+        """
         self._put(Came(*decode_order(message.payload), message))
         if self._thread is None:
-            self._thread = threads.start("raycollect-order", threads.repeat, self._take)
+            self._thread = threads.start("raycollect-order", threads.repeat, partial(self._take, run))
             if self._bell is not None:
                 self._reporter.tell(Listens())
 
@@ -183,7 +183,7 @@ class PlanQueue:
     def _may_go(self, seq: int) -> bool:
         return self._cleared == seq or self._sequencer.reason(seq) is not None
 
-    def _take(self) -> bool:
+    def _take(self, run: Callable[[Came], object]) -> bool:
         bell = self._bell
         if bell is None:
             came = self._waiting.get()
@@ -202,7 +202,7 @@ class PlanQueue:
             return False
         ticket, sequencer = came.ticket, self._sequencer
         if sequencer.has_ended(ticket.predecessor):
-            self._run(came)
+            run(came)
         else:
             sequencer.after(ticket.seq, ticket.predecessor, partial(self._put, came))
         return True

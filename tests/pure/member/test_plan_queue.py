@@ -40,7 +40,10 @@ class Desk:
         self.order_bell = OrderBell()
         client = OrderBellClient(self.order_bell.segment)
         locks = FinishedCalls(), threading.Lock()
-        self.queue = PlanQueue(Store(), self.sequencer, reporter, *locks, self._run, client)
+        self.queue = PlanQueue(Store(), self.sequencer, reporter, *locks, client)
+
+    def received(self, message: Order) -> None:
+        self.queue.received(message, self._run)
 
     def _run(self, came: Came) -> None:
         assert self.sequencer.start(came.ticket.seq, came.ticket.predecessor) is None
@@ -68,14 +71,14 @@ def order(seq: int, predecessor: int) -> Order:
 def test_plans_run_in_their_order_whichever_way_overtakes_the_other(desk: Desk, seed: int) -> None:
     """Each way keeps its own order."""
     chance = random.Random(seed)
-    desk.queue.received(order(1, 0))
+    desk.received(order(1, 0))
     ways: tuple[list[Order], list[Order]] = ([], [])
     for seq in range(2, 12):
         ways[chance.randrange(2)].append(order(seq, seq - 1))
     while any(ways):
         at = chance.choice([at for at in (0, 1) if ways[at]])
         if at:
-            desk.queue.received(ways[1].pop(0))
+            desk.received(ways[1].pop(0))
         else:
             assert desk.order_bell.send(ways[0].pop(0))
     assert [desk.ran.get(timeout=WAIT_S) for _ in range(11)] == [*range(1, 12)]
@@ -83,7 +86,7 @@ def test_plans_run_in_their_order_whichever_way_overtakes_the_other(desk: Desk, 
 
 def test_a_plan_waits_for_what_runs_elsewhere_and_holds_up_none_that_need_not_wait(desk: Desk) -> None:
     desk.sequencer.start(5, 0)  # a run of a captured step
-    desk.queue.received(order(6, 5))
+    desk.received(order(6, 5))
     assert desk.order_bell.send(order(7, 0))
     assert desk.ran.get(timeout=WAIT_S) == 7
     desk.sequencer.end(5)
@@ -92,18 +95,18 @@ def test_a_plan_waits_for_what_runs_elsewhere_and_holds_up_none_that_need_not_wa
 
 def test_the_controller_hears_once_that_it_may_ring(desk: Desk) -> None:
     for seq in (1, 2):
-        desk.queue.received(order(seq, seq - 1))
+        desk.received(order(seq, seq - 1))
         assert desk.ran.get(timeout=WAIT_S) == seq
     assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
     assert desk.told.empty()
 
 
 def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
-    desk.queue.received(order(1, 0))
+    desk.received(order(1, 0))
     assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
     malformed = Order(payload=b"no plan", together=False, in_order=False, after=b"", rings=False)
     with pytest.raises(ProtocolError):
-        desk.queue.received(malformed)
+        desk.received(malformed)
     assert desk.order_bell.send(malformed)
     assert desk.told.get(timeout=WAIT_S) == "closed"
 

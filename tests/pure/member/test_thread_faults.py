@@ -204,11 +204,11 @@ def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.Monke
 def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda came: done.set())
-    made = _queue(lambda came: desk.run(came))
+    made = _queue()
     order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
     with fail_at(desk, "run", thread="raycollect-order"):
-        made.received(order)
-    made.received(order)
+        made.received(order, lambda came: desk.run(came))
+    made.received(order, lambda came: desk.run(came))
     assert done.wait(WAIT_S)
     made.close()
 
@@ -218,10 +218,10 @@ def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
     done = threading.Event()
     order_bell = OrderBell()
     client = OrderBellClient(order_bell.segment)
-    made = _queue(lambda came: done.set(), client)
+    made = _queue(client)
     order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
     with fail_at(client, "take_order", thread="raycollect-order"):
-        made.received(order)
+        made.received(order, lambda came: done.set())
         assert done.wait(WAIT_S)
     done.clear()
     assert order_bell.send(order)
@@ -230,9 +230,9 @@ def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
     order_bell.close()
 
 
-def _queue(run: Any, order_bell: OrderBellClient | None = None) -> PlanQueue:
+def _queue(order_bell: OrderBellClient | None = None) -> PlanQueue:
     reporter = cast(Any, SimpleNamespace(tell=lambda message: None))
-    return PlanQueue(Store(), PlanSequencer(), reporter, FinishedCalls(), threading.Lock(), run, order_bell)
+    return PlanQueue(Store(), PlanSequencer(), reporter, FinishedCalls(), threading.Lock(), order_bell)
 
 
 @fault_in("raycollect-order")
