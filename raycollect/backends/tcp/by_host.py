@@ -45,7 +45,7 @@ from raycollect.backends.completion import (
 from raycollect.backends.folds import finish, fold, is_widened
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Batch
-from raycollect.backends.tcp.run import CHUNK_NBYTES, READ_FIRST, Run, Staging, Steps
+from raycollect.backends.tcp.run import CHUNK_NBYTES, READ_FIRST, Run, Staging, Steps, chunk_size
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 
 _Spans = Sequence[Sequence[slice]]
@@ -244,7 +244,7 @@ class HostRun(Run):
 
     def _reducescatter(self, kernel: Kernel) -> None:
         src, dst = scattered_reduction(kernel, self._ranks, self._me)
-        give, step = dict(zip(self._ranks, src, strict=True)), self._step(dst.dtype, len(src))
+        give, step = dict(zip(self._ranks, src, strict=True)), chunk_size(dst.dtype, len(src))
         if kernel.most * dst.dtype.itemsize * len(src) <= WHOLE_UP_TO_NBYTES:
             super()._reducescatter(kernel)
             return
@@ -280,7 +280,7 @@ class HostRun(Run):
     def _allgather(self, kernel: Kernel) -> None:
         give, take = transfers(kernel, self._ranks, self._me)
         own = give[self._me]
-        step = self._step(own.dtype, len(self._ranks))
+        step = chunk_size(own.dtype, len(self._ranks))
         if kernel.most * own.dtype.itemsize <= WHOLE_UP_TO_NBYTES:
             super()._transfer(kernel)
             return
@@ -319,7 +319,7 @@ class HostRun(Run):
             super()._broadcast(kernel)
             return
         if src is not None and dst is not None:
-            keep_own({root: src}, {root: dst}, root, self._step(src.dtype))
+            keep_own({root: src}, {root: dst}, root, chunk_size(src.dtype))
         spans = metered(whole.size, CHUNK_NBYTES // whole.dtype.itemsize)
         passed = self._sent_from_root if self._me == root else self._passed_on
         self._go(passed(root, whole, lo, hi) for lo, hi in spans)

@@ -35,6 +35,11 @@ _SLOTS = 2
 Steps = Iterator[Batch]  # A chunk in progress: yields the batches that it waits for
 
 
+def chunk_size(dtype: np.dtype[np.generic], share: int = 1) -> int:
+    """How many elements a chunk has of which a rank sends or stages so many shares at a time."""
+    return max(1, min(CHUNK_NBYTES // max(1, share), FRAME_NBYTES) // dtype.itemsize)
+
+
 class Staging:
     """Memory in which chunks wait to be folded; kept across kernels, because its first touch is slow."""
 
@@ -79,7 +84,7 @@ class Run:
         if kernel.kind not in (OpKind.ALLREDUCE, OpKind.REDUCE) or not self._others:
             return False
         src = source(kernel)
-        most = min(AHEAD_NBYTES // src.dtype.itemsize, self._step(src.dtype, len(self._others)))
+        most = min(AHEAD_NBYTES // src.dtype.itemsize, chunk_size(src.dtype, len(self._others)))
         if not 0 < src.size <= most or not self._is_small(src):
             return False
         own, batch, takers = src.read(0, src.size), Batch(), _takers(kernel, self._ranks)
@@ -114,17 +119,11 @@ class Run:
             newest = _next(begun) if begun is not None else []
             going = []
             for steps, batch in older:
-                self._wait(batch)
+                self._link.wait(batch, self._launch, self._until_s)
                 going += _next(steps)
             older = going + newest
             if begun is None and not older:
                 return
-
-    def _wait(self, batch: Batch) -> None:
-        self._link.wait(batch, self._launch, self._until_s)
-
-    def _step(self, dtype: np.dtype[np.generic], share: int = 1) -> int:
-        return max(1, min(CHUNK_NBYTES // max(1, share), FRAME_NBYTES) // dtype.itemsize)
 
     def _is_small(self, flat: Flat) -> bool:
         world_size, nbytes = len(self._ranks), flat.size * flat.dtype.itemsize
@@ -136,7 +135,7 @@ class Run:
     def _barrier(self, kernel: Kernel) -> None:
         batch = Batch()
         self._link.greet(self._others, batch)
-        self._wait(batch)
+        self._link.wait(batch, self._launch, self._until_s)
 
     def _reduction(self, kernel: Kernel) -> tuple[ReduceOp, Sequence[int], Flat, Flat | None]:
         takers = _takers(kernel, self._ranks)
@@ -145,25 +144,43 @@ class Run:
 
     def _allreduce(self, kernel: Kernel) -> None:
         op, takers, src, dst = self._reduction(kernel)
-        is_small = self._is_small(src)
-        fold_chunk = self._whole if is_small else self._sliced
-        step = self._step(src.dtype, len(self._others)) if is_small else CHUNK_NBYTES // src.dtype.itemsize
-        spans = enumerate(metered(src.size, step))
-        self._go(fold_chunk(op, src, dst, takers, turn, lo, hi) for turn, (lo, hi) in spans)
+        if self._is_small(src):
+            self._fold_whole(op, src, dst, self._ranks, takers)
+            return
+        spans = enumerate(metered(src.size, CHUNK_NBYTES // src.dtype.itemsize))
+        self._go(self._sliced(op, src, dst, takers, turn, lo, hi) for turn, (lo, hi) in spans)
+
+    def _fold_whole(
+        self, op: ReduceOp, src: Flat, dst: Flat | None, givers: Sequence[int], takers: Collection[int]
+    ) -> None:
+        spans = enumerate(metered(src.size, chunk_size(src.dtype, len(self._others))))
+        self._go(self._whole(op, src, dst, givers, takers, turn, lo, hi) for turn, (lo, hi) in spans)
 
     def _whole(
-        self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
+        self,
+        op: ReduceOp,
+        src: Flat,
+        dst: Flat | None,
+        givers: Sequence[int],
+        takers: Collection[int],
+        turn: int,
+        lo: int,
+        hi: int,
     ) -> Steps:
-        # A chunk that every taker receives whole, and folds.
+        # A chunk that a rank sends to those that fold it, and of which it folds what the givers send.
         own, batch = src.read(lo, hi), Batch()
         self._send_to(takers, own, batch)
         if dst is None:
             yield batch
             return
-        parts = self._receive(turn, own, batch)
+        others = [rank for rank in givers if rank != self._me]
+        parts = self._receive(turn, own, batch, others)
         yield batch
         out = dst.target(lo, hi)
-        self._fold(op, own, parts, out)
+        if len(others) < len(givers):
+            self._fold(op, own, parts, out)
+        else:
+            fold(op, parts, out)
         dst.commit(lo, hi, out)
 
     def _sliced(
@@ -196,37 +213,11 @@ class Run:
         counts = {rank: folded_ranks(kernel.kind, at, count) for at, rank in enumerate(self._ranks)}
         givers = self._ranks[: counts[self._me]]
         takers = [rank for rank in self._ranks if place < counts[rank]]
-        op, step = reduce_op(kernel), self._step(src.dtype, len(self._others))
-        spans = enumerate(metered(src.size, step))
-        self._go(self._prefix(op, src, dst, givers, takers, turn, lo, hi) for turn, (lo, hi) in spans)
-
-    def _prefix(
-        self,
-        op: ReduceOp,
-        src: Flat,
-        dst: Flat,
-        givers: Sequence[int],
-        takers: Sequence[int],
-        turn: int,
-        lo: int,
-        hi: int,
-    ) -> Steps:
-        # A chunk that a rank sends to those that fold it, and of which it folds what the givers send.
-        own, batch = src.read(lo, hi), Batch()
-        self._send_to(takers, own, batch)
-        others = [rank for rank in givers if rank != self._me]
-        parts = self._receive(turn, own, batch, others)
-        yield batch
-        out = dst.target(lo, hi)
-        if self._me in givers:
-            self._fold(op, own, parts, out)
-        else:
-            fold(op, parts, out)
-        dst.commit(lo, hi, out)
+        self._fold_whole(reduce_op(kernel), src, dst, givers, takers)
 
     def _reducescatter(self, kernel: Kernel) -> None:
         src, dst = scattered_reduction(kernel, self._ranks, self._me)
-        op, give, step = reduce_op(kernel), dict(zip(self._ranks, src, strict=True)), self._step(dst.dtype, len(src))
+        op, give, step = reduce_op(kernel), dict(zip(self._ranks, src, strict=True)), chunk_size(dst.dtype, len(src))
         most = max(piece.size for piece in src)
         self._go(self._scattered(op, give, dst, turn, lo, hi) for turn, (lo, hi) in enumerate(metered(most, step)))
 
@@ -272,7 +263,7 @@ class Run:
         root = kernel.peer
         src, dst, whole = movement(kernel, is_root=self._me == root)
         if src is not None and dst is not None:
-            keep_own({root: src}, {root: dst}, root, self._step(src.dtype))
+            keep_own({root: src}, {root: dst}, root, chunk_size(src.dtype))
         if self._is_small(whole):
             give, take = ({}, {root: whole}) if src is None else (dict.fromkeys(self._others, whole), {})
             self._move(give, take, whole, len(self._others))
@@ -306,7 +297,7 @@ class Run:
     def _transfer(self, kernel: Kernel) -> None:
         give, take = transfers(kernel, self._ranks, self._me)
         any_ = next(iter((give or take).values()))
-        keep_own(give, take, self._me, self._step(any_.dtype))
+        keep_own(give, take, self._me, chunk_size(any_.dtype))
         self._move(give, take, any_, len(self._others))
 
     def _send(self, kernel: Kernel) -> None:
@@ -320,7 +311,7 @@ class Run:
     def _move(self, give: dict[int, Flat], take: dict[int, Flat], like: Flat, share: int = 1) -> None:
         give, take = ({rank: flat for rank, flat in side.items() if rank != self._me} for side in (give, take))
         most = max((flat.size for flat in (*give.values(), *take.values())), default=0)
-        self._go(self._moved(give, take, lo, hi) for lo, hi in metered(most, self._step(like.dtype, share)))
+        self._go(self._moved(give, take, lo, hi) for lo, hi in metered(most, chunk_size(like.dtype, share)))
 
     def _moved(self, give: dict[int, Flat], take: dict[int, Flat], lo: int, hi: int) -> Steps:
         batch, taken = Batch(), []
