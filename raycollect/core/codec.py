@@ -5,12 +5,14 @@ a field may be of several classes, each begins with its place among them. A read
 trust (P9): each value has exactly the type of its annotation, or a `ProtocolError` is raised.
 
 In ``Annotated``, a container lists the values that a field may have, a `Form` says how a field travels otherwise, and
-`PACKED` makes it bytes of its own: values that many others hold are written and read once.
+`PACKED` makes it bytes of its own: values that many others hold are written and read once. `ONCE` is the same for what
+is too large to be compared: `Codec.encode_all` writes an object once, however many of the values hold it.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 import types
 import typing
 import zlib
@@ -25,6 +27,7 @@ import msgpack
 from raycollect.errors import ProtocolError, RaycollectError
 
 _T = TypeVar("_T")
+_Name = TypeVar("_Name")
 Reader = Callable[[Any], Any]  # makes the value of what came; raises TypeError, ValueError or LookupError
 Writer = Callable[[Any], Any]  # makes what msgpack packs
 
@@ -35,7 +38,7 @@ _COMPRESSED = b"\xc1"  # begins what is compressed; msgpack never uses it
 _MOST_UNZIPPED = 64 << 20
 _MOST_TOLD = 300  # how many characters of a reason an error tells
 
-PACKED = "packed"
+PACKED, ONCE = "packed", "once"
 
 
 class Form(NamedTuple):
@@ -77,6 +80,14 @@ class Codec(Generic[_T]):
             return data
         return _COMPRESSED + zlib.compress(data, 1)
 
+    def encode_all(self, values: Mapping[_Name, _T]) -> dict[_Name, bytes]:
+        """Writes values by their names, and what they have in common (`ONCE`) once."""
+        _once.known = {}
+        try:
+            return {name: self.encode(value) for name, value in values.items()}
+        finally:
+            _once.known = None
+
     def decode(self, data: bytes | bytearray) -> _T:
         """Reads a value.
 
@@ -102,6 +113,15 @@ class Codec(Generic[_T]):
             detail=f"a {self._what} of version {str(version)[:_MOST_TOLD]}, this process reads {self._version}: driver "
             "and actors must run the same raycollect"
         )
+
+
+class _Once(threading.local):
+    """What this thread has written, by identity: the value, which keeps its identity as long, and its bytes."""
+
+    known: dict[int, tuple[Any, bytes]] | None = None
+
+
+_once = _Once()
 
 
 def _unzipped(data: bytes | bytearray) -> bytes:
@@ -148,6 +168,8 @@ def writer(hint: Any) -> Writer | None:
         if isinstance(args[1], Form):
             return args[1].write
         write = writer(args[0])
+        if args[1] is ONCE:
+            return lambda value: _packed_once(value, write)
         return lru_cache(maxsize=1024)(lambda value: _packed(value, write)) if args[1] is PACKED else write
     if origin is tuple and args[1:] == (Ellipsis,):
         item = writer(args[0])
@@ -177,6 +199,16 @@ def _same(value: Any) -> Any:
 def _packed(value: Any, write: Writer | None) -> bytes:
     data: bytes = msgpack.packb(value if write is None else write(value))
     return data
+
+
+def _packed_once(value: Any, write: Writer | None) -> bytes:
+    known = _once.known
+    if known is None:
+        return _packed(value, write)
+    found = known.get(id(value))
+    if found is None:
+        found = known[id(value)] = value, _packed(value, write)
+    return found[1]
 
 
 def _wrong(value: Any, expected: str, name: object = "") -> TypeError:
@@ -230,6 +262,8 @@ def _marked(hint: Any, mark: Any) -> Reader:
     if isinstance(mark, Form):
         return mark.read
     read = reader(hint)
+    if mark is ONCE:
+        return lambda data: read(msgpack.unpackb(data, use_list=False))
     if mark is PACKED:
         return lru_cache(maxsize=256)(lambda data: read(msgpack.unpackb(data, use_list=False)))
 
@@ -286,7 +320,7 @@ def _record(cls: type, hints: Mapping[Any, Any]) -> Reader:
             test = f"if type(f{at}) is not tuple or not s{at}(map(type, f{at})): "
         known[f"r{at}"] = reader(some)
         lines.append(f"{test}f{at} = r{at}(f{at})")
-    named = ", ".join(f"{name}=f{at}" for at, name in enumerate(hints))
+    named = all_of if issubclass(cls, tuple) else ", ".join(f"{name}=f{at}" for at, name in enumerate(hints))
     return _compiled([*lines, f"return ({all_of})" if cls is tuple else f"return cls({named})"], known)
 
 

@@ -7,15 +7,13 @@ exchange the same boxes with other ranks, and share them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import msgpack
-
-from raycollect.errors import ProtocolError
+from raycollect.core.codec import ONCE, Codec
 from raycollect.planner.boxes import Point
 from raycollect.planner.reshard.request import LocalTensor
 
@@ -45,22 +43,22 @@ class Round(NamedTuple):
     most: int  # the bytes of the largest message of any rank
     passes_on: bool  # whether this rank gives of what it has received, not of what it holds as a source
     takers: tuple[int, ...]  # for each of `gives`, the rank in the group that gets it; it may be this one
-    gives: tuple[LocalBoxes, ...]
+    gives: Annotated[tuple[LocalBoxes, ...], ONCE]
     givers: tuple[tuple[int, ...], ...]  # for each of `takes`, who gives it, or the addends of it in their order
-    takes: tuple[LocalBoxes, ...]
+    takes: Annotated[tuple[LocalBoxes, ...], ONCE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
     """What one rank does: first its copies, then its rounds."""
 
-    src: tuple[LocalTensor, ...]  # what it must hold as a source; empty where it is none
-    dst: tuple[LocalTensor, ...]  # the same as a target
-    src_of: tuple[int, ...]  # for each name, its local tensor in `src`; -1: none
-    dst_of: tuple[int, ...]  # the same in `dst`
-    itemsizes: tuple[int, ...]  # for each name, of what travels
-    dtypes: tuple[str, ...]  # the same, the element type
-    copies: tuple[Copy, ...]
+    src: Annotated[tuple[LocalTensor, ...], ONCE]  # what it must hold as a source; empty where it is none
+    dst: Annotated[tuple[LocalTensor, ...], ONCE]  # the same as a target
+    src_of: Annotated[tuple[int, ...], ONCE]  # for each name, its local tensor in `src`; -1: none
+    dst_of: Annotated[tuple[int, ...], ONCE]  # the same in `dst`
+    itemsizes: Annotated[tuple[int, ...], ONCE]  # for each name, of what travels
+    dtypes: Annotated[tuple[str, ...], ONCE]  # the same, the element type
+    copies: Annotated[tuple[Copy, ...], ONCE]
     rounds: tuple[Round, ...]
 
     def nbytes(self, boxes: LocalBoxes) -> int:
@@ -91,63 +89,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNED_NBYTES) * ALIGNED_NBYTES
 
 
+_HALVES = Codec[Half](Half, "half of a reshard")
+
+
 def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
     """Writes halves by rank; what many have in common is packed once."""
-    known: dict[int, tuple[object, bytes]] = {}
-
-    def packed(value: Any, plain: Any) -> bytes:
-        if id(value) not in known:
-            known[id(value)] = value, msgpack.packb(plain(value))
-        return known[id(value)][1]
-
-    def tensors(some: Sequence[LocalTensor]) -> Any:
-        return [(one.key, one.shape, one.dtype, one.itemsize, one.is_whole, one.axes) for one in some]
-
-    found = {}
-    for rank, half in halves.items():
-        tables = [packed(side, tensors) for side in (half.src, half.dst)]
-        lists = [packed(one, list) for one in (half.src_of, half.dst_of, half.itemsizes, half.dtypes)]
-        rounds = [
-            (one.most, one.passes_on, one.takers, packed(one.gives, list), one.givers, packed(one.takes, list))
-            for one in half.rounds
-        ]
-        found[rank] = msgpack.packb((*tables, *lists, packed(half.copies, list), rounds))
-    return found
+    return _HALVES.encode_all(halves)
 
 
 @lru_cache(maxsize=64)
 def decode_half(data: bytes) -> Half:
     """Reads what `encode_halves` wrote; ProtocolError: the bytes are no half."""
-    try:
-        src, dst, src_of, dst_of, itemsizes, dtypes, copies, rounds = _unpacked(data)
-        lists = [_unpacked(one) for one in (src_of, dst_of, itemsizes, dtypes)]
-        return Half(
-            src=_tensors(src),
-            dst=_tensors(dst),
-            src_of=lists[0],
-            dst_of=lists[1],
-            itemsizes=lists[2],
-            dtypes=lists[3],
-            copies=tuple(Copy(LocalBoxes(*here), LocalBoxes(*there)) for here, there in _unpacked(copies)),
-            rounds=tuple(
-                Round(most, passes_on, takers, _boxes(gives), givers, _boxes(takes))
-                for most, passes_on, takers, gives, givers, takes in rounds
-            ),
-        )
-    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
-        raise ProtocolError(detail=f"malformed half of a reshard: {exc}") from exc
-
-
-def _tensors(data: bytes) -> tuple[LocalTensor, ...]:
-    return tuple(
-        LocalTensor(key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole, axes=axes)
-        for key, shape, dtype, itemsize, is_whole, axes in _unpacked(data)
-    )
-
-
-def _boxes(data: bytes) -> tuple[LocalBoxes, ...]:
-    return tuple(LocalBoxes(*one) for one in _unpacked(data))
-
-
-def _unpacked(data: bytes) -> Any:
-    return msgpack.unpackb(data, use_list=False)
+    return _HALVES.decode(data)

@@ -26,6 +26,7 @@ from raycollect.observe import trace
 from raycollect.planner import layout, wire
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
 from raycollect.planner.program import Domain
+from raycollect.planner.reshard import halves
 from raycollect.weights import directory
 
 MODULES = (
@@ -36,6 +37,7 @@ MODULES = (
     install,
     layout,
     measured_links,
+    halves,
     step_program,
     trace,
     wire,
@@ -128,6 +130,7 @@ def test_the_list_is_whole() -> None:
         "arrivals",
         "capture",
         "captured step",
+        "half of a reshard",
         "layout",
         "layouts",
         "link",
@@ -248,3 +251,16 @@ def test_what_a_field_may_not_have_is_told(fields: Any, why: str) -> None:
 def test_what_has_no_form_on_the_wire_is_found_at_first_use() -> None:
     with pytest.raises(TypeError, match="no wire form"):
         Codec[Any](set[int], "set").decode(b"\x90")
+
+
+def test_what_values_have_in_common_is_written_once() -> None:
+    """Found by identity: to compare what is large would take longer than to write it."""
+    written: list[int] = []
+    form = codec.Form(write=lambda one: (written.append(one), one)[1], read=lambda one: one)
+    hint = tuple[int, Annotated[tuple[Annotated[int, form], ...], codec.ONCE]]
+    one, common = Codec[Any](hint, "value"), (7, 8)
+    packed = one.encode_all({"a": (1, common), "b": (2, common), "c": (3, tuple(range(7, 9)))})
+    assert written == [7, 8] * 2
+    assert [one.decode(data) for data in packed.values()] == [(number, common) for number in (1, 2, 3)]
+    assert one.encode((1, common)) == packed["a"]
+    assert written == [7, 8] * 3, "nothing is kept between calls"
