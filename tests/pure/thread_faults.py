@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,11 @@ def fault_in(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return test
 
     return note
+
+
+def apart(before: Collection[threading.Thread] = ()) -> list[threading.Thread]:
+    """The calls of `threads.apart` under way, but for those that were before the test."""
+    return [one for one in threading.enumerate() if one.name == "raycollect-apart" and one not in before]
 
 
 def threads_tested(*modules: ModuleType) -> set[str]:

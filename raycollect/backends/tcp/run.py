@@ -35,6 +35,11 @@ _SLOTS = 2
 Steps = Iterator[Batch]  # A chunk in progress: yields the batches that it waits for
 
 
+def chunk_size(dtype: np.dtype[np.generic], share: int = 1) -> int:
+    """How many elements a chunk has of which a rank sends or stages so many shares at a time."""
+    return max(1, min(CHUNK_NBYTES // max(1, share), FRAME_NBYTES) // dtype.itemsize)
+
+
 class Staging:
     """Memory in which chunks wait to be folded; kept across kernels, because its first touch is slow."""
 

@@ -20,6 +20,7 @@ from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, patient, stream_of, sums, until
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
+from tests.pure.thread_faults import apart
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
     """NCCL's abort does: it goes on aside."""
     monkeypatch.setattr(nccl, "_DRAIN_S", 0.05)
     monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
-    fake, team = three
+    (fake, team), before = three, apart()
     with fake.cupy.cuda.Device(1):
         own = fake.cupy.cuda.Stream(non_blocking=True)
 
@@ -106,9 +107,9 @@ def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
     results = team.run(body, team.launch(timeout_s=0.2))
     assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
     assert fake.pending(own)
-    assert [one for one in threading.enumerate() if one.name == "raycollect-apart"]
+    assert apart(before)
     fake.release(own)
-    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-apart"])
+    until(lambda: not apart(before))
     assert fake.counts["nccl.abort"] == 3
 
 
@@ -372,10 +373,10 @@ def test_closing_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, GpuT
 
 
 def test_all_threads_that_abort_end(three: tuple[Fake, GpuTeam]) -> None:
-    _, team = three
+    (_, team), before = three, apart()
     for communicator in team.communicators:
         communicator.abort(team.launch().seq)
         communicator.close()
         with pytest.raises(RaycollectError):
             communicator.launch(team.launch(), Kernel(kind=sums(None).kind))
-    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-apart"])
+    until(lambda: not apart(before))

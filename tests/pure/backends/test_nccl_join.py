@@ -36,6 +36,7 @@ from tests.pure.backends.streams import WAIT_S, stream_of, sums, until
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere
+from tests.pure.thread_faults import apart
 
 
 @pytest.fixture(autouse=True)
@@ -257,14 +258,11 @@ def test_a_member_that_never_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) 
         create(0, 2)
 
 
-def making() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "raycollect-apart"]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The library waits on; the rank does not. What comes of it when the other one does is let go of."""
     monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.1)
+    before = apart()
     with gpus(2, seed=seed) as fake:
         rendezvous = MemoryRendezvous()
         place = {"gpu": "127.0.0.1/0000:11:00.0", "version": 22803, "may_share": True, "capability": 90}
@@ -273,13 +271,12 @@ def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.Monke
             create(0, 2, rendezvous)
         assert "NCCL_DEBUG=INFO" in str(caught.value)
         assert "team" in str(caught.value)
-        assert len(making()) == 1
+        assert len(apart(before)) == 1
         unique = rendezvous.get("nccl.id", 1)
         with fake.cupy.cuda.Device(1):
             late = fake.cupy.cuda.nccl.NcclCommunicator(2, unique, 1)
-        for one in making():
+        for one in apart(before):
             one.join(WAIT_S)
-        assert not making()
         assert fake.counts["nccl.abort"] == 1
         late.abort()
 
@@ -288,6 +285,7 @@ def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.Monke
     ("status", "told"), [(3, "INTERNAL_ERROR"), (6, "REMOTE_ERROR"), (8, "NCCL status 8: an operation exceeded")]
 )
 def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, status: int, told: str) -> None:
+    before = apart()
     with gpus(1) as fake:
         module = fake.cupy.cuda.nccl
 
@@ -300,7 +298,7 @@ def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, st
     assert told in str(caught.value)
     assert "NCCL_DEBUG=INFO" in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
-    assert not making()
+    until(lambda: not apart(before))
 
 
 def test_the_first_operation_of_a_group_fails_where_nccl_can_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:

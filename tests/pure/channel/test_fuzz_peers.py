@@ -57,6 +57,7 @@ from tests.pure.channel.hostile_wire import message
 from tests.pure.channel.parties import HOST, LIMIT_S
 from tests.pure.driver.test_controller import controller, lease, registered_anew
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+from tests.pure.thread_faults import apart
 
 __all__ = ["controller"]
 
@@ -145,11 +146,11 @@ def participant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(ray_internals, "node_address", lambda: HOST)
     monkeypatch.setattr(ray_internals, "current_class", lambda: "Worker")
     monkeypatch.setattr(ray_internals, "current_actor_id", lambda: "ab" * 16)
-    before = _threads("raycollect-apart")
+    before = apart()
     made = Runtime()
     yield made
     made._server.close()
-    for thread in _threads("raycollect-apart") - before:
+    for thread in apart(before):
         thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert made.process_groups._process_groups == {}

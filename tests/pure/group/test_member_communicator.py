@@ -36,6 +36,7 @@ class Plain(Exchanged):
     def __init__(self, spec: GroupSpec, rank: int, exchange: Any) -> None:
         super().__init__(spec, rank, exchange)
         self.told: list[Any] = []
+        self.on_close: Callable[[], None] = lambda: None
 
     def abort(self, seq: int) -> None:
         self.told.append(("abort", seq))
@@ -43,6 +44,7 @@ class Plain(Exchanged):
 
     def close(self) -> None:
         self.told.append("close")
+        self.on_close()
 
 
 class Seeing(Plain):
@@ -58,6 +60,7 @@ class Table:
     def __init__(self, kind: type[Plain] = Plain) -> None:
         self.coordinator = Coordinator("id", WORLD, "g")
         self.made: dict[int, Plain] = {}
+        self.closed = [threading.Event() for _ in range(WORLD)]
         self.before_made: Callable[[int], None] = lambda rank: None
         self.heard: Callable[[int, Message], None] = lambda rank, message: None
         self.holds: Callable[[int, Message], bool] = lambda rank, message: False
@@ -76,6 +79,7 @@ class Table:
     def create(self, spec: GroupSpec, rank: int, rendezvous: Any, exchange: Any, **_: Any) -> Plain:
         self.before_made(rank)
         self.made[rank] = self._kind(spec, rank, exchange)
+        self.made[rank].on_close = self.closed[rank].set
         return self.made[rank]
 
     def deliver(self, orders: list[tuple[int, Message]]) -> None:
@@ -214,6 +218,7 @@ def test_departure_during_the_join_ends_it_for_all(table: Callable[..., Table], 
     assert [type(_error_of(joining[rank])) for rank in (1, 2)] == [expected] * 2
     assert here.made[1].told[-1] == "close"
     go.set()
+    assert here.closed[2].wait(WAIT_S), "what is made too late is closed"
 
 
 def test_failure_right_after_the_join_reaches_slow_ranks(table: Callable[..., Table]) -> None:

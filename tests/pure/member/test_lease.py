@@ -40,6 +40,7 @@ from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+from tests.pure.thread_faults import apart
 
 WAIT_S = 10.0
 
@@ -167,10 +168,11 @@ def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.Monkey
         return SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr(backends, "load", lambda backend, name: create)
+    before = apart()
     first, heard = _leased(premises)
     first.received(_join())
     assert began.wait(WAIT_S)
-    joining = [thread for thread in threading.enumerate() if thread.name == "raycollect-apart"]
+    joining = apart(before)
     first.end("the controller is gone")
     second, other = _leased(premises)
     second.received(_join(group_id="another id"))  # the name is free again
@@ -267,12 +269,12 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
         premises.instruments = SimpleNamespace(
             store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
         )
+        before = apart()
         here, heard = _leased(premises)
         members = [{"actor": f"W{rank}", "actor_id": f"actor {rank}", "ordered": True} for rank in range(2)]
         here.received(_join(name=both.spec.name, group_id=both.spec.group_id, members=members))
-        for thread in threading.enumerate():
-            if thread.name == "raycollect-apart":  # there is a communicator behind it
-                thread.join(WAIT_S)
+        for thread in apart(before):  # there is a communicator behind it
+            thread.join(WAIT_S)
         gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
 
         class Interrupted(Run):
@@ -304,14 +306,14 @@ def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyP
         begun.append((delay_s, call))
 
     def run(here: Lease, gone: Gone) -> Outcome:
+        before = apart()
         here.received(gone)
         assert member.told == [], "it may yet end well"
         for delay_s, call in begun:
             assert delay_s <= 1
             call()
-        for thread in threading.enumerate():
-            if thread.name == "raycollect-apart":
-                thread.join(WAIT_S)
+        for thread in apart(before):
+            thread.join(WAIT_S)
         return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
 
     monkeypatch.setattr(timers, "soon_or_now", later)
