@@ -34,7 +34,7 @@ from raycollect.planner.report import (
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
 from raycollect.planner.topology import Topology
-from raycollect.planner.wording import counted, nbytes_words, op_words, ranks_words, seconds_words
+from raycollect.planner.wording import counted, nbytes_words, numbered, op_words, seconds_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +205,7 @@ class _Bundle:
 
     @property
     def label(self) -> str:
-        calls = f"call{'s' if len(self.numbers) > 1 else ''} {ranks_words(self.numbers)}"
-        return f"{calls}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
+        return f"{numbered(self.numbers)}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
 
     @cached_property
     def launches(self) -> tuple[int, ...]:
