@@ -20,7 +20,7 @@ from raycollect.backends.completion import (
     source,
     transfers,
 )
-from raycollect.backends.folds import fold
+from raycollect.backends.folds import fold, fold_with
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import FRAME_NBYTES, Batch
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, folded_ranks
@@ -259,14 +259,7 @@ class Run:
         return parts
 
     def _fold(self, op: ReduceOp, own: Array, parts: list[Array], out: Array) -> None:
-        # Folds in rank order; `out` may be `own`, which has to be read before it is written.
-        place = self._ranks.index(self._me)
-        rows = [*parts[:place], own, *parts[place:]]
-        if place < READ_FIRST or not np.may_share_memory(own, out):
-            fold(op, rows, out)
-        else:
-            fold(op, rows, rows[0])
-            out[...] = rows[0]
+        fold_with(op, parts, self._ranks.index(self._me), own, out)
 
     def _broadcast(self, kernel: Kernel) -> None:
         root = kernel.peer
@@ -337,9 +330,6 @@ class Run:
         yield batch
         for dst, span, into in taken:
             dst.commit(*span, into)
-
-
-READ_FIRST = 2  # How many of the ranks' parts a fold reads before it first writes
 
 
 def _takers(kernel: Kernel, ranks: Sequence[int]) -> Sequence[int]:
