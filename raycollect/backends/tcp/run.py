@@ -211,7 +211,8 @@ class Run:
         lo: int,
         hi: int,
     ) -> Steps:
-        # A chunk that a rank sends to those that fold it, and of which it folds what the givers send.
+        # A chunk that a rank sends to those that fold it, and of which it folds what the givers send; in rank order,
+        # also between hosts.
         own, batch = src.read(lo, hi), Batch()
         self._send_to(takers, own, batch)
         others = [rank for rank in givers if rank != self._me]
@@ -219,7 +220,7 @@ class Run:
         yield batch
         out = dst.target(lo, hi)
         if self._me in givers:
-            self._fold(op, own, parts, out)
+            fold_with(op, parts, givers.index(self._me), own, out)
         else:
             fold(op, parts, out)
         dst.commit(lo, hi, out)

@@ -28,6 +28,7 @@ from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemorySta
 from tests.pure.conformance import (
     FOLDING,
     KINDS,
+    PREFIXES,
     REDUCTIONS,
     ROOTED,
     SPREADS,
@@ -48,6 +49,7 @@ PLACES = {
     "four": (0, 1, 2, 3, 0, 1),
 }
 CHUNK_NBYTES = 32 << 10
+IN_RANK_ORDER = conformance._folded
 
 
 class HostsTeam(Team):
@@ -154,6 +156,13 @@ def test_rank_order_is_kept_on_request(team_of, place):
         for inplace in (False, True)
     ]
     check_cases(team, cases)
+
+
+def test_scans_are_in_rank_order_between_hosts_too(team_of, monkeypatch):
+    team = team_of("3 x 2")
+    monkeypatch.setattr(conformance, "_folded", IN_RANK_ORDER)
+    sizes = (7, 40_001)
+    check_cases(team, [Case(kind=kind, dtype="float32", size=s, op=ReduceOp.SUM) for kind in PREFIXES for s in sizes])
 
 
 def test_beside_a_library_only_what_is_not_folded_goes_by_host(team_of):
