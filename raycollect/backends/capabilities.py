@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.core.protocols import CommunicatorFactory
@@ -76,28 +77,16 @@ def torch_line(name: str) -> Capabilities:
     return _torch(plain, install=install, devices=frozenset({"any"}))
 
 
-def _torch(
-    name: str,
-    *,
-    install: str,
-    devices: frozenset[str],
-    library: str = "torch",
-    ops: frozenset[OpKind] = USUAL,
-    interruptible: bool = False,
-    tested: bool = False,
-) -> Capabilities:
+def _torch(name: str, *, devices: frozenset[str], library: str = "torch", **others: Any) -> Capabilities:
     return Capabilities(
         name=TORCH_PREFIX + name,
         module="raycollect.backends.torch_dist.communicator",
         libraries=(library,),
-        install=install,
         probe=lambda: _not_in_torch(name, on_gpu=devices == _CUDA),
-        ops=ops,
         devices=devices,
-        interruptible=interruptible,
         bitwise=False,
         cross_host=True,
-        tested=tested,
+        **{"interruptible": False, **others},
     )
 
 

@@ -175,12 +175,17 @@ def transfers(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[dict[int
 
 def pieces(kernel: Kernel, side: Any, ranks: Sequence[int]) -> tuple[Flat, ...]:
     """Returns a kernel's side that has one array per rank, all of one dtype."""
-    if type(side) is not tuple or len(side) != len(ranks):
-        raise InternalError(detail=f"{kernel.kind.value} among {len(ranks)} ranks without a piece for each")
-    flats = tuple(map(Flat, side))
+    flats = tuple(map(Flat, one_each(kernel, side, ranks)))
     if any(flat.dtype != flats[0].dtype for flat in flats):
         raise InternalError(detail=f"{kernel.kind.value} of pieces of several dtypes")
     return flats
+
+
+def one_each(kernel: Kernel, side: Any, ranks: Sequence[int]) -> tuple[Any, ...]:
+    """Returns a kernel's side that has one array per rank; raises InternalError for any other."""
+    if type(side) is not tuple or len(side) != len(ranks):
+        raise InternalError(detail=f"{kernel.kind.value} among {len(ranks)} ranks without a piece for each")
+    return side
 
 
 def keep_own(give: dict[int, Flat], take: dict[int, Flat], rank: int, step: int) -> None:

@@ -40,6 +40,7 @@ REFUSED: dict[ReduceOp, tuple[str, str]] = {
     ReduceOp.BXOR: ("fc", _NO_BITS),
 }
 
+READ_FIRST = 2  # How many of the parts `fold` reads before it first writes
 _FLOAT32_NBYTES = 4
 _BLOCK = 1 << 15  # Elements that are reduced in float32 at a time: they stay in the cache
 
@@ -82,6 +83,16 @@ def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
         for part in parts[2:]:
             combine(out, part, out=out)
         finish(op, out, len(parts))
+
+
+def fold_with(op: ReduceOp, others: Sequence[Array], place: int, own: Array, out: Array) -> None:
+    """Folds `own` at its place among the parts of others. `out` may be `own`; ``others[0]`` may be overwritten."""
+    parts = [*others[:place], own, *others[place:]]
+    if place < READ_FIRST or not np.may_share_memory(own, out):
+        fold(op, parts, out)
+    else:
+        fold(op, parts, parts[0])
+        out[...] = parts[0]
 
 
 def is_widened(dtype: np.dtype[Any]) -> bool:

@@ -116,9 +116,7 @@ class Summary:
 
     @property
     def _title(self) -> str:
-        return f"timeline of {seconds_words(self.duration_s)}, {counted(self.processes, 'process')}".replace(
-            "processs", "processes"
-        )
+        return f"timeline of {seconds_words(self.duration_s)}, {counted(self.processes, 'process')}"
 
     @property
     def _notes(self) -> list[str]:

@@ -85,7 +85,7 @@ def _regions(shape: Point, mesh: Point, cuts: tuple[Cut, ...], places: Point) ->
         for axis in sums:
             part = part * mesh[axis] + where[axis]
         lines = [
-            _runs(shape[dim], [_of(cuts[a], mesh[a], where[a]) for a in _cutting(cuts, dim)])
+            _runs(shape[dim], [(cuts[a].factor, mesh[a], where[a]) for a in _cutting(cuts, dim)])
             for dim in range(len(shape))
         ]
         for some in product(*lines):
@@ -96,10 +96,6 @@ def _regions(shape: Point, mesh: Point, cuts: tuple[Cut, ...], places: Point) ->
 
 def _cutting(cuts: Sequence[Cut], dim: int) -> list[int]:
     return [axis for axis, cut in enumerate(cuts) if cut.kind in ("Shard", "_StridedShard") and cut.dim == dim]
-
-
-def _of(cut: Cut, count: int, at: int) -> tuple[int, int, int]:
-    return cut.factor, count, at
 
 
 def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, int]]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from raycollect.core.model import GroupSpec
+from raycollect.core.model import PREFIXES, GroupSpec
 from raycollect.planner.acts import acts
 from raycollect.planner.algorithms import rivals
 from raycollect.planner.ir import Made, Plan, Source, Together
@@ -34,7 +34,7 @@ from raycollect.planner.report import (
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
 from raycollect.planner.topology import Topology
-from raycollect.planner.wording import counted, nbytes_words, op_words, ranks_words, seconds_words
+from raycollect.planner.wording import counted, nbytes_words, numbered, op_words, seconds_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +205,7 @@ class _Bundle:
 
     @property
     def label(self) -> str:
-        calls = f"call{'s' if len(self.numbers) > 1 else ''} {ranks_words(self.numbers)}"
-        return f"{calls}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
+        return f"{numbered(self.numbers)}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
 
     @cached_property
     def launches(self) -> tuple[int, ...]:
@@ -243,10 +242,11 @@ class _Bundle:
     @property
     def bits(self) -> str:
         """In which order a reduction is folded (P7)."""
-        if not self.part.request.op:
+        request = self.part.request
+        if not request.op:
             return ""
         by_host = not self.roster.spec.in_rank_order
-        if self.roster.bitwise or (by_host and self.narrow):
+        if self.roster.bitwise or (by_host and (self.narrow or request.kind in PREFIXES)):
             return "the left fold in rank order"
         return "the left fold over hosts, in rank order inside each" if by_host else "equal on all ranks"
 

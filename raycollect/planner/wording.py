@@ -37,8 +37,9 @@ def seconds_words(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: ``"1 call"``, ``"3 calls"``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """A count with its noun: ``"1 call"``, ``"3 calls"``, ``"3 boxes"``."""
+    ending = "es" if noun.endswith(("s", "x")) else "s"
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def op_words(request: Request) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.completion import reduce_op
+from raycollect.backends.completion import one_each, reduce_op
 from raycollect.backends.device_arrays import DeviceArray, bits_view
 from raycollect.backends.nccl.ipc_fold import Folder
 from raycollect.backends.nccl.ipc_memory import Exports, Shown, Span
@@ -179,9 +179,7 @@ class Part:
         return spans[at][0]
 
     def _pieces(self, side: Any) -> Sequence[DeviceArray]:
-        if type(side) is not tuple or len(side) != len(self._ranks):
-            raise InternalError(detail=f"a kernel among {len(self._ranks)} ranks without a piece for each")
-        return side
+        return one_each(self._kernel, side, self._ranks)
 
 
 def _slice(at: int, count: int, nbytes: int) -> tuple[int, int]:

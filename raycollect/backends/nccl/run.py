@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.completion import chunks, clipped, reduce_op
+from raycollect.backends.completion import chunks, clipped, one_each, reduce_op
 from raycollect.backends.device_arrays import DeviceArray, cupy_view
 from raycollect.backends.nccl.ops import BYTES, Reduction, combiner, fold, reduction_of
 from raycollect.backends.nccl.scripts import Script, ScriptBuilder, assign
 from raycollect.core.model import Kernel, OpKind, ReduceOp
-from raycollect.errors import InternalError
 
 FOLD_NBYTES = 8 << 20  # How much of all ranks together is gathered at a time where NCCL can't reduce, and cupy folds
 
@@ -75,7 +74,7 @@ class _Writer:
 
     def reducescatter(self, kernel: Kernel) -> None:
         # NCCL's if all pieces have one size, else a reduction to each rank; or a fold.
-        op, pieces = reduce_op(kernel), self._pieces(kernel.src)
+        op, pieces = reduce_op(kernel), one_each(kernel, kernel.src, self._ranks)
         how = self._reduction(op, pieces[0])
         if how is None:
             self._fold_pieces(op, pieces, kernel.dst)
@@ -176,7 +175,7 @@ class _Writer:
 
     def allgather(self, kernel: Kernel) -> None:
         # NCCL's if all pieces have one size, else a broadcast from each rank.
-        pieces = self._pieces(kernel.dst)
+        pieces = one_each(kernel, kernel.dst, self._ranks)
         sizes = [piece.nbytes for piece in pieces]
         if len(set(sizes)) == 1:
             row = self._builder.row(pieces, is_read=False)
@@ -195,7 +194,7 @@ class _Writer:
         if self._rank != kernel.peer:
             self.send(kernel)
             return
-        for peer, piece in enumerate(self._pieces(kernel.dst)):
+        for peer, piece in enumerate(one_each(kernel, kernel.dst, self._ranks)):
             if peer == self._rank:
                 self._builder.copy_own(kernel.src, piece)
             else:
@@ -205,7 +204,7 @@ class _Writer:
         if self._rank != kernel.peer:
             self.recv(kernel)
             return
-        for peer, piece in enumerate(self._pieces(kernel.src)):
+        for peer, piece in enumerate(one_each(kernel, kernel.src, self._ranks)):
             if peer == self._rank:
                 self._builder.copy_own(piece, kernel.dst)
             else:
@@ -213,7 +212,8 @@ class _Writer:
 
     def alltoall(self, kernel: Kernel) -> None:
         # In place, data is received in temporary memory and copied.
-        for peer, (src, dst) in enumerate(zip(self._pieces(kernel.src), self._pieces(kernel.dst), strict=True)):
+        gives, takes = (one_each(kernel, side, self._ranks) for side in (kernel.src, kernel.dst))
+        for peer, (src, dst) in enumerate(zip(gives, takes, strict=True)):
             if peer == self._rank:
                 self._builder.copy_own(src, dst)
                 continue
@@ -226,11 +226,6 @@ class _Writer:
 
     def recv(self, kernel: Kernel) -> None:
         self._builder.swap(kernel.peer, (0, 0), (self._builder.written(kernel.dst), kernel.dst.nbytes))
-
-    def _pieces(self, side: Any) -> tuple[DeviceArray, ...]:
-        if type(side) is not tuple or len(side) != len(self._ranks):
-            raise InternalError(detail=f"a kernel among {len(self._ranks)} ranks without a piece for each")
-        return side
 
 
 _KERNELS: dict[OpKind, Callable[[_Writer, Kernel], None]] = {

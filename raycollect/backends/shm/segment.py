@@ -23,6 +23,7 @@ from collections.abc import Callable
 from raycollect.core import shared_memory
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
+from raycollect.core.sockets import local_address
 from raycollect.errors import BackendUnavailableError
 
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
@@ -47,7 +48,7 @@ def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: i
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(JOIN_TIMEOUT_S)
-            _connect(link, _address(offer["socket"]))
+            _connect(link, local_address(offer["socket"]))
             if not _is_of_this_user(link):
                 raise PermissionError("the socket of rank 0 is another user's")
             link.sendall(_HELLO.pack(bytes.fromhex(offer["token"]), rank))
@@ -105,15 +106,10 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 def _serve(spec: GroupSpec, rendezvous: Rendezvous, fd: int) -> None:
     token, name = secrets.token_bytes(_TOKEN_NBYTES), f"raycollect-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(_address(name))
+        listener.bind(local_address(name))
         listener.listen(spec.world_size)
         rendezvous.put(_NAME, json.dumps({"socket": name, "token": token.hex()}).encode())
         _hand_out(spec, listener, token, fd)
-
-
-def _address(name: str) -> str:
-    # The abstract namespace belongs to the network namespace: see `memory_domain` for who shares it.
-    return f"\0{name}"
 
 
 def _hand_out(spec: GroupSpec, listener: socket.socket, token: bytes, fd: int) -> None:

@@ -50,7 +50,7 @@ from raycollect.backends.completion import (
     source,
     transfers,
 )
-from raycollect.backends.folds import fold, is_widened
+from raycollect.backends.folds import READ_FIRST, fold, is_widened
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
 from raycollect.backends.shm.joined import Joined
 from raycollect.backends.shm.meeting import Meeting
@@ -66,7 +66,6 @@ CUT = (OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL)
 # Kernels in which a rank sends the same data to all others
 _WHOLE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER, *PREFIXES)
 _SLOTS = 2
-_READ_FIRST = 2  # how many parts a fold reads before it first writes
 _VIEWS_KEPT = 64
 _LINE_NBYTES = 64
 
@@ -175,7 +174,7 @@ class Staged:
         op, ranks = reduce_op(kernel), launch.ranks
         me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
         # From its own memory rather than from its slot: a quarter less time. `dst` may be that memory.
-        reads_own = me < _READ_FIRST and not isinstance(src, Joined) and src.direct
+        reads_own = me < READ_FIRST and not isinstance(src, Joined) and src.direct
         count, all_alike = folded_ranks(kernel.kind, me, len(ranks)), kernel.kind not in PREFIXES
         for lo, hi in metered(src.size, step):
             width = hi - lo

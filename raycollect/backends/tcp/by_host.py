@@ -42,10 +42,10 @@ from raycollect.backends.completion import (
     scattered_reduction,
     transfers,
 )
-from raycollect.backends.folds import finish, fold, is_widened
+from raycollect.backends.folds import finish, fold, fold_with, is_widened
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Batch
-from raycollect.backends.tcp.run import CHUNK_NBYTES, READ_FIRST, Run, Staging, Steps, chunk_size
+from raycollect.backends.tcp.run import CHUNK_NBYTES, Run, Staging, Steps, chunk_size
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 
 _Spans = Sequence[Sequence[slice]]
@@ -128,7 +128,7 @@ class HostRun(Run):
         if self._is_flat(out.dtype):
             super()._fold(op, own, parts, out)
             return
-        rows = dict(zip(self._ranks, _with(parts, self._ranks.index(self._me), own), strict=True))
+        rows = {self._me: own, **dict(zip(self._others, parts, strict=True))}
         by_host = []
         for ranks in self._hosts.groups:
             alone = len(ranks) == 1
@@ -136,14 +136,14 @@ class HostRun(Run):
             if not alone:
                 fold(_summed(op), [rows[rank] for rank in ranks], folded)
             by_host.append(folded)
-        self._fold_hosts(op, by_host, out)
+        mine = by_host.pop(self._home)
+        self._fold_hosts(op, by_host, mine, out)
 
     def _fold_inside(self, op: ReduceOp, own: Array, parts: Sequence[Array], out: Array) -> None:
-        ranks = self._hosts.groups[self._home]
-        _fold_rows(_summed(op), _with(parts, ranks.index(self._me), own), out)
+        fold_with(_summed(op), parts, self._hosts.groups[self._home].index(self._me), own, out)
 
-    def _fold_hosts(self, op: ReduceOp, by_host: Sequence[Array], out: Array) -> None:
-        _fold_rows(_summed(op), by_host, out)
+    def _fold_hosts(self, op: ReduceOp, parts: Sequence[Array], own: Array, out: Array) -> None:
+        fold_with(_summed(op), parts, self._home, own, out)
         finish(op, out.view(out.real.dtype), len(self._ranks))
 
     def _stage(self, staging: Staging, turn: int, wanted: Sequence[tuple[int, Array]], batch: Batch) -> list[Array]:
@@ -210,7 +210,7 @@ class HostRun(Run):
         each = len(self._far)
         for at, rail in enumerate(self._rails):
             own = out[slices[rail][self._home]]
-            self._fold_hosts(op, _with(parts[at * each : (at + 1) * each], self._home, own), own)
+            self._fold_hosts(op, parts[at * each : (at + 1) * each], own, own)
 
     def _results_between(self, slices: _Spans, out: Array) -> Steps:
         batch = Batch()
@@ -272,7 +272,7 @@ class HostRun(Run):
         yield from _patient(batch)
         span = clipped(dst, lo, hi)
         out = dst.target(*span)
-        self._fold_hosts(op, _with(parts, self._home, own), out)
+        self._fold_hosts(op, parts, own, out)
         dst.commit(*span, out)
 
     # ------------------------------------------------------------------------------------------ movements
@@ -371,19 +371,6 @@ def _patient(batch: Batch) -> Steps:
     # The next chunk goes over the links to other hosts before this one has to have come.
     yield Batch()
     yield batch
-
-
-def _with(parts: Sequence[Array], place: int, own: Array) -> list[Array]:
-    return [*parts[:place], own, *parts[place:]]
-
-
-def _fold_rows(op: ReduceOp, rows: Sequence[Array], out: Array) -> None:
-    # `out` may be the memory of one of the rows, which has to be read before it is written.
-    if any(row.ctypes.data == out.ctypes.data for row in rows[READ_FIRST:]):
-        fold(op, rows, rows[0])
-        out[...] = rows[0]
-    else:
-        fold(op, rows, out)
 
 
 def _summed(op: ReduceOp) -> ReduceOp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 
 import numpy as np
@@ -20,7 +21,7 @@ from raycollect.backends.completion import (
     source,
     transfers,
 )
-from raycollect.backends.folds import fold
+from raycollect.backends.folds import fold, fold_with
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import FRAME_NBYTES, Batch
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, folded_ranks
@@ -33,6 +34,7 @@ AHEAD_NBYTES = 32 << 10  # Up to this size the arrays of a reduction travel with
 _SLOTS = 2
 
 Steps = Iterator[Batch]  # A chunk in progress: yields the batches that it waits for
+_Fold = Callable[[Array, list[Array], Array], None]  # of a rank's own array, those of the others, and where it goes
 
 
 def chunk_size(dtype: np.dtype[np.generic], share: int = 1) -> int:
@@ -145,20 +147,20 @@ class Run:
     def _allreduce(self, kernel: Kernel) -> None:
         op, takers, src, dst = self._reduction(kernel)
         if self._is_small(src):
-            self._fold_whole(op, src, dst, self._ranks, takers)
+            self._fold_whole(partial(self._fold, op), src, dst, self._ranks, takers)
             return
         spans = enumerate(metered(src.size, CHUNK_NBYTES // src.dtype.itemsize))
         self._go(self._sliced(op, src, dst, takers, turn, lo, hi) for turn, (lo, hi) in spans)
 
     def _fold_whole(
-        self, op: ReduceOp, src: Flat, dst: Flat | None, givers: Sequence[int], takers: Collection[int]
+        self, fold_all: _Fold, src: Flat, dst: Flat | None, givers: Sequence[int], takers: Collection[int]
     ) -> None:
         spans = enumerate(metered(src.size, chunk_size(src.dtype, len(self._others))))
-        self._go(self._whole(op, src, dst, givers, takers, turn, lo, hi) for turn, (lo, hi) in spans)
+        self._go(self._whole(fold_all, src, dst, givers, takers, turn, lo, hi) for turn, (lo, hi) in spans)
 
     def _whole(
         self,
-        op: ReduceOp,
+        fold_all: _Fold,
         src: Flat,
         dst: Flat | None,
         givers: Sequence[int],
@@ -177,10 +179,7 @@ class Run:
         parts = self._receive(turn, own, batch, others)
         yield batch
         out = dst.target(lo, hi)
-        if len(others) < len(givers):
-            self._fold(op, own, parts, out)
-        else:
-            fold(op, parts, out)
+        fold_all(own, parts, out)
         dst.commit(lo, hi, out)
 
     def _sliced(
@@ -213,7 +212,15 @@ class Run:
         counts = {rank: folded_ranks(kernel.kind, at, count) for at, rank in enumerate(self._ranks)}
         givers = self._ranks[: counts[self._me]]
         takers = [rank for rank in self._ranks if place < counts[rank]]
-        self._fold_whole(reduce_op(kernel), src, dst, givers, takers)
+        op = reduce_op(kernel)
+
+        def prefix(own: Array, parts: list[Array], out: Array) -> None:  # in rank order, also between hosts
+            if self._me in givers:
+                fold_with(op, parts, place, own, out)
+            else:
+                fold(op, parts, out)
+
+        self._fold_whole(prefix, src, dst, givers, takers)
 
     def _reducescatter(self, kernel: Kernel) -> None:
         src, dst = scattered_reduction(kernel, self._ranks, self._me)
@@ -250,14 +257,7 @@ class Run:
         return parts
 
     def _fold(self, op: ReduceOp, own: Array, parts: list[Array], out: Array) -> None:
-        # Folds in rank order; `out` may be `own`, which has to be read before it is written.
-        place = self._ranks.index(self._me)
-        rows = [*parts[:place], own, *parts[place:]]
-        if place < READ_FIRST or not np.may_share_memory(own, out):
-            fold(op, rows, out)
-        else:
-            fold(op, rows, rows[0])
-            out[...] = rows[0]
+        fold_with(op, parts, self._ranks.index(self._me), own, out)
 
     def _broadcast(self, kernel: Kernel) -> None:
         root = kernel.peer
@@ -328,14 +328,6 @@ class Run:
         yield batch
         for dst, span, into in taken:
             dst.commit(*span, into)
-
-
-READ_FIRST = 2  # How many of the ranks' parts a fold reads before it first writes
-
-
-def chunk_size(dtype: np.dtype[np.generic], share: int = 1) -> int:
-    """How many elements a chunk has of which a rank sends or stages so many shares at a time."""
-    return max(1, min(CHUNK_NBYTES // max(1, share), FRAME_NBYTES) // dtype.itemsize)
 
 
 def _takers(kernel: Kernel, ranks: Sequence[int]) -> Sequence[int]:

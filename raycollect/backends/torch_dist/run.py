@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raycollect.backends.arrays import Array, DeviceArray, Flat
-from raycollect.backends.completion import chunks, clipped, metered, movement, reduce_op, reduction
+from raycollect.backends.completion import chunks, clipped, metered, movement, one_each, reduce_op, reduction
 from raycollect.backends.folds import finish
 from raycollect.backends.torch_dist.calls import Calls
 from raycollect.backends.torch_dist.group import c10d
@@ -246,9 +246,7 @@ class _DeviceRun(_Run):
         return tuple(came.split(list(take)))
 
     def _pieces(self, kernel: Kernel, side: Any) -> list[Row]:
-        if type(side) is not tuple or len(side) != len(self._ranks):
-            raise InternalError(detail=f"{kernel.kind.value} among {len(self._ranks)} ranks without a piece for each")
-        return [Row(piece) for piece in side]
+        return [Row(piece) for piece in one_each(kernel, side, self._ranks)]
 
     def _chunks(self, size: int, one: Row, share: int = 1) -> Iterator[tuple[int, int]]:
         for lo, hi in chunks(size, CHUNK_NBYTES // share // one.itemsize):

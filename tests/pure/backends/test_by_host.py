@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,11 @@ from raycollect.errors import InvalidGroupError
 from raycollect.planner import Topology
 from raycollect.planner.cost import priced
 from tests.pure import conformance
-from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
 from tests.pure.conformance import (
     FOLDING,
     KINDS,
+    PREFIXES,
     REDUCTIONS,
     ROOTED,
     SPREADS,
@@ -48,30 +48,17 @@ PLACES = {
     "four": (0, 1, 2, 3, 0, 1),
 }
 CHUNK_NBYTES = 32 << 10
+IN_RANK_ORDER = conformance._folded
 
 
-class HostsTeam(Team):
+class HostsTeam(ThreadTeam):
     """Ranks in threads, on hosts by their numbers."""
 
     def __init__(self, hosts: tuple[int, ...], *options: tuple[str, Any], backend: str = "tcp") -> None:
-        super().__init__(backend, len(hosts))
-        self.spec = replace(self.spec, hosts=hosts, options=options)
-        joins = [self._threads.submit(self._join, rank) for rank in self.everyone]
-        self.communicators = [join.result() for join in joins]
+        super().__init__(backend, len(hosts), hosts=hosts, options=options)
 
-    def _join(self, rank: int) -> tcp.TcpCommunicator:
+    def _create(self, rank: int) -> tcp.TcpCommunicator:
         return tcp.connect(self.spec, rank, self.rendezvous, "127.0.0.1")
-
-    def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        try:
-            return body(self.communicators[rank], *args)
-        except Exception as exc:
-            return exc
-
-    def close(self) -> None:
-        for communicator in self.communicators:
-            communicator.close()
-        super().close()
 
 
 @pytest.fixture
@@ -154,6 +141,13 @@ def test_rank_order_is_kept_on_request(team_of, place):
         for inplace in (False, True)
     ]
     check_cases(team, cases)
+
+
+def test_scans_are_in_rank_order_between_hosts_too(team_of, monkeypatch):
+    team = team_of("3 x 2")
+    monkeypatch.setattr(conformance, "_folded", IN_RANK_ORDER)
+    sizes = (7, 40_001)
+    check_cases(team, [Case(kind=kind, dtype="float32", size=s, op=ReduceOp.SUM) for kind in PREFIXES for s in sizes])
 
 
 def test_beside_a_library_only_what_is_not_folded_goes_by_host(team_of):

@@ -8,7 +8,7 @@ from importlib import import_module
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import pytest
 
-from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.planner import Link, Made, Request, plan
 from raycollect.planner.explain import explain, explain_step
 from raycollect.planner.render import MOST_ACTORS, MOST_ACTS
@@ -177,6 +177,17 @@ def test_bits_are_told_of_reductions_only():
     assert native().rows[0].bits == "the left fold in rank order"
     assert hierarchical().rows[0].bits == "equal on all ranks"
     assert {row.bits for row in mixed().rows if row.op.startswith(("send", "broadcast"))} == {""}
+
+
+def test_between_hosts_of_several_ranks_only_scans_are_told_to_fold_in_rank_order():
+    there = roster([0, 0, 1, 1], backend="tcp", bitwise=False)
+    there = replace(there, spec=replace(there.spec, hosts=(0, 0, 1, 1)))
+    bits = {
+        kind: told([replace(allreduce(there), kind=kind)], there, {"x": info(9)}).rows[0].bits
+        for kind in (OpKind.ALLREDUCE, *PREFIXES)
+    }
+    assert bits.pop(OpKind.ALLREDUCE) == "the left fold over hosts, in rank order inside each"
+    assert set(bits.values()) == {"the left fold in rank order"}
 
 
 def test_dependencies_are_told():

@@ -13,7 +13,7 @@ from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
 from raycollect.planner.pricing import packing
 from raycollect.planner.sizes import Sizes
-from raycollect.planner.wording import nbytes_words, ranks_words, seconds_words
+from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
 from tests.pure.planner.explained import allreduce, info, roster, told
 
 
@@ -81,6 +81,14 @@ def test_seconds_in_words(seconds, words):
 )
 def test_ranks_in_words(ranks, words):
     assert ranks_words(ranks) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "words"),
+    [(1, "box", "1 box"), (2, "box", "2 boxes"), (0, "process", "0 processes"), (3, "call", "3 calls")],
+)
+def test_counts_in_words(count, noun, words):
+    assert counted(count, noun) == words
 
 
 def test_kernels_that_are_not_packed_cost_their_start():
