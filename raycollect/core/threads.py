@@ -119,11 +119,16 @@ def failed(place: str, exc: BaseException) -> InternalError:
 
 def cause_of(exc: BaseException) -> str:
     """An exception in a line: its type and message."""
-    try:
-        text = str(exc)
-    except Exception as broken:  # noqa: BLE001 - anyone's code
-        text = f"(its message can't be made: {type(broken).__name__})"
+    text = message_of(exc)
     return f"{type(exc).__name__}: {text[:_LONGEST]}" if text else type(exc).__name__
+
+
+def message_of(exc: BaseException) -> str:
+    """The message of an exception of anyone's code, which may fail to make it."""
+    try:
+        return str(exc)
+    except Exception as broken:  # noqa: BLE001 - anyone's code
+        return f"(its message can't be made: {type(broken).__name__})"
 
 
 def _name_of(call: Callable[..., object]) -> str:

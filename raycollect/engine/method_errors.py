@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from types import TracebackType
 
+from raycollect.core.threads import message_of
 from raycollect.errors import MethodError
 from raycollect.observe.stacks import is_on_the_way
 
@@ -14,12 +15,8 @@ DETAIL_LENGTH, TRACE_LINES, LINE_LENGTH = 2000, 30, 300
 
 def method_error(method: str, step: int, exc: BaseException) -> MethodError:
     """Makes the error of a method's exception, without the exception or its frames, which would keep tensors alive."""
-    try:
-        detail = str(exc)
-    except Exception as broken:  # noqa: BLE001 - anyone's code
-        detail = f"(its message can't be made: {type(broken).__name__})"
-    trace = _trace(exc)
-    return MethodError(op=method, call=step, raised=type(exc).__name__, detail=detail[:DETAIL_LENGTH], trace=trace)
+    detail, trace = message_of(exc)[:DETAIL_LENGTH], _trace(exc)
+    return MethodError(op=method, call=step, raised=type(exc).__name__, detail=detail, trace=trace)
 
 
 def _trace(exc: BaseException) -> str:

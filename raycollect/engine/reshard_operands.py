@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,11 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray
 from raycollect.backends.elements import convert
 from raycollect.core.boxes import BoxExchange, table_nbytes
-from raycollect.core.model import Key, TensorInfo
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, box_of, unfold
-from raycollect.planner import Local, Share, Step
-from raycollect.planner.reshard.halves import decode_half
+from raycollect.planner import Local, Step
+from raycollect.planner.reshard.halves import Half, decode_half
 from raycollect.planner.reshard.held import Fault, faults_of, made_of, places_of
 from raycollect.pos import Container, Range
 
@@ -26,16 +26,9 @@ class ReshardBuffers(TaskBuffers):
 
     _takes_dtensors = True
 
-    def __init__(
-        self,
-        share: Share,
-        allocate: Callable[[TensorInfo], Any],
-        *,
-        given: bool = False,
-        keys: Sequence[Key | None] = (),
-    ) -> None:
-        super().__init__(share, allocate, given=given, keys=keys)
-        self._half = decode_half(share.template.boxes)
+    @cached_property
+    def _half(self) -> Half:
+        return decode_half(self.share.template.boxes)
 
     @property
     def staging_nbytes(self) -> int:
