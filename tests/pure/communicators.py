@@ -12,7 +12,6 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -104,11 +103,12 @@ class Team:
         everyone: All ranks.
     """
 
-    def __init__(self, backend: str, world_size: int) -> None:
+    def __init__(self, backend: str, world_size: int, **more: Any) -> None:
         self.backend = backend
         self.world_size = world_size
         self.everyone = tuple(range(world_size))
-        self.spec = GroupSpec(name="team", group_id=f"team-{next(_ids)}", backend=backend, world_size=world_size)
+        group_id = f"team-{next(_ids)}"
+        self.spec = GroupSpec(name="team", group_id=group_id, backend=backend, world_size=world_size, **more)
         self.rendezvous = MemoryRendezvous()
         self.server = MemoryStar()
         self._threads = ThreadPoolExecutor(world_size)
@@ -151,9 +151,13 @@ class ThreadTeam(Team):
     """
 
     def __init__(
-        self, backend: str, world_size: int, segments: Callable[[int], SegmentSource] = lambda _: Segments.current()
+        self,
+        backend: str,
+        world_size: int,
+        segments: Callable[[int], SegmentSource] = lambda _: Segments.current(),
+        **more: Any,
     ) -> None:
-        super().__init__(backend, world_size)
+        super().__init__(backend, world_size, **more)
         self._segments = segments
         self.communicators: list[Communicator] = []
         if backend == "local":
@@ -183,8 +187,7 @@ class ProcessTeam(Team):
     """Ranks in worker processes; rendezvous and exchange stay here and are reached over the workers' pipes."""
 
     def __init__(self, backend: str, world_size: int, workers: Sequence[Worker], hosts: tuple[int, ...] = ()) -> None:
-        super().__init__(backend, world_size)
-        self.spec = replace(self.spec, hosts=hosts)
+        super().__init__(backend, world_size, hosts=hosts)
         self.workers = workers[:world_size]
         self.exchanges = [MemoryExchange(self.server, rank) for rank in self.everyone]
         self.must(_join, self.spec)

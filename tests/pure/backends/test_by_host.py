@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from raycollect.errors import InvalidGroupError
 from raycollect.planner import Topology
 from raycollect.planner.cost import priced
 from tests.pure import conformance
-from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
 from tests.pure.conformance import (
     FOLDING,
     KINDS,
@@ -52,28 +51,14 @@ CHUNK_NBYTES = 32 << 10
 IN_RANK_ORDER = conformance._folded
 
 
-class HostsTeam(Team):
+class HostsTeam(ThreadTeam):
     """Ranks in threads, on hosts by their numbers."""
 
     def __init__(self, hosts: tuple[int, ...], *options: tuple[str, Any], backend: str = "tcp") -> None:
-        super().__init__(backend, len(hosts))
-        self.spec = replace(self.spec, hosts=hosts, options=options)
-        joins = [self._threads.submit(self._join, rank) for rank in self.everyone]
-        self.communicators = [join.result() for join in joins]
+        super().__init__(backend, len(hosts), hosts=hosts, options=options)
 
-    def _join(self, rank: int) -> tcp.TcpCommunicator:
+    def _create(self, rank: int) -> tcp.TcpCommunicator:
         return tcp.connect(self.spec, rank, self.rendezvous, "127.0.0.1")
-
-    def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        try:
-            return body(self.communicators[rank], *args)
-        except Exception as exc:
-            return exc
-
-    def close(self) -> None:
-        for communicator in self.communicators:
-            communicator.close()
-        super().close()
 
 
 @pytest.fixture
