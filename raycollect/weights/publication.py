@@ -13,14 +13,13 @@ from raycollect.core.model import Key
 from raycollect.errors import (
     PublisherReplacedError,
     VersionNotPutError,
-    VersionTimeoutError,
     anew,
     refusal,
     wrong_argument,
 )
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Directory, HolderRecord, sweep
+from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks
 from raycollect.weights.receiver import Holder
@@ -72,9 +71,7 @@ class Publication:
         self._signature = self._directory.post_layouts(self.ranks.layouts, self.epoch)
         sweep(name)
         layouts, handles = self.ranks.layouts, self.ranks.handles
-        self._attached = self.ranks.attach(
-            agent.attach_source, lambda rank: (name, self.epoch, handles[rank].key, layouts, rank)
-        )
+        self.ranks.attach(agent.attach_source, lambda rank: (name, self.epoch, handles[rank].key, layouts, rank))
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
         self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
         self._before = self._last = Version(self.epoch, 0)
@@ -146,7 +143,7 @@ class Publication:
 
     def holder(self, rank: int, key: Key, places: Mapping[Atom, tuple[int, tuple[int, ...]]]) -> Holder:
         """A rank, of which some atoms can be had."""
-        one = self._attached[rank]
+        one = self.ranks.attached[rank]
         return Holder(address=one.address, key=key, actor=one.actor, incarnation=one.incarnation, places=places)
 
     def forget_overwritten(self) -> None:
@@ -179,17 +176,8 @@ class Publication:
         self._directory.post_holders(
             version,
             (
-                HolderRecord(
-                    address=one.address,
-                    key=keys[rank],
-                    actor=one.actor,
-                    incarnation=one.incarnation,
-                    machine=one.machine,
-                    signature=self._signature,
-                    rank=rank,
-                    is_publisher=True,
-                )
-                for rank, one in enumerate(self._attached)
+                self.ranks.record(rank, keys[rank], self._signature, is_publisher=True)
+                for rank in range(len(self.ranks))
             ),
         )
         self._directory.post_version(version)
@@ -219,16 +207,9 @@ class Publication:
     def _check(self, job: Job, timeout_s: float) -> None:
         if job.round.phase is Phase.DONE:
             return
-        where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.is_late:
-            late = tuple(sorted(job.round.waiting))
-            who = ", ".join(f"{rank} ({self._attached[rank].actor})" for rank in late)
-            raise VersionTimeoutError(
-                **where,
-                missing=late,
-                timeout_s=timeout_s,
-                detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
-            )
+            raise self.ranks.late_error(self.name, job, timeout_s)
+        where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.round.differing:
             first = atoms.shown(job.round.differing[0])
             detail = f"replicas have different bits in {len(job.round.differing)} atoms, first in {first}"
@@ -237,9 +218,13 @@ class Publication:
             if isinstance(error, PublisherReplacedError):
                 raise anew(error)
             detail = error.detail if isinstance(error, VersionNotPutError) else "it could not copy its tensors"
-            raise VersionNotPutError(**where, rank=rank, actor=self._attached[rank].actor, detail=detail) from error
+            raise VersionNotPutError(
+                **where, rank=rank, actor=self.ranks.attached[rank].actor, detail=detail
+            ) from error
         gone = min(set(range(len(self.ranks))) - set(job.round.done))
-        raise VersionNotPutError(**where, rank=gone, actor=self._attached[gone].actor, detail="its process has ended")
+        raise VersionNotPutError(
+            **where, rank=gone, actor=self.ranks.attached[gone].actor, detail="its process has ended"
+        )
 
     def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self

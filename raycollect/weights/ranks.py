@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raycollect.core import ray_internals
-from raycollect.core.model import TENSOR
+from raycollect.core.model import TENSOR, Key
 from raycollect.driver import held_values
 from raycollect.driver.side_layouts import SideLayouts, held_tensors
 from raycollect.errors import (
@@ -19,6 +19,7 @@ from raycollect.errors import (
     InternalError,
     RaycollectError,
     SelfDrivenError,
+    VersionTimeoutError,
     Violation,
     kept,
     refusal,
@@ -30,6 +31,7 @@ from raycollect.pos.handle import Handle
 from raycollect.weights import protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.directory import HolderRecord
 from raycollect.weights.protocol import Event, Failed, Lost, Round, Tell
 
 ATTACH_S = 60.0
@@ -62,6 +64,7 @@ class Ranks:
         self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
         self.layouts: Layouts = _layouts(op, self.handles, given)
         self.actors: list[Any] = [self._actor(rank, one) for rank, one in enumerate(self.handles)]
+        self.attached: list[Attached] = []  # who they are, from `attach` on
 
     def __len__(self) -> int:
         return len(self.refs)
@@ -91,11 +94,11 @@ class Ranks:
         """The names of a rank's local tensors."""
         return frozenset(one.key for one in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
-    def attach(self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]]) -> list[Attached]:
+    def attach(self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]]) -> None:
         """Calls a function in all of them, and raises what any of them raises."""
         refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
         try:
-            found: list[Attached] = ray.get(refs, timeout=ATTACH_S)
+            self.attached = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:
             raise cause_of(exc) from None
         except GetTimeoutError as exc:
@@ -103,7 +106,33 @@ class Ranks:
             raise held_values.late_error(self.op, "", len(late), late, ATTACH_S) from exc
         except RayActorError as exc:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
-        return found
+
+    def record(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> HolderRecord:
+        """A rank as a holder of a version, for the directory."""
+        one = self.attached[rank]
+        return HolderRecord(
+            address=one.address,
+            key=key,
+            actor=one.actor,
+            incarnation=one.incarnation,
+            machine=one.machine,
+            signature=signature,
+            rank=rank,
+            is_publisher=is_publisher,
+        )
+
+    def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
+        """Makes the error of a round for which ranks were too late."""
+        late = tuple(sorted(job.round.waiting))
+        who = ", ".join(f"{rank} ({self.attached[rank].actor})" for rank in late)
+        return VersionTimeoutError(
+            name=name,
+            version=str(job.round.version),
+            missing=late,
+            timeout_s=timeout_s,
+            is_shown=is_shown,
+            detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
+        )
 
 
 def _layouts(op: str, handles: Sequence[Handle], given: Any) -> Layouts:

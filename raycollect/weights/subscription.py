@@ -11,13 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from raycollect.core import ray_internals
-from raycollect.core.model import Key
 from raycollect.errors import (
     RaycollectError,
     UnknownVersionError,
     VersionError,
     VersionNotWholeError,
-    VersionTimeoutError,
     anew,
     kept,
     refusal,
@@ -121,10 +119,10 @@ class Subscription:
         self._directory = Directory(name)
         self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles
-        self._attached = self._ranks.attach(
+        self._ranks.attach(
             agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace)
         )
-        self._version = min((one.shown for one in self._attached if one.shown), default=None)
+        self._version = min((one.shown for one in self._ranks.attached if one.shown), default=None)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
 
     def version(self) -> Version | None:
@@ -199,10 +197,6 @@ class Subscription:
         """Has a rank read atoms of a version that it takes part by part; returns the ref."""
         return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
 
-    def keep(self, epoch: int) -> None:
-        """Writes what the directory does not have of this group in an epoch, or has lost."""
-        self._directory.keep_layouts(epoch)
-
     def records(self, version: Version) -> list[HolderRecord]:
         """Who holds a version, as the directory knows it."""
         return self._directory.holders(version)
@@ -213,7 +207,6 @@ class Subscription:
         """The round that brings the ranks to a version, and what they will have staged."""
         holders = self._holders(version, records)
         staged: dict[int, Staged] = {}
-        shown: dict[int, Key] = {}
 
         def tell(what: Tell, rank: int) -> Any:
             if what is Tell.STAGE:
@@ -227,8 +220,9 @@ class Subscription:
                 return Verified(rank, answer.digests)
             if answer is None:  # another driver has staged something else
                 return Failed(rank)
-            shown[rank] = answer
-            self._directory.post_holders(version, [self._record(rank, answer)])
+            self._directory.post_holders(
+                version, [self._ranks.record(rank, answer, self._signature, is_publisher=False)]
+            )
             return Shown(rank)
 
         begun, first = protocol.begin_update(version, len(self._ranks))
@@ -259,25 +253,12 @@ class Subscription:
 
     def _for_rank(self, holders: Sequence[tuple[HolderRecord, Holder]], rank: int) -> list[Holder]:
         """Whom a rank asks, in this order: receivers before the publisher, its host before others, others by turns."""
-        me = self._attached[rank]
+        me = self._ranks.attached[rank]
         others = [one for one in holders if one[0].incarnation != me.incarnation]
         turned = others[rank % len(others) :] + others[: rank % len(others)] if others else []
         turned.sort(key=lambda one: (one[0].is_publisher, one[0].machine != me.machine))
         receivers = [one for record, one in turned if not record.is_publisher]
         return receivers[:MOST_RECEIVERS] + [one for record, one in turned if record.is_publisher]
-
-    def _record(self, rank: int, key: Key) -> HolderRecord:
-        one = self._attached[rank]
-        return HolderRecord(
-            address=one.address,
-            key=key,
-            actor=one.actor,
-            incarnation=one.incarnation,
-            machine=one.machine,
-            signature=self._signature,
-            rank=rank,
-            is_publisher=False,
-        )
 
     def finish(self, job: Job, staged: Mapping[int, Staged], began_s: float, timeout_s: float) -> Receipt:
         """The receipt of a round that is over; raises as `update`."""
@@ -295,7 +276,7 @@ class Subscription:
             ranks=tuple(
                 RankReceipt(
                     rank=rank,
-                    actor=self._attached[rank].actor,
+                    actor=self._ranks.attached[rank].actor,
                     digests=staged[rank].digests,
                     nbytes=staged[rank].nbytes,
                     seconds=staged[rank].seconds,
@@ -308,17 +289,10 @@ class Subscription:
         )
 
     def _failure(self, job: Job, timeout_s: float) -> RaycollectError:
-        where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.is_late:
-            late = tuple(sorted(job.round.waiting))
-            who = ", ".join(f"{rank} ({self._attached[rank].actor})" for rank in late)
-            return VersionTimeoutError(
-                **where,
-                missing=late,
-                timeout_s=timeout_s,
-                is_shown=len(job.round.done) > len(late),
-                detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
-            )
+            is_shown = len(job.round.done) > len(job.round.waiting)
+            return self._ranks.late_error(self.name, job, timeout_s, is_shown=is_shown)
+        where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         for error in job.errors.values():
             return anew(error)
         if not job.round.done:
@@ -378,7 +352,7 @@ def update_all(
         drive(
             [(job, tell) for job, tell, _ in jobs.values()],
             left_s,
-            partial(_keep, [(subscriptions[at], found.epoch) for at, found in todo.items()]),
+            partial(_keep_layouts, [(subscriptions[at], found.epoch) for at, found in todo.items()]),
         )
         again: dict[int, Version] = {}
         for at, (job, _, staged) in jobs.items():
@@ -396,6 +370,7 @@ def update_all(
     return [done[at] for at in range(len(subscriptions))]
 
 
-def _keep(subscriptions: Sequence[tuple[Subscription, int]]) -> None:
+def _keep_layouts(subscriptions: Sequence[tuple[Subscription, int]]) -> None:
+    # What the directory does not have of them in an epoch, or has lost.
     for one, epoch in subscriptions:
-        one.keep(epoch)
+        one._directory.keep_layouts(epoch)
