@@ -47,7 +47,7 @@ class Parameters:
             raise refusal("argument", "", (wrong_argument("name", found, expected),))
         if default is not MISSING:
             packed(default, "default", "argument")
-        made = Argument(self._mark, name, default=default, has_default=default is not MISSING)
+        made = Argument(self._mark, name, default=default)
         self._declared[name] = made
         return made
 

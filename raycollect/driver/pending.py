@@ -94,13 +94,12 @@ def _stray(what: str) -> None:
 class Argument(Placeholder):
     """Stands for an argument of each run of a captured step."""
 
-    __slots__ = ("default", "has_default", "name", "owner")
+    __slots__ = ("default", "name", "owner")
 
-    def __init__(self, owner: object, name: str, *, default: Any, has_default: bool) -> None:
+    def __init__(self, owner: object, name: str, *, default: Any) -> None:
         self.owner: object = owner
         self.name: str = name
         self.default: Any = default
-        self.has_default: bool = has_default
 
     def _misused(self, name: str = "") -> Exception:
         return _misuse(CaptureError(detail=f"{self!r} {_OF_RUNS}"), name)

@@ -13,9 +13,6 @@ from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 pytest.importorskip("torch", reason="Ray's gloo group is torch's")
 
 
-RAY_LACKS = {OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL}
-
-
 @ray.remote
 class Member:
     """One rank; it knows nothing of participants."""

@@ -27,7 +27,7 @@ def test_a_default_that_does_not_travel_is_refused_at_once() -> None:
     parameters = Parameters()
     with pytest.raises(InvalidArgumentError, match="default"):
         parameters.declare("rate", object())
-    assert parameters.declare("rate", 0.5).has_default, "what was refused is not declared"
+    assert parameters.declare("rate", 0.5).default == 0.5, "what was refused is not declared"
 
 
 def test_an_argument_is_no_array() -> None:
