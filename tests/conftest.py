@@ -6,11 +6,19 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 
 from raycollect.backends import experimental
 from raycollect.core import threads
+
+with suppress(ImportError):  # those of the GPU do without it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes on a machine that does other things, too, is no property of what is tested.
+    settings.register_profile("raycollect", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("raycollect")
 
 if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
     sys.setswitchinterval(float(os.environ["RAYCOLLECT_SWITCH_S"]))

@@ -339,7 +339,7 @@ def check_draws(found: Teams, examples: int, worlds: Sequence[int]) -> None:
     """
 
     @seed(zlib.crc32(found.backend.encode()))
-    @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate])
+    @settings(max_examples=examples, database=None, phases=[Phase.generate])
     @given(scene=scenes(worlds, PREFIXES if "nccl" in found.backend else ()))
     def holds(scene: Scene) -> None:
         check(found, scene)

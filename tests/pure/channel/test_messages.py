@@ -46,7 +46,7 @@ def _any_message(cls: type) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_every_type_survives_the_wire(name: str) -> None:
-    @settings(deadline=None, max_examples=40)  # the machine's load is none of this test's business
+    @settings(max_examples=40)
     @given(_any_message(MESSAGES[name]))
     def survives(message: Any) -> None:
         assert decode(encode(message)) == message
@@ -119,7 +119,6 @@ def test_malformed_bytes_are_refused(data: bytes) -> None:
         decode(data)
 
 
-@settings(deadline=None)  # the machine's load is none of this test's business
 @given(st.binary(max_size=200))
 def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
     with pytest.raises(ProtocolError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.channel.messages import Abort, Bye, Done, Fetch, Fetched, Message, Publish
@@ -125,7 +125,6 @@ def test_a_short_proof_is_refused(nbytes: int) -> None:
     _raises_for_ever(Wire().server, nbytes.to_bytes(4, "big") + bytes(nbytes), AuthenticationError)
 
 
-@settings(deadline=None)  # the machine's load is none of this test's business
 @given(st.binary(max_size=300))
 def test_garbage_instead_of_a_handshake_opens_nothing(data: bytes) -> None:
     for end in (Wire().server, Connection("client", SECRET, nonce=b"C" * 16)):
@@ -159,9 +158,6 @@ def test_arguments_that_make_no_sense() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- frames
-
-
-@settings(deadline=None)  # the machine's load is none of this test's business
 @given(st.data())
 def test_any_chunking_gives_the_same_events(data: st.DataObject) -> None:
     wire = Wire()

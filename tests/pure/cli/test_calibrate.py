@@ -7,7 +7,7 @@ import math
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.cli import calibrate
@@ -17,7 +17,6 @@ from raycollect.group import link_costs
 from raycollect.group.link_costs import Costs, Measured
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 SHM = Measured(place="inside", backend="shm", link=Link(latency_s=1e-5, bandwidth=8e9), how="measured: so")
 TCP = Measured(place="inside", backend="tcp", link=Link(latency_s=3e-5, bandwidth=2e9))
 NETWORK = Measured(place="between", backend="tcp", link=Link(latency_s=5e-5, bandwidth=3e9))
@@ -28,9 +27,6 @@ def nowhere(folder):
 
 
 # ---------------------------------------------------------------------------------------------- the line
-
-
-@CALM
 @given(latency=st.floats(1e-7, 1e-2), bandwidth=st.floats(1e6, 1e12), count=st.integers(2, len(SIZES)))
 def test_times_on_a_line_give_that_line(latency, bandwidth, count):
     link = Link(latency_s=latency, bandwidth=bandwidth)
@@ -41,7 +37,6 @@ def test_times_on_a_line_give_that_line(latency, bandwidth, count):
         assert found.link.time_s(n) == pytest.approx(link.time_s(n), rel=1e-3)
 
 
-@CALM
 @given(noise=st.lists(st.floats(0.8, 1.25), min_size=len(SIZES), max_size=len(SIZES)))
 def test_noise_is_no_larger_in_the_line_than_in_the_times(noise):
     link = Link(latency_s=1e-5, bandwidth=5e9)

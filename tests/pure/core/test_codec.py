@@ -158,7 +158,7 @@ def _refuses_or_reads(one: Codec[Any], data: bytes, value: Any) -> None:
 def test_values_survive_and_all_mutations_of_their_bytes_are_refused_or_read(name: str) -> None:
     one = CODECS[name]
 
-    @settings(deadline=None, max_examples=25)  # the machine's load is none of this test's business
+    @settings(max_examples=25)
     @given(_values(one), st.data())
     def survives(value: Any, data: st.DataObject) -> None:
         packed = one.encode(value)
@@ -197,7 +197,7 @@ def _changed(plain: Any, data: st.DataObject) -> Any:
 def test_anything_else_is_a_typed_refusal(name: str) -> None:
     one = CODECS[name]
 
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(st.binary(max_size=200) | _PLAIN.map(msgpack.packb))
     def refuses(data: bytes) -> None:
         try:

@@ -407,7 +407,6 @@ def test_calls_of_any_threads_are_serializable(programs: int) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            deadline=None,
             max_examples=programs * MUCH,
             stateful_step_count=8,
             suppress_health_check=list(HealthCheck),

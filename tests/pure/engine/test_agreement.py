@@ -9,14 +9,12 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raycollect.core.model import PIECES, TENSOR, OpKind, Structure, TensorInfo
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, decode_arrival, encode_arrival, judge
 from raycollect.errors import REFUSALS, ProtocolError, Violation
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 INFO = TensorInfo(shape=(2, 3), dtype="float32", itemsize=4)
 
@@ -282,13 +280,11 @@ _VIOLATIONS = st.builds(
 _ARRIVALS = st.builds(Arrival, spec=_SPECS, violations=st.lists(_VIOLATIONS, max_size=3).map(tuple))
 
 
-@CALM
 @given(_ARRIVALS)
 def test_an_arrival_survives_the_wire(arrival: Arrival) -> None:
     assert decode_arrival(encode_arrival(arrival)) == arrival
 
 
-@CALM
 @given(st.lists(_ARRIVALS.filter(lambda arrival: OpKind(arrival.spec.op) not in PIECES), min_size=1, max_size=5))
 def test_the_verdict_refuses_if_and_only_if_there_is_a_reason(arrivals: list[Arrival]) -> None:
     violations = decide(range(len(arrivals)), arrivals)
@@ -308,7 +304,6 @@ def test_the_verdict_refuses_if_and_only_if_there_is_a_reason(arrivals: list[Arr
         assert set(violations) == set(own)
 
 
-@CALM
 @given(st.lists(_ARRIVALS, min_size=1, max_size=4))
 def test_whatever_arrives_is_judged_or_a_protocol_error(arrivals: list[Arrival]) -> None:
     """Sides of operations in pieces may have no piece for a rank."""
@@ -320,7 +315,6 @@ def test_whatever_arrives_is_judged_or_a_protocol_error(arrivals: list[Arrival])
     assert bool(verdict.violations) >= any(arrival.violations for arrival in arrivals)
 
 
-@CALM
 @given(st.binary(max_size=200))
 @example(b"\x80")
 @example(b"\x90")
@@ -337,7 +331,6 @@ _PLAIN: st.SearchStrategy[Any] = st.recursive(
 _VALUES = msgpack.unpackb(encode_arrival(Arrival(spec=DICT, violations=(FREED,))))
 
 
-@CALM
 @given(at=st.integers(0, 7), value=_PLAIN)
 def test_a_field_of_any_other_value_gives_an_arrival_or_a_protocol_error(at: int, value: Any) -> None:
     spec, violations = _VALUES

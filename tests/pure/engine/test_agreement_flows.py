@@ -9,15 +9,13 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import PIECES, TENSOR, OpKind, Structure, TensorInfo
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, encode_arrival, judge, largest, learn
 from raycollect.errors import InternalError, ProtocolError, Violation
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 WITH_TENSORS = tuple(kind for kind in KINDS if kind is not OpKind.BARRIER)
 FORMS = (
@@ -271,7 +269,6 @@ def _collectives(draw: st.DrawFn) -> tuple[OpKind, list[Spec], Structure]:
     return kind, specs, form
 
 
-@CALM
 @given(_collectives())
 def test_whatever_fits_together_has_no_violation(made: tuple[OpKind, list[Spec], Structure]) -> None:
     _, specs, _ = made
@@ -307,7 +304,6 @@ def _flow(kind: OpKind, specs: Sequence[Spec], rank: int, side: str, piece: int)
     return {(r, f" of input {taker}") for r in givers} | ({(taker, " of output")} if taker in takers else set())
 
 
-@CALM
 @given(made=_collectives(), change=st.sampled_from(["dtype", "shape", "device", "structure"]), data=st.data())
 def test_any_single_change_names_that_piece_or_its_other_end(
     made: tuple[OpKind, list[Spec], Structure], change: str, data: st.DataObject

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect import backends
@@ -51,7 +51,6 @@ def test_a_backend_is_offered_several_large_tensors_or_none() -> None:
     assert offered([]) == []
 
 
-@settings(deadline=None)  # the machine's load is none of this test's business
 @given(
     sizes=st.lists(
         st.tuples(st.sampled_from("abc"), st.sampled_from([-1, 0, 1, 30, 64, 100, PACKED_UP_TO_NBYTES + 1])),

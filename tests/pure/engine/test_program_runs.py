@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
@@ -24,8 +24,7 @@ from tests.pure.engine.program_scenes import Scene, Stage, check, fleet_of, kept
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED
 
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
-MANY = settings(CALM, max_examples=150)
+MANY = settings(max_examples=150)
 
 
 # ---------------------------------------------------------------------------------------------- what is meant
@@ -41,7 +40,6 @@ def test_any_program_does_what_its_operation_means(scene: Scene) -> None:
         assert fleet.dirty == [0] * scene.world
 
 
-@CALM
 @given(scenes(), st.integers(2, 4))
 def test_the_same_program_again_sees_what_its_operands_then_hold(scene: Scene, times: int) -> None:
     """What is remembered of a program is not what its operands held."""
@@ -133,7 +131,6 @@ def test_any_mismatch_is_refused_on_all_ranks_and_the_next_run_is_right(
         check(scene, stage, before, run_on(fleet, scene, stage))
 
 
-@CALM
 @given(scenes([kind for kind in KINDS if kind is not OpKind.BARRIER]), st.sampled_from(["freed", "dirty"]), st.data())
 def test_what_one_rank_can_not_give_is_refused_on_all_ranks_and_the_next_run_is_right(
     scene: Scene, how: str, data: st.DataObject
@@ -158,7 +155,6 @@ def test_what_one_rank_can_not_give_is_refused_on_all_ranks_and_the_next_run_is_
         check(scene, stage, before, run_on(fleet, scene, stage))
 
 
-@CALM
 @given(scenes([kind for kind in KINDS if kind in PIECES or kind in (OpKind.BROADCAST, OpKind.SEND)]), st.data())
 def test_an_output_that_is_read_only_is_refused_on_all_ranks(scene: Scene, data: st.DataObject) -> None:
     scene = replace(scene, layout="plain", outputs="given", world=max(scene.world, 2))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.backends.device_arrays import DeviceArray
@@ -37,8 +37,6 @@ from tests.pure.resharding import (
     scenes,
     whole_tensors,
 )
-
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 
 @contextmanager
@@ -76,7 +74,7 @@ def run(
 
 
 @given(scenes(), st.sampled_from(["local", "shm", "shm, in place", "tcp"]), st.integers(1, 3), st.integers(0, 99))
-@settings(CALM, max_examples=80)
+@settings(max_examples=80)
 def test_targets_hold_what_numpy_says(scene: Any, where: str, hosts: int, seed: int) -> None:
     src, dst, src_ranks, dst_ranks = scene
     reshard = bound(src, dst, src_ranks, dst_ranks)
@@ -128,7 +126,7 @@ def least_of(reshard: Reshard, hosts: Sequence[int]) -> int:
 
 
 @given(scenes(4), st.integers(2, 3))
-@settings(CALM, max_examples=40)
+@settings(max_examples=40)
 def test_the_links_between_hosts_carry_the_least_there_is(scene: Any, count: int) -> None:
     """Counted where `tcp` sends."""
     src, dst, src_ranks, dst_ranks = scene

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends.elements import convert
@@ -74,7 +74,6 @@ def test_addends_are_added_up_before_they_are_converted(dtype: str, wanted: str)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_bfloat16_rounds_to_the_nearest_even_and_keeps_nan(some: list[float]) -> None:
     given_ = np.array(some, np.float32)
     found = np.zeros(len(some), ml_dtypes.bfloat16)

@@ -17,7 +17,7 @@ from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import made_of
 from raycollect.planner.template import Local, Role
-from tests.pure.engine.test_reshard import CALM, convoy_of, must, run
+from tests.pure.engine.test_reshard import convoy_of, must, run
 from tests.pure.fleet import FailAt
 from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, request_of, roster_of, scenes, whole_tensors
 
@@ -27,7 +27,7 @@ GAP = Layout.of_regions([2], [Region(rank=0, box=((0, 2),), at=(1,))])  # its fi
 
 
 @given(scenes(4), st.booleans(), st.integers(0, 99))
-@settings(CALM, max_examples=50)
+@settings(max_examples=50)
 def test_new_tensors_and_snapshots_hold_what_numpy_says(scene: Any, snapshot: bool, seed: int) -> None:
     src, dst, src_ranks, dst_ranks = scene
     reshard = bound(src, dst, src_ranks, dst_ranks)

@@ -20,7 +20,7 @@ from raycollect.backends import arrays
 from raycollect.engine.value_codec import pack_value, pack_values, unpack_value, unpack_values
 from raycollect.errors import ProtocolError
 
-CALM = settings(deadline=None, max_examples=200)
+MANY = settings(max_examples=200)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -56,13 +56,13 @@ _VALUES = st.recursive(
 )
 
 
-@CALM
+@MANY
 @given(_VALUES)
 def test_plain_values_come_out_as_they_went_in(value: Any) -> None:
     assert same(unpack_value(pack_value(value)), value)
 
 
-@CALM
+@MANY
 @given(st.lists(_VALUES, max_size=4))
 def test_so_do_several(values: list[Any]) -> None:
     packed = pack_values(values)

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect import errors
@@ -39,8 +39,6 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 CLASSES = [
     value
@@ -149,7 +147,6 @@ _PLAIN = st.recursive(
 _NAMES = st.sampled_from(sorted({f.name for cls in CLASSES for f in fields(cls)}))
 
 
-@CALM
 @given(
     _PLAIN
     | st.fixed_dictionaries(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.errors import InvalidGroupError
 from raycollect.group.rank_table import Device, Place, RankTable, assign
 from tests.pure.group.rank_tables import document_of, tables
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 
 def _actors(table: RankTable, seed: int) -> list[tuple[int, Device]]:
@@ -27,7 +25,6 @@ def _actors(table: RankTable, seed: int) -> list[tuple[int, Device]]:
     return order
 
 
-@CALM
 @given(tables(), st.integers(0, 10**6))
 def test_actors_get_the_ranks_of_the_devices_they_own(table: RankTable, seed: int) -> None:
     actors = _actors(table, seed)
@@ -35,7 +32,6 @@ def test_actors_get_the_ranks_of_the_devices_they_own(table: RankTable, seed: in
     assert assign(table, places) == tuple(device.rank for _, device in actors)
 
 
-@CALM
 @given(tables(), st.integers(0, 10**6), st.sampled_from([(), (0, 1), (10**6,), (5,)]))
 def test_otherwise_they_get_their_nodes_ranks_in_the_files_order(
     table: RankTable, seed: int, devices: tuple[int, ...]
@@ -67,7 +63,6 @@ def test_one_node_goes_by_device_and_another_by_order() -> None:
     assert assign(table, places) == (0, 2, 3, 1)
 
 
-@CALM
 @given(tables(), st.integers(0, 10**6), st.booleans())
 def test_the_table_of_a_group_gives_its_members_the_same_ranks(table: RankTable, seed: int, owning: bool) -> None:
     order = _actors(table, seed)

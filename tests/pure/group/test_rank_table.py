@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.errors import InvalidGroupError
 from raycollect.group import rank_table
 from raycollect.group.rank_table import Device, Place, RankTable, assign
 from tests.pure.group.rank_tables import document_of, tables
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 DOCUMENTED = """
 {
@@ -51,7 +49,6 @@ def test_the_documented_file_is_read_and_written_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads(DOCUMENTED)
 
 
-@CALM
 @given(tables())
 def test_a_table_survives_its_json(table: RankTable) -> None:
     assert RankTable.from_dict(json.loads(table.to_json())) == table
@@ -60,7 +57,6 @@ def test_a_table_survives_its_json(table: RankTable) -> None:
         assert all(type(value) is str for device in devices["device_list"] for value in device.values())
 
 
-@CALM
 @given(tables())
 def test_rank_by_rank_it_says_node_and_device(table: RankTable) -> None:
     for node, devices in enumerate(table.nodes):
@@ -320,7 +316,6 @@ def test_all_mistakes_come_in_one_error() -> None:
     ]
 
 
-@CALM
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=3), min_size=1, max_size=3)
 )

@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.member.sequencer import ARRIVALS, PlanSequencer, arrivals
 from raycollect.observe import Recorder, Tracer
 from raycollect.observe.trace import WAIT
 from tests.pure.watched import WAIT_S, WatchedCondition
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 
 @pytest.fixture
@@ -202,9 +200,6 @@ def test_memory_stays_bounded_when_every_other_plan_is_aborted() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- any story
-
-
-@CALM
 @given(st.lists(st.tuples(st.sampled_from(["come", "end", "abort"]), st.integers(1, 8)), max_size=40))
 def test_no_plan_runs_before_its_predecessor_or_after_its_abort(events: list[tuple[str, int]]) -> None:
     """One thread plays all: a plan comes only where `start` would not wait."""

@@ -103,7 +103,7 @@ def test_a_file_has_rows_spans_and_arrows() -> None:
     assert len(plans) == 2, "plans that overlap have rows of their own"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(

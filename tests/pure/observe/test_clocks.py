@@ -31,7 +31,7 @@ class Clocks:
 _DELAYS = st.tuples(st.floats(1e-5, 0.05), st.floats(1e-5, 0.05))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     ahead_s=st.floats(-1e6, 1e6),
     drift=st.floats(-2e-4, 2e-4),

@@ -6,13 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hypothesis import HealthCheck, settings
-
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner import Request
 from tests.pure.fleet import WAIT_S, Convoy
-
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 
 @contextmanager

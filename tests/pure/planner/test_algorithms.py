@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import PIECES, OpKind, ReduceOp
@@ -33,16 +33,10 @@ from tests.pure.counting import counted_part
 from tests.pure.meaning import folded, meaning
 from tests.pure.rosters import ALL_OPS, MADE, built, names, own, request, roster
 
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
-
-
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=11)
 
 
 # ---------------------------------------------------------------------------------------------- what they mean
-
-
-@CALM
 @given(
     places=_PLACES,
     bitwise=st.booleans(),
@@ -170,7 +164,6 @@ def _copied(value: Any) -> Any:
     return [one.copy() for one in value] if isinstance(value, list) else value.copy()
 
 
-@CALM
 @given(
     places=_PLACES,
     bitwise=st.booleans(),
@@ -212,9 +205,6 @@ def _pairs(found: Any, meant: Any) -> Iterator[tuple[Any, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------- what they cost
-
-
-@CALM
 @given(places=_PLACES, backend=st.sampled_from(["tcp", "gloo"]), bitwise=st.booleans(), root=st.integers(0, 10))
 def test_the_bytes_that_they_say_are_those_of_their_steps(
     places: list[int], backend: str, bitwise: bool, root: int
@@ -312,7 +302,6 @@ def test_on_one_host_there_is_one_way() -> None:
                 assert part.levels == ()
 
 
-@CALM
 @given(
     hosts=st.integers(2, 6),
     ranks=st.integers(1, 6),

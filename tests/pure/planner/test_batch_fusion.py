@@ -32,7 +32,7 @@ from raycollect.planner.template import NATIVE
 from tests.pure.communicators import ThreadTeam
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
-from tests.pure.planner.convoys import CALM, allreduces, convoy_of
+from tests.pure.planner.convoys import allreduces, convoy_of
 
 HOSTS = (2, 1, 3)
 
@@ -305,7 +305,6 @@ class _Ending:
         return launch.ranks if ok else ()
 
 
-@CALM
 @given(
     arrivals=st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b" * 5000, bytes(70)])),
     conflict=st.booleans(),

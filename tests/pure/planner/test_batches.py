@@ -29,7 +29,7 @@ from raycollect.errors import (
 )
 from raycollect.planner import Made, Request, plan
 from tests.pure.fleet import WAIT_S, Convoy
-from tests.pure.planner.convoys import CALM, allreduces, convoy_of
+from tests.pure.planner.convoys import allreduces, convoy_of
 
 SIZE = 6
 
@@ -196,7 +196,7 @@ def _copy(memory: Memory) -> Memory:
     return Memory([buffer.copy() for buffer in memory.buffers], memory.views)
 
 
-@settings(CALM, max_examples=150)
+@settings(max_examples=150)
 @given(batch=_batches(), staging=st.sampled_from([0, 64, 32 << 20]))
 def test_a_batch_does_what_its_calls_do_one_after_the_other(batch: Any, staging: int) -> None:
     groups, memories, calls = batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind, ReduceOp
@@ -13,8 +13,6 @@ from raycollect.planner import BETWEEN, INSIDE, Cluster, Layout, Line, Link, Top
 from raycollect.planner.algorithms import envelope
 from raycollect.planner.cost import CONTENTION, FREE, Cost, beside, launch, priced
 from tests.pure.counting import counted
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 COLLECTIVES = tuple(kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV))
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=12)
@@ -46,7 +44,6 @@ _LINES = st.lists(
 )
 
 
-@CALM
 @given(lines=_LINES, sizes=st.lists(st.integers(0, 1 << 40), max_size=20))
 def test_the_envelope_is_the_minimum_at_every_size(lines: list[Line], sizes: list[int]) -> None:
     found = envelope(lines)
@@ -68,9 +65,6 @@ def test_of_equal_lines_one_is_taken() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- layouts
-
-
-@CALM
 @given(_PLACES)
 def test_a_layout_says_of_a_topology_what_counting_says(places: list[int]) -> None:
     topology = Topology.of(places)
@@ -95,9 +89,6 @@ def test_a_uniform_layout_is_that_of_its_topology(hosts: int, ranks: int) -> Non
 
 
 # ---------------------------------------------------------------------------------------------- backends
-
-
-@CALM
 @given(places=_PLACES, backend=st.sampled_from(["tcp", "gloo", "torch:nccl"]), data=st.data())
 def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
     places: list[int], backend: str, data: st.DataObject

@@ -53,7 +53,7 @@ def cut_by_torch(whole: Any, one: Placement, place: int) -> Any:
 
 
 @given(placements())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_every_rank_has_what_torch_gives_it(one: Placement) -> None:
     torch = pytest.importorskip("torch")
     whole = torch.arange(int(np.prod(one.shape))).reshape(one.shape)

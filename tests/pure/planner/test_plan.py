@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind, ReduceOp
@@ -14,8 +14,6 @@ from raycollect.errors import DuplicateActorError, MissingMemberError, NotAMembe
 from raycollect.planner import Buffer, Request, Role, Step, Template, plan, plan_part
 from raycollect.planner.verify import _run, verify
 from tests.pure.planner.requests import allreduce, barrier, broadcast, given_by, key_of, ring, rooted_at, send
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 WORLDS = range(1, 9)
 OPERAND = Buffer(role=Role.OPERAND)
@@ -252,7 +250,6 @@ def _requests(draw: st.DrawFn) -> Request:
     return send(world, root, peer, given=draw(st.booleans()))
 
 
-@CALM
 @given(_requests())
 def test_a_request_that_makes_sense_is_planned_and_its_programs_fit_together(request: Request) -> None:
     made, whole = plan_part(request), plan([request])
@@ -294,7 +291,6 @@ _WILD = st.builds(
 )
 
 
-@CALM
 @given(_WILD)
 def test_any_request_is_planned_or_refused_with_a_reason(request: Request) -> None:
     made, refused = None, None

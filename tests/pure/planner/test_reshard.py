@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.core.model import GroupSpec
@@ -24,8 +24,6 @@ from raycollect.planner.reshard.proof import problem_of
 from raycollect.planner.reshard.rounds import halves_of
 from raycollect.planner.reshard.routes import routes
 from tests.pure.resharding import bound, request_of, roster_of, scenes
-
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 ROWS = layout([8, 6], mesh={"tp": 2}, spec=("tp",))
 COLUMNS = layout([8, 6], mesh={"tp": 3}, spec=(None, "tp"))
@@ -44,7 +42,7 @@ def moved(reshard: Reshard, hosts: Any) -> Any:
 
 
 @given(scenes(), st.integers(1, 3))
-@settings(CALM, max_examples=100)
+@settings(max_examples=100)
 def test_plans_are_proven_and_move_the_least_between_hosts(scene: Any, count: int) -> None:
     reshard = bound(*scene)
     hosts = [rank % count for rank in range(max(reshard.ranks) + 1)]
@@ -112,7 +110,7 @@ def _on(boxes: LocalBoxes) -> LocalBoxes:
 
 
 @given(scenes(3), st.integers(1, 2))
-@settings(CALM, max_examples=40)
+@settings(max_examples=40)
 def test_any_box_dropped_doubled_or_shifted_is_refused(scene: Any, count: int) -> None:
     reshard = bound(*scene)
     found = halves(reshard, [rank % count for rank in range(max(reshard.ranks) + 1)])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind
@@ -27,8 +27,6 @@ from raycollect.planner import (
 )
 from tests.pure.batches import KINDS, random_plan, sums
 from tests.pure.rosters import request, roster
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 _SEEDS = st.integers(0, 1 << 32)
 
@@ -109,7 +107,6 @@ def _meet(launches: dict[str, list[_Launch]]) -> None:
         assert moved, f"nobody can go on: {[mine[:1] for mine in ahead.values()]}"
 
 
-@CALM
 @given(seed=_SEEDS, alone=st.booleans())
 def test_participants_that_only_know_their_programs_meet_in_every_launch(seed: int, alone: bool) -> None:
     whole = random_plan(seed)
@@ -124,7 +121,6 @@ def test_participants_that_only_know_their_programs_meet_in_every_launch(seed: i
     _meet(found)
 
 
-@CALM
 @given(seed=_SEEDS, alone=st.booleans())
 def test_every_participant_sees_the_values_that_program_order_says(seed: int, alone: bool) -> None:
     whole = random_plan(seed)
@@ -155,7 +151,6 @@ def _seen(whole: Plan, person: str, order: Sequence[int]) -> dict[int, list[Any]
     return found
 
 
-@CALM
 @given(_SEEDS)
 def test_programs_of_batches_survive_the_wire_and_are_the_same_again(seed: int) -> None:
     whole, again = random_plan(seed), random_plan(seed)
@@ -170,7 +165,6 @@ def test_programs_of_batches_survive_the_wire_and_are_the_same_again(seed: int) 
                 assert -len(program.tasks) <= one < program.keys
 
 
-@CALM
 @given(_SEEDS)
 def test_everyone_knows_who_brings_what_to_the_check(seed: int) -> None:
     whole = random_plan(seed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind
@@ -15,8 +15,6 @@ from raycollect.planner import Made, Plan, Request, Roster, Together, plan
 from raycollect.planner.verify_order import verify_order
 from tests.pure.batches import SLOW, random_plan, sums
 from tests.pure.rosters import request, roster
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 
 def _good() -> Plan:
@@ -155,7 +153,6 @@ def test_all_in_the_checks_launch_alone_only_where_each_has_one() -> None:
         verify_order(replace(wrong, alone=(0, 0), width=1, order=tuple(replace(one, base=(0,)) for one in wrong.order)))
 
 
-@CALM
 @given(st.integers(0, 1 << 32))
 def test_taking_two_that_depend_on_each_other_together_is_caught(seed: int) -> None:
     whole = random_plan(seed)

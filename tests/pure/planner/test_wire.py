@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raycollect.core.model import KEY_NBYTES, GroupSpec, Key, OpKind, ReduceOp, task_key
@@ -33,8 +33,6 @@ from raycollect.planner import (
     plan,
 )
 from raycollect.planner.wire import VERSION
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 _INTS = st.integers(-(2**31), 2**31)
 _INDEX = st.integers(-1, 5)
@@ -110,7 +108,6 @@ def _typical() -> Program:
     return plan([request]).program(2)
 
 
-@CALM
 @given(_PROGRAMS)
 def test_a_program_survives_the_wire(program: Program) -> None:
     found = decode_program(encode_program(program))
@@ -175,7 +172,6 @@ def test_a_field_too_few_is_refused(at: int) -> None:
         decode_program(msgpack.packb(values[:at] + values[at + 1 :]))
 
 
-@CALM
 @given(
     seq=st.integers(0, 2**64 - 1),
     predecessor=st.integers(0, 2**64 - 1),
@@ -199,7 +195,6 @@ def test_keys_too_many_or_too_few_are_refused(count: int) -> None:
             decode_order(encode_order(Ticket(2, 1), [_key(rank) for rank in range(count)], program))
 
 
-@CALM
 @given(st.binary(max_size=300))
 def test_junk_is_no_order(junk: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -213,7 +208,6 @@ def test_an_order_cut_short_is_refused_wherever_it_ends() -> None:
             decode_order(data[:cut])
 
 
-@CALM
 @given(st.binary(max_size=300))
 @example(b"\x80")  # an empty map
 @example(b"\x90")  # an empty list
@@ -230,14 +224,12 @@ _PLAIN: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@CALM
 @given(_PLAIN)
 def test_any_other_message_is_a_protocol_error(value: Any) -> None:
     with pytest.raises(ProtocolError):
         decode_program(msgpack.packb(value))
 
 
-@CALM
 @given(at=st.integers(1, 10), value=_PLAIN)
 def test_a_field_of_any_other_value_gives_a_program_or_a_protocol_error(at: int, value: Any) -> None:
     values = msgpack.unpackb(encode_program(_typical()))
@@ -248,7 +240,6 @@ def test_a_field_of_any_other_value_gives_a_program_or_a_protocol_error(at: int,
         pass
 
 
-@CALM
 @given(at=st.integers(0, len(encode_program(_typical())) - 1), byte=st.integers(0, 255))
 def test_a_flipped_byte_gives_a_program_or_a_protocol_error(at: int, byte: int) -> None:
     data = bytearray(encode_program(_typical()))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.pos import Range, Store
@@ -16,9 +16,6 @@ from tests.pure.pos.watched_stores import Owner, threads, watched_store
 from tests.pure.watched import WAIT_S
 
 __all__ = ["threads"]  # a fixture
-
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 
 HERE: list[Range] = [(100, 200)]
@@ -163,7 +160,6 @@ def test_an_owner_that_cannot_be_asked_keeps_its_dirt() -> None:
 _RANGES = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
-@CALM
 @given(st.lists(st.tuples(st.sampled_from(["dirty", "written"]), _RANGES), max_size=20), _RANGES)
 def test_no_byte_that_is_half_written_passes_as_clean(story: list[tuple[str, Range]], asked: Range) -> None:
     """Dirt is kept by whole ranges: more may count as dirty than is, never less."""

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends.arrays import is_tensor, told
 from raycollect.core.model import TENSOR, Structure
 from raycollect.pos import Container, obstacle, unkept
 from raycollect.pos.container import DEEPEST
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 
 class T:
@@ -123,7 +121,6 @@ def test_what_is_not_kept_is_told_with_the_cure_where_it_is_a_number(value: Any,
     assert unkept(value, is_tensor, told) == text
 
 
-@CALM
 @given(
     kind=st.sampled_from(["list", "tuple", "dict", "tensor"]),
     names=st.lists(st.text(max_size=4) | st.integers(-5, 5), min_size=1, max_size=5, unique=True),
@@ -201,7 +198,6 @@ _TREES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@CALM
 @given(_TREES, _TREES)
 def test_any_tree_is_put_together_again_travels_and_is_told_from_any_other(one: Any, other: Any) -> None:
     first, second = _of(one), _of(other)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.pos.extents import Extents
-
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 END = 60
 RANGES = st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair)))
@@ -33,14 +31,12 @@ def build(changes: list[tuple[bool, tuple[int, int]]]) -> tuple[Extents, set[int
     return extents, model
 
 
-@CALM
 @given(CHANGES)
 def test_holds_what_a_set_holds_after_every_change(changes: list[tuple[bool, tuple[int, int]]]) -> None:
     extents, model = build(changes)
     assert len(extents) == len(runs(model))
 
 
-@CALM
 @given(CHANGES, RANGES)
 def test_what_is_in_a_range_and_what_is_missing_there(
     changes: list[tuple[bool, tuple[int, int]]], asked: tuple[int, int]
@@ -51,7 +47,6 @@ def test_what_is_in_a_range_and_what_is_missing_there(
     assert extents.gaps(*asked) == runs(every - model)
 
 
-@CALM
 @given(CHANGES, st.integers(1, 20), st.sampled_from([1, 2, 4, 7, 16]))
 def test_the_best_fit_is_the_lowest_aligned_start_in_the_smallest_range_that_has_room(
     changes: list[tuple[bool, tuple[int, int]]], nbytes: int, align: int

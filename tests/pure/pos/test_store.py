@@ -21,9 +21,6 @@ from tests.pure.watched import WAIT_S
 __all__ = ["threads"]  # a fixture
 
 
-CALM = settings(deadline=None)  # the machine's load is none of these tests' business
-
-
 def _task(number: int) -> bytes:
     return number.to_bytes(24, "little")
 
@@ -203,7 +200,6 @@ def _apply(store: Store, event: str, number: int, detail: Any) -> None:
         store.free([_key(number)])
 
 
-@CALM
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=25))
 def test_every_story_of_a_key_follows_the_table(story: list[tuple[str, int]]) -> None:
     store, models = Store(), {number: Model() for number in (1, 2, 3)}
@@ -292,7 +288,7 @@ _RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 6)).map(lambda 
 
 
 @given(_RANGES, _RANGES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_many_ranges_overlap_as_each_two_of_them_do(dirty: list[tuple[int, int]], asked: list[tuple[int, int]]) -> None:
     store, owner = Store(), Owner()
     store.mark_dirty(dirty, [owner] * len(dirty))

@@ -31,7 +31,7 @@ def test_large_ones_are_cut_in_pieces():
     assert len(atoms.cut({"w": whole}, [])) == 3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(["rows", "columns", "none"]), min_size=1, max_size=3), st.integers(1, 4))
 def test_each_rank_finds_each_of_its_elements_once(known, ranks):
     cuts = {"rows": ("tp",), "columns": (None, "tp"), "none": ()}

@@ -92,7 +92,7 @@ def programs(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int]], Callable[[Lib
 
 @pytest.mark.parametrize("name", LIBRARIES)
 @given(programs())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_layouts_say_what_the_loader_does(name: str, program: Any) -> None:
     used = library(name)
     shapes, loader, shape = program
