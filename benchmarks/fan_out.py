@@ -16,11 +16,11 @@ import statistics
 import time
 from typing import NamedTuple
 
+from benchmarks.fan_out_shape import CONTROLLER, PLACE_NBYTES, build
 from raycollect.channel.messages import Done, Order
 from raycollect.channel.protocol import Connection
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, task_key
 from raycollect.planner import STAGING_NBYTES, Request, Roster, Ticket, Topology, encode_order, encode_program, plan
-from benchmarks.fan_out_shape import CONTROLLER, PLACE_NBYTES, build
 
 WORLD = 1024
 PER_HOST = 16

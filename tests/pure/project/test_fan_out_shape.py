@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fan_out_shape import CONTROLLER, DEGREE, MOST_DIRECT, PLACE_NBYTES, Fanout, Sent, build
 from raycollect.core.model import KEY_NBYTES, OpKind
 from raycollect.planner import STAGING_NBYTES, Ticket, encode_order, encode_program, plan
-from benchmarks.fan_out_shape import CONTROLLER, DEGREE, MOST_DIRECT, PLACE_NBYTES, Fanout, Sent, build
 from tests.pure.rosters import request, roster
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
