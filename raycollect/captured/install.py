@@ -194,7 +194,7 @@ def install(
     """Plans what was recorded, and makes all participants ready to run it."""
     deadline_s = monotonic() + timeout_s
     names = [one.spec.name for one in request_list.memberships]
-    words = StepErrorText(capture, request_list, [name for name in names if controller.groups.is_declared(name)])
+    words = StepErrorText(capture, request_list, [name for name in names if controller.groups.find(name)])
     compiler = StepCompiler(capture, request_list, staging, words)
     memberships = list(request_list.memberships)
     if compiler.idle:  # they are leased as a group that no plan uses

@@ -173,7 +173,7 @@ class Call:
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
-        if controller.groups.is_declared(group_name) or group_name != "default" or self._kind is OpKind.BARRIER:
+        if controller.groups.find(group_name) is not None or group_name != "default" or self._kind is OpKind.BARRIER:
             return controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
         actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()

@@ -76,7 +76,7 @@ class Controller:
     def drives(cls, name: str) -> bool:
         """Whether this process has declared a group of that name; starts nothing."""
         current = cls.running()
-        return current is not None and current.groups.is_declared(name)
+        return current is not None and current.groups.find(name) is not None
 
     def __init__(self, session: object) -> None:
         self.session = session
@@ -114,10 +114,9 @@ class Controller:
 
     def takes_part(self, group_name: GroupLike) -> DriverRank | None:
         """This process as a participant, if it is a member of the declared group of that name."""
-        rank, name = self._driver_rank, name_of(group_name)
-        if rank is None or not self.groups.is_declared(name):
-            return None
-        return rank if self.groups.named(name).rank_of(rank.actor_id) >= 0 else None
+        rank = self._driver_rank
+        found = None if rank is None else self.groups.find(name_of(group_name))
+        return rank if rank is not None and found is not None and found.rank_of(rank.actor_id) >= 0 else None
 
     def close(self) -> None:
         """Gives back all leases."""

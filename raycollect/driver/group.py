@@ -367,7 +367,7 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
         init.destroy_collective_group(name)
         return
     controller = Controller.current()
-    if ray_internals.is_worker() and not controller.groups.is_declared(name):
+    if ray_internals.is_worker() and controller.groups.find(name) is None:
         _log.warning("there is no group %r to destroy in this process", name)
     else:
         controller.groups.destroy(name)

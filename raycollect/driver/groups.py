@@ -79,10 +79,6 @@ class Groups:
                 pass
         return self._named.get(name) if isinstance(name, str) else None
 
-    def is_declared(self, name: Any) -> bool:
-        """Whether a group of that name is declared."""
-        return isinstance(name, str) and name in self._named
-
     def declared(self) -> list[tuple[Membership, Declaration]]:
         """All declared groups, with what was asked for."""
         with self._changing:

@@ -237,18 +237,7 @@ class Runtime:
         return lease is not None and lease.hand_over(payload, self._in_thread)
 
     def _in_thread(self, do: Callable[..., object], *args: Any) -> None:
-        self.plan_threads.submit(threads.survives, self._aside, do, *args, place="a plan, or a run")
-
-    def _aside(self, do: Callable[..., object], *args: Any) -> None:
-        with suppress(RaycollectError):  # the controller was told
-            self._until_exit(do, *args)
-
-    def _until_exit(self, do: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return do(*args)
-        except SystemExit:
-            self.exits()
-            raise
+        self.plan_threads.submit(threads.survives, _aside, do, *args, place="a plan, or a run")
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """`Lease.run_program`; GroupBrokenError: the controller is gone."""
@@ -256,7 +245,7 @@ class Runtime:
         if lease is None:
             group_id = next(iter(decode_order(payload)[2].group_ids))
             raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
-        return self._until_exit(lease.run_program, payload, task)
+        return _until_exit(lease.run_program, payload, task)
 
     def run_fenced(self, payload: bytes) -> None:
         """`Lease.run_fenced`; ConnectionLostError: the controller is gone."""
@@ -325,6 +314,19 @@ class Runtime:
         lease.end(reason)
         with self._lock:
             self._lease = None
+
+
+def _aside(do: Callable[..., object], *args: Any) -> None:
+    with suppress(RaycollectError):  # the controller was told
+        _until_exit(do, *args)
+
+
+def _until_exit(do: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return do(*args)
+    except SystemExit:
+        Runtime.exits()
+        raise
 
 
 def _open_bell(where: Any) -> CompletionBellClient | None:
