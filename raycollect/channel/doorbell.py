@@ -3,7 +3,8 @@
 The controller makes the memory; each participant maps it and has one slot. Each slot has two rings of `IN_FLIGHT`
 cells: runs, which the controller writes, and answers, which the participant writes. Run n uses the n-th cell, modulo
 the ring. A cell's number is written last, and says that the rest is there; the controller writes no cell again before
-its run has ended. So nothing is ever reset, and a superfluous wake-up only costs a look.
+its run has ended. So nothing is ever reset, and a superfluous wake-up only costs a look. `order_bell` uses the same
+cells for orders, which nobody answers: a cell is free once its order was taken.
 
 The participant whose answer is the last one wakes the controller; earlier wake-ups would be in vain. After it has
 written its own answer and called libc, which is a full barrier, a participant looks at the answers of the others: of
@@ -272,8 +273,7 @@ class DoorbellClient:
     def free(self, number: int) -> None:
         """Lets the controller write to a cell again that was taken, where nothing is answered."""
         memory = self._memory
-        if not _IN_ORDER:
-            memory._fence()
+        memory.semaphores.take(self._slot)  # that of this message, if it came without a sleep; and a full barrier
         memory.words[memory.answers[self._slot] + number % IN_FLIGHT * CELL_WORDS] = number
 
     def wake(self) -> None:

@@ -63,19 +63,21 @@ def apart(call: Callable[..., _Result], *args: object, name: str = _APART) -> Fu
     `survives`, or what logs its failures itself. RuntimeError: no more threads can be started.
     """
     future: Future[_Result] = Future()
-    start(name, _fulfil, future, call, *args)
+    start(name, _fulfil, [(future, call, args)])
     return future
 
 
-def _fulfil(future: Future[_Result] | None, call: Callable[..., _Result], *args: object) -> None:
-    assert future is not None
+def _fulfil(job: list[tuple[Future[_Result], Callable[..., _Result], tuple[object, ...]]]) -> None:
+    # The frames of an exception, which the future keeps, may keep neither that nor what the call was given.
+    future, call, args = job.pop()
     try:
         result = call(*args)
     except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
         future.set_exception(exc)
-        future = None  # or it would keep itself alive, by the frames of the exception
     else:
         future.set_result(result)
+    finally:
+        del future, call, args
 
 
 def has_ended(future: Future[_Result], timeout_s: float) -> bool:

@@ -3,9 +3,9 @@
 One lock spans all submits of a plan, so every participant's queue has the plans of this controller in the same order
 (P2). A submit that fails in the middle aborts the plan on those that have it.
 
-The message is an `Order` by the channel. In program order it says behind which call of the actor the plan is; where
-that can't be known the plan is an actor task, which takes its place in the actor's queue. So is a plan that makes
-something, as its refs are the task's returns.
+The message is an `Order`, by the order bell or the channel. In program order it says behind which call of the actor the
+plan is; where that can't be known the plan is an actor task, which takes its place in the actor's queue. So is a plan
+that makes something, as its refs are the task's returns.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class ParticipantLink:
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
-        """Sends a program without outputs by the channel, to run where an actor task would; else as an actor task."""
+        """Sends a program without outputs by `order`, to run where an actor task would; else as an actor task."""
         calls = self.calls
         if calls is None:
             self.submit(payload, 0)
@@ -182,6 +182,7 @@ class ParticipantLink:
     def retire(self) -> None:
         """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
         link, self.actor = self.link, None  # the actor may end before
+        self._listens, self.order_bell = False, None
         self._submits.clear()
         if link is not None and self._lent_tokens is not None:
             self._lent_tokens.end(link.close)
@@ -191,11 +192,11 @@ class ParticipantLink:
 
     def order(self, message: Order) -> None:
         """Sends a program by the order bell or the channel, past the methods that wait in the actor's queue."""
-        link = self.link
+        link, bell = self.link, self.order_bell
         if link is None or self._lost:
             raise ConnectionLostError(detail="its connection has ended")
         try:
-            is_sent = self._listens and self.order_bell is not None and self.order_bell.send(message)
+            is_sent = self._listens and bell is not None and bell.send(message)
         except BaseException:  # a signal
             self._listens = False
             raise
@@ -279,8 +280,6 @@ class ParticipantLink:
             self._answered_by(message.request, message)
         elif isinstance(message, Listens):
             self._listens = True
-            if self.order_bell is not None:
-                self.order_bell.close()  # it is open at both ends
         elif isinstance(message, Keeps):
             if len(self._keeping) < MOST_METHODS:
                 self._keeping.add(message.method)
@@ -297,8 +296,6 @@ class ParticipantLink:
             self._answer = kept(reason)
             self._answered.set()
         self._lost = True
-        if self.order_bell is not None:
-            self.order_bell.close()
         if self._lent_tokens is not None:
             threads.survives(self._lent_tokens.end, lambda: None)
         threads.survives(self._end_questions)

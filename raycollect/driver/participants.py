@@ -50,6 +50,9 @@ from raycollect.observe.timeline_session import TimelineSession
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages
 
+MOST_ORDER_BELLS = 256
+"""How many participants may have an order bell: each takes a descriptor of the driver, and 132 KiB."""
+
 UNUSED_S = 0.01
 """How long keys of values that nobody holds any more are gathered before their participant is told."""
 
@@ -153,7 +156,8 @@ class Participants:
         if self._bell is not None:
             peer.bell_slot = self._bell.take_slot()
             hello["bell"] = [*astuple(self._bell.segment), peer.bell_slot]
-        if member.machine == ray_internals.machine_id() and not peer.is_here:
+        is_near = member.machine == ray_internals.machine_id() and not peer.is_here
+        if is_near and len(self._peers) < MOST_ORDER_BELLS:
             with suppress(OSError):  # this system has no memory to share, or none is left
                 peer.order_bell = OrderBell()
                 hello["orders"] = astuple(peer.order_bell.segment)
@@ -166,6 +170,9 @@ class Participants:
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
+        finally:
+            if peer.order_bell is not None:
+                peer.order_bell.close()  # open at both ends by now, or of no use
         peer.lend_tokens(owner, self._soon)
         self.add(peer)
         if self.timeline is not None and not peer.is_here:

@@ -54,7 +54,7 @@ class CoordinatorServer:
         self._process_group: ProcessGroup | None = None
         self._failed: RaycollectError | None = None
         self._all_told = threading.Event()  # set when all who were to join know of the failure
-        self._fading: Future[None] | None = None
+        self._fading: Future[object] | None = None
         self._told: set[tuple[str, str]] = set()  # (rank, who) of those who know that there is no group, or have left
         self._links: dict[int, Link] = {}
         self._who: dict[int, str] = {0: who}
@@ -96,7 +96,7 @@ class CoordinatorServer:
         """The group can't form: tells all who have come, and who will come until it fades, when `fade` is called."""
         with self._lock:
             self._fail(error)
-        self._fading = threads.apart(self._fade, fade)
+        self._fading = threads.apart(threads.survives, self._fade, fade)
 
     def end(self) -> None:
         """Fades now; returns when nothing is left of it."""

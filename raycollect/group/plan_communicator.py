@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Message, Publish
 from raycollect.core.protocols import Communicator, Probing, Surviving
-from raycollect.errors import ConnectionLostError, GroupBrokenError, RaycollectError, kept
+from raycollect.errors import ConnectionLostError, GroupBrokenError, RaycollectError, anew, kept
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator_init import make_communicator
 from raycollect.group.coordinator import PLANS
@@ -57,13 +57,25 @@ class PlanCommunicator:
         except RaycollectError as exc:
             return kept(exc)
         if probe and isinstance(made, Probing):
-            self.links = tuple(made.probe([(turn, other) for turn, other in enumerate(probe, 1) if other >= 0]))
+            try:
+                self.links = tuple(made.probe([(turn, other) for turn, other in enumerate(probe, 1) if other >= 0]))
+            except BaseException:
+                made.close()
+                raise
         with hub.changed:
             is_over = hub.stop is not None
             self.communicator = None if is_over else made
         if is_over:
             made.close()
         return None
+
+    def current(self) -> Communicator:
+        """The backend's communicator; GroupBrokenError where there is none, or none any more."""
+        communicator, stop = self.communicator, self._hub.stop
+        if communicator is None:
+            never = GroupBrokenError(group_name=self._group_name, detail="this participant never joined")
+            raise never if stop is None else anew(stop)
+        return communicator
 
     def published(self, message: Publish) -> None:
         """Another member has published what this one needs to connect; on the channel's thread."""

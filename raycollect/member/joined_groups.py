@@ -45,9 +45,7 @@ class JoinedGroups:
         group = self.by_id.get(group_id)
         if group is None:
             raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
-        if group.plans.communicator is None:
-            raise GroupBrokenError(group_name=group_id, detail="this participant never joined")
-        return group.plans.communicator
+        return group.plans.current()
 
     def join(self, message: Join) -> None:
         """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""

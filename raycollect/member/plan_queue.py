@@ -17,14 +17,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from raycollect.channel import OrderBellClient
 from raycollect.channel.messages import Behind, Go, Listens, Order, Ready, Waiting
 from raycollect.core import threads
 from raycollect.core.model import Key
-from raycollect.errors import PlanAbortedError, ProtocolError
+from raycollect.errors import PlanAbortedError
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
@@ -185,21 +185,19 @@ class PlanQueue:
 
     def _take(self, run: Callable[[Came], object]) -> bool:
         bell = self._bell
-        if bell is None:
+        if bell is None or not self._waiting.empty():
             came = self._waiting.get()
-        elif (order := bell.take_order(IDLE_S if self._waiting.empty() else 0.0)) is not None:
+            if came is None:
+                return False
+        else:
+            order = bell.take_order(IDLE_S)
+            if order is None:
+                return True
             try:
                 came = Came(*decode_order(order.payload), order)
-            except ProtocolError:  # as on a connection, which ends then
+            except Exception:  # the order is lost: as on a connection, which ends then
                 self._reporter.link.close()
                 raise
-        else:
-            try:
-                came = self._waiting.get_nowait()
-            except Empty:
-                return True
-        if came is None:
-            return False
         ticket, sequencer = came.ticket, self._sequencer
         if sequencer.has_ended(ticket.predecessor):
             run(came)

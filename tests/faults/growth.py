@@ -28,6 +28,7 @@ from raycollect.core.call_tokens import _TokenArgument
 from raycollect.core.model import task_key
 from raycollect.driver.controller import Controller
 from raycollect.member.runtime import Runtime
+from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
 
@@ -97,6 +98,7 @@ RULES = (
 
 def give_back() -> None:
     """Lets this process give back what it keeps by rule, and would keep a bounded amount of."""
+    gc.unfreeze()  # or nobody sees the caches within what was there when it was frozen
     ours = [vars(module).values() for name, module in list(sys.modules.items()) if name.startswith("raycollect.")]
     within = [one for one in gc.get_objects() if type(one) is _Cache and one.__module__.startswith("raycollect.")]
     for one in (*itertools.chain(*ours), *within):
@@ -142,6 +144,7 @@ def figures_of_process() -> Figures:
 
 def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     """What a participant holds; runs inside of it."""
+    _await_end_of(_Wait)
     give_back()
     runtime = Runtime.current()
     runtime.instruments.shapes._known.clear()  # known by the programs that the caches had: one more after each look
@@ -159,10 +162,14 @@ def fill_memory(actor: Any) -> None:
     Runtime.current().store.free([task_key(at.to_bytes(24, "big"), 1) for at in range(REMEMBERED)])
 
 
-def _await_calls(limit_s: float = 20.0) -> None:
-    """Waits until no call has a lent token among its arguments: Ray lets go of a dead actor's calls after a while."""
+def _await_end_of(kind: type, limit_s: float = 20.0) -> None:
+    """Waits until no object of a class lives.
+
+    Ray lets go of a dead actor's calls, with the lent tokens among their arguments, after a while; so does the wait
+    monitor of the wait that it saw last.
+    """
     until_s = time.monotonic() + limit_s
-    while any(type(one) is _TokenArgument for one in gc.get_objects()) and time.monotonic() < until_s:
+    while any(type(one) is kind for one in gc.get_objects()) and time.monotonic() < until_s:
         time.sleep(0.05)
         gc.collect()
 
@@ -175,7 +182,7 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
         if tokens is not None:
             tokens._let_go()  # up to some for each participant are ready to be lent
     give_back()
-    _await_calls()
+    _await_end_of(_TokenArgument)
     groups = controller.groups
     found = figures_of_process()
     found["groups"] = sum(len(one) for one in vars(groups).values() if isinstance(one, (dict, deque)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import socket
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,6 +221,31 @@ def test_a_member_s_call_that_is_late_says_so_without_reports() -> None:
     desk = Desk()
     with fail_at(desk.watchdog, "_ask"):
         assert desk.asked([1, 2]) == ()
+
+
+class Given:
+    """What a call is given."""
+
+    def fail(self) -> None:
+        raise ValueError("the cause")
+
+
+def test_what_a_failed_call_apart_was_given_goes_with_its_future() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        given = Given()
+        kept, future = weakref.ref(given), threads.apart(Given.fail, given, name="a test")
+        del given
+        with pytest.raises(ValueError, match="the cause"):
+            future.result(WAIT_S)
+        for thread in threading.enumerate():
+            if thread.name == "a test":
+                thread.join(WAIT_S)
+        del future
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_without_a_thread_that_looks_calls_go_on(

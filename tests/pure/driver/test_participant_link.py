@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 
+from raycollect.channel import OrderBell
 from raycollect.channel.messages import Joined, Survey, Surveyed
 from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
@@ -20,6 +23,9 @@ class Line:
     def __init__(self):
         self.sent = []
         self.broken = False
+
+    def close(self):
+        pass
 
     def send(self, message):
         if self.broken:
@@ -95,6 +101,16 @@ def test_a_connection_that_ends_while_the_question_is_sent(peer):
     line = peer.link
     line.send = lambda message: peer.closed(line, ConnectionLostError(detail="reset"))
     assert peer.ask(Survey).result(0) is None
+
+
+def test_a_participant_given_back_keeps_no_order_bell(peer):
+    """Its connection goes on as long as somebody holds what it has returned."""
+    peer.order_bell = OrderBell()
+    bell = weakref.ref(peer.order_bell)
+    peer._lent_tokens = SimpleNamespace(end=lambda close: None)
+    peer.retire()
+    gc.collect()
+    assert bell() is None
 
 
 def test_oversized_message_raises_for_the_sender(peer):

@@ -15,6 +15,7 @@ from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Listens, Order
 from raycollect.errors import ProtocolError
 from raycollect.group.membership import PROGRAM
+from raycollect.member import plan_queue
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.sequencer import PlanSequencer
@@ -108,6 +109,20 @@ def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
     with pytest.raises(ProtocolError):
         desk.received(malformed)
     assert desk.order_bell.send(malformed)
+    assert desk.told.get(timeout=WAIT_S) == "closed"
+
+
+def test_the_connection_ends_where_an_order_is_lost(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans behind it would wait for it for ever."""
+    desk.received(order(1, 0))
+    assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
+    assert desk.ran.get(timeout=WAIT_S) == 1
+
+    def unable(payload: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(plan_queue, "decode_order", unable)
+    assert desk.order_bell.send(order(2, 1))
     assert desk.told.get(timeout=WAIT_S) == "closed"
 
 
