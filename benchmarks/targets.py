@@ -192,6 +192,8 @@ TARGETS: tuple[Goal, ...] = (
     ),
     *_targets("training", "iteration", names.CAPTURED, names.LOOP, {_TRAINED_NBYTES: 5.0}),
     *_targets("training", "iteration", names.CAPTURED, names.LOOP, {_TRAINED_NBYTES: 5.0}, ranks=4),
+    *_targets("training", "iteration", names.ONE_METHOD, names.RAY, {_TRAINED_NBYTES: 1.0}),
+    *_targets("training", "iteration", names.ONE_METHOD, names.RAY, {_TRAINED_NBYTES: 1.0}, ranks=4),
     *_targets("p2p", "send", names.ORDINARY, names.RDT, _EVERY_SIZE),
     *_targets("p2p", "send", names.ARENA, names.RDT, _EVERY_SIZE),
     *_targets("p2p", "send", names.ARENA, names.STORE, {64 * MB: 4.0}),

@@ -212,9 +212,9 @@ class _OfAnyRank(Injected):
 def _inner_calls() -> list[tuple[Any, str]]:
     """What backends call amid a kernel, again and again: (holder, name)."""
     backends = "raycollect.backends"
-    modules = [import_module(f"{backends}.{name}") for name in ("shm.staged", "shm.in_place", "tcp.run")]
+    calls = ("shm.staged", "fold"), ("shm.in_place", "fold"), ("tcp.run", "fold_with")
     gloo = import_module(f"{backends}.gloo.link").GlooLink
-    return [*((module, "fold") for module in modules), (gloo, "allreduce")]
+    return [*((import_module(f"{backends}.{module}"), name) for module, name in calls), (gloo, "allreduce")]
 
 
 def _reaching(injected: Injected, call: Callable[..., Any]) -> Callable[..., Any]:
