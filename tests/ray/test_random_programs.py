@@ -18,7 +18,8 @@ FEW, MANY = 40, 2500
 
 
 def few(count):
-    return settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
+    # Also in actors, which know nothing of the profile of the tests.
+    return settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 def search(crew, threads, count):
