@@ -72,10 +72,11 @@ class PlanCommunicator:
     def current(self) -> Communicator:
         """The backend's communicator; GroupBrokenError where there is none, or none any more."""
         communicator, stop = self.communicator, self._hub.stop
-        if communicator is None:
-            never = GroupBrokenError(group_name=self._group_name, detail="this participant never joined")
-            raise never if stop is None else anew(stop)
-        return communicator
+        if communicator is not None:
+            return communicator
+        if stop is not None:
+            raise anew(stop)
+        raise GroupBrokenError(group_name=self._group_name, detail="this participant never joined")
 
     def published(self, message: Publish) -> None:
         """Another member has published what this one needs to connect; on the channel's thread."""

@@ -78,7 +78,7 @@ def test_orders_that_find_no_cell_keep_their_place_behind_those_that_did(actors,
     rung.clear()
     os.kill(pid, signal.SIGSTOP)
     works = [col.allreduce_refs(refs, "rung", async_op=True, op="sum" if turn % 2 else "max") for turn in range(40)]
-    assert rung.count(False) >= 2 * (40 - IN_FLIGHT) - 1
+    assert rung.count(False) >= 2 * (40 - IN_FLIGHT - 1)  # each may have taken one
     assert works[0].cancel()
     os.kill(pid, signal.SIGCONT)
     with pytest.raises(errors.PlanAbortedError):
