@@ -29,6 +29,9 @@ def ranks(crew, tmp_path):
         results = [outcome(one) for one in begun]
         failures = [one for one in results if isinstance(one, BaseException)]
         if failures:  # that a rank has left follows from its own
+            for one in taken:  # torch may have stopped half way, and would fail the tests after this one
+                one.process.kill()
+                one.process.join()
             raise min(failures, key=lambda one: isinstance(one, GroupBrokenError))
         return results
 
