@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from unittest import mock
 
@@ -47,9 +48,12 @@ def summed(rank, world, more=0):
 
 
 def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A free port below those that the system picks itself, as it may give one of these to others meanwhile."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def by_server(kind, port, rank, world):
