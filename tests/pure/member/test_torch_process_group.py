@@ -97,10 +97,11 @@ def test_the_stores_of_torch(crew, tmp_path):
     for kind in ("tcp", "env"):
         port = bodies.free_port()
         begun = [one.start(bodies.by_server, kind, port, rank, 2) for rank, one in enumerate(taken)]
-        found = [outcome(one) for one in begun]
-        if found != [3.0] * 2:
+        try:
+            assert [one.result(60) for one in begun] == [3.0] * 2
+        except BaseException:
             kill(taken)
-        assert found == [3.0] * 2
+            raise
 
 
 @pytest.mark.full
