@@ -137,8 +137,7 @@ class StepRuns:
             tracker.is_fenced = fence
             controller.register(tracker)
             self._under_way.append(tracker)
-            calls = [peer.calls for peer, _ in self._links if peer.calls is not None] if fence else []
-            with all_held(calls) if fence else nullcontext():
+            with all_held([one.calls for one, _ in self._links if one.calls is not None]) if fence else nullcontext():
                 for at, (peer, slot) in enumerate(self._links):
                     predecessor, payload = peer.last_seq, arguments[at]
                     if fence:

@@ -51,6 +51,14 @@ def pids(workers):
     return ray.get([worker.call.remote(lambda self: os.getpid()) for worker in workers])
 
 
+def stop_second(workers, rung):
+    """Stops the second actor's process, from where `rung` begins anew; returns its id."""
+    pid = pids(workers)[1]
+    rung.clear()
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
 def holds(refs, value):
     for found in col.get(refs):
         np.testing.assert_array_equal(found, np.full(10, value))
@@ -59,9 +67,7 @@ def holds(refs, value):
 def test_who_dies_with_an_order_in_its_cell_is_named(actors, rung):
     workers = actors(Worker, 3)
     _, refs = listening(workers)
-    pid = pids(workers)[1]
-    rung.clear()
-    os.kill(pid, signal.SIGSTOP)
+    pid = stop_second(workers, rung)
     work = col.allreduce_refs(refs, "rung", async_op=True)
     assert rung == [True] * 3
     os.kill(pid, signal.SIGKILL)
@@ -74,9 +80,7 @@ def test_who_dies_with_an_order_in_its_cell_is_named(actors, rung):
 def test_orders_that_find_no_cell_keep_their_place_behind_those_that_did(actors, rung):
     workers = actors(Worker, 2)
     _, refs = listening(workers)  # 4 by now
-    pid = pids(workers)[1]
-    rung.clear()
-    os.kill(pid, signal.SIGSTOP)
+    pid = stop_second(workers, rung)
     works = [col.allreduce_refs(refs, "rung", async_op=True, op="sum" if turn % 2 else "max") for turn in range(40)]
     assert rung.count(False) >= 2 * (40 - IN_FLIGHT - 1)  # each may have taken one
     assert works[0].cancel()
@@ -132,9 +136,7 @@ def test_a_caller_that_is_interrupted_as_it_rings_uses_the_connection_from_then_
 def test_the_lease_ends_with_orders_in_their_cells(actors, rung):
     workers = actors(Worker, 2)
     group, refs = listening(workers)
-    pid = pids(workers)[1]
-    rung.clear()
-    os.kill(pid, signal.SIGSTOP)
+    pid = stop_second(workers, rung)
     works = [col.allreduce_refs(refs, "rung", async_op=True) for _ in range(3)]
     assert rung == [True] * 6
     group.destroy()
