@@ -69,8 +69,8 @@ def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
         combine = _times
     if len(parts) == 1:
         np.copyto(out, parts[0])
-    elif combine is _times or is_widened(dtype):
-        wide = np.float32 if is_widened(dtype) else dtype
+    elif combine is _times or dtype in WIDENED:
+        wide = np.float32 if dtype in WIDENED else dtype
         for lo in range(0, out.size, _BLOCK):
             block = slice(lo, lo + _BLOCK)
             total = parts[0][block].astype(wide)
@@ -82,7 +82,8 @@ def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
             combine(out, part, out=out)
-        finish(op, out, len(parts))
+        if op is ReduceOp.AVG:
+            finish(op, out, len(parts))
 
 
 def fold_with(op: ReduceOp, others: Sequence[Array], place: int, own: Array, out: Array) -> None:

@@ -10,7 +10,8 @@ from raycollect.core.model import Launch
 # Lent objects, the words of the ranks that may still use them, and where these stand
 _Loan = tuple[Any, dict[int, int], Meeting]
 
-_forsaken: list[_Loan] = []  # What closed communicators of this process had lent
+forsaken: list[_Loan] = []
+"""What closed communicators of this process had lent."""
 
 
 class Loans:
@@ -25,12 +26,12 @@ class Loans:
 
     def recall(self) -> None:
         """Releases what nobody uses any more, also of closed communicators."""
-        for loans in (self.lent, _forsaken):
+        for loans in (self.lent, forsaken):
             if loans:
                 loans[:] = [loan for loan in loans if loan[2].owing(loan[1])]
 
     def forsake(self) -> None:
         """Leaves it to the other communicators of this process to release."""
-        _forsaken.extend(self.lent)
+        forsaken.extend(self.lent)
         self.lent.clear()
         self.recall()

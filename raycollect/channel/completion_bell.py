@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from raycollect.core import shared_memory
 from raycollect.core.model import Segment
-from raycollect.core.semaphores import SEM_NBYTES, Semaphores
+from raycollect.core.semaphores import SEM_NBYTES, semaphores
 
 _NAME = "raycollect-bell"
 _NBYTES = 64 << 10
@@ -36,7 +36,7 @@ class _Memory:
 
     def __init__(self, mapped: mmap.mmap, *, init: bool) -> None:
         whole = memoryview(mapped)
-        self.semaphores = Semaphores(whole[64 : 64 + SEM_NBYTES], 1, init=init)
+        (self.semaphore,) = semaphores(whole[64 : 64 + SEM_NBYTES], 1, init=init)
         self.words = whole[_WORDS_AT:].cast("Q")
 
 
@@ -65,7 +65,7 @@ class CompletionBell:
         if not self._claimed.acquire(blocking=False):
             return False
         self._owner = threading.get_ident()
-        self._memory.semaphores.drain(0)  # posts for plans before
+        self._memory.semaphore.drain()  # posts for plans before
         return True
 
     def release(self) -> None:
@@ -88,11 +88,11 @@ class CompletionBell:
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a participant may have rung, or `wake` was called; it may return earlier."""
-        self._memory.semaphores.wait(0, min(timeout_s, _SLICE_S))
+        self._memory.semaphore.wait(min(timeout_s, _SLICE_S))
 
     def wake(self) -> None:
         """Wakes whoever waits, so that it looks again."""
-        self._memory.semaphores.ring(0)
+        self._memory.semaphore.ring()
 
     def close(self) -> None:
         """Closes the descriptor; the memory lives until both ends are gone."""
@@ -121,4 +121,4 @@ class CompletionBellClient:
     def ring(self, seq: int) -> None:
         """Says that all participants have ended a plan."""
         self._memory.words[self._slot] = seq  # before the post, which is a full barrier
-        self._memory.semaphores.ring(0)
+        self._memory.semaphore.ring()

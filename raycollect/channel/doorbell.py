@@ -24,13 +24,14 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NamedTuple
 
 from raycollect.core import shared_memory
 from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
 from raycollect.core.model import Segment
-from raycollect.core.semaphores import SEM_NBYTES, Semaphores
+from raycollect.core.semaphores import SEM_NBYTES, semaphores
 
 IN_FLIGHT = 16  # how many runs of one capture may be under way
 _NAME = "raycollect-doorbell"
@@ -64,49 +65,61 @@ class Entry(NamedTuple):
     payload: bytes | None  # its arguments; None: they come over the channel
 
 
-class _Memory:
-    """The cells and semaphores, as both ends see them; `init`: in the process that made them."""
+class Ring:
+    """One slot's cells for runs, or for answers: that of run n is the n-th, modulo the ring.
 
-    def __init__(self, mapped: mmap.mmap, slots: int, *, init: bool) -> None:
-        whole = memoryview(mapped)
-        semaphores_at, present_at = 64, 64 + (slots + _MORE_BELLS) * SEM_NBYTES
-        self.slots = slots
-        self.semaphores = Semaphores(whole[semaphores_at:present_at], slots + _MORE_BELLS, init=init)
-        self.present = whole[present_at : present_at + slots * _PRESENT_NBYTES].cast("Q")
-        self.bytes = whole[_cells_at(slots) :]
-        self.words = self.bytes.cast("Q")
-        # The first words of each slot's rings: the cell of run n is the n-th, modulo the ring
-        self.runs = [2 * slot * IN_FLIGHT * CELL_WORDS for slot in range(slots)]
-        self.answers = [(2 * slot + 1) * IN_FLIGHT * CELL_WORDS for slot in range(slots)]
+    Args:
+        cells: All cells, of all slots.
+        first: The first word of this ring.
+        then: Called after each write, a function of libc: it wakes the reader, or is only a full barrier.
+        fence: A full barrier as well, which does nothing else.
+    """
 
-    def _fence(self) -> None:
-        # A full barrier: a call of libc, around which the GIL is released.
-        self.semaphores.take(self.slots + 1)  # which is never posted
+    def __init__(self, cells: memoryview, first: int, then: Callable[[], int], fence: Callable[[], int]) -> None:
+        self.words = cells.cast("Q")
+        self._bytes = cells
+        self.first = first  # the word where the first cell begins; that is the number of its run
+        self._then = then
+        self._fence = fence
 
-    def write(self, ring: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
-        """Fills a cell of a ring; False where the message does not fit, which the cell then says."""
-        words, nbytes, cell = self.words, len(payload), ring + number % IN_FLIGHT * CELL_WORDS
+    def write(self, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+        """Fills a run's cell, and rings; False where the message does not fit, which the cell then says."""
+        words, nbytes, cell = self.words, len(payload), self.first + number % IN_FLIGHT * CELL_WORDS
         fits = nbytes <= INLINE_NBYTES
         words[cell + 1] = seq
         words[cell + 2] = predecessor
         words[cell + 3] = nbytes if fits else _BY_CHANNEL
         if nbytes and fits:
             start = 8 * (cell + _HEAD_WORDS)
-            self.bytes[start : start + nbytes] = payload
+            self._bytes[start : start + nbytes] = payload
         if not _IN_ORDER:
             self._fence()
         words[cell] = number
+        self._then()
         return fits
 
     def read(self, cell: int) -> bytes | None:
-        """The message in a cell, by its first word; None where it goes over the channel."""
+        """The message in a cell that was written; None where it goes over the channel."""
         if not _IN_ORDER:
             self._fence()
         nbytes = self.words[cell + 3]
-        if not nbytes:
-            return b""
         start = 8 * (cell + _HEAD_WORDS)
-        return bytes(self.bytes[start : start + nbytes]) if nbytes <= INLINE_NBYTES else None
+        return bytes(self._bytes[start : start + nbytes]) if nbytes <= INLINE_NBYTES else None
+
+
+class _Memory:
+    """The cells and semaphores, as both ends see them; `init`: in the process that made them."""
+
+    def __init__(self, mapped: mmap.mmap, slots: int, *, init: bool) -> None:
+        whole = memoryview(mapped)
+        semaphores_at, present_at = 64, 64 + (slots + _MORE_BELLS) * SEM_NBYTES
+        found = semaphores(whole[semaphores_at:present_at], slots + _MORE_BELLS, init=init)
+        *self.semaphores, self.controller, never_posted = found  # those of the slots first
+        self.slots = slots
+        self.present = whole[present_at : present_at + slots * _PRESENT_NBYTES].cast("Q")
+        cells, ring, fence = whole[_cells_at(slots) :], IN_FLIGHT * CELL_WORDS, never_posted.take
+        self.runs = [Ring(cells, 2 * at * ring, one.ring, fence) for at, one in enumerate(self.semaphores)]
+        self.answers = [Ring(cells, (2 * at + 1) * ring, one.take, fence) for at, one in enumerate(self.semaphores)]
 
 
 class Doorbell:
@@ -120,7 +133,10 @@ class Doorbell:
         nbytes = _cells_at(slots) + slots * 2 * IN_FLIGHT * _CELL_NBYTES
         self._own = shared_memory.OwnSegment(_NAME, nbytes)
         self.segment: Segment = self._own.segment  # how participants of this host find it
-        self._memory = _Memory(self._own.mapped, slots, init=True)
+        memory = _Memory(self._own.mapped, slots, init=True)
+        self.runs: list[Ring] = memory.runs  # by slot: a run that is written there begins
+        self._answers = memory.answers
+        self._semaphore = memory.controller
         self._number = 0
         # Where slots outnumber the cores, participants need these: the controller sleeps until all have answered.
         self._awake_s = YIELD_S if slots <= len(os.sched_getaffinity(0)) else 0.0
@@ -135,50 +151,51 @@ class Doorbell:
         self._number += 1
         self._awake_until_s = time.monotonic() + self._awake_s
         if self._number % _RINGS_KEPT == 0 and self._asleep.acquire(blocking=False):
-            self._memory.semaphores.drain(self._memory.slots)
+            self._semaphore.drain()
             self._taken += 1
             self._asleep.release()
         return self._number
 
-    def ring(self, slot: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
-        """Starts run `number`, as `begin` numbered it, at a slot.
+    def answers(self, number: int, slots: Collection[int]) -> list[bytes | None]:
+        """Returns what each of these slots has answered to a run; None: nothing yet, or it goes over the channel."""
+        found: list[bytes | None] = []
+        for slot in slots:
+            ring = self._answers[slot]
+            words, cell = ring.words, ring.first + number % IN_FLIGHT * CELL_WORDS
+            if words[cell] != number:
+                found.append(None)
+            else:
+                found.append(b"" if _IN_ORDER and not words[cell + 3] else ring.read(cell))
+        return found
 
-        Returns:
-            False where the payload has to go over the channel, as the slot has been told.
-        """
-        memory = self._memory
-        fits = memory.write(memory.runs[slot], number, seq, predecessor, payload)
-        memory.semaphores.ring(slot)
-        return fits
-
-    def answer(self, slot: int, number: int) -> bytes | None:
-        """Returns what a slot has answered to a run; None: nothing yet, or it goes over the channel."""
-        memory = self._memory
-        cell = memory.answers[slot] + number % IN_FLIGHT * CELL_WORDS
-        words = memory.words
-        if words[cell] != number:
-            return None
-        return b"" if _IN_ORDER and not words[cell + 3] else memory.read(cell)
-
-    def wait(self, timeout_s: float, slot: int = -1, number: int = 0) -> None:
+    def wait(self, timeout_s: float, number: int = 0, slots: Collection[int] = ()) -> None:
         """Waits until somebody may have answered, or `wake` was called; it may return earlier.
 
-        It only yields in the first `YIELD_S` after a run was begun, until this slot has answered to that run, and
-        sleeps later.
+        It only yields in the first `YIELD_S` after a run was begun, until these slots have answered to run `number`,
+        and sleeps later. Slots are those whose answers the caller has not taken yet.
         """
-        now_s = time.monotonic()
-        if now_s < self._awake_until_s:
-            os.sched_yield()
-            words, cell = self._memory.words, self._memory.answers[slot] + number % IN_FLIGHT * CELL_WORDS
-            while slot >= 0 and words[cell] != number and time.monotonic() < self._awake_until_s:
+        is_missing = has_come = False
+        for slot in slots:
+            ring = self._answers[slot]
+            words, cell = ring.words, ring.first + number % IN_FLIGHT * CELL_WORDS
+            while words[cell] != number and time.monotonic() < self._awake_until_s:
                 os.sched_yield()
+            if words[cell] != number:
+                is_missing = True
+            elif words[cell + 3] != _BY_CHANNEL:
+                has_come = True
+        if has_come and not is_missing:
+            return
+        now_s = time.monotonic()
+        if now_s < self._awake_until_s:  # what is missing comes over the channel
+            os.sched_yield()
             return
         seen, until_s = self._seen, now_s + min(timeout_s, _SLICE_S)
         if getattr(seen, "taken", -1) == self._taken and self._asleep.acquire(timeout=max(until_s - now_s, 0)):
             try:
                 self._sleeper = threading.get_ident()
                 if seen.taken == self._taken:
-                    self._memory.semaphores.wait(self._memory.slots, max(until_s - time.monotonic(), 0))
+                    self._semaphore.wait(max(until_s - time.monotonic(), 0))
                     self._taken += 1
             finally:  # a signal may raise
                 self._sleeper = 0
@@ -191,7 +208,7 @@ class Doorbell:
 
     def wake(self) -> None:
         """Wakes whoever waits, so that it looks again."""
-        self._memory.semaphores.ring(self._memory.slots)
+        self._semaphore.ring()
 
     def close(self) -> None:
         """Closes the descriptor; the memory lives until both ends are gone."""
@@ -218,9 +235,10 @@ class DoorbellClient:
         slots = _slots_of(segment.nbytes)
         if not 0 <= slot < slots:
             raise ValueError(f"no slot {slot} at a doorbell of {slots}")
-        self._memory = _Memory(mapped, slots, init=False)
+        self._memory = memory = _Memory(mapped, slots, init=False)
         self._slot = slot
-        self._others = [(one, answers) for one, answers in enumerate(self._memory.answers) if one != slot]
+        self._runs, self._answers, self._semaphore = memory.runs[slot], memory.answers[slot], memory.semaphores[slot]
+        self._others = [(one, ring) for one, ring in enumerate(memory.answers) if one != slot]
         self._number = 1
         self._awake_until_s = 0.0
         self._woken = False
@@ -231,8 +249,8 @@ class DoorbellClient:
 
     def take(self, timeout_s: float) -> Entry | None:
         """Waits for the next run; returns None where the time is over, or `wake` was called."""
-        memory, number = self._memory, self._number
-        words, cell = memory.words, memory.runs[self._slot] + number % IN_FLIGHT * CELL_WORDS
+        memory, ring, number = self._memory, self._runs, self._number
+        words, cell = ring.words, ring.first + number % IN_FLIGHT * CELL_WORDS
         awake_until_s, until_s = self._awake_until_s, 0.0
         is_unsettled = self._core_pin is not None
         while words[cell] != number:
@@ -246,40 +264,33 @@ class DoorbellClient:
             if now_s < awake_until_s:
                 if is_unsettled:
                     is_unsettled = False  # once is enough
-                    self._settle()
+                    if memory.present.tolist() != self._cores:  # somebody has moved since
+                        self._settle()
                 os.sched_yield()
             else:
                 if self._core_pin is not None:
                     self._leave()
-                memory.semaphores.wait(self._slot, min(until_s - now_s, _SLICE_S))
+                self._semaphore.wait(min(until_s - now_s, _SLICE_S))
         self._number += 1
-        payload = b"" if _IN_ORDER and not words[cell + 3] else memory.read(cell)
+        payload = b"" if _IN_ORDER and not words[cell + 3] else ring.read(cell)
         return Entry(number, words[cell + 1], words[cell + 2], payload)
 
     def answer(self, number: int, payload: bytes) -> bool:
         """Answers a run that went well; returns False where the results have to go over the channel."""
-        memory, at = self._memory, number % IN_FLIGHT * CELL_WORDS
-        words, present = memory.words, memory.present
-        fits = memory.write(memory.answers[self._slot], number, 0, 0, payload)
-        memory.semaphores.take(self._slot)  # that of this run, if it came without a sleep; and a full barrier
-        for slot, answers in self._others:
-            if words[answers + at] != number and present[slot]:
+        fits = self._answers.write(number, 0, 0, payload)  # takes this run's post, if it came without a sleep
+        at, present = number % IN_FLIGHT * CELL_WORDS, self._memory.present
+        for slot, ring in self._others:
+            if ring.words[ring.first + at] != number and present[slot]:
                 break
         else:
-            memory.semaphores.ring(memory.slots)
+            self._memory.controller.ring()
         self._awake_until_s = time.monotonic() + YIELD_S
         return fits
-
-    def free(self, number: int) -> None:
-        """Lets the controller write to a cell again that was taken, where nothing is answered."""
-        memory = self._memory
-        memory.semaphores.take(self._slot)  # that of this message, if it came without a sleep; and a full barrier
-        memory.words[memory.answers[self._slot] + number % IN_FLIGHT * CELL_WORDS] = number
 
     def wake(self) -> None:
         """Makes `take` return, now or when it is next called."""
         self._woken = True
-        self._memory.semaphores.ring(self._slot)
+        self._semaphore.ring()
 
     def close(self) -> None:
         """Releases the slot. Called by the thread that takes runs, or after its end."""
@@ -291,11 +302,9 @@ class DoorbellClient:
         self._memory.present[self._slot] = _PRESENT + core
 
     def _settle(self) -> None:
-        # Again only where somebody has moved since.
         present = self._memory.present
-        cores = present.tolist()
-        if cores != self._cores and self._core_pin is not None:
-            self._show(self._core_pin.take([max(core - _PRESENT, 0) for core in cores], self._slot))
+        if self._core_pin is not None:
+            self._show(self._core_pin.take([max(core - _PRESENT, 0) for core in present], self._slot))
             self._cores = present.tolist()
 
     def _leave(self) -> None:

@@ -29,15 +29,14 @@ class OrderBell(Doorbell):
 
         After an exception, that of a signal, it must not be used any more: the order may have been sent.
         """
-        memory, number, payload = self._memory, self._number + 1, order.after + order.payload
-        taken = memory.words[memory.answers[0] + number % IN_FLIGHT * CELL_WORDS]  # from this cell; 0: none
-        if len(payload) > INLINE_NBYTES or taken != max(number - IN_FLIGHT, 0):
+        number, payload = self._number + 1, order.after + order.payload
+        (taken,) = self._answers
+        last = taken.words[taken.first + number % IN_FLIGHT * CELL_WORDS]  # taken from this cell; 0: none
+        if len(payload) > INLINE_NBYTES or last != max(number - IN_FLIGHT, 0):
             return False
         self._number = number
         flags = _TOGETHER * order.together | _IN_ORDER * order.in_order | _RINGS * order.rings
-        memory.write(memory.runs[0], number, flags, len(order.after), payload)
-        memory.semaphores.ring(0)
-        return True
+        return self.runs[0].write(number, flags, len(order.after), payload)
 
 
 class OrderBellClient(DoorbellClient):
@@ -60,7 +59,7 @@ class OrderBellClient(DoorbellClient):
         if entry is None:
             return None
         number, flags, split, message = entry
-        self.free(number)
+        self._answers.write(number, 0, 0, b"")  # nobody answers: the controller may write to the cell again
         payload = message or b""
         return Order(
             payload=payload[split:],

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import time
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 SEM_NBYTES = 64  # room for one `sem_t` (32 bytes in glibc on 64 bits), a cache line each
@@ -43,7 +45,51 @@ class _LibC:
         return function
 
 
-class Semaphores:
+@cache
+def _libc() -> _LibC:
+    return _LibC()
+
+
+class Semaphore:
+    """One rank's semaphore.
+
+    Attributes:
+        ring: Posts it; its one failure is a count of 2^31: awake already. As `take` it is libc's own function, since
+            every run calls it several times.
+        take: Takes one post, if there is one: 0 where there was. In any case a full barrier.
+    """
+
+    def __init__(self, held: ctypes.Array[ctypes.c_char], at: int) -> None:
+        self._libc = libc = _libc()
+        self._held = held  # keeps the memory
+        self._address = address = ctypes.addressof(held) + at
+        self.ring: Callable[[], int] = partial(libc.post, address)
+        self.take: Callable[[], int] = partial(libc.try_wait, address)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Takes one post; False where none came in time, or a signal arrived. For the semaphore of this rank."""
+        libc = self._libc
+        # sem_timedwait counts by the wall clock, which may jump: callers wait in short slices.
+        until_s = (time.monotonic() if libc.clock_wait else time.time()) + timeout_s
+        spec = ctypes.byref(_TimeSpec(int(until_s), int((until_s % 1.0) * 1e9)))
+        if libc.clock_wait:
+            returned = libc.clock_wait(self._address, _CLOCK_MONOTONIC, spec)
+        else:
+            returned = libc.timed_wait(self._address, spec)
+        return returned == 0 or _check()
+
+    def drain(self) -> None:
+        """Takes all posts that are there; look at the words afterwards, never before."""
+        while self.take() == 0:
+            pass
+
+    def init(self) -> None:
+        """Sets it up, in the one process that does so, before any other maps it."""
+        if self._libc.init(self._address, 1, 0) != 0:
+            _check()
+
+
+def semaphores(memory: memoryview, count: int, *, init: bool) -> list[Semaphore]:
     """The semaphores of all ranks.
 
     Args:
@@ -51,47 +97,16 @@ class Semaphores:
         count: The number of ranks.
         init: True in the one process that sets them up, before any other maps them.
     """
+    held = (ctypes.c_char * (count * SEM_NBYTES)).from_buffer(memory)
+    found = [Semaphore(held, rank * SEM_NBYTES) for rank in range(count)]
+    if init:
+        for one in found:
+            one.init()
+    return found
 
-    def __init__(self, memory: memoryview, count: int, *, init: bool) -> None:
-        self._libc = _LibC()
-        self._held = (ctypes.c_char * (count * SEM_NBYTES)).from_buffer(memory)
-        base = ctypes.addressof(self._held)
-        self._sems = [base + rank * SEM_NBYTES for rank in range(count)]
-        if init:
-            for sem in self._sems:
-                self._check(self._libc.init(sem, 1, 0))
 
-    def ring(self, rank: int) -> None:
-        """Posts one rank's semaphore."""
-        self._libc.post(self._sems[rank])  # its one failure is a count of 2^31: awake already
-
-    def wait(self, rank: int, timeout_s: float) -> bool:
-        """Takes one post of a rank's own semaphore; False where none came in time, or a signal arrived."""
-        libc, sem = self._libc, self._sems[rank]
-        # sem_timedwait counts by the wall clock, which may jump: callers wait in short slices.
-        until_s = (time.monotonic() if libc.clock_wait else time.time()) + timeout_s
-        spec = _TimeSpec(int(until_s), int((until_s % 1.0) * 1e9))
-        if libc.clock_wait:
-            returned = libc.clock_wait(sem, _CLOCK_MONOTONIC, ctypes.byref(spec))
-        else:
-            returned = libc.timed_wait(sem, ctypes.byref(spec))
-        return returned == 0 or self._check(returned)
-
-    def take(self, rank: int) -> bool:
-        """Takes one post, if there is one."""
-        return bool(self._libc.try_wait(self._sems[rank]) == 0)
-
-    def drain(self, rank: int) -> None:
-        """Takes all posts that are there; look at the words afterwards, never before."""
-        sem, take = self._sems[rank], self._libc.try_wait
-        while take(sem) == 0:
-            pass
-
-    @staticmethod
-    def _check(returned: int) -> bool:
-        if returned == 0:
-            return True
-        number = ctypes.get_errno()
-        if number not in _RETRY:
-            raise OSError(number, "semaphore in shared memory")
-        return False
+def _check() -> bool:
+    number = ctypes.get_errno()
+    if number not in _RETRY:
+        raise OSError(number, "semaphore in shared memory")
+    return False

@@ -41,6 +41,7 @@ class Controller:
         revision: Changes whenever a group, or a member of one, is gone.
         messages: Takes what participants say.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
+        under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
@@ -91,7 +92,7 @@ class Controller:
         self._driver_rank: DriverRank | None = None
         self._is_closed = False
         self.numbers: Iterator[int] = itertools.count(1)
-        self._trackers: dict[int, PlanTracker] = {}
+        self.under_way: dict[int, PlanTracker] = {}
         self._abandoned: deque[tuple[Callable[[], bool], tuple[Membership, ...]]] = deque()  # captures to be closed
         self._tracer = Tracer.current()
         begin_from_environment(places)
@@ -120,9 +121,9 @@ class Controller:
 
     def close(self) -> None:
         """Gives back all leases."""
-        for tracker in list(self._trackers.values()):
+        for tracker in list(self.under_way.values()):
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
-        self._trackers.clear()
+        self.under_way.clear()
         self._links.clear()
         self._is_closed = True
         self.revision = object()
@@ -181,15 +182,15 @@ class Controller:
             tracker.ring, tracker.began_s = ring, ring.clock()
         for _ in range(tracker.plan.width - 1):
             next(self.numbers)
-        self._trackers[tracker.seq] = tracker
+        self.under_way[tracker.seq] = tracker
 
     def trackers(self) -> list[PlanTracker]:
         """The plans that have not ended everywhere. Runs by the doorbell are seen to have ended by asking."""
         found = []
-        for tracker in tuple(self._trackers.values()):
+        for tracker in tuple(self.under_way.values()):
             if tracker.has_ended:
-                self._trackers.pop(tracker.seq, None)
-            elif tracker.seq in self._trackers:
+                self.under_way.pop(tracker.seq, None)
+            elif tracker.seq in self.under_way:
                 found.append(tracker)
         return found
 
@@ -200,25 +201,25 @@ class Controller:
 
     def release_bell(self, bell: CompletionBell) -> None:
         """Ends a claim; nobody looks at the bell any more."""
-        for tracker in tuple(self._trackers.values()):
+        for tracker in tuple(self.under_way.values()):
             if tracker.bell is None:
                 continue
             if not tracker.resolved:
                 self.send(tracker, tracker.fail(PlanAbortedError(detail="its caller was interrupted")))
             elif tracker.has_ended:
-                self._trackers.pop(tracker.seq, None)
+                self.under_way.pop(tracker.seq, None)
         bell.release()
 
     def tracker(self, seq: int) -> PlanTracker | None:
         """The plan whose first launch has that number."""
-        return self._trackers.get(seq)
+        return self.under_way.get(seq)
 
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
         """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
         if outgoing:
             self.participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:
-            self._trackers.pop(tracker.seq, None)
+            self.under_way.pop(tracker.seq, None)
 
     def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...]) -> None:
         """Closes a capture that nobody refers to, once its last run has ended; `let_go` returns False until then.

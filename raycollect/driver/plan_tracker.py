@@ -73,7 +73,8 @@ class PlanTracker:
         place: Which of the step's runs it is, from 1.
         until_s: When its time is over, by `time.monotonic`.
         results: What the participants have answered, by position.
-        slots: (position, slot) of those who have not answered at the doorbell.
+        slots: Position -> slot of those whose answer at the doorbell was not taken.
+        is_known: Whether the outcome is known; `resolved` looks at the doorbell first.
         is_committed: Whether all participants were told to overwrite what they gave: all that live have results.
     """
 
@@ -114,11 +115,11 @@ class PlanTracker:
             self.place: int = runs.begun
             self.is_fenced: bool = False
             self.results: list[bytes | None] = [None] * len(plan.participants)
-            self.slots: tuple[tuple[int, int], ...] = runs.in_slots if number else ()
+            self.slots: Mapping[int, int] = runs.in_slots if number else {}
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
         self._abandoned: list[bool] = []  # not empty until the failure that nobody waits for is logged
         self._told = False  # whether the participants were told to abort
-        self._resolved = False
+        self.is_known: bool = False
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
         self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []
@@ -129,7 +130,7 @@ class PlanTracker:
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
-        return self._resolved or (self.runs is not None and self.look(self.runs))
+        return self.is_known or (self.runs is not None and self.look(self.runs))
 
     @property
     def has_ended(self) -> bool:
@@ -173,48 +174,50 @@ class PlanTracker:
         if bell is None or not bell.is_mine:
             return self.wait_for_word(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._resolved:
+        while not self.is_known:
             left_s = until_s - time.monotonic()
             if left_s > 0:
                 bell.wait(left_s)
             if bell.has_rung(self.seq, self.bell_slots):
                 self._ended(range(len(self.plan.participants)), None, ())
             elif left_s <= 0:
-                return self._resolved
+                return self.is_known
         return True
 
     def wait_for_word(self, timeout_s: float | None) -> bool:
         """Waits for an outcome that somebody else finds out."""
         # A signal may come between the two calls, after which nobody gets the lock: it only wakes, and tells nothing.
-        if not self._resolved and self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
+        if not self.is_known and self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
             self._unresolved.release()
-        return self._resolved
+        return self.is_known
 
     def look(self, runs: StepRuns) -> bool:
         """Takes what participants have answered to a run; returns whether the outcome is known."""
-        slots, ended, doorbell = self.slots, [], runs.doorbell
-        for count, (position, slot) in enumerate(slots, 1):
-            payload = None if doorbell is None else doorbell.answer(slot, self.number)
-            if position in self._pending:
+        slots, doorbell = self.slots, runs.doorbell
+        if slots and doorbell is not None:
+            ended, left = [], {}
+            for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
+                if position not in self._pending:  # it has said otherwise that it has ended
+                    continue
                 if payload is None:
-                    break
-                self.results[position] = payload
-                ended.append(position)
-            slots = self.slots[count:]
-        if ended:
-            self._ended(ended, None, ())
-        self.slots = slots
-        if not self._pending and not self._resolved:  # a signal came between the last answer and what follows
+                    left[position] = slots[position]
+                else:
+                    self.results[position] = payload
+                    ended.append(position)
+            if ended:
+                self._ended(ended, None, ())
+            self.slots = left
+        if not self._pending and not self.is_known:  # a signal came between the last answer and what follows
             if self._first is not None:
                 self._failed(*self._first)
             else:
                 self._resolve(None)
-        return self._resolved
+        return self.is_known
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Calls back once the outcome is known: now, or later on the channel's thread."""
         with self._lock:
-            if not self._resolved:
+            if not self.is_known:
                 self._watchers.append(call)
                 return
         call()
@@ -225,7 +228,7 @@ class PlanTracker:
         Takes no lock: the garbage collector may call it, in any thread at any place.
         """
         self._abandoned.append(True)
-        if self._resolved:
+        if self.is_known:
             _log_abandoned(self._abandoned, self.plan.name, self.error)
 
     # ------------------------------------------------------------------------------------------ events
@@ -252,7 +255,7 @@ class PlanTracker:
             if error is not None and self._first is None:
                 self._first = (position, error, tuple(story))
             first = self._first
-        if isinstance(error, PlanAbortedError) and not self._resolved:  # the consequence of another failure
+        if isinstance(error, PlanAbortedError) and not self.is_known:  # the consequence of another failure
             several = self._is_chain
             if waiting:  # who caused it will report, or its process is gone
                 return self._abort(position, error) if several else []
@@ -299,7 +302,7 @@ class PlanTracker:
             if blobs is None:
                 return []
             if plan.commits and not message.group_id and message.round == rounds - 1:
-                if self._told or self._resolved:  # the others have given up, or will
+                if self._told or self.is_known:  # the others have given up, or will
                     return []
                 self.is_committed = True
         answers = _answers(message, blobs)
@@ -360,14 +363,18 @@ class PlanTracker:
 
     def _resolve(self, error: RaycollectError | None) -> None:
         with self._lock:
-            known = self._resolved
+            known, dropped = self.is_known, self.refs
             if not known:
                 self.error = error
                 if self.runs is not None and error is not None:  # before the outcome becomes visible
                     self.runs.failure = self.runs.failure or error
-                self._resolved = True
+                self.is_known = True
                 watchers, self._watchers = self._watchers, []
-        self._let_go()
+            if self.error is None and not self._pending:
+                self.refs = {}
+        del dropped  # not under the lock
+        if self.refs:
+            self._let_go()
         if not known:
             self._unresolved.release()
             if self.bell is not None and not self.bell.is_mine:
@@ -384,7 +391,7 @@ class PlanTracker:
     def _let_go(self) -> None:
         """Drops the refs once nobody runs it, except those of absent operands: Ray knows what their methods did."""
         with self._lock:
-            if self._pending or not self._resolved:
+            if self._pending or not self.is_known:
                 return
             kept: dict[Key, Any] = {}
             if isinstance(self.error, RefusedError) and not self._is_explained:

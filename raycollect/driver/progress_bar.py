@@ -23,7 +23,8 @@ EVERY_S = 0.2  # how often participants are asked for their progress, in seconds
 
 LEAD_S = 0.05  # how long before the bar is first drawn they are asked, in seconds
 
-_after_s: ContextVar[float | None] = ContextVar("raycollect_progress", default=None)
+around_s: ContextVar[float | None] = ContextVar("raycollect_progress", default=None)
+"""After how long waits of this context show a bar; None: outside of every block of `progress`."""
 
 
 class ProgressBars:
@@ -34,11 +35,11 @@ class ProgressBars:
         self._tokens: list[Token[float | None]] = []
 
     def __enter__(self) -> ProgressBars:  # noqa: PYI034 - Python 3.10 has no `Self`
-        self._tokens.append(_after_s.set(self._after_s))
+        self._tokens.append(around_s.set(self._after_s))
         return self
 
     def __exit__(self, kind: object, exc: object, trace: object) -> None:
-        _after_s.reset(self._tokens.pop())
+        around_s.reset(self._tokens.pop())
 
 
 def progress(*, after_s: float = AFTER_S) -> ProgressBars:
@@ -62,16 +63,14 @@ def progress(*, after_s: float = AFTER_S) -> ProgressBars:
     return ProgressBars(after_s)
 
 
-def wanted(controller: Controller, tracker: PlanTracker, shows: bool | None) -> Bar | None:
-    """The bar of a wait that begins, if there is to be one; `shows` None: inside the block of `progress` alone.
+def begin(controller: Controller, tracker: PlanTracker) -> Bar:
+    """The bar of a wait that begins.
 
     Raises:
-        ProgressError: It is wanted, and tqdm is not installed.
+        ProgressError: tqdm is not installed.
     """
-    around_s = _after_s.get()
-    if shows is False or (shows is None and around_s is None):
-        return None
-    return Bar(controller.participants, tracker, AFTER_S if around_s is None else around_s, _tqdm())
+    after_s = around_s.get()
+    return Bar(controller.participants, tracker, AFTER_S if after_s is None else after_s, _tqdm())
 
 
 def _tqdm() -> Any:

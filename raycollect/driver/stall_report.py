@@ -39,13 +39,10 @@ def wait(
     controller: Controller, tracker: PlanTracker, timeout_s: float | None, *, progress: bool | None = None
 ) -> bool:
     """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
-    bar = progress_bar.wanted(controller, tracker, progress)
     left_s = math.inf if timeout_s is None else timeout_s
-    if bar is not None:
-        if tracker.resolved:
-            return True
-        with bar:
-            return _wait_watched(tracker, left_s, (Attention(controller, tracker), bar))
+    if progress or (progress is None and progress_bar.around_s.get() is not None):
+        with progress_bar.begin(controller, tracker) as bar:
+            return tracker.resolved or _wait_watched(tracker, left_s, (Attention(controller, tracker), bar))
     first_s = min(FIRST_S, QUIET_S, left_s)
     if tracker.wait(first_s):
         return True

@@ -68,9 +68,7 @@ class StepRuns:
         self._capture = capture
         self.doorbell = doorbell
         self._slots = tuple(slots) if doorbell is not None else (-1,) * len(step_plan.participants)
-        self.in_slots: tuple[tuple[int, int], ...] = tuple(
-            (at, slot) for at, slot in enumerate(self._slots) if slot >= 0
-        )
+        self.in_slots: dict[int, int] = {at: slot for at, slot in enumerate(self._slots) if slot >= 0}
         self._revision: object = None
         self._links: list[tuple[ParticipantLink, int]] = list(zip(peers, self._slots, strict=False))
         self._under_way: deque[PlanTracker] = deque()
@@ -84,11 +82,12 @@ class StepRuns:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
         while True:
             with self.controller.dispatching:
-                self._check()
+                if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
+                    self._check()
                 oldest = self._oldest() if self._under_way else None
                 if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                    limit_s = inf if timeout_s is None else timeout_s
-                    return self._send(arguments, fence or self._is_held_up(), limit_s)
+                    is_fenced = fence or (bool(self.controller.under_way) and self._is_held_up())
+                    return self._send(arguments, is_fenced, inf if timeout_s is None else timeout_s)
             oldest.wait(None)
 
     def _oldest(self) -> PlanTracker | None:
@@ -100,16 +99,16 @@ class StepRuns:
         return None
 
     def _check(self) -> None:
+        """Raises what is wrong with the step, and finds the participants again after a change of groups."""
         if self.is_closed:
             raise CaptureError(detail="this captured step is closed: capture it again to run it")
         if self.failure is not None:
             detail = "this captured step is broken, as one of its runs failed"
             raise CaptureBrokenError(detail=detail, why=brief(self.failure)) from self.failure
         revision = self.controller.revision
-        if revision != self._revision:
-            peers = self.controller.links(self.memberships, self.step_plan.participants)
-            self._links = list(zip(peers, self._slots, strict=True))
-            self._revision = revision
+        peers = self.controller.links(self.memberships, self.step_plan.participants)
+        self._links = list(zip(peers, self._slots, strict=True))
+        self._revision = revision
 
     def _is_held_up(self) -> bool:
         """Whether a participant may have to wait for a plan that waits for methods.
@@ -132,6 +131,7 @@ class StepRuns:
         at, tracker = 0, None
         try:
             number = doorbell.begin() if doorbell is not None and self.in_slots else 0
+            rings = doorbell.runs if doorbell is not None else []
             seq = next(controller.numbers)
             tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, timeout_s)
             tracker.is_fenced = fence
@@ -142,7 +142,7 @@ class StepRuns:
                     predecessor, payload = peer.last_seq, arguments[at]
                     if fence:
                         self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
-                    elif slot < 0 or not doorbell.ring(slot, number, seq, predecessor, payload):  # type: ignore[union-attr]
+                    elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
                         peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
                     peer.last_seq = seq
         except BaseException as exc:
@@ -191,18 +191,16 @@ class StepRuns:
         try:
             while True:
                 self._waiting.add(me)  # before it looks, so that it is woken
-                if tracker.look(self):
+                if tracker.is_known:
                     return True
-                left_s = _SLICE_S
-                if until_s < inf:
-                    left_s = min(left_s, until_s - monotonic())
-                    if left_s <= 0:
-                        return self.expire(tracker)
+                left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
+                if left_s <= 0:
+                    return self.expire(tracker)
                 if doorbell is None:
                     tracker.wait_for_word(left_s)
                 else:
-                    slots = tracker.slots
-                    doorbell.wait(left_s, slots[0][1] if slots else -1, tracker.number)
+                    doorbell.wait(left_s, tracker.number, tracker.slots.values())
+                tracker.look(self)
         finally:
             self._waiting.discard(me)
 
@@ -228,9 +226,9 @@ class StepRuns:
 
     def hear(self, tracker: PlanTracker, position: int) -> None:
         """Takes what one participant, who is gone, has answered at the doorbell."""
-        slot = dict(self.in_slots).get(position, -1)
-        if self.doorbell is not None and tracker.number and slot >= 0:
-            payload = self.doorbell.answer(slot, tracker.number)
+        slot = tracker.slots.get(position)
+        if self.doorbell is not None and slot is not None:
+            (payload,) = self.doorbell.answers(tracker.number, (slot,))
             if payload is not None:
                 tracker.answered(position, payload)
 
@@ -262,7 +260,8 @@ class StepRuns:
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
                     self.abort(other, PlanAbortedError(detail=detail))
-        self.controller.send(tracker, [])  # which forgets it, if all have ended
+        if tracker.error is None or tracker.has_ended:  # it went well only where all have ended
+            self.controller.under_way.pop(tracker.seq, None)
         if self.doorbell is not None and self._waiting.difference((threading.get_ident(),)):
             self.doorbell.wake()
 

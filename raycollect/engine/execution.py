@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raycollect.backends import arrays
-from raycollect.core.kernel_progress import KernelProgress, here
+from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, Exchange, NoFaults, Reaching, Together
 from raycollect.engine.batch_agreement import BatchAgreement, is_batch
@@ -120,7 +120,8 @@ class Execution:
 
     def _run_all(self) -> Outcome:
         self._record("start", self.program.name)
-        self._kernel_progress, self._step = here(), run_steps.here()
+        self._step = run_steps.here()
+        self._kernel_progress = self._step.kernels
         self._kernel_progress.cover()
         ended: tuple[int, ...] = ()
         ok = False

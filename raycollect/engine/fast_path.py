@@ -14,7 +14,8 @@ from threading import get_ident
 from typing import Any
 
 from raycollect.backends import arrays
-from raycollect.core.kernel_progress import KernelProgress, here
+from raycollect.backends.completion import DONE
+from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, NoFaults
 from raycollect.engine.execution import Execution, Outcome, given_up, located
@@ -116,8 +117,9 @@ class FastPath:
         program, seq, landed = self.program, self._seq, self._landed
         self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
-        self._kernel_progress, step = here(), run_steps.here()
-        self._kernel_progress.cover()
+        step = run_steps.here()
+        self._kernel_progress = step.kernels
+        step.kernels.cover()
         communicator, scheduled, ok = None, None, False
         error: RaycollectError | None = None
         ended: tuple[int, ...] = ()
@@ -161,7 +163,8 @@ class FastPath:
                 at, thread, failed = next(ring.numbers), get_ident(), "" if error is None else type(error).__name__
                 until_s = (ended_s or ring.clock()) if kind is AGAIN else agreed_s
                 ring.entries.append((at, kind, program.name, began_s, until_s, thread, seq, label, failed, agreed_s))
-        return Outcome(ended=program.places_of(ended) if ended else ())
+        # Where this participant answers for itself, nobody asks who else has ended.
+        return Outcome(ended=program.places_of(ended) if ended and landed is None else ())
 
     def abort(self) -> None:
         """Ends the waits of the run that is ready or under way; any thread may call it, until the next is ready."""
@@ -202,14 +205,17 @@ class FastPath:
         store, self._until_s = self.instruments.store, 0.0
         with store.writing(scheduled.ranges, self._given_up):
             try:
-                communicator.launch(launch, scheduled.moves[0].kernels[0]).wait(launch.timeout_s)
+                completion = communicator.launch(launch, scheduled.moves[0].kernels[0])
+                if completion is not DONE:
+                    completion.wait(launch.timeout_s)
             except BaseException:
                 store.mark_dirty(scheduled.ranges, scheduled.owners)
                 raise
             finally:
                 if scheduled.versioned:
                     arrays.raise_versions(scheduled.versioned)
-            store.mark_written(scheduled.dense)
+            if store.dirty:
+                store.mark_written(scheduled.dense)
 
     def _reason(self) -> str | None:
         reason = None if self._aborted is None else self._aborted()

@@ -126,7 +126,9 @@ class PlanCall:
             held.append(value if type(value) is Container else runner.operand(slot))
         for slot in self._outputs:
             slots[slot] = None
-        fast_path = self._repeated(held)
+        fast_path = self._fast_path
+        if fast_path is None or not fast_path.fits(held):
+            fast_path = self._fast_path = None if self._outputs else self._recall(held)
         if fast_path is not None:
             fast_path.ready(seq, self._same or self._keys_now(), aborted, landed)
             runner.begin(fast_path)
@@ -138,17 +140,12 @@ class PlanCall:
         for slot, made in zip(self._outputs, outcome.outputs, strict=True):
             slots[slot] = made
 
-    def _repeated(self, held: Sequence[Container | MissingOperand]) -> FastPath | None:
-        if self._outputs:
-            return None
-        fast_path = self._fast_path
-        if fast_path is None or not fast_path.fits(held):
-            runner = self._runner
-            fast_path = FastPath.of(self._program, held, runner.instruments, runner.communicators, is_kept=True)
-            self._fast_path = fast_path
-            if fast_path is not None and not self.nbytes:  # another plan of the step has found out for this one, too
-                self.nbytes = fast_path.nbytes
-        return fast_path
+    def _recall(self, held: Sequence[Container | MissingOperand]) -> FastPath | None:
+        runner = self._runner
+        found = FastPath.of(self._program, held, runner.instruments, runner.communicators, is_kept=True)
+        if found is not None and not self.nbytes:  # another plan of the step has found out for this one, too
+            self.nbytes = found.nbytes
+        return found
 
     def _in_full(
         self,

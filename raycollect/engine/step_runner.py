@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from raycollect.backends import arrays
@@ -29,6 +28,7 @@ from raycollect.engine.step_program import Invocation, StepProgram
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import CaptureError, MethodError, PlanAbortedError, ProtocolError, RaycollectError
 from raycollect.observe import Tracer, run_steps
+from raycollect.observe.run_steps import RunStep
 from raycollect.pos import Container, unkept
 from raycollect.pos.store import weak
 
@@ -70,6 +70,7 @@ class StepRunner:
         self._lock = threading.Lock()  # guards what follows
         self._seq = 0  # the run under way; 0: none
         self.is_stopped: bool = False  # whether it was aborted
+        self._is_over = False  # whether all that come are aborted
         self._execution: Execution | FastPath | None = None
         self._at = 0  # which action is under way
         self._actions: list[MethodCall | PlanCall] = [
@@ -87,7 +88,8 @@ class StepRunner:
         *,
         aborted: Callable[[], str | None],
         exchange: Exchanges = lambda program, seq: None,
-        answer: Callable[[bytes], None] | None = None,
+        landed: Callable[[], None] | None = None,
+        step: RunStep | None = None,
     ) -> bytes:
         """Runs it once, and returns what `pack_values` makes of its results.
 
@@ -96,18 +98,21 @@ class StepRunner:
             arguments: What `pack_values` made of the run's arguments.
             aborted: Why the run was aborted, or None; asked before each method, and by plans before each launch.
             exchange: See `Exchanges`.
-            answer: Called early with the results, where there are none, as soon as all visible work is done.
+            landed: Called where there are no results, as soon as all visible work is done; or not at all.
+            step: The slot of this thread, if the caller has it at hand.
 
         Raises:
             RaycollectError: It failed; later actions did not run.
         """
         step_program = self.step_program
         with self._lock:
-            self._seq, self.is_stopped = seq, False
+            self._seq, self.is_stopped = seq, self._is_over
         self._runs += 1
         self.run8 = self._runs.to_bytes(8, "little")
-        landed = None if answer is None or step_program.returns else partial(answer, b"")
-        step = run_steps.here()
+        if step_program.returns:
+            landed = None
+        if step is None:
+            step = run_steps.here()
         try:
             if step_program.arguments or arguments:
                 self._take(arguments)
@@ -129,6 +134,11 @@ class StepRunner:
             self.is_stopped = True
             if self._execution is not None:  # under the lock: a `FastPath` is the next run's, too
                 self._execution.abort()
+
+    def stop(self) -> None:
+        """Does the same to the run under way and all that come; any thread may call it."""
+        self._is_over = True  # first: a run that begins now sees it, or is under way when the lock is taken
+        self.abort()
 
     def look(self) -> list[tuple[TensorInfo, ...] | None]:
         """Describes the tensors of each slot, as the last run left them; None where there are none."""

@@ -69,14 +69,12 @@ class PlanCommunicator:
             made.close()
         return None
 
-    def current(self) -> Communicator:
-        """The backend's communicator; GroupBrokenError where there is none, or none any more."""
-        communicator, stop = self.communicator, self._hub.stop
-        if communicator is not None:
-            return communicator
+    def why_none(self) -> RaycollectError:
+        """Why there is no communicator, or none any more."""
+        stop = self._hub.stop
         if stop is not None:
-            raise anew(stop)
-        raise GroupBrokenError(group_name=self._group_name, detail="this participant never joined")
+            return anew(stop)
+        return GroupBrokenError(group_name=self._group_name, detail="this participant never joined")
 
     def published(self, message: Publish) -> None:
         """Another member has published what this one needs to connect; on the channel's thread."""

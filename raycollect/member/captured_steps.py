@@ -36,6 +36,7 @@ from raycollect.errors import (
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps
+from raycollect.observe.run_steps import RunStep
 from raycollect.observe.trace import PART
 from raycollect.planner import Program
 from raycollect.pos import Container, Store
@@ -117,6 +118,7 @@ class CapturedStep:
         self._closed = ""
         self._broken = ""
         self._count = 0  # how many runs came
+        self._answered = 0  # the latest run that was answered
         self._exchange: tuple[int, ChannelExchange] | None = None  # of a launch, with its number
         self._thread = threads.start("raycollect-capture", self._work)
 
@@ -144,7 +146,7 @@ class CapturedStep:
                 return
             self._closed = reason
             self._changed.notify_all()
-        self.runner.abort()
+        self.runner.stop()
         self._wake_doorbell()
 
     def join(self, timeout_s: float) -> bool:
@@ -219,16 +221,8 @@ class CapturedStep:
         if ring is not None and self.runner.is_single:  # the plan notes all
             ring = None
         error: RaycollectError | None = None
-        is_answered = False
-
-        def answer(results: bytes) -> None:
-            nonlocal is_answered
-            is_answered = True
-            if not number or self._doorbell is None or not self._doorbell.answer(number, results):
-                self._send(Ran(seq=seq, payload=results))
-
         came_s, step = 0.0, run_steps.here()
-        step.begin(seq)
+        step.at, step.number = "", seq
         try:
             reason = self._sequencer.start(seq, predecessor)
             came_s = 0.0 if ring is None else ring.clock()
@@ -240,9 +234,7 @@ class CapturedStep:
                     self._wait_for_methods(seq)
                 try:
                     with self._busy:
-                        results = self._run(seq, payload, answer)
-                    if not is_answered:
-                        answer(results)
+                        self._run(seq, payload, number, step)
                 finally:
                     self._method_lock.release()
         except RaycollectError as exc:
@@ -271,21 +263,28 @@ class CapturedStep:
         if ring is not None:
             ring.waited("a method", began_s, seq)
 
-    def _run(self, seq: int, payload: bytes, answer: Callable[[bytes], None]) -> bytes:
-        sequencer, reason = self._sequencer, self._closed or self._broken
+    def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
+        reason, aborted = self._closed or self._broken, self._sequencer.aborted
         if reason:
             raise PlanAbortedError(detail=reason)
         results = self.runner.run(
             seq,
             payload,
-            aborted=lambda: self._closed or sequencer.reason(seq),
+            aborted=partial(aborted.get, seq),
             exchange=self._make_exchange,
-            answer=answer,
+            landed=partial(self._answer, seq, number, b""),
+            step=step,
         )
         if len(results) > MOST_NBYTES:
             found = f"{len(results)} bytes, and a message carries {MOST_NBYTES}"
             raise CaptureError(detail=f"what the step gives back takes {found}: let methods return refs instead")
-        return results
+        if self._answered != seq:
+            self._answer(seq, number, results)
+
+    def _answer(self, seq: int, number: int, results: bytes) -> None:
+        self._answered = seq
+        if not number or self._doorbell is None or not self._doorbell.answer(number, results):
+            self._send(Ran(seq=seq, payload=results))
 
     def _make_exchange(self, program: Program, seq: int) -> ChannelExchange:
         made = ChannelExchange("", program.agreement.rank, self._send)

@@ -43,9 +43,12 @@ class JoinedGroups:
     def communicator(self, group_id: str) -> Communicator:
         """What plans of a group run on; GroupBrokenError if there is none."""
         group = self.by_id.get(group_id)
-        if group is None:
-            raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
-        return group.plans.current()
+        communicator = None if group is None else group.plans.communicator
+        if communicator is not None:
+            return communicator
+        if group is not None:
+            raise group.plans.why_none()
+        raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
 
     def join(self, message: Join) -> None:
         """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""

@@ -137,7 +137,7 @@ class Lease:
     def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
         ticket, keys, program, order = came
         handles, step = [], run_steps.here()
-        step.begin(ticket.seq)
+        step.at, step.number = "", ticket.seq
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
             is_ordered, by_id = True, self._groups.by_id

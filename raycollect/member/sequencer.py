@@ -39,6 +39,7 @@ class PlanSequencer:
 
     Attributes:
         begun: The latest plan that has begun here.
+        aborted: Why plans are aborted that have not ended. Of one that has begun it tells all that `reason` does.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class PlanSequencer:
         self._settled = 0  # every plan up to here has ended
         self._ended: set[int] = set()
         self._running: set[int] = set()
-        self._aborted: dict[int, str] = {}
+        self.aborted: dict[int, str] = {}
         self._closed = ""
 
     def after(self, seq: int, predecessor: int, go: Callable[[], object]) -> None:
@@ -103,7 +104,7 @@ class PlanSequencer:
             self._settled = max(self._settled, predecessor)
             if self._ended:
                 self._ended = set(filter(self._settled.__lt__, self._ended))
-            reason = self._aborted.get(seq)
+            reason = self.aborted.get(seq)
             if reason is None:
                 self._running.add(seq)
             return reason
@@ -130,7 +131,7 @@ class PlanSequencer:
         """Notes that a plan has ended, however."""
         with self._lock:
             self._running.discard(seq)
-            self._aborted.pop(seq, None)
+            self.aborted.pop(seq, None)
             if seq > self._settled:
                 self._ended.add(seq)
             if self._waiting:
@@ -144,7 +145,7 @@ class PlanSequencer:
         with self._lock:
             if self.has_ended(seq):
                 return True
-            self._aborted[seq] = reason
+            self.aborted[seq] = reason
             return False
 
     def close(self, reason: str) -> tuple[int, ...]:
@@ -152,13 +153,13 @@ class PlanSequencer:
         with self._lock:
             self._closed = reason
             self._later.clear()
-            self._aborted.update(dict.fromkeys(self._running, reason))
+            self.aborted.update(dict.fromkeys(self._running, reason))
             self._changed.notify_all()
             return tuple(sorted(self._running))
 
     def reason(self, seq: int) -> str | None:
         """Why a plan was aborted; None if it was not."""
-        return self._aborted.get(seq) or self._closed or None
+        return self.aborted.get(seq) or self._closed or None
 
     @property
     def last(self) -> int:

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from raycollect.core import kernel_progress
+
 MOST_CALLS = 6
 """How many calls of a bundle are named."""
 
@@ -27,17 +29,15 @@ class Action(Protocol):
 class RunStep:
     """Where the run of one thread is. That thread writes it; others only read it."""
 
-    __slots__ = ("__weakref__", "action", "at", "number")
+    __slots__ = ("__weakref__", "action", "at", "kernels", "number")
 
     def __init__(self) -> None:
-        self.number: int = 0  # the number of the plan or run; 0: none runs here
+        # The number of the plan or run, set after what else belongs to it; 0: none runs here
+        self.number: int = 0
         self.action: Action | None = None  # what a captured step does now; None: it is a plan
         # Words, or what makes them from the place of the first call and whether calls are named
         self.at: str | Callable[[int, bool], str] = ""
-
-    def begin(self, number: int) -> None:
-        """Begins a run; at its end the number is 0 again."""
-        self.at, self.number = "", number
+        self.kernels: kernel_progress.KernelProgress = kernel_progress.here()  # how far its kernels are
 
     def words(self) -> str:
         """Where it is, for a person; any thread may call it."""

@@ -81,6 +81,10 @@ class Store:
     Args:
         limit: The most keys held at a time; None: no limit (they are freed when their refs are gone).
         memory: How many absences are remembered, for good messages.
+
+    Attributes:
+        dirty: The half-written ranges, with weak references to the owners of their memory. It is empty in most
+            processes: `is_dirty` and `mark_written` have nothing to do then.
     """
 
     def __init__(self, *, limit: int | None = None, memory: int = 4096) -> None:
@@ -94,7 +98,7 @@ class Store:
         self._reading: list[Sequence[Range]] = []
         self._writing: list[Sequence[Range]] = []
         self._pending: list[Sequence[Range]] = []  # of plans that wait to write
-        self._dirty: dict[Range, Callable[[], Any]] = {}
+        self.dirty: dict[Range, Callable[[], Any]] = {}
 
     def limit(self, count: int | None) -> None:
         """Changes the most keys held at a time."""
@@ -203,30 +207,30 @@ class Store:
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
         """Marks ranges as half-written, as long as the owners of the memory live."""
         with self._changed:
-            self._dirty.update(
+            self.dirty.update(
                 {span: weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
             )
 
     def mark_written(self, ranges: Sequence[Range]) -> None:
         """Marks ranges as written: they, and ranges inside them, are no longer dirty."""
-        if not self._dirty:
+        if not self.dirty:
             return
         with self._changed:
             whole = _joined(ranges)
-            for span in [d for d in self._dirty if any(r[0] <= d[0] and d[1] <= r[1] for r in whole)]:
-                del self._dirty[span]
+            for span in [d for d in self.dirty if any(r[0] <= d[0] and d[1] <= r[1] for r in whole)]:
+                del self.dirty[span]
 
     def is_dirty(self, ranges: Sequence[Range]) -> bool:
         """Whether any of these ranges is half-written."""
-        if not self._dirty:
+        if not self.dirty:
             return False
         with self._changed:
             return _any_overlap(ranges, [self._living_dirt()])
 
     def _living_dirt(self) -> list[Range]:
-        for span in [span for span, owner in self._dirty.items() if owner() is None]:
-            del self._dirty[span]  # the memory was given back and may belong to something new
-        return list(self._dirty)
+        for span in [span for span, owner in self.dirty.items() if owner() is None]:
+            del self.dirty[span]  # the memory was given back and may belong to something new
+        return list(self.dirty)
 
 
 @dataclass(slots=True, eq=False)

@@ -134,18 +134,18 @@ class ShmCommunicator:
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        if self._entered is not None:
-            self._launch(self._entered, launch, kernel)
-            return DONE
-        with self as parts:
-            self._launch(parts, launch, kernel)
+        entered, is_first, self._staged = self._entered, self._staged == launch.seq, 0
+        parts = entered or self._come_in()
+        try:
+            if not is_first or not parts.staged.fold_again(launch, kernel):
+                self._launch(parts, launch, kernel, is_first)
+        finally:
+            if entered is None:
+                self._go_out()
         return DONE
 
-    def _launch(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
+    def _launch(self, parts: _Parts, launch: Launch, kernel: Kernel, is_first: bool) -> None:
         meeting, staged, direct, _ = parts
-        is_first, self._staged = self._staged == launch.seq, 0
-        if is_first and staged.fold_again(launch, kernel):
-            return
         until_s = time.monotonic() + launch.timeout_s
         with translated(kernel.kind, self._group_name, self.rank):
             if _is_for_direct(kernel):
@@ -186,16 +186,14 @@ class ShmCommunicator:
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""
         entered, self._entered = self._entered, None
-        if entered is not None:
-            try:
-                return entered.meeting.end(launch, ok)
-            finally:
-                self._go_out()
         try:
-            with self as parts:
-                return parts.meeting.end(launch, ok)
+            parts = entered or self._come_in()
         except GroupBrokenError:
             return ()
+        try:
+            return parts.meeting.end(launch, ok)
+        finally:
+            self._go_out()
 
     def abort(self, seq: int) -> None:
         """Wakes this rank if it waits in that launch, now or later."""

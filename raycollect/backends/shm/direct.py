@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from raycollect.backends import loans
 from raycollect.backends.arrays import Array, Flat, native
 from raycollect.backends.completion import remembered
 from raycollect.backends.loans import Loans
@@ -59,7 +60,8 @@ class Direct:
     def restart(self) -> None:
         """Begins a launch: the next listing is that of its first kernel."""
         self._directory.turn = 0
-        self._loans.recall()
+        if self._loans.lent or loans.forsaken:
+            self._loans.recall()
 
     def close(self) -> None:
         """Ends it; arrays that may still be written are kept, and checked by other communicators of this process."""

@@ -23,7 +23,7 @@ only after all possible readers of its earlier launches have closed these ("debt
 Memory order. Words are 8 bytes, aligned, and stored by one instruction. Data is written before the word, and `sem_post`
 and `sem_wait` are full barriers in glibc, so a rank woken by a semaphore sees the data. For a rank that finds the word
 without waiting: on x86-64 loads are in order; elsewhere the order comes from releasing and re-taking the GIL, or a
-lock, in the ctypes call that each arrival makes before it looks, and from `Semaphores.drain` where an outcome seems to
+lock, in the ctypes call that each arrival makes before it looks, and from `Semaphore.drain` where an outcome seems to
 be missing. A rank that is about to sleep announces it, and looks at the words once more; a rank that arrives stores its
 word, and then looks for sleepers. Between the two steps each makes a libc call, a full barrier, so that at least one of
 them sees the other.
@@ -41,7 +41,7 @@ from raycollect.backends import completion
 from raycollect.backends.completion import check_arrival, late
 from raycollect.core.cpu_affinity import YIELD_S, Seeker
 from raycollect.core.model import Launch
-from raycollect.core.semaphores import SEM_NBYTES, Semaphores
+from raycollect.core.semaphores import SEM_NBYTES, semaphores
 from raycollect.errors import InternalError, PlanAbortedError
 
 ARRIVAL_NBYTES = 64 * 1024  # The longest arrival
@@ -65,7 +65,7 @@ def control_nbytes(world_size: int) -> int:
 
 def prepare(segment: mmap.mmap, world_size: int) -> None:
     """Initializes the semaphores in zeroed memory; called by its creator, before others map it."""
-    Semaphores(memoryview(segment)[: world_size * SEM_NBYTES], world_size, init=True)
+    semaphores(memoryview(segment)[: world_size * SEM_NBYTES], world_size, init=True)
 
 
 class _Expected(NamedTuple):
@@ -87,7 +87,8 @@ class Meeting:
         self._group_name = group_name
         whole = memoryview(segment)
         cells_at = world_size * SEM_NBYTES
-        self._semaphores = Semaphores(whole[:cells_at], world_size, init=False)
+        self._semaphores = semaphores(whole[:cells_at], world_size, init=False)
+        self._semaphore = self._semaphores[rank]  # its own
         areas_at = cells_at + world_size * 8 * (_WORD_STRIDE + OUTCOMES + _PARITIES)
         cells = whole[cells_at:areas_at].cast("Q")
         self._words = cells[: world_size * _WORD_STRIDE]
@@ -224,17 +225,17 @@ class Meeting:
     def abort(self, seq: int) -> None:
         """Makes this rank's waits in that launch raise."""
         self._aborted.add(seq)
-        self._semaphores.ring(self.rank)
+        self._semaphore.ring()
 
     def lost(self, rank: int) -> None:
         """Makes waits raise for a rank whose process has ended before it came; see `Surviving.lost`."""
         self._dead |= {rank}
-        self._semaphores.ring(self.rank)
+        self._semaphore.ring()
 
     def close(self) -> None:
         """Makes all waits of this rank raise, now and later."""
         self._closed = True
-        self._semaphores.ring(self.rank)
+        self._semaphore.ring()
 
     def leave(self) -> None:
         """Leaves all launches, future ones included; after `close`, when no thread of this rank is in one."""
@@ -301,9 +302,9 @@ class Meeting:
                 raise completion.absent(self._group_name, launch, absent)
             if announced != (sleeps_for := max(absent) + 1):  # also where that one has come meanwhile
                 self._words[mine + _ASLEEP] = announced = sleeps_for
-                self._semaphores.take(self.rank)  # a barrier
+                self._semaphore.take()  # a barrier
                 continue
-            self._semaphores.wait(self.rank, min(left_s, _SLICE_S))
+            self._semaphore.wait(min(left_s, _SLICE_S))
             self._words[mine + _ASLEEP] = announced = 0
 
     def _await_living(self, launch: Launch, absent: Iterable[int], targets: dict[int, int]) -> list[int]:
@@ -319,29 +320,26 @@ class Meeting:
         word = self._words[rank * _WORD_STRIDE]
         if word < target or rank == self.rank:
             return word >= target
-        seq, phase = target >> _PHASE_BITS, target & CLOSED
-        if phase == CLOSED or word < (seq << _PHASE_BITS | CLOSED):
+        closed, seq = target | CLOSED, target >> _PHASE_BITS
+        if target == closed or word < closed:
             return True
-        if self._passed_by(rank, seq) < phase:
-            self._semaphores.drain(self.rank)  # a barrier: its outcome was stored before its word
-            if self._passed_by(rank, seq) < phase:
+        # The last barrier of that launch that it passed before it left, unless the record was overwritten.
+        outcomes, at = self._outcomes, rank * OUTCOMES + seq % OUTCOMES
+        if not target <= outcomes[at] <= closed:
+            self._semaphore.drain()  # a barrier: its outcome was stored before its word
+            if not target <= outcomes[at] <= closed:
                 detail = f"rank {rank} has left launch {seq}"
                 raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=detail)
         return True
 
-    def _passed_by(self, rank: int, seq: int) -> int:
-        # The last barrier of a launch that a rank passed before it left; -1 if the record was overwritten.
-        outcome = self._outcomes[rank * OUTCOMES + seq % OUTCOMES]
-        return outcome & CLOSED if outcome >> _PHASE_BITS == seq else -1
-
     def _ring(self, ranks: Iterable[int], *, whoever: bool = False) -> None:
         # Wakes those who sleep for this rank; or for whomever.
-        self._semaphores.take(self.rank)  # a barrier
+        self._semaphore.take()  # a barrier
         words, mine = self._words, self.rank + 1
         for rank in ranks:
             sleeps_for = words[rank * _WORD_STRIDE + _ASLEEP]
             if sleeps_for and (sleeps_for == mine or whoever) and rank != self.rank:
-                self._semaphores.ring(rank)
+                self._semaphores[rank].ring()
 
     def _area(self, rank: int, parity: int) -> int:
         return (rank * _PARITIES + parity) * ARRIVAL_NBYTES

@@ -49,7 +49,7 @@ def test_an_array_is_kept_until_nobody_can_write_it_any_more(monkeypatch: pytest
 def test_an_array_that_may_yet_be_written_outlives_its_communicator(
     monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam
 ) -> None:
-    monkeypatch.setattr(loans, "_forsaken", kept := [])
+    monkeypatch.setattr(loans, "forsaken", kept := [])
     arrays: list[Any] = [tensors.zeros(100_000) for _ in trio.everyone]
     stop = Stop(monkeypatch, "_reduce", lambda work: work._rank == 2)
     launch = trio.launch()

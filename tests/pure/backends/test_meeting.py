@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -17,7 +18,7 @@ from raycollect.backends.shm import meeting as _meeting
 from raycollect.backends.shm.meeting import ARRIVAL_NBYTES, Meeting, control_nbytes, prepare
 from raycollect.core.cpu_affinity import SETTLED_S
 from raycollect.core.model import Launch
-from raycollect.core.semaphores import Semaphores
+from raycollect.core.semaphores import Semaphore, semaphores
 from raycollect.errors import CollectiveTimeoutError
 from tests.pure.placed import Cores
 from tests.pure.watched import WAIT_S
@@ -302,7 +303,14 @@ def alone(ranks: list[Meeting]) -> Launch:
 def posts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Whose semaphores were posted."""
     made: list[int] = []
-    monkeypatch.setattr(Semaphores, "ring", lambda semaphores, rank: made.append(rank))
+
+    def noted(memory: memoryview, count: int, *, init: bool) -> list[Semaphore]:
+        found = semaphores(memory, count, init=init)
+        for rank, one in enumerate(found):
+            monkeypatch.setattr(one, "ring", partial(made.append, rank))
+        return found
+
+    monkeypatch.setattr(_meeting, "semaphores", noted)
     return made
 
 
@@ -334,19 +342,19 @@ def test_nobody_sleeps_for_a_rank_that_has_come(monkeypatch: pytest.MonkeyPatch)
     first, second, third = ranks
     launch = alone(ranks)
     slept_for: list[int] = []
-    take = first._semaphores.take
+    take = first._semaphore.take
 
-    def announced(rank: int) -> bool:
+    def announced() -> int:
         if first._words[_meeting._ASLEEP] == third.rank + 1 and third._phase == 0:
             third.barrier(launch, 0.0, waits_for=())
-        return take(rank)
+        return take()
 
-    def slept(rank: int, timeout_s: float) -> bool:
+    def slept(timeout_s: float) -> bool:
         slept_for.append(first._words[_meeting._ASLEEP] - 1)
         second.barrier(launch, 0.0, waits_for=())
         return True
 
-    monkeypatch.setattr(first._semaphores, "take", announced)
-    monkeypatch.setattr(first._semaphores, "wait", slept)
+    monkeypatch.setattr(first._semaphore, "take", announced)
+    monkeypatch.setattr(first._semaphore, "wait", slept)
     first.barrier(launch, time.monotonic() + WAIT_S)
     assert slept_for == [second.rank]

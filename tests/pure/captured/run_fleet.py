@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -30,13 +31,29 @@ SHORT = 100
 """The longest message of the fake doorbell."""
 
 
+SLOTS = 4
+
+
+class Ring:
+    """The cells of one slot for runs."""
+
+    def __init__(self, bell: Bell, slot: int) -> None:
+        self._bell = bell
+        self._slot = slot
+
+    def write(self, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+        self._bell.rung[self._slot, number] = seq, predecessor, payload
+        return len(payload) <= SHORT
+
+
 class Bell:
     """A doorbell within a process: what is rung is kept, answers are given by tests."""
 
     def __init__(self) -> None:
         self.number = 0
         self.rung: dict[tuple[int, int], tuple[int, int, bytes]] = {}
-        self.answers: dict[tuple[int, int], bytes] = {}
+        self.given: dict[tuple[int, int], bytes] = {}
+        self.runs = [Ring(self, slot) for slot in range(SLOTS)]
         self.rings = threading.Semaphore(0)
         self.is_closed = False
 
@@ -44,18 +61,14 @@ class Bell:
         self.number += 1
         return self.number
 
-    def ring(self, slot: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
-        self.rung[slot, number] = seq, predecessor, payload
-        return len(payload) <= SHORT
-
-    def answer(self, slot: int, number: int) -> bytes | None:
-        return self.answers.get((slot, number))
+    def answers(self, number: int, slots: Collection[int]) -> list[bytes | None]:
+        return [self.given.get((slot, number)) for slot in slots]
 
     def give(self, slot: int, number: int, payload: bytes = b"") -> None:
-        self.answers[slot, number] = payload
+        self.given[slot, number] = payload
         self.rings.release()
 
-    def wait(self, timeout_s: float, slot: int, number: int) -> None:
+    def wait(self, timeout_s: float, number: int, slots: Collection[int]) -> None:
         self.rings.acquire(timeout=timeout_s)
 
     def wake(self) -> None:

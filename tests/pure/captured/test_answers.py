@@ -46,13 +46,12 @@ class Told:
             noted = notes[rank]
             self._odd[rank].hooks["end"] = lambda: noted.append("end")
 
-            def answer(results: bytes) -> None:
-                assert results == b""
+            def landed() -> None:
                 noted.append("answer")
 
             try:
                 return team.replays[rank].run(
-                    seq, pack_values(()), aborted=lambda: team.aborts[rank].get(seq), answer=answer
+                    seq, pack_values(()), aborted=lambda: team.aborts[rank].get(seq), landed=landed
                 )
             except RaycollectError as exc:
                 return exc

@@ -30,7 +30,7 @@ class Seats:
         """All do one run."""
         number = self.bell.begin()
         for slot, post in enumerate(self.posts):
-            self.bell.ring(slot, number, number, 0, b"")
+            self.bell.runs[slot].write(number, number, 0, b"")
             self.system.who = slot
             serve(post, 1)
 
@@ -116,8 +116,8 @@ def test_who_sleeps_may_go_anywhere(seats_at, monkeypatch):
     slots.run()
     slots.wait(0, awake=True)
     assert slots.masks[0] == {0}
-    bells = slots.posts[0]._memory.semaphores
-    monkeypatch.setattr(bells, "wait", lambda *args: asleep.append(slots.system.get_mask(0)))
+    bell = slots.posts[0]._semaphore
+    monkeypatch.setattr(bell, "wait", lambda *args: asleep.append(slots.system.get_mask(0)))
     slots.wait(0, awake=False)
     assert asleep[0] == {0, 1}
 
@@ -131,7 +131,7 @@ def test_a_thread_of_the_real_system_gets_its_mask_back(monkeypatch):
     def work():
         post = DoorbellClient(bell.segment, 0, keeps_core=True)
         number = bell.begin()
-        bell.ring(0, number, 1, 0, b"")
+        bell.runs[0].write(number, 1, 0, b"")
         serve(post, 1)
         post.take(0.001)
         seen.append(os.sched_getaffinity(0))

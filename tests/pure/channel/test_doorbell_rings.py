@@ -30,17 +30,17 @@ PATIENT_S = 5.0
 class Ear:
     """Counts the sleeps that no ring has ended."""
 
-    def __init__(self, bells: Any) -> None:
+    def __init__(self, bell: Any) -> None:
         self.sleeps = self.lost = 0
-        wait = bells.wait
+        wait = bell.wait
 
-        def counted(rank: int, timeout_s: float) -> bool:
-            woken = wait(rank, timeout_s)
+        def counted(timeout_s: float) -> bool:
+            woken = wait(timeout_s)
             self.sleeps += 1
             self.lost += not woken and timeout_s > 1
             return bool(woken)
 
-        bells.wait = counted
+        bell.wait = counted
 
 
 class asleep:
@@ -74,7 +74,7 @@ def _dawdle(rng: random.Random) -> None:
 def body_barriers(communicator: Any, launches: list[Launch], barriers: int, seed: int) -> tuple[int, int]:
     """Comes to barriers in many launches; gives how often it slept, and how often through a ring."""
     meeting, rng = communicator._parts.meeting, random.Random(seed * 10 + communicator.rank)
-    ear = Ear(meeting._semaphores)
+    ear = Ear(meeting._semaphore)
     with asleep(_meeting):
         for launch in launches:
             meeting.enter(launch, time.monotonic() + WAIT_S)
@@ -84,7 +84,7 @@ def body_barriers(communicator: Any, launches: list[Launch], barriers: int, seed
             if rng.random() < 0.3:
                 meeting.abort(launch.seq - 1)  # a ring that means nothing
             meeting.end(launch, True)
-    del meeting._semaphores.wait
+    del meeting._semaphore.wait
     return ear.sleeps, ear.lost
 
 
@@ -107,7 +107,7 @@ def test_no_ring_is_lost_between_threads(world: int, monkeypatch: pytest.MonkeyP
     team = ThreadTeam("shm", world)
     monkeypatch.setattr(_meeting, "YIELD_S", 0.0)
     monkeypatch.setattr(_meeting, "_SLICE_S", PATIENT_S)
-    ears = [Ear(one._parts.meeting._semaphores) for one in team.communicators]  # type: ignore[attr-defined]
+    ears = [Ear(one._parts.meeting._semaphore) for one in team.communicators]  # type: ignore[attr-defined]
 
     def body(communicator: Any, launches: list[Launch]) -> None:
         meeting, rng = communicator._parts.meeting, random.Random(launches[0].seq * 10 + communicator.rank)
@@ -135,15 +135,15 @@ def test_who_gave_up_is_not_taken_to_be_asleep(monkeypatch: pytest.MonkeyPatch) 
     meeting, other = (one._parts.meeting for one in team.communicators)  # type: ignore[attr-defined]
     launch = team.launch()
 
-    def take(rank: int) -> bool:
+    def take() -> int:
         seen.append(other._words[_meeting._ASLEEP])
         if seen[-1]:
             meeting.abort(launch.seq)
-        return False
+        return -1
 
     meeting.enter(launch, 1e12)
     with monkeypatch.context() as patch:
-        patch.setattr(meeting._semaphores, "take", take)
+        patch.setattr(meeting._semaphore, "take", take)
         with pytest.raises(PlanAbortedError):
             meeting.barrier(launch, time.monotonic() + WAIT_S)
     assert seen[-1] == 1 + 1  # it slept for rank 1
@@ -181,7 +181,7 @@ def body_serve(communicator: Any, segment: Any, slot: int, runs: int, seed: int)
     rng = random.Random(seed * 10 + slot)
     with asleep(doorbell):
         post = doorbell.DoorbellClient(segment, slot)
-        ear = Ear(post._memory.semaphores)
+        ear = Ear(post._semaphore)
         for _ in range(runs):
             while (entry := post.take(WAIT_S)) is None:
                 pass
@@ -197,17 +197,17 @@ def test_no_run_and_no_answer_waits_for_a_ring_that_is_lost(workers: Workers, se
     team = ProcessTeam("shm", slots, workers(slots))
     with asleep(doorbell):
         bell = doorbell.Doorbell(slots)
-        ear = Ear(bell._memory.semaphores)
+        ear = Ear(bell._semaphore)
         serving = [team.start(slot, body_serve, bell.segment, slot, runs, seed) for slot in range(slots)]
         begun: list[int] = []
         for turn in range(runs):
             begun.append(bell.begin())
             for slot in range(slots):
-                bell.ring(slot, begun[-1], turn + 1, turn, b"%d" % turn)
+                bell.runs[slot].write(begun[-1], turn + 1, turn, b"%d" % turn)
             keep = rng.randrange(doorbell.IN_FLIGHT) if turn + 1 < runs else 0
             while len(begun) > keep:
                 number, until_s = begun.pop(0), time.monotonic() + WAIT_S
-                while None in [bell.answer(slot, number) for slot in range(slots)]:
+                while None in bell.answers(number, range(slots)):
                     assert time.monotonic() < until_s
                     bell.wait(WAIT_S)
         bell.close()

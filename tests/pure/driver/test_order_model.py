@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import repeat
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -169,7 +168,7 @@ class Fleet:
                     spec=membership.spec,
                     ordered=True,
                     plans=SimpleNamespace(
-                        current=repeat(LocalCommunicator(world, rank)).__next__,  # the same again and again
+                        communicator=LocalCommunicator(world, rank),
                         exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
                         close=lambda reason: None,
                     ),

@@ -161,6 +161,16 @@ def test_an_abort_of_another_run_spares_this_one(team: MakeTeam) -> None:
     assert len(one.actors[0].calls) == 4
 
 
+def test_a_step_that_was_stopped_begins_no_action_any_more(team: MakeTeam) -> None:
+    one = team(1)
+    one.scripts[0].call("after")
+    one.actors[0].methods = {"after": int}
+    one.capture()[0].stop()
+    _, futures = one.start()
+    assert isinstance(futures[0].exception(WAIT_S), PlanAbortedError)
+    assert not one.actors[0].calls
+
+
 def test_aborts_race_with_runs(team: MakeTeam) -> None:
     """However they meet, a run ends well or aborted, and never hangs."""
     one = team(2)

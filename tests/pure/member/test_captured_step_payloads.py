@@ -36,10 +36,10 @@ def test_with_a_real_doorbell() -> None:
     captured = CapturedStep(runner, post, one.sequencer, None, one.send, one.fail)
     for seq in range(1, 40):
         number, value = doorbell.begin(), "x" * (10_000 if seq % 5 == 0 else seq)
-        if not doorbell.ring(0, number, seq, seq - 1, pack_values([value])):
+        if not doorbell.runs[0].write(number, seq, seq - 1, pack_values([value])):
             captured.received(Run(capture=CAPTURE, seq=seq, predecessor=seq - 1, payload=pack_values([value])))
         until_s = time.monotonic() + WAIT_S
-        while (found := doorbell.answer(0, number)) is None and seq not in one.ran and time.monotonic() < until_s:
+        while (found := doorbell.answers(number, [0])[0]) is None and seq not in one.ran and time.monotonic() < until_s:
             doorbell.wait(0.05)
         assert (one.ran[seq] if found is None else unpack_values(found)) == (value,)
     assert set(one.ran) == set(range(5, 40, 5)), "the long ones"

@@ -195,7 +195,7 @@ def test_memory_stays_bounded_when_every_other_plan_is_aborted() -> None:
             assert sequencer.start(seq, seq - 1) is None
         sequencer.end(seq)
         assert len(sequencer._ended) <= 3
-    assert sequencer._aborted == {}
+    assert sequencer.aborted == {}
     assert _nbytes(sequencer) < 2_000
 
 

@@ -38,7 +38,7 @@ class Asking(LocalCommunicator):
 def within(number: int, run: Callable[[], Any]) -> Any:
     """Does something as the plan, or run, of this number."""
     step = run_steps.here()
-    step.begin(number)
+    step.at, step.number = "", number
     try:
         return run()
     finally:
@@ -113,10 +113,10 @@ def test_a_run_that_waits_for_another_one_or_a_method_says_so() -> None:
     step = run_steps.here()
 
     def go_on(first: int, is_named: bool) -> str:
-        step.begin(4)
+        step.at, step.number = "", 4
         return "elsewhere"
 
-    step.begin(3)
+    step.at, step.number = "", 3
     assert steps() == {3: "begins"}
     step.at = "waits for the one before it"
     assert steps() == {3: "waits for the one before it"}
