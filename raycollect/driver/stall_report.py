@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from raycollect.channel.messages import Seen
-from raycollect.core import sockets, threads
+from raycollect.core import sockets, threads, timers
 from raycollect.core.model import Member
 from raycollect.driver import progress_bar
 from raycollect.driver.controller import Controller
@@ -72,38 +71,30 @@ def _wait_watched(tracker: PlanTracker, left_s: float, watches: Sequence[Attenti
 def attend(controller: Controller, tracker: PlanTracker) -> Callable[[], None]:
     """Watches a plan beside a coroutine's wait, without blocking the event loop; returns what ends the watch."""
     beside = _Beside(Attention(controller, tracker), tracker)
-    beside.begin()
-    return beside.end
+    beside.look_after(beside.attention.left_s)
+    return beside.stop
 
 
 def _finite(seconds: float) -> float | None:
     return None if seconds == math.inf else seconds
 
 
-class _Beside:
-    """Looks at a plan from an event loop whenever it is due."""
+class _Beside(timers.Watcher):
+    """Looks at a plan whenever it is due."""
 
     def __init__(self, attention: Attention, tracker: PlanTracker) -> None:
-        self._attention = attention
+        super().__init__()
+        self.attention = attention
         self._tracker = tracker
-        self._loop = asyncio.get_running_loop()
-        self._later: asyncio.TimerHandle | None = None
-        self._is_over = False
 
-    def begin(self) -> None:
-        left_s = _finite(self._attention.left_s)
-        if left_s is not None and not self._is_over:
-            self._later = self._loop.call_later(max(left_s, 0.0), self._due)
+    def look(self) -> float:
+        if not self._tracker.resolved:
+            threads.apart(threads.survives, self._look_apart)  # the participants may take long
+        return math.inf
 
-    def end(self) -> None:
-        self._is_over = True
-        if self._later is not None:
-            self._later.cancel()
-
-    def _due(self) -> None:
-        self._later = None
-        if not self._tracker.resolved:  # in a thread: the participants may take long
-            self._loop.run_in_executor(None, self._attention.look).add_done_callback(lambda _: self.begin())
+    def _look_apart(self) -> None:
+        self.attention.look()
+        self.look_after(self.attention.left_s)
 
 
 class Attention:

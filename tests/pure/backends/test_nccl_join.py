@@ -414,8 +414,8 @@ def test_closing_twice_and_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> 
             for communicator in team.communicators:
                 communicator.close()
         assert fake.counts["nccl.abort"] == 2
-        until(lambda: not nccl._guard._is_running)
+        until(lambda: nccl._guard.timer is None)
         team = GpuTeam(2)
         assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
-        assert nccl._guard._is_running
+        until(lambda: nccl._guard.timer is not None)
         team.close()

@@ -17,7 +17,6 @@ from raycollect.channel.loop import Loop
 from raycollect.core import threads, timers
 from raycollect.driver import stall_report
 from raycollect.errors import CollectiveTimeoutError
-from raycollect.group import watchdog
 from raycollect.member.wait_monitor import WaitMonitor
 from tests.faults.thread_failures import fail_at
 from tests.pure.driver.flights import Clock, Flying
@@ -259,5 +258,5 @@ def test_without_a_thread_that_looks_calls_go_on(
     monkeypatch.setattr(timers, "later", later)
     with WaitMonitor().waiting(boom, boom):
         pass
-    watchdog._Watcher().watch(Desk().watchdog)
+    Desk().watchdog.begun()
     assert len(told(caplog)) == 2
