@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import types
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgpack
@@ -14,10 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycollect.backends.nccl import ipc_memory
+from raycollect.backends.shm import directory as shm_directory
 from raycollect.captured import install
-from raycollect.core import codec
+from raycollect.core import call_tokens, codec
 from raycollect.core.codec import Codec
 from raycollect.core.model import TENSOR, Structure, TensorInfo
+from raycollect.core.placement import Placement
 from raycollect.engine import agreement, batch_agreement, step_program
 from raycollect.engine.agreement import Side, Spec
 from raycollect.errors import ProtocolError, RaycollectError
@@ -27,17 +31,22 @@ from raycollect.planner import layout, wire
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
 from raycollect.planner.program import Domain
 from raycollect.planner.reshard import halves
+from raycollect.pos import handle
 from raycollect.weights import directory
 
 MODULES = (
     agreement,
     batch_agreement,
+    call_tokens,
     cluster_registry,
     directory,
+    handle,
     install,
+    ipc_memory,
     layout,
     measured_links,
     halves,
+    shm_directory,
     step_program,
     trace,
     wire,
@@ -87,20 +96,8 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]
-    if hint is Side:
-        return _sides()
-    if hint is Spec:
-        return st.builds(Spec, op=st.just("reduce"), gives=_sides() | st.none(), root=_INDEX)
-    if hint is Layout:
-        return st.builds(
-            Layout,
-            shape=st.just((3, 2)),
-            dtype=st.sampled_from(sorted(ITEMSIZES)),
-            regions=_regions(),
-            key=st.text(max_size=3),
-            converts=st.booleans(),
-            said=st.text(max_size=3),
-        )
+    if hint in _CHECKED:
+        return _CHECKED[hint]()
     if origin is Annotated:
         among = args[1] if isinstance(args[1], tuple) and not isinstance(args[1], codec.Form) else None
         return _of(args[0]) if among is None else st.sampled_from(among)
@@ -120,6 +117,31 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
     return st.builds(hint, **{name: _of(one) for name, one in codec._annotations(hint).items()})
 
 
+def _placements() -> st.SearchStrategy[Placement]:
+    cuts = _of(typing.get_type_hints(Placement)["cuts"])
+    return cuts.map(
+        lambda some: Placement(shape=(4, 2), dtype="int8", mesh=(1,) * len(some), ranks=(0, 1), at=1, cuts=some)
+    )
+
+
+_CHECKED: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
+    Side: _sides,
+    Spec: lambda: st.builds(Spec, op=st.just("reduce"), gives=_sides() | st.none(), root=_INDEX),
+    Structure: lambda: _STRUCTURES,
+    Placement: _placements,
+    Layout: lambda: st.builds(
+        Layout,
+        shape=st.just((3, 2)),
+        dtype=st.sampled_from(sorted(ITEMSIZES)),
+        regions=_regions(),
+        key=st.text(max_size=3),
+        converts=st.booleans(),
+        said=st.text(max_size=3),
+    ),
+}
+"""The classes that do not take every value of their fields."""
+
+
 def _values(one: Codec[Any]) -> st.SearchStrategy[Any]:
     return _of(one._hint)
 
@@ -131,15 +153,20 @@ def test_the_list_is_whole() -> None:
         "capture",
         "captured step",
         "half of a reshard",
+        "holder of tensors",
         "layout",
         "layouts",
         "link",
+        "listing",
+        "listing of GPU memory",
         "program",
         "record of a group",
         "record of a holder",
         "record of a version",
         "run",
         "spans",
+        "tensors of a handle",
+        "token",
     ]
 
 
