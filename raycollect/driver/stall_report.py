@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from raycollect.channel.messages import Seen
 from raycollect.core import sockets, threads, timers
@@ -16,17 +16,6 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
 from raycollect.group.watchdog import QUIET_S, report_of
-
-__all__ = [
-    "QUIET_S",
-    "Attention",
-    "attend",
-    "awaited_s",
-    "explain_delay",
-    "reports",
-    "step_of",
-    "wait",
-]
 
 _log = logging.getLogger("raycollect")
 
@@ -156,7 +145,8 @@ class Attention:
 
 
 def _warn(controller: Controller, tracker: PlanTracker, quiet_s: float) -> None:
-    told = listed(reports(controller, tracker, _pending(tracker)), "\n  - ")
+    late = _pending(tracker)
+    told = listed(_reports(tracker, late, _asked(controller, tracker, late, LOOK_S)), "\n  - ")
     _log.warning(
         "%s on group %r, plan %d, is still under way after %g s; these have not ended it:\n  - %s",
         tracker.plan.name,
@@ -188,14 +178,6 @@ def _explain_delay(
     error.cut = tuple(sorted({*error.cut, *sockets.cut_links(), *cut}))
 
 
-def reports(
-    controller: Controller, tracker: PlanTracker, members: Iterable[Member], timeout_s: float = LOOK_S
-) -> tuple[RankReport, ...]:
-    """What members that take part in a plan are doing; those who have not begun it come first."""
-    told_of = list(members)
-    return _reports(tracker, told_of, _asked(controller, tracker, told_of, timeout_s))
-
-
 def _asked(
     controller: Controller, tracker: PlanTracker, members: Sequence[Member], timeout_s: float
 ) -> dict[str, Seen | None]:
@@ -209,6 +191,7 @@ def _asked(
 def _reports(
     tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
 ) -> tuple[RankReport, ...]:
+    """What members that take part in a plan are doing; those who have not begun it come first."""
     found = [
         report_of(
             member.rank,
