@@ -15,8 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycollect.backends.gloo import communicator as gloo
+from raycollect.backends.nccl import group as nccl_group
 from raycollect.backends.nccl import ipc_memory
 from raycollect.backends.shm import directory as shm_directory
+from raycollect.backends.shm import segment as shm_segment
+from raycollect.backends.tcp import join as tcp_join
 from raycollect.captured import install
 from raycollect.core import call_tokens, codec
 from raycollect.core.codec import Codec
@@ -25,7 +29,7 @@ from raycollect.core.placement import Placement
 from raycollect.engine import agreement, batch_agreement, step_program
 from raycollect.engine.agreement import Side, Spec
 from raycollect.errors import ProtocolError, RaycollectError
-from raycollect.group import cluster_registry, measured_links
+from raycollect.group import bootstrap, bootstrap_store, cluster_registry, measured_links
 from raycollect.observe import trace
 from raycollect.planner import layout, wire
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
@@ -37,17 +41,23 @@ from raycollect.weights import directory
 MODULES = (
     agreement,
     batch_agreement,
+    bootstrap,
+    bootstrap_store,
     call_tokens,
     cluster_registry,
     directory,
+    gloo,
     handle,
     install,
     ipc_memory,
+    nccl_group,
     layout,
     measured_links,
     halves,
     shm_directory,
+    shm_segment,
     step_program,
+    tcp_join,
     trace,
     wire,
 )
@@ -99,7 +109,7 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
     if hint in _CHECKED:
         return _CHECKED[hint]()
     if origin is Annotated:
-        among = args[1] if isinstance(args[1], tuple) and not isinstance(args[1], codec.Form) else None
+        among = args[1] if isinstance(args[1], (tuple, range)) and not isinstance(args[1], codec.Form) else None
         return _of(args[0]) if among is None else st.sampled_from(among)
     if origin is tuple and args[1:] == (Ellipsis,):
         least = int(args[0] is Domain)  # a share has one, or is refused
@@ -148,6 +158,7 @@ def _values(one: Codec[Any]) -> st.SearchStrategy[Any]:
 
 def test_the_list_is_whole() -> None:
     assert sorted(CODECS) == [
+        "address of a rank",
         "arrival",
         "arrivals",
         "capture",
@@ -157,12 +168,17 @@ def test_the_list_is_whole() -> None:
         "layout",
         "layouts",
         "link",
+        "list of libraries",
         "listing",
         "listing of GPU memory",
+        "member's word",
+        "offer of a segment",
+        "place of a GPU",
         "program",
         "record of a group",
         "record of a holder",
         "record of a version",
+        "record of rank 0",
         "run",
         "spans",
         "tensors of a handle",
@@ -228,7 +244,7 @@ def test_anything_else_is_a_typed_refusal(name: str) -> None:
     @given(st.binary(max_size=200) | _PLAIN.map(msgpack.packb))
     def refuses(data: bytes) -> None:
         try:
-            assert name in ("layouts", "link"), one.decode(data)  # none, and two numbers
+            assert name in ("layouts", "link", "list of libraries"), one.decode(data)  # none, and two numbers
         except RaycollectError:
             pass
 
