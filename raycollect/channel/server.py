@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
@@ -73,7 +73,7 @@ class DataLink:
 class ServerHandler(LinkHandler, Protocol):
     """Handles a participant's connections. All but `serve_data` run on the server's thread: be quick."""
 
-    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+    def opened(self, link: Link) -> None:
         """A controller has connected. The first call for a link; `closed` is the last."""
         ...
 
@@ -184,7 +184,7 @@ class Server:
         link = Link(self._loop, client.sock, client.connection, handler, hello=opened.hello)
         link.attach(())
         try:
-            handler.opened(link, opened.hello)
+            handler.opened(link)
         except Exception as exc:  # noqa: BLE001 - the handler is not ours
             link.fail(threads.failed("taking in a connection", exc))
         link.deliver(rest)
