@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from raycollect.channel.messages import Seen
 from raycollect.core import sockets, threads, timers
@@ -29,94 +30,74 @@ def wait(
     """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
     bar = progress_bar.wanted(controller, tracker, progress)
     left_s = math.inf if timeout_s is None else timeout_s
-    if bar is not None:
-        if tracker.resolved:
-            return True
-        with bar:
-            return _wait_watched(tracker, left_s, (Attention(controller, tracker), bar))
-    first_s = min(FIRST_S, QUIET_S, left_s)
-    if tracker.wait(first_s):
+    first_s = min(FIRST_S, QUIET_S, left_s) if bar is None else 0.0
+    if tracker.resolved if bar is not None else tracker.wait(first_s):
         return True
-    attention, until_s = Attention(controller, tracker, first_s), time.monotonic() - first_s + left_s
-    while (left_s := until_s - time.monotonic()) > 0:
-        if tracker.wait(_finite(min(left_s, attention.left_s))):
-            return True
-        if time.monotonic() < until_s:
-            attention.look()
+    until_s = time.monotonic() - first_s + left_s
+    with Attention(controller, tracker, first_s, left_s), bar or nullcontext():
+        while (left_s := until_s - time.monotonic()) > 0:
+            if tracker.wait(_finite(left_s if bar is None else max(min(left_s, bar.left_s), 0.0))):
+                return True
+            if bar is not None and bar.left_s <= 0 and time.monotonic() < until_s:
+                bar.look()
     return tracker.resolved
-
-
-def _wait_watched(tracker: PlanTracker, left_s: float, watches: Sequence[Attention | progress_bar.Bar]) -> bool:
-    until_s = time.monotonic() + left_s
-    while (left_s := until_s - time.monotonic()) > 0:
-        if tracker.wait(_finite(max(min(left_s, *(one.left_s for one in watches)), 0.0))):
-            return True
-        for one in watches:
-            if one.left_s <= 0 and time.monotonic() < until_s:
-                one.look()
-    return tracker.resolved
-
-
-def attend(controller: Controller, tracker: PlanTracker) -> Callable[[], None]:
-    """Watches a plan beside a coroutine's wait, without blocking the event loop; returns what ends the watch."""
-    beside = _Beside(Attention(controller, tracker), tracker)
-    beside.look_after(beside.attention.left_s)
-    return beside.stop
 
 
 def _finite(seconds: float) -> float | None:
     return None if seconds == math.inf else seconds
 
 
-class _Beside(timers.Watcher):
-    """Looks at a plan whenever it is due."""
-
-    def __init__(self, attention: Attention, tracker: PlanTracker) -> None:
-        super().__init__()
-        self.attention = attention
-        self._tracker = tracker
-
-    def look(self) -> float:
-        if not self._tracker.resolved:
-            threads.apart(threads.survives, self._look_apart)  # the participants may take long
-        return math.inf
-
-    def _look_apart(self) -> None:
-        self.attention.look()
-        self.look_after(self.attention.left_s)
-
-
-class Attention:
-    """Watches a plan during a wait: warns once where that lasts, and ends a plan that hangs.
+class Attention(timers.Watcher):
+    """Watches a plan around a wait: warns once where that lasts, and ends a plan that hangs.
 
     A plan hangs where some participants have ended it and others, which arrived at the agreement as well, have not
-    for its time limit: nobody in a collective waits for these, so no other limit ends it. For one thread at a time.
+    for its time limit: nobody in a collective waits for these, so no other limit ends it.
+
+    Args:
+        controller: The plan's.
+        tracker: The plan.
+        waited_s: How long the wait has lasted, in seconds.
+        within_s: How long it may last in all; nothing that is due then, or later, is done.
     """
 
-    def __init__(self, controller: Controller, tracker: PlanTracker, waited_s: float = 0.0) -> None:
+    def __init__(
+        self, controller: Controller, tracker: PlanTracker, waited_s: float = 0.0, within_s: float = math.inf
+    ) -> None:
+        super().__init__()
         self._controller = controller
         self._tracker = tracker
         self._began_s = time.monotonic() - waited_s
-        self._warn_s = QUIET_S
+        self._within_s = within_s
         self._limit_s = tracker.plan.timeout_s
-        self._look_s = self._limit_s
+        self._warn_s, self._hung_s = QUIET_S, self._limit_s  # when each is due, since it began
         self._hung: frozenset[int] = frozenset()
 
-    @property
-    def left_s(self) -> float:
-        """In how many seconds the next look is due."""
-        return min(self._warn_s, self._look_s) - (time.monotonic() - self._began_s)
+    def __enter__(self) -> None:
+        threads.survives(self._look_later)  # without a thread the wait goes on
 
-    def look(self) -> None:
-        """Looks, and does what is due."""
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def look(self) -> float:
+        """Does what is due, in another thread: the participants may take long."""
+        if not self._tracker.resolved:
+            threads.apart(threads.survives, self._look_apart)
+        return math.inf
+
+    def _look_later(self) -> None:
+        next_s = min(self._warn_s, self._hung_s)
+        if next_s < self._within_s:
+            self.look_after(self._began_s + next_s - time.monotonic())
+
+    def _look_apart(self) -> None:
         waited_s = time.monotonic() - self._began_s
         if waited_s >= self._warn_s:
             self._warn_s = math.inf
-            threads.survives(_warn, self._controller, self._tracker, QUIET_S)  # the wait itself goes on
-        if waited_s >= self._look_s:
-            self._look_s = math.inf
+            threads.survives(_warn, self._controller, self._tracker)
+        if waited_s >= self._hung_s:
             threads.survives(self._look_for_hung)
-            self._look_s = time.monotonic() - self._began_s + self._limit_s
+            self._hung_s = time.monotonic() - self._began_s + self._limit_s
+        self._look_later()
 
     def _look_for_hung(self) -> None:
         hung = self._hang()
@@ -144,15 +125,17 @@ class Attention:
         self._controller.send(tracker, tracker.fail(error))
 
 
-def _warn(controller: Controller, tracker: PlanTracker, quiet_s: float) -> None:
+def _warn(controller: Controller, tracker: PlanTracker) -> None:
     late = _pending(tracker)
     told = listed(_reports(tracker, late, _asked(controller, tracker, late, LOOK_S)), "\n  - ")
+    if tracker.resolved:  # meanwhile
+        return
     _log.warning(
         "%s on group %r, plan %d, is still under way after %g s; these have not ended it:\n  - %s",
         tracker.plan.name,
         tracker.group_name,
         tracker.seq,
-        quiet_s,
+        QUIET_S,
         told,
     )
 

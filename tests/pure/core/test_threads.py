@@ -19,7 +19,7 @@ from raycollect.driver import stall_report
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.member.wait_monitor import WaitMonitor
 from tests.faults.thread_failures import fail_at
-from tests.pure.driver.flights import Clock, Flying
+from tests.pure.driver.flights import Clock, Flying, watch_by
 from tests.pure.group.test_watchdog import Desk
 
 WAIT_S = 20.0
@@ -181,7 +181,7 @@ def test_a_socket_that_was_closed_meanwhile_is_not_looked_at_again(monkeypatch: 
 
 def test_a_wait_outlives_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(stall_report, "time", clock)
+    watch_by(clock, monkeypatch)
     monkeypatch.setattr(stall_report, "QUIET_S", 2.0)
     controller: Any = None
     tracker: Any = Flying(5.0, clock=clock)
@@ -191,7 +191,7 @@ def test_a_wait_outlives_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_look_for_those_who_hang_is_repeated_no_sooner_than_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(stall_report, "time", clock)
+    watch_by(clock, monkeypatch)
     tracker: Any = Flying(200.0, clock=clock)
     looks = list[float]()
 
