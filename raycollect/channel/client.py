@@ -55,10 +55,10 @@ class Hub:
 class DataClient:
     """Fetches from one participant, blocking; for one thread at a time (the caller locks)."""
 
-    def __init__(self, address: Address, timeout_s: float, hello: dict[str, Any] | None = None) -> None:
+    def __init__(self, address: Address, timeout_s: float) -> None:
         """Connects; `timeout_s` is also the default for each answer. Raises what `open_stream` does."""
         self._timeout_s = timeout_s
-        self._stream = open_stream(address, "data", hello or {}, timeout_s)
+        self._stream = open_stream(address, "data", {}, timeout_s)
 
     @property
     def blob_left(self) -> int:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
@@ -39,9 +39,8 @@ _DATA_JOIN_S = 2.0
 class DataLink:
     """A data connection seen from its server; used by its own thread."""
 
-    def __init__(self, stream: Stream, hello: dict[str, Any]) -> None:
+    def __init__(self, stream: Stream) -> None:
         """Serves a connection whose handshake is done; `sent` counts answers."""
-        self.hello = hello
         self.peer: str = stream.peer
         self.sent: int = 0
         self._stream = stream
@@ -74,7 +73,7 @@ class DataLink:
 class ServerHandler(LinkHandler, Protocol):
     """Handles a participant's connections. All but `serve_data` run on the server's thread: be quick."""
 
-    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+    def opened(self, link: Link) -> None:
         """A controller has connected. The first call for a link; `closed` is the last."""
         ...
 
@@ -180,29 +179,29 @@ class Server:
         if handler is None:  # never: this is the loop's thread, which has ended by then
             return
         if opened.purpose == "data":
-            self._serve(Stream(client.sock, client.connection, rest), opened.hello, handler)
+            self._serve(Stream(client.sock, client.connection, rest), handler)
             return
         link = Link(self._loop, client.sock, client.connection, handler, hello=opened.hello)
         link.attach(())
         try:
-            handler.opened(link, opened.hello)
+            handler.opened(link)
         except Exception as exc:  # noqa: BLE001 - the handler is not ours
             link.fail(threads.failed("taking in a connection", exc))
         link.deliver(rest)
 
-    def _serve(self, stream: Stream, hello: dict[str, Any], handler: ServerHandler) -> None:
+    def _serve(self, stream: Stream, handler: ServerHandler) -> None:
         stream.sock.setblocking(True)
         try:
             with self._data_lock:  # which the thread takes as well, at its end
-                serving = threads.start(f"raycollect-data-{stream.peer}", self._serve_data, stream, hello, handler)
+                serving = threads.start(f"raycollect-data-{stream.peer}", self._serve_data, stream, handler)
                 self._data[stream] = serving
         except RuntimeError as exc:  # the process has no more threads to give
             self._refusals.add(stream.peer, f"there is no thread for it: {exc}")
             self._forget(stream)
 
-    def _serve_data(self, stream: Stream, hello: dict[str, Any], handler: ServerHandler) -> None:
+    def _serve_data(self, stream: Stream, handler: ServerHandler) -> None:
         try:
-            handler.serve_data(DataLink(stream, hello))
+            handler.serve_data(DataLink(stream))
         except ConnectionLostError as exc:
             _log.debug("data connection: %s", exc)
         except ChannelError as exc:

@@ -16,10 +16,10 @@ from functools import partial
 from inspect import Parameter
 from typing import Any, NamedTuple
 
-import msgpack
 import ray
 
 from raycollect.core import ray_internals, threads
+from raycollect.core.codec import Codec
 from raycollect.core.model import Key
 from raycollect.core.serialization import PackedRef, as_bytes, take_over
 
@@ -36,6 +36,8 @@ MOST_TOLD = 4096
 
 _MARK = b"\x93raycollect\x8e token "
 """How a token begins among a method's arguments, where users' own bytes may stand."""
+
+_LENT = Codec[tuple[bytes, PackedRef]](tuple[bytes, PackedRef], "token")  # who has lent it, and the token
 
 _ended: deque[CallTokens] = deque()
 """Those that lend no more. A thread that lets go of a ref while Ray is being shut down ends the process, and the hub's
@@ -60,9 +62,8 @@ class LentToken(NamedTuple):
         """Reads the first argument of a call, as it came; None: it is the caller's own."""
         if type(argument) is not bytes or not argument.startswith(_MARK):
             return None
-        owner, *packed = msgpack.unpackb(argument[len(_MARK) :])
-        as_it_came = PackedRef(*packed)
-        return LentToken(as_it_came.ref(), owner, as_it_came)
+        owner, packed = _LENT.decode(argument[len(_MARK) :])
+        return LentToken(packed.ref(), owner, packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class _TokenArgument:
 
     @classmethod
     def of(cls, token: Any, owner: bytes) -> _TokenArgument:
-        return cls(token, _MARK + msgpack.packb((owner, *PackedRef.of(token))))
+        return cls(token, _MARK + _LENT.encode((owner, PackedRef.of(token))))
 
     def form(self) -> Any:
         return as_bytes(self.data, self.token)

@@ -12,14 +12,6 @@ from raycollect.core.boxes import BoxExchange
 from raycollect.core.model import BufferRef, GroupSpec, Kernel, Launch, Segment
 
 
-class Clock(Protocol):
-    """Time as the engine sees it; tests inject their own."""
-
-    def __call__(self) -> float:
-        """Seconds of a clock that never goes back."""
-        ...
-
-
 class Rendezvous(Protocol):
     """A small store of bytes over which the members of a group find each other, once."""
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
 
 from raycollect.core import threads
+
+AGAIN_S = 1.0
+"""When a `Watcher` looks again after it has failed, in seconds."""
 
 _IDLE_S = 2.0  # how long the thread waits for more, in seconds: waits of members come and go
 
@@ -92,3 +96,50 @@ def soon_or_now(delay_s: float, call: Callable[[], object]) -> None:
         later(delay_s, call)
     except RuntimeError:
         threads.survives(call)
+
+
+class Watcher:
+    """A base of what looks at things that may last, in the timer's thread, as long as there are any.
+
+    Any thread calls the other methods. `timer` is that of the next look; None: nobody will look, or somebody does now.
+    """
+
+    def __init__(self) -> None:
+        self.timer: Timer | None = None
+        self._next_s = 0.0
+        self._is_over = False
+        self._setting = threading.Lock()
+
+    def look(self) -> float:
+        """Looks, and returns in how many seconds to look again; infinity: when `look_after` is called next."""
+        raise NotImplementedError
+
+    def look_after(self, delay_s: float) -> None:
+        """Looks in so many seconds, or sooner. RuntimeError: no more threads can be started."""
+        if delay_s == math.inf:
+            return
+        next_s = time.monotonic() + delay_s
+        with self._setting:
+            if self._is_over or (self.timer is not None and self._next_s <= next_s):
+                return
+            if self.timer is not None:
+                self.timer.cancel()
+            self._next_s, self.timer = next_s, later(max(delay_s, 0.0), self._due)
+
+    def stop(self) -> None:
+        """Looks no more."""
+        with self._setting:
+            self._is_over = True
+            if self.timer is not None:
+                self.timer.cancel()
+
+    def _due(self) -> None:
+        self.timer = None  # first, so that what begins meanwhile is seen, or has somebody look
+        if self._is_over:
+            return
+        try:
+            left_s = self.look()
+        except Exception as exc:  # noqa: BLE001 - any: what lasts has to be looked at
+            threads.failed(f"{type(self).__name__}.look", exc)
+            left_s = AGAIN_S
+        threads.survives(self.look_after, left_s)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from raycollect.channel.messages import Seen
-from raycollect.core import sockets, threads
+from raycollect.core import sockets, threads, timers
 from raycollect.core.model import Member
 from raycollect.driver import progress_bar
 from raycollect.driver.controller import Controller
@@ -17,17 +17,6 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
 from raycollect.group.watchdog import QUIET_S, report_of
-
-__all__ = [
-    "QUIET_S",
-    "Attention",
-    "attend",
-    "awaited_s",
-    "explain_delay",
-    "reports",
-    "step_of",
-    "wait",
-]
 
 _log = logging.getLogger("raycollect")
 
@@ -40,100 +29,76 @@ def wait(
 ) -> bool:
     """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
     left_s = math.inf if timeout_s is None else timeout_s
-    if progress or (progress is None and progress_bar.around_s.get() is not None):
-        with progress_bar.begin(controller, tracker) as bar:
-            return tracker.resolved or _wait_watched(tracker, left_s, (Attention(controller, tracker), bar))
-    first_s = min(FIRST_S, QUIET_S, left_s)
-    if tracker.wait(first_s):
+    shows = progress or (progress is None and progress_bar.around_s.get() is not None)
+    bar = progress_bar.begin(controller, tracker) if shows else None
+    first_s = min(FIRST_S, QUIET_S, left_s) if bar is None else 0.0
+    if tracker.resolved if bar is not None else tracker.wait(first_s):
         return True
-    attention, until_s = Attention(controller, tracker, first_s), time.monotonic() - first_s + left_s
-    while (left_s := until_s - time.monotonic()) > 0:
-        if tracker.wait(_finite(min(left_s, attention.left_s))):
-            return True
-        if time.monotonic() < until_s:
-            attention.look()
+    until_s = time.monotonic() - first_s + left_s
+    with Attention(controller, tracker, first_s, left_s), bar or nullcontext():
+        while (left_s := until_s - time.monotonic()) > 0:
+            if tracker.wait(_finite(left_s if bar is None else max(min(left_s, bar.left_s), 0.0))):
+                return True
+            if bar is not None and bar.left_s <= 0 and time.monotonic() < until_s:
+                bar.look()
     return tracker.resolved
-
-
-def _wait_watched(tracker: PlanTracker, left_s: float, watches: Sequence[Attention | progress_bar.Bar]) -> bool:
-    until_s = time.monotonic() + left_s
-    while (left_s := until_s - time.monotonic()) > 0:
-        if tracker.wait(_finite(max(min(left_s, *(one.left_s for one in watches)), 0.0))):
-            return True
-        for one in watches:
-            if one.left_s <= 0 and time.monotonic() < until_s:
-                one.look()
-    return tracker.resolved
-
-
-def attend(controller: Controller, tracker: PlanTracker) -> Callable[[], None]:
-    """Watches a plan beside a coroutine's wait, without blocking the event loop; returns what ends the watch."""
-    beside = _Beside(Attention(controller, tracker), tracker)
-    beside.begin()
-    return beside.end
 
 
 def _finite(seconds: float) -> float | None:
     return None if seconds == math.inf else seconds
 
 
-class _Beside:
-    """Looks at a plan from an event loop whenever it is due."""
-
-    def __init__(self, attention: Attention, tracker: PlanTracker) -> None:
-        self._attention = attention
-        self._tracker = tracker
-        self._loop = asyncio.get_running_loop()
-        self._later: asyncio.TimerHandle | None = None
-        self._is_over = False
-
-    def begin(self) -> None:
-        left_s = _finite(self._attention.left_s)
-        if left_s is not None and not self._is_over:
-            self._later = self._loop.call_later(max(left_s, 0.0), self._due)
-
-    def end(self) -> None:
-        self._is_over = True
-        if self._later is not None:
-            self._later.cancel()
-
-    def _due(self) -> None:
-        self._later = None
-        if not self._tracker.resolved:  # in a thread: the participants may take long
-            self._loop.run_in_executor(None, self._attention.look).add_done_callback(lambda _: self.begin())
-
-
-class Attention:
-    """Watches a plan during a wait: warns once where that lasts, and ends a plan that hangs.
+class Attention(timers.Watcher):
+    """Watches a plan around a wait: warns once where that lasts, and ends a plan that hangs.
 
     A plan hangs where some participants have ended it and others, which arrived at the agreement as well, have not
-    for its time limit: nobody in a collective waits for these, so no other limit ends it. For one thread at a time.
+    for its time limit: nobody in a collective waits for these, so no other limit ends it.
+
+    Args:
+        controller: The plan's.
+        tracker: The plan.
+        waited_s: How long the wait has lasted, in seconds.
+        within_s: How long it may last in all; nothing that is due then, or later, is done.
     """
 
-    def __init__(self, controller: Controller, tracker: PlanTracker, waited_s: float = 0.0) -> None:
+    def __init__(
+        self, controller: Controller, tracker: PlanTracker, waited_s: float = 0.0, within_s: float = math.inf
+    ) -> None:
+        super().__init__()
         self._controller = controller
         self._tracker = tracker
         self._began_s = time.monotonic() - waited_s
-        self._warn_s = QUIET_S
+        self._within_s = within_s
         self._limit_s = tracker.plan.timeout_s
-        self._look_s = self._limit_s
+        self._warn_s, self._hung_s = QUIET_S, self._limit_s  # when each is due, since it began
         self._hung: frozenset[int] = frozenset()
 
-    @property
-    def left_s(self) -> float:
-        """In how many seconds the next look is due."""
-        return min(self._warn_s, self._look_s) - (time.monotonic() - self._began_s)
+    def __enter__(self) -> None:
+        threads.survives(self._look_later)  # without a thread the wait goes on
 
-    def look(self) -> None:
-        """Looks, and does what is due."""
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def look(self) -> float:
+        """Does what is due, in another thread: the participants may take long."""
+        if not self._tracker.resolved:
+            threads.apart(threads.survives, self._look_apart)
+        return math.inf
+
+    def _look_later(self) -> None:
+        next_s = min(self._warn_s, self._hung_s)
+        if next_s < self._within_s:
+            self.look_after(self._began_s + next_s - time.monotonic())
+
+    def _look_apart(self) -> None:
         waited_s = time.monotonic() - self._began_s
         if waited_s >= self._warn_s:
             self._warn_s = math.inf
-            threads.survives(_warn, self._controller, self._tracker, QUIET_S)  # the wait itself goes on
-        if waited_s >= self._look_s:
-            self._look_s = math.inf
+            threads.survives(_warn, self._controller, self._tracker)
+        if waited_s >= self._hung_s:
             threads.survives(self._look_for_hung)
-            self._look_s = time.monotonic() - self._began_s + self._limit_s
+            self._hung_s = time.monotonic() - self._began_s + self._limit_s
+        self._look_later()
 
     def _look_for_hung(self) -> None:
         hung = self._hang()
@@ -161,14 +126,17 @@ class Attention:
         self._controller.send(tracker, tracker.fail(error))
 
 
-def _warn(controller: Controller, tracker: PlanTracker, quiet_s: float) -> None:
-    told = listed(reports(controller, tracker, _pending(tracker)), "\n  - ")
+def _warn(controller: Controller, tracker: PlanTracker) -> None:
+    late = _pending(tracker)
+    told = listed(_reports(tracker, late, _asked(controller, tracker, late, LOOK_S)), "\n  - ")
+    if tracker.resolved:  # meanwhile
+        return
     _log.warning(
         "%s on group %r, plan %d, is still under way after %g s; these have not ended it:\n  - %s",
         tracker.plan.name,
         tracker.group_name,
         tracker.seq,
-        quiet_s,
+        QUIET_S,
         told,
     )
 
@@ -194,14 +162,6 @@ def _explain_delay(
     error.cut = tuple(sorted({*error.cut, *sockets.cut_links(), *cut}))
 
 
-def reports(
-    controller: Controller, tracker: PlanTracker, members: Iterable[Member], timeout_s: float = LOOK_S
-) -> tuple[RankReport, ...]:
-    """What members that take part in a plan are doing; those who have not begun it come first."""
-    told_of = list(members)
-    return _reports(tracker, told_of, _asked(controller, tracker, told_of, timeout_s))
-
-
 def _asked(
     controller: Controller, tracker: PlanTracker, members: Sequence[Member], timeout_s: float
 ) -> dict[str, Seen | None]:
@@ -215,6 +175,7 @@ def _asked(
 def _reports(
     tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
 ) -> tuple[RankReport, ...]:
+    """What members that take part in a plan are doing; those who have not begun it come first."""
     found = [
         report_of(
             member.rank,

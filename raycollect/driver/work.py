@@ -266,12 +266,8 @@ class Work(UnderWay):
                 loop.call_soon_threadsafe(settle)
 
         self._tracker.when_resolved(tell)
-        end_watch = stall_report.attend(self._controller, self._tracker)
-        try:
-            with awake(loop):
-                yield from resolved.__await__()
-        finally:
-            end_watch()
+        with stall_report.Attention(self._controller, self._tracker), awake(loop):
+            yield from resolved.__await__()
         if self._tracker.error is None:
             return self.wait()
         return (yield from asyncio.to_thread(self.wait).__await__())  # it may ask others for the cause

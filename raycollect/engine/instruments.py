@@ -8,7 +8,7 @@ from typing import Any
 
 from raycollect.backends import arrays
 from raycollect.core.model import TensorInfo
-from raycollect.core.protocols import Clock, Faults, NoFaults
+from raycollect.core.protocols import Faults, NoFaults
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.run_cache import RunShapes
 from raycollect.observe import Recorder, Tracer
@@ -33,7 +33,7 @@ class Instruments:
 
     store: Store
     recorder: Recorder  # of events, for error reports
-    clock: Clock
+    clock: Callable[[], float]  # in seconds; never goes back
     faults: Faults = field(default_factory=NoFaults)  # where tests inject failures
     allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
     staging: FusionPool = field(default_factory=FusionPool)

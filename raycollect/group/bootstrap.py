@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import NamedTuple
 
 from raycollect import backends
 from raycollect.channel import Hub, Link
 from raycollect.channel.messages import Depart, Message, Refused, Welcome
 from raycollect.channel.protocol import OTHER_VERSION
+from raycollect.core.codec import Codec
 from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
     AuthenticationError,
@@ -265,24 +265,30 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
 
 def _agree(process_group: ProcessGroup, request: BootstrapRequest) -> None:
     """Exchanges who and where the members are, from which all choose the same backend."""
-    gpu = None if request.gpu is None else asdict(request.gpu)
-    words = process_group.confer(
-        "join", json.dumps({"who": request.who, "machine": request.machine, "gpu": gpu}).encode()
-    )
+    words = process_group.confer("join", _SAID.encode(_Said(request.who, request.machine, request.gpu)))
     said = [_said(rank, word) for rank, word in enumerate(words)]
-    machines = [one["machine"] for one in said]
+    machines = [one.machine for one in said]
     backend = request.spec.backend
     if backend == "auto":
-        gpus = [one["gpu"] for one in said]
+        gpus = [one.gpu for one in said]
         backend = backends.choose(machines, gpus, dict(request.spec.options)).backend
     backends.check_placement(backend, machines, request.spec.name)
-    process_group.settle(placed(on_backend(process_group.spec, backend), machines), tuple(one["who"] for one in said))
+    process_group.settle(placed(on_backend(process_group.spec, backend), machines), tuple(one.who for one in said))
 
 
-def _said(rank: int, word: bytes) -> dict[str, Any]:
+class _Said(NamedTuple):
+    """What a member tells the others of itself, as in `BootstrapRequest`."""
+
+    who: str
+    machine: str
+    gpu: backends.Gpu | None
+
+
+_SAID = Codec[_Said](_Said, "member's word")
+
+
+def _said(rank: int, word: bytes) -> _Said:
     try:
-        said = json.loads(word)
-        gpu = None if said["gpu"] is None else backends.Gpu(**said["gpu"])
-        return {"who": str(said["who"]), "machine": str(said["machine"]), "gpu": gpu}
-    except (ValueError, TypeError, LookupError, RecursionError):
+        return _SAID.decode(word)
+    except ProtocolError:
         raise ProtocolError(detail=f"rank {rank} does not say who and where it is") from None

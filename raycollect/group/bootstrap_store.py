@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import stat
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, urlparse
 
+from raycollect.core.codec import Codec
 from raycollect.core.model import Address
-from raycollect.errors import InvalidGroupError
+from raycollect.errors import InvalidGroupError, ProtocolError
 
 MOST_RECORD_NBYTES = 4096
 
@@ -45,8 +45,7 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Packs the record."""
-        named = {**asdict(self.address), "secret": self.address.secret.hex(), "who": self.who[:MOST_WHO]}
-        return json.dumps(named).encode()
+        return _RECORDS.encode(replace(self, who=self.who[:MOST_WHO]))
 
     @classmethod
     def from_bytes(cls, record: bytes) -> Record:
@@ -54,29 +53,22 @@ class Record:
         if len(record) > MOST_RECORD_NBYTES:
             raise _malformed(f"it is longer than {MOST_RECORD_NBYTES} bytes")
         try:
-            value = json.loads(record)
-        except (ValueError, RecursionError):
-            raise _malformed("it is not JSON") from None
-        if not isinstance(value, dict) or value.keys() != {"host", "port", "secret", "who"}:
-            raise _malformed("it is not an object with host, port, secret and who")
-        host, port, who = value["host"], value["port"], value["who"]
-        secret = _secret(value["secret"])
+            found = _RECORDS.decode(record)
+        except ProtocolError as exc:
+            raise _malformed(exc.detail) from None
+        address = found.address
         wrong = {
-            "host": not isinstance(host, str) or not 0 < len(host) <= _MOST_HOST,
-            "port": type(port) is not int or not 0 < port < 1 << 16,
-            "secret": secret is None,
-            "who": not isinstance(who, str) or len(who) > MOST_WHO,
+            "host": not 0 < len(address.host) <= _MOST_HOST,
+            "port": not 0 < address.port < 1 << 16,
+            "secret": len(address.secret) != _SECRET_NBYTES,
+            "who": len(found.who) > MOST_WHO,
         }
-        if secret is None or any(wrong.values()):
+        if any(wrong.values()):
             raise _malformed(f"no such {' or '.join(name for name, is_wrong in wrong.items() if is_wrong)} can be")
-        return cls(address=Address(host=host, port=port, secret=secret), who=who)
+        return found
 
 
-def _secret(text: Any) -> bytes | None:
-    try:
-        return bytes.fromhex(text) if isinstance(text, str) and len(text) == 2 * _SECRET_NBYTES else None
-    except ValueError:
-        return None
+_RECORDS = Codec[Record](Record, "record of rank 0", version=1)
 
 
 def _malformed(why: str) -> InvalidGroupError:

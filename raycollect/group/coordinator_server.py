@@ -118,8 +118,9 @@ class CoordinatorServer:
 
     # ------------------------------------------------------------------------------------------ server's thread
 
-    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+    def opened(self, link: Link) -> None:
         """A member has connected, or another leader that checks whether this one lives."""
+        hello = link.hello
         with self._lock:
             if hello.get("probe"):
                 self._show(link)
@@ -130,7 +131,7 @@ class CoordinatorServer:
             if self._failed is None:
                 problem = self._problem(hello)
                 if not problem:
-                    self._admit(link, hello)
+                    self._admit(link)
                     return
                 self._fail(InvalidGroupError(group_name=self.spec.name, detail=problem))
             if self._failed is not None:
@@ -191,7 +192,8 @@ class CoordinatorServer:
             return f"rank {rank} was taken twice: by {self._who[rank]} and by {said.get('who')}"
         return ""
 
-    def _admit(self, link: Link, hello: dict[str, Any]) -> None:
+    def _admit(self, link: Link) -> None:
+        hello = link.hello
         rank = hello["rank"]
         self._links[rank] = link
         self._who[rank] = str(hello.get("who"))

@@ -22,7 +22,6 @@ from raycollect.errors import (
     RaycollectError,
     from_wire,
 )
-from raycollect.group import watchdog
 from raycollect.group.coordinator import ALL, PLANS, ranks_of
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.plan_communicator import PlanCommunicator
@@ -245,7 +244,7 @@ class ProcessGroup:
             leave, self._leave = self._leave, None
         for communicator in communicators.values():
             communicator.close(told)
-        watchdog.wake()
+        self.watchdog.stop()
         if leave is not None:
             leave()
 

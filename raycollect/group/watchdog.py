@@ -1,8 +1,8 @@
 """Finds out which ranks have not come to a call of the members, while it lasts and after its time is over.
 
 Backends notice a missing rank only when the time is over. So the members ask each other over the hub: the one that
-waits asks, and each answers how far it has come and what it does. A timer of the process watches the calls under way:
-it asks, answers and warns, once per call. A call whose time is over asks in its own thread.
+waits asks, and each answers how far it has come and what it does. A timer watches the calls under way: it asks, answers
+and warns, once per call. A call whose time is over asks in its own thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel.messages import Answer, Ask, Seen
-from raycollect.core import threads, timers
+from raycollect.core import threads
+from raycollect.core.timers import Watcher
 from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, RankReport
 from raycollect.errors.text import listed, shown
 from raycollect.group.member_communicator import MemberCommunicator, Standing
@@ -92,14 +93,14 @@ class _Inquiry:
         return all(rank in self.answers for rank in self.ranks)
 
 
-class Watchdog:
+class Watchdog(Watcher):
     """What is asked and answered for one process group.
 
-    Any thread calls `begun` and `reports`, the hub's `received`, the timer's thread `look`.
+    Any thread calls `begun` and `reports`, the hub's `received`.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
-        self.is_unwatched = True  # whether the watcher has to hear of the next call
+        super().__init__()
         self._reference = weakref.ref(process_group)  # which holds this
         self._asked: set[str] = set()  # the communicators that others ask about
         self._inquiries: dict[str, _Inquiry] = {}  # communicator -> the last question about a call under way
@@ -115,8 +116,9 @@ class Watchdog:
 
     def begun(self) -> None:
         """A call has begun; it may last."""
-        if self.is_unwatched and math.inf != QUIET_S:
-            _watcher.watch(self)
+        if self.timer is None:
+            # Without a thread calls go on: nobody is warned.
+            threads.survives(self.look_after, QUIET_S, place="watching calls")
 
     def received(self, message: Answer | Ask) -> None:
         """Takes a question or an answer of another member."""
@@ -128,7 +130,8 @@ class Watchdog:
                     if inquiry is not None and message.rank in inquiry.ranks:
                         inquiry.answers[message.rank] = message
                 self._changed.notify_all()
-        _watcher.watch(self)  # which answers, as this thread may be the hub
+        # Answered there, as this thread may be the hub.
+        threads.survives(self.look_after, 0.0, place="looking at calls under way")
 
     def reports(self, communicator: MemberCommunicator, ranks: Sequence[int], mine: Standing) -> tuple[RankReport, ...]:
         """Asks ranks that have not come in time what they do; waits `LATE_ANSWER_S` at most.
@@ -167,8 +170,8 @@ class Watchdog:
 
     # ------------------------------------------------------------------------------------------ the timer's thread
 
-    def look(self, now_s: float) -> float:
-        """Answers, asks and warns. Returns when to look again, by `time.monotonic`."""
+    def look(self) -> float:
+        """Answers, asks and warns."""
         process_group = self._reference()
         if process_group is None:
             return math.inf
@@ -176,7 +179,8 @@ class Watchdog:
             asked, self._asked = self._asked, set()
         for name in asked:
             threads.survives(self._answer, name)
-        return min((self._look_at(one, now_s) for one in process_group.communicators), default=math.inf)
+        now_s = time.monotonic()
+        return min((self._look_at(one, now_s) for one in process_group.communicators), default=math.inf) - now_s
 
     def _answer(self, name: str) -> None:
         communicator = self._process_group.communicator(name)
@@ -199,6 +203,7 @@ class Watchdog:
         )
 
     def _look_at(self, communicator: MemberCommunicator, now_s: float) -> float:
+        """Returns when to look again, by `time.monotonic`."""
         call, due_s, inquiry = communicator.call, communicator.since_s + QUIET_S, self._inquiries.get(communicator.name)
         if not call:
             return math.inf
@@ -239,61 +244,3 @@ class Watchdog:
         except ConnectionLostError:  # its end ends the calls
             return False
         return True
-
-
-class _Watcher:
-    """Looks at the process groups with calls under way, in the timer's thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watchdogs: set[Watchdog] = set()
-        self._timer: timers.Timer | None = None  # of the next look; None: nobody looks, or somebody does now
-
-    def watch(self, watchdog: Watchdog) -> None:
-        """Looks at a process group; any thread."""
-        with self._lock:
-            watchdog.is_unwatched = False
-            self._watchdogs.add(watchdog)
-        self.wake()
-
-    def wake(self) -> None:
-        """Looks again at all; any thread."""
-        threads.survives(self._look_now)  # without a thread calls go on: nobody is warned
-
-    def _look_now(self) -> None:
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = timers.later(0.0, self._look)
-
-    def _look(self) -> None:
-        """Looks at all groups, and again when one has to be looked at."""
-        with self._lock:
-            self._timer = None
-            watchdogs = tuple(self._watchdogs)
-        next_s = min(map(self._look_at, watchdogs), default=math.inf)
-        with self._lock:
-            if next_s < math.inf and self._timer is None:  # else somebody has woken it meanwhile
-                self._timer = timers.later(max(next_s - time.monotonic(), 0.0), self._look)
-
-    def _look_at(self, watchdog: Watchdog) -> float:
-        """Returns when a group has to be looked at again; one without calls under way tells of the next."""
-        watchdog.is_unwatched = True  # first, so that a call that begins meanwhile is seen, or tells
-        now_s = time.monotonic()
-        try:
-            next_s = watchdog.look(now_s)
-        except Exception as exc:  # noqa: BLE001 - any: the others have to be looked at
-            threads.failed("looking at calls under way", exc)
-            next_s = now_s + ANSWER_S
-        with self._lock:
-            if next_s < math.inf:
-                watchdog.is_unwatched = False
-            elif watchdog.is_unwatched:  # else a call has begun since
-                self._watchdogs.discard(watchdog)
-        return next_s
-
-
-_watcher = _Watcher()
-
-wake: Callable[[], None] = _watcher.wake
-"""Makes the thread look again at the calls under way; any thread may call it."""

@@ -268,8 +268,9 @@ class Runtime:
 
     # ------------------------------------------------------------------------------------------ channel
 
-    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+    def opened(self, link: Link) -> None:
         """A controller connected: it gets the lease, or hears which controller has it (P10)."""
+        hello = link.hello
         controller, description = str(hello.get("controller")), str(hello.get("description"))
         bell, order_bell = _open_bell(hello.get("bell")), _open_order_bell(hello.get("orders"))
         with self._lock:

@@ -1,19 +1,21 @@
-"""Tells the hub of long waits; a timer looks at them while somebody waits."""
+"""Tells the hub of long waits."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from raycollect.core import threads, timers
+from raycollect.core import threads
+from raycollect.core.timers import Watcher
 
 WAIT_S = 0.5
 """How long a wait lasts before it is told: long for a collective, short for a person."""
 
 
-class WaitMonitor:
+class WaitMonitor(Watcher):
     """The waits of a process. Any thread may call it.
 
     Only waits that hold up an actor's methods count: those of the main thread, which runs them one by one, and those of
@@ -21,11 +23,11 @@ class WaitMonitor:
     """
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
-        self._wait_s = wait_s
+        super().__init__()
+        self.wait_s = wait_s
         self._lock = threading.Lock()
         self._now: list[_Wait] = []
         self._seen: _Wait | None = None  # the last of them, when they were last looked at
-        self._is_watched = False  # whether somebody will look
 
     def waiting(
         self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False
@@ -38,18 +40,16 @@ class WaitMonitor:
             return _NOT_WATCHED
         return _Wait(self, tell, clear)
 
-    def _watch(self) -> None:
-        timers.later(self._wait_s, self._look)
-
-    def _look(self) -> None:
+    def look(self) -> float:
+        """Tells of the last wait, if it was here at the last look."""
         with self._lock:
             before, wait = self._seen, self._now[-1] if self._now else None
             self._seen = wait
-            self._is_watched = wait is not None and threads.survives(self._watch)
             # Other waits may have come and gone meanwhile: only one that was here before has lasted.
             if wait is not None and wait is before and not wait.told:
                 wait.told = True
-                wait.tell()  # a send that never waits; under the lock, so that `clear` comes after it
+                threads.survives(wait.tell)  # a send that never waits; under the lock, so that `clear` comes after it
+        return math.inf if wait is None else self.wait_s
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +63,10 @@ class _Wait:
         monitor = self._monitor
         with monitor._lock:
             monitor._now.append(self)
-            if not monitor._is_watched:
+            if monitor.timer is None:
                 monitor._seen = self
-                # Without it the call goes on, and the hub does not hear of the wait.
-                monitor._is_watched = threads.survives(monitor._watch)
+                # Without a thread the call goes on, and the hub does not hear of the wait.
+                threads.survives(monitor.look_after, monitor.wait_s, place="watching a wait")
 
     def __exit__(self, *exc: object) -> None:
         monitor = self._monitor

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from raycollect.core.protocols import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Event:
 class Recorder:
     """Keeps the last events of this process. Any thread may call it."""
 
-    def __init__(self, clock: Clock, *, limit: int = 512) -> None:
+    def __init__(self, clock: Callable[[], float], *, limit: int = 512) -> None:
         self._clock = clock
         self._events: deque[tuple[float, str, int, str]] = deque(maxlen=limit)  # an `Event` only when asked for
 

@@ -6,13 +6,14 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.device_arrays import put_on_gpu
 from raycollect.core import html
+from raycollect.core.codec import Codec, Form
 from raycollect.core.model import Address, Key, Structure, TensorInfo
 from raycollect.core.placeholder import Placeholder
 from raycollect.core.placement import Placement
@@ -73,9 +74,8 @@ class Handle(Placeholder):
         return as_pickled(pickle.dumps([_Reduced(self._reduced(tuple(packed)))], protocol=5), token)
 
     def _reduced(self, token: Any) -> tuple[Any, ...]:
-        where = (self.actor_id, self.actor, self.address, self.incarnation)
-        what = (self.structure, self.infos, self.placements)
-        return _handle, (self.key, _packed(where), _packed(what), token)
+        where = _where_packed((self.actor_id, self.actor, self.address, self.incarnation))
+        return _handle, (self.key, where, _what_packed((self.structure, self.infos, self.placements)), token)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -186,18 +186,23 @@ class _Reduced:
         return self.given
 
 
-@lru_cache(maxsize=512)
-def _packed(parts: tuple[Any, ...]) -> bytes:
-    # An actor's handles differ in their keys, and seldom in more: a third of the time that pickling them whole takes.
-    return pickle.dumps(parts, protocol=5)
+_Where = tuple[str, str, Address, str]
+_What = tuple[
+    Annotated[Structure, Form(Structure.to_plain, Structure.from_plain)],
+    tuple[TensorInfo, ...],
+    tuple[tuple[int, Placement], ...],
+]
+_WHERE = Codec[_Where](_Where, "holder of tensors")
+_WHAT = Codec[_What](_What, "tensors of a handle")
 
-
-_parts = lru_cache(maxsize=512)(pickle.loads)
+# An actor's handles differ in their keys, and seldom in more.
+_where_packed, _what_packed = lru_cache(maxsize=512)(_WHERE.encode), lru_cache(maxsize=512)(_WHAT.encode)
+_where_of, _what_of = lru_cache(maxsize=512)(_WHERE.decode), lru_cache(maxsize=512)(_WHAT.decode)
 
 
 def _handle(key: Key, where: bytes, what: bytes, token: Any) -> Handle:
-    actor_id, actor, address, incarnation = _parts(where)
-    structure, infos, placements = _parts(what)
+    actor_id, actor, address, incarnation = _where_of(where)
+    structure, infos, placements = _what_of(what)
     return Handle(
         key=key,
         actor_id=actor_id,

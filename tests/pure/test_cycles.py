@@ -74,7 +74,7 @@ class Owner:
         self.came = threading.Semaphore(0)
         self.ended = threading.Semaphore(0)
 
-    def opened(self, link, hello):
+    def opened(self, link):
         self.links.append(link)
         self.came.release()
 

@@ -76,8 +76,8 @@ def in_the_source() -> tuple[set[str], list[str]]:
 
 
 def _is_apart(path: Path) -> bool:
-    """Commands wait for their threads, and `observe` calls a value so."""
-    return path.name == "threads.py" or bool({"bench", "doctor", "observe"} & set(path.parts))
+    """It starts all of them; and `observe` calls a value so."""
+    return path.name == "threads.py" or "observe" in path.parts
 
 
 def test_each_thread_of_the_package_is_in_the_table_and_has_a_fault() -> None:
@@ -85,6 +85,22 @@ def test_each_thread_of_the_package_is_in_the_table_and_has_a_fault() -> None:
     assert nameless == [], "threads are started by `raycollect.core.threads`, with a name that can be read here"
     assert in_the_table() == names
     assert of_actors.TESTED | threads_tested(sys.modules[__name__], of_members, of_participants) == names
+
+
+def test_the_number_of_places_is_that_of_the_table() -> None:
+    """All calls by `threads.apart` are one place."""
+    package = Path(raycollect.__file__).parent
+    calls = [
+        ast.unparse(node.func)
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    told = re.search(
+        r"^\| places that start threads \| (\d+) \|", (package.parent / "ARCHITECTURE.md").read_text(), re.M
+    )
+    assert told is not None
+    assert int(told[1]) == calls.count("threads.start") + calls.count("threads.pool") + 1
 
 
 # ---------------------------------------------------------------------------------------------- the channel

@@ -16,7 +16,6 @@ All ranks use one library: the first, in the order of `LIBRARIES`, that all of t
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_nativ
 from raycollect.backends.meshed import Meshed, descriptors
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.backends.tcp.join import gathered
+from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InternalError, InvalidGroupError
@@ -41,6 +41,7 @@ from raycollect.errors.text import listed
 CHUNK_NBYTES = 4 << 20  # How much one call of the library moves: it holds the GIL that long
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 _NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST})  # What the library does
+_LIBRARIES = Codec[Sequence[str]](tuple[str, ...], "list of libraries")
 
 
 def create(
@@ -67,7 +68,7 @@ def create(
     mine = GlooLibrary.found(spec.name)
     name = mine[0]
     if spec.world_size > 1:
-        rendezvous.put(f"gloo.has.{rank}", json.dumps(mine).encode())
+        rendezvous.put(f"gloo.has.{rank}", _LIBRARIES.encode(mine))
         name = _common(spec, rendezvous)
     if name == TORCH:
         torch_dist = import_module("raycollect.backends.torch_dist.communicator")  # which imports torch
@@ -89,7 +90,9 @@ def create(
 
 
 def _common(spec: GroupSpec, rendezvous: Rendezvous) -> str:
-    found, missing = gathered(rendezvous, "gloo.has", range(spec.world_size), time.monotonic() + JOIN_TIMEOUT_S)
+    found, missing = gathered(
+        _LIBRARIES, rendezvous, "gloo.has", range(spec.world_size), time.monotonic() + JOIN_TIMEOUT_S
+    )
     if missing:
         detail = f"backend 'gloo': ranks {missing} did not come within {JOIN_TIMEOUT_S:g} s"
         raise CollectiveTimeoutError(

@@ -325,28 +325,24 @@ class NcclCommunicator(OnGpu):
         return f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
 
 
-class _Guard:
-    """Watches ranks that may block in an NCCL call, by a timer that goes on while there are communicators."""
+class _Guard(timers.Watcher):
+    """Watches ranks that may block in an NCCL call, as long as there are communicators."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._there: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
-        self._is_running = False
 
     def add(self, communicator: NcclCommunicator) -> None:
         with self._lock:
             self._there.add(communicator)
-            if not self._is_running:
-                timers.later(0.0, self._look)
-                self._is_running = True
+        self.look_after(0.0)
 
-    def _look(self) -> None:
+    def look(self) -> float:
         with self._lock:
             for one in list(self._there):
                 threads.survives(self._look_at, one)
-            self._is_running = bool(self._there)
-            if self._is_running:
-                timers.later(GUARD_S, self._look)
+            return GUARD_S if self._there else math.inf
 
     def _look_at(self, one: NcclCommunicator) -> None:
         if not one._look():

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from raycollect.backends.gpus import SHARING, sharing_fault
 from raycollect.core import threads
+from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidGroupError
@@ -57,6 +57,9 @@ class _Place:
     capability: int  # its compute capability
 
 
+_PLACES = Codec[_Place](_Place, "place of a GPU")
+
+
 def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> Joined:
     """Makes this rank's communicator, on the device of option ``device`` or the calling thread's current one."""
     cupy = import_module("cupy")
@@ -68,9 +71,8 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     may_share = os.environ.get(SHARING, "1") == "1"
     capability = _capability(cupy.cuda.runtime, device)
     here = _Place(gpu=gpu, version=version, may_share=may_share, capability=capability)
-    rendezvous.put(f"nccl.place.{rank}", json.dumps(asdict(here)).encode())
-    told = [rendezvous.get(f"nccl.place.{peer}", timeout_s) for peer in range(spec.world_size)]
-    places = [_Place(**json.loads(one)) for one in told]
+    rendezvous.put(f"nccl.place.{rank}", _PLACES.encode(here))
+    places = [_PLACES.decode(rendezvous.get(f"nccl.place.{peer}", timeout_s)) for peer in range(spec.world_size)]
     least = min(place.capability for place in places)
     if why := _check(spec, places):
         return Joined(communicator=None, device=device, version=version, capability=least, shared=why)

@@ -41,7 +41,7 @@ from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.folds import refusal_reason
 from raycollect.backends.loans import Loans
 from raycollect.backends.nccl.ipc_fold import Folder
-from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
+from raycollect.backends.nccl.ipc_memory import LISTINGS, Exports, Imports, Listing, Shown
 from raycollect.backends.nccl.ipc_run import Part
 from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.shm.communicator import ShmCommunicator
@@ -182,9 +182,11 @@ class IpcCommunicator(OnGpu):
 
     def _listed(self, launch: Launch, listing: Listing, until_s: float) -> list[tuple[Shown, ...]]:
         left_s = max(until_s - time.monotonic(), 0.0)
-        told = zip(launch.ranks, self._host.agree(replace(launch, timeout_s=left_s), listing.pack()), strict=True)
+        told = zip(
+            launch.ranks, self._host.agree(replace(launch, timeout_s=left_s), LISTINGS.encode(listing)), strict=True
+        )
         self._check_going(launch)
-        listings = [listing if rank == self.rank else Listing.unpack(one) for rank, one in told]
+        listings = [listing if rank == self.rank else LISTINGS.decode(one) for rank, one in told]
         with on_device(self.number):
             return self._imports.shown(listings)
 

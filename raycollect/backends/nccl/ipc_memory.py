@@ -14,7 +14,6 @@ A process can't open its own handles, and need not: ranks in one process exchang
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,16 +21,12 @@ from typing import Any, NamedTuple
 
 from raycollect.backends.nccl import ipc_driver
 from raycollect.backends.streams import on_device
+from raycollect.core.codec import Codec
 from raycollect.errors import InternalError
 
 # Rooms are multiples of this: smaller allocations share a page of the device, and so a handle, with others
 ROOM_NBYTES = 2 << 20
 _ALIGNMENT = 512
-_NOWHERE = 0xFFFF
-_HEAD = struct.Struct(f"<{ipc_driver.PROCESS_NBYTES}sHH")
-_ALLOCATION = struct.Struct("<Q64s")
-_COUNTS = struct.Struct("<HH")
-_PLACE = struct.Struct("<HQQ")
 
 Span = tuple[int, int]  # An address in this process, and a number of bytes
 
@@ -52,39 +47,8 @@ class Listing:
     # sources and targets of each kernel, as (allocation, offset, length)
     kernels: tuple[tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]], ...]
 
-    def pack(self) -> bytes:
-        """Encodes it."""
-        parts = [_HEAD.pack(self.process, len(self.allocations), len(self.kernels))]
-        parts += [_ALLOCATION.pack(*one) for one in self.allocations]
-        for gives, takes in self.kernels:
-            parts.append(_COUNTS.pack(len(gives), len(takes)))
-            parts += [_PLACE.pack(*one) for one in (*gives, *takes)]
-        return b"".join(parts)
 
-    @classmethod
-    def unpack(cls, packed: bytes) -> Listing:
-        """Decodes what `pack` has made."""
-        at = 0
-
-        def read(form: struct.Struct) -> tuple[Any, ...]:
-            nonlocal at
-            at += form.size
-            return form.unpack_from(packed, at - form.size)
-
-        process, allocations, kernels = read(_HEAD)
-        found = cls(
-            process=process,
-            allocations=tuple((base, handle) for base, handle in (read(_ALLOCATION) for _ in range(allocations))),
-            kernels=tuple(_sides(read) for _ in range(kernels)),
-        )
-        if at != len(packed):
-            raise InternalError(detail=f"a listing of {len(packed)} bytes, of which {at} were read")
-        return found
-
-
-def _sides(read: Any) -> Any:
-    gives, takes = read(_COUNTS)
-    return tuple(read(_PLACE) for _ in range(gives)), tuple(read(_PLACE) for _ in range(takes))
+LISTINGS = Codec[Listing](Listing, "listing of GPU memory")
 
 
 class Exports:
@@ -131,7 +95,7 @@ class Exports:
         def told(span: Span) -> tuple[int, int, int]:
             address, nbytes = span
             if not nbytes:
-                return _NOWHERE, 0, 0
+                return 0, 0, 0
             base = self._place(address, nbytes)
             if base is None:
                 raise InternalError(detail=f"{nbytes} bytes of a GPU's memory that can't be shown")

@@ -13,13 +13,14 @@ What a rank writes while others may read are 8-byte words, each by one store: it
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 
 from raycollect.backends.arrays import Array
+from raycollect.core.codec import Codec
 from raycollect.core.model import BufferRef, Segment
 from raycollect.core.protocols import SegmentSource
 from raycollect.errors import InternalError
@@ -29,19 +30,21 @@ from raycollect.errors import InternalError
 STAGED, GIVES, TAKES, _NEW = 1, 2, 4, 8
 
 CAPACITY = 511  # How many arrays a listing has room for, at least
-_FLAGS_BITS = 8  # of the word; the others count the arrays
+_FLAGS_BITS = 8  # of the word; the others count the bytes of what lists the arrays
 _WORDS_NBYTES = 16  # the word, and whether the rank has mapped all that it was shown
-_SEGMENT = struct.Struct("<QQQ32s")  # pid, descriptor, size, token
-_ENTRY = struct.Struct("<QQ")  # offset, length
+_HEAD_NBYTES, _PLACE_NBYTES = 80, 18  # The most that a segment, and a place in it, take as they are written
 _LINE_NBYTES = 64
 _PARITIES = 2
 _LISTINGS_KEPT = 64
 _NOTHING: Array = np.empty(0, np.uint8)
 
+_Listed = tuple[Segment, tuple[int, ...]]  # offset and length of each array, one after the other
+_LISTINGS = Codec[_Listed](_Listed, "listing")
+
 
 def _area_nbytes(world_size: int) -> int:
     entries = max(CAPACITY, world_size + 1)  # a piece for each rank, and one array
-    nbytes = _WORDS_NBYTES + _SEGMENT.size + entries * _ENTRY.size
+    nbytes = _WORDS_NBYTES + _HEAD_NBYTES + entries * _PLACE_NBYTES
     return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
 
 
@@ -64,16 +67,13 @@ class Places:
 
     segment: Segment | None = None  # the one that holds all of them; None if none of them has bytes
     packed: bytes = b""  # the segment, and offset and length of each array
-    count: int = 0  # the number of arrays
 
     @classmethod
     def of(cls, refs: Sequence[BufferRef]) -> Places:
         """Packs references; those of no bytes may name any segment."""
         segment = next((ref.segment for ref in refs if ref.nbytes), None)
-        named = segment or Segment(0, 0, b"", 0)
-        entries = (_ENTRY.pack(ref.offset, ref.nbytes) for ref in refs)
-        head = _SEGMENT.pack(named.pid, named.fd, named.nbytes, named.token)
-        return cls(segment, b"".join([head, *entries]), len(refs))
+        places = tuple([number for ref in refs for number in (ref.offset, ref.nbytes)])
+        return cls(segment, _LISTINGS.encode((segment or Segment(0, 0, b"", 0), places)))
 
 
 class Directory:
@@ -106,7 +106,7 @@ class Directory:
             self._offered = segment
         start = at + _WORDS_NBYTES
         self._memory[start : start + len(places.packed)] = places.packed
-        self._words[at // 8] = flags | places.count << _FLAGS_BITS
+        self._words[at // 8] = flags | len(places.packed) << _FLAGS_BITS
         self._words[at // 8 + 1] = 0
 
     def read(self, ranks: Sequence[int], barrier: Callable[[], None]) -> list[Listing]:
@@ -139,11 +139,11 @@ class Directory:
         return all(self._words[self._at(rank) // 8 + 1] for rank in ranks)
 
     def _listing(self, rank: int, word: int) -> Listing:
-        flags, count = word & ((1 << _FLAGS_BITS) - 1) & ~_NEW, word >> _FLAGS_BITS
+        flags, nbytes = word & ((1 << _FLAGS_BITS) - 1) & ~_NEW, word >> _FLAGS_BITS
         if not flags & (GIVES | TAKES):
             return Listing(flags)
         start = self._at(rank) + _WORDS_NBYTES
-        written = bytes(self._memory[start : start + _SEGMENT.size + count * _ENTRY.size])
+        written = bytes(self._memory[start : start + nbytes])
         known = self._known.get((rank, flags, written))
         if known is None:
             arrays = self._map(rank, written)
@@ -153,18 +153,18 @@ class Directory:
         return known
 
     def _map(self, rank: int, written: bytes) -> tuple[Array, ...]:
-        pid, fd, nbytes, token = _SEGMENT.unpack_from(written)
-        places = list(_ENTRY.iter_unpack(written[_SEGMENT.size :]))
-        segment = Segment(pid, fd, token, nbytes)
-        if not any(length for _, length in places):
-            return tuple(_NOTHING for _ in places)
+        segment, numbers = _LISTINGS.decode(written)
+        offsets, lengths = numbers[::2], numbers[1::2]
+        if not any(lengths):
+            return (_NOTHING,) * len(lengths)
         mapped = self._mapped.get(rank)
         if mapped is None or mapped[0] != segment:
             self._known = {key: listing for key, listing in self._known.items() if key[0] != rank}
             mapped = self._mapped[rank] = segment, self._segments.open(segment)
-        if any(offset + length > nbytes for offset, length in places):
+        if min(numbers) < 0 or max(map(add, offsets, lengths)) > segment.nbytes:
             raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment")
-        return tuple(mapped[1][offset : offset + length] for offset, length in places)
+        memory = mapped[1]
+        return tuple([memory[at : at + nbytes] for at, nbytes in zip(offsets, lengths, strict=True)])
 
     def _at(self, rank: int) -> int:
         return (rank * _PARITIES + self.turn) * self._area

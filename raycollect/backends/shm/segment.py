@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import array
 import hmac
-import json
 import mmap
 import os
 import secrets
@@ -19,8 +18,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from raycollect.core import shared_memory
+from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
 from raycollect.core.sockets import local_address
@@ -35,6 +36,18 @@ _PEER = struct.Struct("3i")  # process, user and group, as SO_PEERCRED has them
 _RETRY_S = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What rank 0 tells the others."""
+
+    socket: str = ""
+    token: bytes = b""  # what its socket wants to hear
+    error: str = ""  # why there is no segment
+
+
+_OFFERS = Codec[_Offer](_Offer, "offer of a segment")
+
+
 def unavailable(spec: GroupSpec, detail: str) -> BackendUnavailableError:
     """Makes the error for members that can't use shared memory."""
     return BackendUnavailableError(group_name=spec.name, detail=f"backend 'shm': {detail}")
@@ -42,16 +55,16 @@ def unavailable(spec: GroupSpec, detail: str) -> BackendUnavailableError:
 
 def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: int) -> mmap.mmap:
     """Maps rank 0's segment, on every other rank; raises BackendUnavailableError if there is none or no access."""
-    offer = json.loads(rendezvous.get(_NAME, JOIN_TIMEOUT_S))
-    if "error" in offer:
-        raise unavailable(spec, offer["error"])
+    offer = _OFFERS.decode(rendezvous.get(_NAME, JOIN_TIMEOUT_S))
+    if offer.error:
+        raise unavailable(spec, offer.error)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(JOIN_TIMEOUT_S)
-            _connect(link, local_address(offer["socket"]))
+            _connect(link, local_address(offer.socket))
             if not _is_of_this_user(link):
                 raise PermissionError("the socket of rank 0 is another user's")
-            link.sendall(_HELLO.pack(bytes.fromhex(offer["token"]), rank))
+            link.sendall(_HELLO.pack(offer.token, rank))
             fd = _receive_fd(link)
         try:
             return _map(fd, nbytes)
@@ -74,7 +87,7 @@ def server_segment(
     except (OSError, AttributeError) as exc:
         text = f"rank 0 can't make {nbytes} bytes of shared memory: {exc}"
         if spec.world_size > 1:
-            rendezvous.put(_NAME, json.dumps({"error": text}).encode())
+            rendezvous.put(_NAME, _OFFERS.encode(_Offer(error=text)))
         raise unavailable(spec, text) from exc
     try:
         segment = _map(fd, nbytes)
@@ -108,7 +121,7 @@ def _serve(spec: GroupSpec, rendezvous: Rendezvous, fd: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(local_address(name))
         listener.listen(spec.world_size)
-        rendezvous.put(_NAME, json.dumps({"socket": name, "token": token.hex()}).encode())
+        rendezvous.put(_NAME, _OFFERS.encode(_Offer(name, token)))
         _hand_out(spec, listener, token, fd)
 
 

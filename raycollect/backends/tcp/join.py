@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import hmac
-import json
 import logging
 import secrets
 import selectors
@@ -28,9 +27,10 @@ import struct
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 from raycollect.core import sockets
+from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError
@@ -54,6 +54,20 @@ _DONE = b"\x01"
 Shake = Generator[tuple[bytes, int], bytes, int]
 
 
+_Told = TypeVar("_Told")
+
+
+class _Address(NamedTuple):
+    """Where a rank listens."""
+
+    host: str
+    port: Annotated[int, range(1, 1 << 16)]
+    name: str  # of the Unix socket; "": there is none
+
+
+_ADDRESSES = Codec[_Address](_Address, "address of a rank")
+
+
 def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_s: float) -> dict[int, socket.socket]:
     """Connects this rank with all others: rank -> a non-blocking, tuned socket; see `communicator.create`."""
     until_s = time.monotonic() + timeout_s
@@ -65,7 +79,7 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
     local, name = sockets.listen_locally() or (None, "")
     listeners = [listener] if local is None else [listener, local]
     try:
-        rendezvous.put(f"tcp.at.{rank}", json.dumps([host, listener.getsockname()[1], name]).encode())
+        rendezvous.put(f"tcp.at.{rank}", _ADDRESSES.encode(_Address(host, listener.getsockname()[1], name)))
         if rank == 0:
             rendezvous.put("tcp.key", secrets.token_bytes(_TAG_NBYTES))
         where = _lower_addresses(spec, rank, rendezvous, timeout_s, until_s)
@@ -86,20 +100,20 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
 def _lower_addresses(
     spec: GroupSpec, rank: int, rendezvous: Rendezvous, timeout_s: float, until_s: float
 ) -> dict[int, _Address]:
-    told, missing = gathered(rendezvous, "tcp.at", range(rank), until_s)
+    told, missing = gathered(_ADDRESSES, rendezvous, "tcp.at", range(rank), until_s)
     if missing:
         raise _absent(spec, missing, timeout_s)
-    return {other: _Address(str(host), int(port), *map(str, name)) for other, (host, port, *name) in told.items()}
+    return told
 
 
 def gathered(
-    rendezvous: Rendezvous, name: str, ranks: Iterable[int], until_s: float
-) -> tuple[dict[int, Any], list[int]]:
-    """Returns what each rank has published under a name, as JSON, and the ranks that have not in time."""
+    codec: Codec[_Told], rendezvous: Rendezvous, name: str, ranks: Iterable[int], until_s: float
+) -> tuple[dict[int, _Told], list[int]]:
+    """Returns what each rank has published under a name, and the ranks that have not in time."""
     found, missing = {}, []
     for rank in ranks:
         try:
-            found[rank] = json.loads(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
+            found[rank] = codec.decode(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
         except CollectiveTimeoutError:
             missing.append(rank)
     return found, missing
@@ -114,12 +128,6 @@ def _absent(spec: GroupSpec, missing: list[int], timeout_s: float, trouble: str 
         timeout_s=timeout_s,
         detail=f"{told}; the last that failed here: {trouble}" if trouble else told,
     )
-
-
-class _Address(NamedTuple):
-    host: str
-    port: int
-    name: str = ""  # of the Unix socket; "": there is none
 
 
 @dataclass(slots=True, eq=False)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from raycollect.cli.doctor import software, surroundings
 from raycollect.cli.doctor.findings import MISSING, WARNING, Finding, Machine, Probe
+from raycollect.core import threads
 
 __all__ = ["PROBES", "examine", "lacking", "table"]
 
@@ -41,9 +41,9 @@ PROBES: tuple[Probe, ...] = (
 
 
 def examine(machine: Machine, probes: Sequence[Probe] = PROBES) -> tuple[Finding, ...]:
-    """Runs probes, some at a time; returns their rows in the order of the table. Takes seconds where torch is."""
-    with ThreadPoolExecutor(max_workers=max(len(probes), 1)) as pool:
-        return tuple(row for rows in pool.map(lambda probe: _rows(machine, probe), probes) for row in rows)
+    """Runs probes side by side; returns their rows in the order of the table. Takes seconds where torch is."""
+    looks = [threads.apart(_rows, machine, probe) for probe in probes]
+    return tuple(row for look in looks for row in look.result())
 
 
 def _rows(machine: Machine, probe: Probe) -> list[Finding]:

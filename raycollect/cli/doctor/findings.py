@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import raycollect
+from raycollect.core import threads
 from raycollect.errors.text import shown
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
@@ -90,7 +91,7 @@ class Machine:
     is_there: Callable[[str], bool] = lambda name: find_spec(name) is not None
     limit: Callable[[int], int] = lambda which: resource.getrlimit(which)[0]
 
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=CHILDREN), repr=False)
+    _free: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(CHILDREN), repr=False)
     _asking: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _asked: dict[str, Future[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
@@ -98,8 +99,12 @@ class Machine:
         """Runs code in a child process, once for the same code."""
         with self._asking:
             if code not in self._asked:
-                self._asked[code] = self._pool.submit(self.run, code, timeout_s)
+                self._asked[code] = threads.apart(self._run, code, timeout_s)
             return self._asked[code]
+
+    def _run(self, code: str, timeout_s: float) -> dict[str, Any]:
+        with self._free:
+            return self.run(code, timeout_s)
 
     def ask(self, code: str, timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
         """Runs code in a child process, and waits for its answer; raises ChildError."""

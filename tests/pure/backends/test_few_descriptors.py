@@ -144,7 +144,7 @@ class Holder:
         self.store = Store()
         self.server = Server("127.0.0.1", bytes(range(32)), self)
 
-    def opened(self, link: Any, hello: Any) -> None:
+    def opened(self, link: Any) -> None:
         """No controller comes."""
 
     def received(self, link: Any, message: Any) -> None:

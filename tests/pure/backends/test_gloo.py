@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -274,7 +273,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, *others: list[str]) -> Communicator:
     """Joins as rank 0 a group whose other ranks have other libraries, and come no further than to say so."""
     rendezvous = MemoryRendezvous()
     for rank, there in enumerate(others, 1):
-        rendezvous.put(f"gloo.has.{rank}", json.dumps(there).encode())
+        rendezvous.put(f"gloo.has.{rank}", gloo._LIBRARIES.encode(there))
     spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=1 + len(others))
     return gloo.create(spec, 0, rendezvous, MemoryExchange(MemoryStar(), 0))
 

@@ -11,10 +11,10 @@ import pytest
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.nccl import ipc_driver, ipc_memory
-from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
+from raycollect.backends.nccl.ipc_memory import LISTINGS, Exports, Imports, Listing, Shown
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
-from raycollect.errors import InternalError
+from raycollect.errors import ProtocolError
 from tests.fake_cupy import Fake
 from tests.pure.backends.streams import sums
 from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
@@ -55,10 +55,10 @@ def test_a_listing_as_bytes() -> None:
         allocations=((1 << 47, b"a" * 64), (3, b"b" * 64)),
         kernels=((((0, 5, 6),), ((1, 1 << 33, 1 << 34), (0xFFFF, 0, 0))), ((), ())),
     )
-    packed = listing.pack()
-    assert Listing.unpack(packed) == listing
-    with pytest.raises(InternalError, match="were read"):
-        Listing.unpack(packed + b"x")
+    packed = LISTINGS.encode(listing)
+    assert LISTINGS.decode(packed) == listing
+    with pytest.raises(ProtocolError, match="malformed listing of GPU memory"):
+        LISTINGS.decode(packed + b"x")
 
 
 def test_an_array_is_told_by_its_place_in_its_allocation(fake: Fake) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import threading
@@ -231,8 +230,8 @@ def test_members_with_different_releases_are_refused(theirs: int) -> None:
     """NCCL compares the last digit as well."""
     with gpus(1) as fake:
         rendezvous = MemoryRendezvous()
-        place = {"gpu": "10.0.0.2/0000:10:00.0", "version": theirs, "may_share": True, "capability": 90}
-        rendezvous.put("nccl.place.1", json.dumps(place).encode())
+        place = _nccl_group._Place(gpu="10.0.0.2/0000:10:00.0", version=theirs, may_share=True, capability=90)
+        rendezvous.put("nccl.place.1", _nccl_group._PLACES.encode(place))
         told = f"different releases of NCCL: rank 0 has 22803, rank 1 has {theirs}"
         with pytest.raises(BackendUnavailableError, match=told):
             create(0, 2, rendezvous)
@@ -265,8 +264,8 @@ def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.Monke
     before = apart()
     with gpus(2, seed=seed) as fake:
         rendezvous = MemoryRendezvous()
-        place = {"gpu": "127.0.0.1/0000:11:00.0", "version": 22803, "may_share": True, "capability": 90}
-        rendezvous.put("nccl.place.1", json.dumps(place).encode())
+        place = _nccl_group._Place(gpu="127.0.0.1/0000:11:00.0", version=22803, may_share=True, capability=90)
+        rendezvous.put("nccl.place.1", _nccl_group._PLACES.encode(place))
         with pytest.raises(CollectiveTimeoutError, match="did not bring all 2 ranks together within 0") as caught:
             create(0, 2, rendezvous)
         assert "NCCL_DEBUG=INFO" in str(caught.value)
@@ -414,8 +413,8 @@ def test_closing_twice_and_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> 
             for communicator in team.communicators:
                 communicator.close()
         assert fake.counts["nccl.abort"] == 2
-        until(lambda: not nccl._guard._is_running)
+        until(lambda: nccl._guard.timer is None)
         team = GpuTeam(2)
         assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
-        assert nccl._guard._is_running
+        until(lambda: nccl._guard.timer is not None)
         team.close()

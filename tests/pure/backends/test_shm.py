@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 import threading
@@ -225,7 +224,7 @@ def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPat
         def put(self, name: str, value: bytes) -> None:
             for hello in (b"", b"x" * 36, b"y"):
                 stranger = socket.socket(socket.AF_UNIX)
-                stranger.connect("\0" + json.loads(value)["socket"])
+                stranger.connect("\0" + segment._OFFERS.decode(value).socket)
                 stranger.sendall(hello)
                 strangers.append(stranger)
             super().put(name, value)
@@ -257,7 +256,7 @@ class Noting(MemoryRendezvous):
         self._then = then
 
     def put(self, name: str, value: bytes) -> None:
-        self.name = json.loads(value)["socket"]
+        self.name = segment._OFFERS.decode(value).socket
         super().put(name, value)
         self._then()
 

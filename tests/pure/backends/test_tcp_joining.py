@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
+from raycollect.backends.tcp.join import _ADDRESSES, _Address
 from raycollect.core import sockets
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, GroupBrokenError
@@ -32,7 +32,7 @@ class Visited(MemoryRendezvous):
     def put(self, name: str, value: bytes) -> None:
         if name.startswith("tcp.at."):
             for words in self._said:
-                stranger = socket.create_connection(json.loads(value)[:2])
+                stranger = socket.create_connection(_ADDRESSES.decode(value)[:2])
                 stranger.sendall(words)
                 self.strangers.append(stranger)
         super().put(name, value)
@@ -102,7 +102,7 @@ def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         rendezvous = MemoryRendezvous()
-        rendezvous.put("tcp.at.0", json.dumps(["127.0.0.1", server.getsockname()[1]]).encode())
+        rendezvous.put("tcp.at.0", _ADDRESSES.encode(_Address("127.0.0.1", server.getsockname()[1], "")))
         rendezvous.put("tcp.key", b"k" * 32)
         with pytest.raises(CollectiveTimeoutError) as caught:
             tcp.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
@@ -130,7 +130,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     class Watched(MemoryRendezvous):
         def put(self, name: str, value: bytes) -> None:
             if name == "tcp.at.0":
-                host, port, _ = json.loads(value)
+                host, port, _ = _ADDRESSES.decode(value)
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection(("127.0.0.1", port))
                 socket.create_connection((host, port)).close()
@@ -141,7 +141,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     made = join_all(rendezvous, 2, "127.0.0.2")
     assert tried == ["127.0.0.2"]
     for rank in (0, 1):
-        host, port, _ = json.loads(rendezvous.get(f"tcp.at.{rank}", 0))
+        host, port, _ = _ADDRESSES.decode(rendezvous.get(f"tcp.at.{rank}", 0))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, port))
     for communicator in made:

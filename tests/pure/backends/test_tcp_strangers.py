@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
-from raycollect.backends.tcp.join import MAX_STRANGERS, Shake, _Joining, _Protocol
+from raycollect.backends.tcp.join import _ADDRESSES, MAX_STRANGERS, Shake, _Joining, _Protocol
 from raycollect.core import sockets
 from raycollect.core.model import GroupSpec, Launch
 from tests.pure.backends.tcp_teams import join_all
@@ -115,7 +114,7 @@ class Crowd(MemoryRendezvous):
     def put(self, name: str, value: bytes) -> None:
         if name.startswith("tcp.at."):
             for _ in range(self._count):
-                stranger = socket.create_connection(json.loads(value)[:2])
+                stranger = socket.create_connection(_ADDRESSES.decode(value)[:2])
                 with contextlib.suppress(OSError):
                     stranger.sendall(self._words)
                 self.strangers.append(stranger)

@@ -33,8 +33,7 @@ class Party:
         self.value = memoryview(b"")
         self.release = threading.Event()
 
-    def opened(self, link: Link, hello: dict[str, Any]) -> None:
-        assert link.hello == hello
+    def opened(self, link: Link) -> None:
         self.links.put(link)
 
     def received(self, link: Link, message: Message) -> None:

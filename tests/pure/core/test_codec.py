@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import types
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgpack
@@ -14,31 +15,49 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycollect.backends.gloo import communicator as gloo
+from raycollect.backends.nccl import group as nccl_group
+from raycollect.backends.nccl import ipc_memory
+from raycollect.backends.shm import directory as shm_directory
+from raycollect.backends.shm import segment as shm_segment
+from raycollect.backends.tcp import join as tcp_join
 from raycollect.captured import install
-from raycollect.core import codec
+from raycollect.core import call_tokens, codec
 from raycollect.core.codec import Codec
 from raycollect.core.model import TENSOR, Structure, TensorInfo
+from raycollect.core.placement import Placement
 from raycollect.engine import agreement, batch_agreement, step_program
 from raycollect.engine.agreement import Side, Spec
 from raycollect.errors import ProtocolError, RaycollectError
-from raycollect.group import cluster_registry, measured_links
+from raycollect.group import bootstrap, bootstrap_store, cluster_registry, measured_links
 from raycollect.observe import trace
 from raycollect.planner import layout, wire
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
 from raycollect.planner.program import Domain
 from raycollect.planner.reshard import halves
+from raycollect.pos import handle
 from raycollect.weights import directory
 
 MODULES = (
     agreement,
     batch_agreement,
+    bootstrap,
+    bootstrap_store,
+    call_tokens,
     cluster_registry,
     directory,
+    gloo,
+    handle,
     install,
+    ipc_memory,
+    nccl_group,
     layout,
     measured_links,
     halves,
+    shm_directory,
+    shm_segment,
     step_program,
+    tcp_join,
     trace,
     wire,
 )
@@ -87,22 +106,10 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]
-    if hint is Side:
-        return _sides()
-    if hint is Spec:
-        return st.builds(Spec, op=st.just("reduce"), gives=_sides() | st.none(), root=_INDEX)
-    if hint is Layout:
-        return st.builds(
-            Layout,
-            shape=st.just((3, 2)),
-            dtype=st.sampled_from(sorted(ITEMSIZES)),
-            regions=_regions(),
-            key=st.text(max_size=3),
-            converts=st.booleans(),
-            said=st.text(max_size=3),
-        )
+    if hint in _CHECKED:
+        return _CHECKED[hint]()
     if origin is Annotated:
-        among = args[1] if isinstance(args[1], tuple) and not isinstance(args[1], codec.Form) else None
+        among = args[1] if isinstance(args[1], (tuple, range)) and not isinstance(args[1], codec.Form) else None
         return _of(args[0]) if among is None else st.sampled_from(among)
     if origin is tuple and args[1:] == (Ellipsis,):
         least = int(args[0] is Domain)  # a share has one, or is refused
@@ -120,26 +127,62 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
     return st.builds(hint, **{name: _of(one) for name, one in codec._annotations(hint).items()})
 
 
+def _placements() -> st.SearchStrategy[Placement]:
+    cuts = _of(typing.get_type_hints(Placement)["cuts"])
+    return cuts.map(
+        lambda some: Placement(shape=(4, 2), dtype="int8", mesh=(1,) * len(some), ranks=(0, 1), at=1, cuts=some)
+    )
+
+
+_CHECKED: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
+    Side: _sides,
+    Spec: lambda: st.builds(Spec, op=st.just("reduce"), gives=_sides() | st.none(), root=_INDEX),
+    Structure: lambda: _STRUCTURES,
+    Placement: _placements,
+    Layout: lambda: st.builds(
+        Layout,
+        shape=st.just((3, 2)),
+        dtype=st.sampled_from(sorted(ITEMSIZES)),
+        regions=_regions(),
+        key=st.text(max_size=3),
+        converts=st.booleans(),
+        said=st.text(max_size=3),
+    ),
+}
+"""The classes that do not take every value of their fields."""
+
+
 def _values(one: Codec[Any]) -> st.SearchStrategy[Any]:
     return _of(one._hint)
 
 
 def test_the_list_is_whole() -> None:
     assert sorted(CODECS) == [
+        "address of a rank",
         "arrival",
         "arrivals",
         "capture",
         "captured step",
         "half of a reshard",
+        "holder of tensors",
         "layout",
         "layouts",
         "link",
+        "list of libraries",
+        "listing",
+        "listing of GPU memory",
+        "member's word",
+        "offer of a segment",
+        "place of a GPU",
         "program",
         "record of a group",
         "record of a holder",
         "record of a version",
+        "record of rank 0",
         "run",
         "spans",
+        "tensors of a handle",
+        "token",
     ]
 
 
@@ -201,7 +244,7 @@ def test_anything_else_is_a_typed_refusal(name: str) -> None:
     @given(st.binary(max_size=200) | _PLAIN.map(msgpack.packb))
     def refuses(data: bytes) -> None:
         try:
-            assert name in ("layouts", "link"), one.decode(data)  # none, and two numbers
+            assert name in ("layouts", "link", "list of libraries"), one.decode(data)  # none, and two numbers
         except RaycollectError:
             pass
 

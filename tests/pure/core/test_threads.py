@@ -17,10 +17,9 @@ from raycollect.channel.loop import Loop
 from raycollect.core import threads, timers
 from raycollect.driver import stall_report
 from raycollect.errors import CollectiveTimeoutError
-from raycollect.group import watchdog
 from raycollect.member.wait_monitor import WaitMonitor
 from tests.faults.thread_failures import fail_at
-from tests.pure.driver.flights import Clock, Flying
+from tests.pure.driver.flights import Clock, Flying, watch_by
 from tests.pure.group.test_watchdog import Desk
 
 WAIT_S = 20.0
@@ -182,7 +181,7 @@ def test_a_socket_that_was_closed_meanwhile_is_not_looked_at_again(monkeypatch: 
 
 def test_a_wait_outlives_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(stall_report, "time", clock)
+    watch_by(clock, monkeypatch)
     monkeypatch.setattr(stall_report, "QUIET_S", 2.0)
     controller: Any = None
     tracker: Any = Flying(5.0, clock=clock)
@@ -192,7 +191,7 @@ def test_a_wait_outlives_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_look_for_those_who_hang_is_repeated_no_sooner_than_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(stall_report, "time", clock)
+    watch_by(clock, monkeypatch)
     tracker: Any = Flying(200.0, clock=clock)
     looks = list[float]()
 
@@ -259,5 +258,5 @@ def test_without_a_thread_that_looks_calls_go_on(
     monkeypatch.setattr(timers, "later", later)
     with WaitMonitor().waiting(boom, boom):
         pass
-    watchdog._Watcher().watch(Desk().watchdog)
+    Desk().watchdog.begun()
     assert len(told(caplog)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from queue import SimpleQueue
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from raycollect.core import threads, timers
-from raycollect.core.timers import TimerQueue
+from raycollect.core.timers import TimerQueue, Watcher
 
 WAIT_S = 20.0
 
@@ -52,3 +53,36 @@ def test_where_no_thread_can_be_started_it_is_said_or_the_call_is_made_at_once(m
         timers.later(0.0, lambda: called.append("late"))
     timers.soon_or_now(60.0, lambda: called.append("at once"))
     assert called == ["at once"]
+
+
+class Watching(Watcher):
+    """Looks as often as it is told."""
+
+    def __init__(self, *left_s: float) -> None:
+        super().__init__()
+        self.left = list(left_s)
+        self.looks = SimpleQueue[int]()
+
+    def look(self) -> float:
+        self.looks.put(len(self.left))
+        return self.left.pop(0) if self.left else math.inf
+
+
+def test_a_watcher_looks_as_long_as_there_is_something() -> None:
+    watcher = Watching(0.01, math.inf)
+    watcher.look_after(60.0)
+    watcher.look_after(0.0)  # sooner
+    assert [watcher.looks.get(timeout=WAIT_S) for _ in range(2)] == [2, 1]
+    watcher.look_after(0.0)
+    assert watcher.looks.get(timeout=WAIT_S) == 0
+    assert watcher.looks.empty()
+
+
+def test_a_watcher_that_is_stopped_looks_no_more() -> None:
+    watcher, other = Watching(), Watching()
+    watcher.look_after(0.02)
+    watcher.stop()
+    watcher.look_after(0.01)
+    other.look_after(0.04)
+    assert other.looks.get(timeout=WAIT_S) == 0
+    assert watcher.looks.empty()

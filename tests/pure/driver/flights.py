@@ -6,15 +6,39 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from raycollect.core import threads, timers
+from raycollect.driver import stall_report
+
 
 class Clock:
-    """Time that goes on where somebody waits."""
+    """Time that goes on where somebody waits; `due` are the watchers that look then, with when they do."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
+        self.due: list[tuple[float, timers.Watcher]] = []
 
     def monotonic(self) -> float:
         return self.now_s
+
+    def look(self) -> None:
+        """Goes on to the next look of a watcher."""
+        at_s, watcher = self.due.pop(0)
+        self.now_s = max(self.now_s, at_s)
+        if not watcher._is_over:
+            watcher.look_after(watcher.look())
+
+
+def watch_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `stall_report` and its watchers go by a clock, in the thread that waits."""
+
+    def look_after(watcher: timers.Watcher, delay_s: float) -> None:
+        clock.due = sorted([*clock.due, (clock.now_s + delay_s, watcher)], key=lambda one: one[0])
+
+    monkeypatch.setattr(stall_report, "time", clock)
+    monkeypatch.setattr(timers.Watcher, "look_after", look_after)
+    monkeypatch.setattr(threads, "apart", lambda call, *args: call(*args))
 
 
 class Flying:
@@ -43,8 +67,13 @@ class Flying:
         return self.error is not None or self.clock.now_s >= self.ends_s
 
     def wait(self, timeout_s: float | None) -> bool:
+        clock = self.clock
         left_s = 0.0 if self.resolved else math.inf if timeout_s is None else timeout_s
-        self.clock.now_s = min(self.clock.now_s + left_s, max(self.ends_s, self.clock.now_s))
+        until_s = min(clock.now_s + left_s, max(self.ends_s, clock.now_s))
+        while not self.resolved and clock.due and clock.due[0][0] < until_s:
+            clock.look()
+        if not self.resolved:
+            clock.now_s = until_s
         return self.resolved
 
     def fail(self, error: Any) -> list[Any]:

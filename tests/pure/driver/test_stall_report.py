@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import threading
-import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +16,7 @@ from raycollect.driver import stall_report
 from raycollect.driver.step_plan import StepPlan
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
-from tests.pure.driver.flights import Clock, Flying
+from tests.pure.driver.flights import Clock, Flying, watch_by
 
 
 def seen(**said: Any) -> Seen:
@@ -57,7 +57,7 @@ class Asked:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(stall_report, "time", made)
+    watch_by(made, monkeypatch)
     return made
 
 
@@ -276,10 +276,9 @@ def test_captured_step_awaits_a_rank_in_its_own_stages() -> None:
 
 
 def test_long_wait_of_a_coroutine_is_logged_without_blocking_the_loop(
-    controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stall_report, "QUIET_S", 0.01)
-    monkeypatch.setattr(stall_report, "time", time)
     tracker: Any = Flying()
     looked, answer = threading.Event(), threading.Event()
 
@@ -289,17 +288,16 @@ def test_long_wait_of_a_coroutine_is_logged_without_blocking_the_loop(
         assert answer.wait(20)
         return [None for _ in members]
 
-    controller.look = look
+    controller: Any = SimpleNamespace(participants=SimpleNamespace(look=look))
 
     async def wait() -> None:
-        end = stall_report.attend(controller, tracker)
-        while not looked.is_set():  # noqa: ASYNC110 - a thread's event
-            await asyncio.sleep(0)
-        assert not caplog.records, "the loop goes on while participants are asked"
-        answer.set()
-        while not caplog.records:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        end()
+        with stall_report.Attention(controller, tracker):
+            while not looked.is_set():  # noqa: ASYNC110 - a thread's event
+                await asyncio.sleep(0)
+            assert not caplog.records, "the loop goes on while participants are asked"
+            answer.set()
+            while not caplog.records:  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
     asyncio.run(wait())
     (record,) = caplog.records
@@ -307,18 +305,13 @@ def test_long_wait_of_a_coroutine_is_logged_without_blocking_the_loop(
 
 
 @pytest.mark.parametrize(("quiet_s", "ends_s"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
-def test_short_wait_of_a_coroutine_sends_no_query(
-    controller: Any, monkeypatch: pytest.MonkeyPatch, quiet_s: float, ends_s: float
+def test_short_wait_sends_no_query(
+    controller: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, quiet_s: float, ends_s: float
 ) -> None:
     monkeypatch.setattr(stall_report, "QUIET_S", quiet_s)
-    tracker: Any = Flying(ends_s)
-
-    async def wait() -> list[Any]:
-        end = stall_report.attend(controller, tracker)
-        for _ in range(3):  # its time comes, if it has one
-            await asyncio.sleep(0)
-        end()
-        return [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
-
-    assert asyncio.run(wait()) == []
+    tracker: Any = Flying(ends_s, clock=clock)
+    with stall_report.Attention(controller, tracker):
+        tracker.wait(None)
+    while clock.due:  # what is due after the wait
+        clock.look()
     assert controller.asked == []

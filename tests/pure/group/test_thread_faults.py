@@ -15,6 +15,7 @@ import pytest
 
 from raycollect.channel import Hub
 from raycollect.channel.messages import Ask
+from raycollect.core import timers
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
 from raycollect.errors import InternalError
@@ -146,7 +147,7 @@ def test_a_hub_that_fades_ends_whatever_fails() -> None:
 @pytest.mark.parametrize("holder", [watchdog.Watchdog, watchdog])
 def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: pytest.MonkeyPatch, holder: Any) -> None:
     """If all looking fails, it is done again. If only the look at the process fails, the answer says so."""
-    monkeypatch.setattr(watchdog, "ANSWER_S", 0.01)
+    monkeypatch.setattr(timers, "AGAIN_S", 0.01)
     desk, answered = Desk(1), threading.Event()
     desk.the_communicator.call = 0
     desk.on_send = lambda message: answered.set()

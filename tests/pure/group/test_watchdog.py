@@ -60,7 +60,7 @@ class Desk:
 @pytest.fixture(autouse=True)
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the process that answers: here the test does."""
-    monkeypatch.setattr(watchdog._watcher, "watch", lambda watchdog: None)
+    monkeypatch.setattr(Watchdog, "look_after", lambda self, delay_s: None)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_who_is_asked_by_several_answers_all_at_once() -> None:
     desk.the_communicator.call = 0
     for _ in range(2):
         desk.watchdog.received(QUESTION)
-    assert desk.watchdog.look(time.monotonic()) == math.inf
+    assert desk.watchdog.look() == math.inf
     (said,) = desk.sent
     assert (said.lane, said.rank, said.place, said.seq) == ("all", 1, *HERE)
     assert said.doing, "the test's runner"

@@ -14,6 +14,7 @@ import pytest
 
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
+from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as imperative
 from tests.pure.processes import Crew
@@ -58,7 +59,8 @@ def warnings_after(quiet_s: float, path: Path) -> Iterator[list[str]]:
     handler, before = Writing(path), watchdog.QUIET_S
     logging.getLogger("raycollect").addHandler(handler)
     watchdog.QUIET_S = quiet_s
-    watchdog.wake()  # it may sleep for as long as before
+    for process_group in ProcessGroups.current().all():
+        process_group.watchdog.look_after(quiet_s)  # it may sleep for as long as before
     try:
         yield handler.texts
     finally:
