@@ -68,12 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ready()
             start_s = time.monotonic()
             report = _measure(suite, choice, whole)
+            report.judged = [verdict.in_words() for verdict in judge(report)]
             _show(console, suite, report)
             console.print(f"measured {name} in {time.monotonic() - start_s:.0f} s", highlight=False, style="dim")
             report.write(options.output / f"{name}.json")
             for picture in plots.draw(report, options.output):
                 console.print(f"drew {picture}", highlight=False, style="dim")
     verdicts = judge(whole)
+    whole.judged = [verdict.in_words() for verdict in verdicts]
     tables.show_verdicts(console, verdicts)
     if options.json:
         whole.write(options.json)

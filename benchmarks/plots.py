@@ -40,10 +40,15 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.REMEMBERED: (_SKY, "-", "s"),
     names.VERSIONS: (_BLUE, "-", "o"),
     names.UNCHECKED: (_GREEN, "-", "^"),
+    names.STREAM: (_GREEN, "-", "^"),
+    names.DATA_ORDERED: (_BLUE, "-", "o"),
     names.HOOK: (_GREEN, "-", "^"),
     names.GLOO: (_PINK, "-", "v"),
     names.IMPERATIVE: (_PINK, "-", "v"),
     names.RAY: (_RED, "--", "D"),
+    names.RAY_INSIDE: (_RED, "--", "D"),
+    names.RAY_BESIDE: (_ORANGE, "--", "X"),
+    names.AFTER: (_BLACK, "--", "*"),
     names.RAY_CALLS: (_ORANGE, "--", "X"),
     names.RAY_AHEAD: (_BLACK, "--", "*"),
     names.TORCH: (_RED, "--", "D"),
@@ -59,7 +64,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.LIMIT: ("#777777", ":", ""),
 }
 _FEW = 3
-_TABLES_ONLY = ("hosts", "uneven")
+_TABLES_ONLY = ("cold", "hosts", "uneven")
 _TWO_DECADES = 100
 
 

@@ -86,6 +86,14 @@ class Skip:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A target beside what was measured, in words, and whether it was reached."""
+
+    said: str
+    reached: bool
+
+
 Record = Row | Peak | Traffic | Skip
 """What a suite gives."""
 
@@ -104,6 +112,7 @@ class Report:
         memory: In the order of measuring.
         traffic: In the order of measuring.
         skipped: Each once.
+        judged: The targets of what was measured.
     """
 
     machine: dict[str, str]
@@ -111,6 +120,7 @@ class Report:
     memory: list[Peak] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
         """Puts a record where it belongs."""
@@ -124,7 +134,7 @@ class Report:
             self.skipped.append(record)
 
     def write(self, path: Path) -> None:
-        """Writes ``{"machine": {...}, "rows": [...], "memory": [...], "traffic": [...], "skipped": [...]}``."""
+        """Writes ``{"machine": {...}, "rows": [...], ...}``, a list for each of the other attributes."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 

@@ -8,9 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import names
 from benchmarks.report import Peak, Row, Skip, Traffic, size
-from benchmarks.targets import Ceiling, Deadline, Share, Verdict
+from benchmarks.targets import Verdict
 
 
 def show_machine(console: Console, machine: dict[str, str]) -> None:
@@ -75,28 +74,7 @@ def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         found = "NOT MEASURED" if verdict.found is None else "reached" if verdict.reached else "MISSED"
         style = "" if verdict.reached else "bold red"
-        console.print(f"{found:>12}  {_said(verdict)}", highlight=False, soft_wrap=True, style=style)
-
-
-def _said(verdict: Verdict) -> str:
-    target, found = verdict.target, verdict.found
-    if isinstance(target, Ceiling):
-        what = "?" if found is None else f"{found / 2**20:.1f}"
-        limit = f"target at most {target.most_nbytes / 2**20:g}"
-        return f"{target.op}, {size(target.nbytes)}, {target.contender}: {what} MB extra ({limit})"
-    if isinstance(target, Deadline):
-        what = "?" if found is None else f"{found:.3g}"
-        limit = f"target at most {target.most_ms:g}"
-        return f"{target.suite} {target.op}, {target.ranks} ranks, {target.contender}: {what} ms ({limit})"
-    case = f"{target.suite} {target.op}, {target.ranks} ranks, {size(target.nbytes)}, {target.contender}: "
-    if isinstance(target, Share):
-        what = "?" if found is None else f"{found:.0%}"
-        return f"{case}{what} of the time (target at most {target.most:.0%})"
-    if target.peer == names.LIMIT:
-        what = "?" if found is None else f"{found:.0%}"
-        return f"{case}{what} of the limit (target {target.ratio:.0%})"
-    what = "?" if found is None else f"{found:.2f}"
-    return f"{case}{what} times faster than {target.peer} (target {target.ratio:g})"
+        console.print(f"{found:>12}  {verdict.in_words().said}", highlight=False, soft_wrap=True, style=style)
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks import names
-from benchmarks.report import Report, Row
+from benchmarks.report import Judged, Report, Row, size
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -121,6 +121,33 @@ class Verdict:
         if isinstance(self.target, Share):
             return self.found <= self.target.most
         return self.found >= self.target.ratio
+
+    def in_words(self) -> Judged:
+        """What a reader is told."""
+        return Judged(said=_said(self.target, self.found), reached=self.reached)
+
+
+def _said(target: Goal, found: float | None) -> str:
+    if isinstance(target, Ceiling):
+        what = "?" if found is None else f"{found / 2**20:.1f}"
+        limit = f"target at most {target.most_nbytes / 2**20:g}"
+        return f"{target.op}, {size(target.nbytes)}, {target.contender}: {what} MB extra ({limit})"
+    if isinstance(target, Deadline):
+        what = "?" if found is None else f"{found:.3g}"
+        limit = f"target at most {target.most_ms:g}"
+        return f"{target.suite} {target.op}, {target.ranks} ranks, {target.contender}: {what} ms ({limit})"
+    case = f"{target.suite} {target.op}, {target.ranks} ranks, {size(target.nbytes)}, {target.contender}: "
+    if isinstance(target, Share):
+        what = "?" if found is None else f"{found:.0%}"
+        return f"{case}{what} of the time (target at most {target.most:.0%})"
+    if target.peer == names.LIMIT:
+        what = "?" if found is None else f"{found:.0%}"
+        return f"{case}{what} of the limit (target {target.ratio:.0%})"
+    if target.ratio < 1:
+        what = "?" if not found else f"{1 / found:.2f}"
+        return f"{case}{what} times as long as {target.peer} (target at most {1 / target.ratio:.3g})"
+    what = "?" if found is None else f"{found:.2f}"
+    return f"{case}{what} times faster than {target.peer} (target {target.ratio:g})"
 
 
 def _targets(

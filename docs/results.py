@@ -38,7 +38,7 @@ def fill(text: str) -> str:
 
 
 def read(suite: str) -> dict[str, Any]:
-    """What was measured: ``{"machine": {...}, "rows": [...], "memory": [...], "skipped": [...]}``."""
+    """What was measured; see `benchmarks.report.Report`."""
     found: dict[str, Any] = json.loads((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
     return found
 
@@ -119,6 +119,15 @@ def _headline() -> str:
     return _table(["ms", _strong(_OURS), _RAY, "faster"], rows)
 
 
+def _targets() -> str:
+    judged = [one for path in sorted(RESULTS.glob("*.json")) for one in read(path.stem)["judged"]]
+    missed = [one["said"] for one in judged if not one["reached"]]
+    return "\n".join(
+        [f"{len(judged) - len(missed)} of {len(judged)} targets were reached. These were not:", ""]
+        + [f"- {said}" for said in missed]
+    )
+
+
 _HEADLINE = (
     ("a call: allreduce of 1 MB", "driver", "allreduce", _MB, "raycollect, arena"),
     ("a call: allreduce of 64 MB", "driver", "allreduce", 64 * _MB, "raycollect, arena"),
@@ -132,6 +141,7 @@ _WHOLE: Mapping[str, Callable[[], str]] = {
     "headline": _headline,
     "machine": _machine,
     "memory": _memory,
+    "targets": _targets,
     "traffic": _traffic,
     "uneven": _uneven,
 }

@@ -45,6 +45,7 @@ def test_the_document_holds_every_record_and_the_machine(tmp_path):
     assert document["machine"] == {"cpu": "one"}
     assert [row["contender"] for row in document["rows"]] == ["a", "b"]
     assert set(document["rows"][0]) == {"suite", "op", "ranks", "nbytes", "contender", "median_ms", "p90_ms", "runs"}
+    assert document["judged"] == []
     assert document["skipped"] == [{"suite": "kernel", "contender": "c", "reason": "none"}]
     assert document["memory"][0]["extra_nbytes"] == [1, 2]
 
@@ -137,7 +138,7 @@ def test_tables_say_what_was_found(capsys):
     limit = replace(TARGET, peer=names.LIMIT, ratio=0.85)
     rows = [_row("a", 1.0), _row("b", 1.5), _row(names.LIMIT, 0.9)]
     tables.show_rows(console, rows, title="numbers", reference="b")
-    for one in (TARGET, limit, replace(TARGET, peer="nobody")):
+    for one in (TARGET, limit, replace(TARGET, peer="nobody"), replace(TARGET, ratio=0.8)):
         tables.show_verdicts(console, _judged(*rows, target=one))
     tables.show_verdicts(console, _judged(_peak("a", 3 * MB), target=CEILING))
     tables.show_verdicts(console, _judged(_row("a", 1.0), _row("b", 0.75), target=SHARE))
@@ -146,6 +147,7 @@ def test_tables_say_what_was_found(capsys):
     assert "MISSED  kernel allreduce, 2 ranks, 4 B, a: 1.50 times faster than b (target 2)" in said
     assert "reached  kernel allreduce, 2 ranks, 4 B, a: 90% of the limit (target 85%)" in said
     assert "NOT MEASURED  kernel allreduce, 2 ranks, 4 B, a: ? times faster than nobody" in said
+    assert "reached  kernel allreduce, 2 ranks, 4 B, a: 0.67 times as long as b (target at most 1.25)" in said
     assert "a: 3.0 MB extra" in said
     assert "reached  kernel allreduce, 2 ranks, 4 B, a: 25% of the time (target at most 30%)" in said
 
