@@ -74,6 +74,8 @@ class Cluster:
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": FOLDER,
+            # Ray takes a node for dead after some 64 s; cuts of a minute are to end safely before.
+            "RAY_health_check_failure_threshold": "10",
             "TMPDIR": f"{FOLDER}/tmp",
             "XDG_CONFIG_HOME": f"{FOLDER}/tmp",
         }
