@@ -319,13 +319,15 @@ def _flipped(data: bytes, at: int = 0) -> bytes:
 
 def _on_link(injected: Injected, change: Callable[[bytes], bytes | None]) -> None:
     """What becomes of the next frame to the controller; None: it is not written."""
-    link = Runtime.current()._lease.link  # type: ignore[union-attr]
+    link, here = Runtime.current()._lease.link, threading.get_ident()  # type: ignore[union-attr]
 
     def wrap(write: Any) -> Any:
         def once(frame: bytes) -> Any:
+            changed = change(frame)
+            if changed is None and threading.get_ident() != here:
+                return None  # that of a timer is lost as well: what follows a lost frame is taken for forged
             injected.strike()
             injected.take_back()
-            changed = change(frame)
             return None if changed is None else write(changed)
 
         return once
