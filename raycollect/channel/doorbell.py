@@ -76,9 +76,9 @@ class Ring:
     """
 
     def __init__(self, cells: memoryview, first: int, then: Callable[[], int], fence: Callable[[], int]) -> None:
-        self.words = cells.cast("Q")
+        self.words: memoryview = cells.cast("Q")
         self._bytes = cells
-        self.first = first  # the word where the first cell begins; that is the number of its run
+        self.first: int = first  # the word where the first cell begins; that is the number of its run
         self._then = then
         self._fence = fence
 
