@@ -55,8 +55,9 @@ def test_a_host_that_is_back_after_25_seconds_takes_part_again(play):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["host_for_a_minute", "after"])
-def test_a_host_that_is_back_after_a_minute_takes_part_again(play, name):
-    play(name)
+def test_a_host_that_is_back_after_a_minute_takes_part_again(name):
+    """It has a cluster of its own: to Ray, two such cuts in turn are one that lasts too long."""
+    _play_alone(name)
 
 
 @pytest.mark.full
@@ -83,6 +84,10 @@ def test_a_raylet_that_is_stopped_for_a_while_holds_up_no_call(play):
 @pytest.mark.parametrize("name", ["raylet", "versions_raylet", "head"])
 def test_what_ray_runs_on_a_host_is_gone(name):
     """It has a cluster of its own, which is not whole again."""
+    _play_alone(name)
+
+
+def _play_alone(name):
     if objection():
         pytest.skip(objection())
     with Cluster(3) as cluster:
