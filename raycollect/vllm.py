@@ -23,7 +23,7 @@ import numpy as np
 
 from raycollect.core import threads
 from raycollect.core.model import ReduceOp, TensorInfo
-from raycollect.errors import VersionNotWholeError
+from raycollect.errors import UnknownGroupError, VersionNotWholeError
 from raycollect.member import init, operations
 from raycollect.pos.tensors import allocate
 from raycollect.weights import digests
@@ -215,12 +215,15 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
         """Receives an update, checks it, and loads it when all workers have it.
 
         Raises:
+            UnknownGroupError: `init_transfer_engine` has not been called.
             VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
             RaycollectError: The trainer or a worker is gone or late; it names it.
         """
         group = self._group
         if group is None:
-            raise RuntimeError("no group: init_transfer_engine has not been called")
+            raise UnknownGroupError(
+                group_name=InitInfo.group_name, detail="no group: init_transfer_engine has not been called"
+            )
         weights: list[tuple[str, Any]] = []
         wrong: list[str] = []
         for bucket in group.buckets(update_info):

@@ -363,16 +363,13 @@ class PlanTracker:
 
     def _resolve(self, error: RaycollectError | None) -> None:
         with self._lock:
-            known, dropped = self.is_known, self.refs
+            known = self.is_known
             if not known:
                 self.error = error
                 if self.runs is not None and error is not None:  # before the outcome becomes visible
                     self.runs.failure = self.runs.failure or error
                 self.is_known = True
                 watchers, self._watchers = self._watchers, []
-            if self.error is None and not self._pending:
-                self.refs = {}
-        del dropped  # not under the lock
         if self.refs:
             self._let_go()
         if not known:

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 from raycollect.channel.messages import Seen
 from raycollect.core import sockets, threads, timers
@@ -29,17 +28,29 @@ def wait(
 ) -> bool:
     """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
     left_s = math.inf if timeout_s is None else timeout_s
-    shows = progress or (progress is None and progress_bar.around_s.get() is not None)
-    bar = progress_bar.begin(controller, tracker) if shows else None
-    first_s = min(FIRST_S, QUIET_S, left_s) if bar is None else 0.0
-    if tracker.resolved if bar is not None else tracker.wait(first_s):
+    if progress or (progress is None and progress_bar.around_s.get() is not None):
+        return _wait_with_bar(controller, tracker, left_s)
+    first_s = min(FIRST_S, QUIET_S, left_s)
+    if tracker.wait(first_s):
         return True
     until_s = time.monotonic() - first_s + left_s
-    with Attention(controller, tracker, first_s, left_s), bar or nullcontext():
+    with Attention(controller, tracker, first_s, left_s):
         while (left_s := until_s - time.monotonic()) > 0:
-            if tracker.wait(_finite(left_s if bar is None else max(min(left_s, bar.left_s), 0.0))):
+            # In parts: a signal to another waiter may leave this one without a word.
+            if tracker.wait(_finite(min(left_s, tracker.plan.timeout_s))):
                 return True
-            if bar is not None and bar.left_s <= 0 and time.monotonic() < until_s:
+    return tracker.resolved
+
+
+def _wait_with_bar(controller: Controller, tracker: PlanTracker, within_s: float) -> bool:
+    bar, until_s = progress_bar.begin(controller, tracker), time.monotonic() + within_s
+    if tracker.resolved:
+        return True
+    with Attention(controller, tracker, within_s=within_s), bar:
+        while (left_s := until_s - time.monotonic()) > 0:
+            if tracker.wait(_finite(max(min(left_s, bar.left_s), 0.0))):
+                return True
+            if bar.left_s <= 0 and time.monotonic() < until_s:
                 bar.look()
     return tracker.resolved
 

@@ -108,12 +108,10 @@ class RunCache:
     def holds(self, containers: Sequence[Container], store: Store) -> bool:
         """Whether the operands, which are in these containers, are unchanged and not half-written."""
         try:
-            places: list[Any] = []
-            for one in containers:
-                places += map(arrays.place_of, one.tensors)
+            places = places_of(containers)
         except TypeError:  # a tensor has no memory any more
             return False
-        return tuple(places) == self.places and not (store.dirty and store.is_dirty(self.ranges))
+        return places == self.places and not (store.dirty and store.is_dirty(self.ranges))
 
     def remember(self, containers: Sequence[Container]) -> None:
         """Remembers it with the first container, tied to the others."""
