@@ -24,7 +24,7 @@ from raycollect.engine.kernel_schedule import ScheduledBundle
 from raycollect.engine.launch_sequence import meet_again
 from raycollect.engine.progress import ByteMap, BytesDone
 from raycollect.engine.run_cache import RunCache
-from raycollect.engine.spans import label_of_bundle
+from raycollect.engine.spans import number_of_bundle
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.observe import Ring, run_steps
 from raycollect.observe.trace import AGAIN, CHECK
@@ -43,6 +43,7 @@ class FastPath:
     instruments: Instruments
     communicators: Callable[[str], Communicator]  # by the group's id; raises GroupBrokenError
     given: bool = False  # whether a member's call gave the operands
+    meeting: str = ""  # the name of that call in timelines; see `Label`
     _seq: int = 0  # of the next run, or the one under way
     _keys: Sequence[Key] = ()  # of its operands
     _aborted: Callable[[], str | None] | None = None  # why it was aborted, or None
@@ -65,13 +66,14 @@ class FastPath:
         *,
         given: bool = False,
         is_kept: bool = False,
+        meeting: str = "",
     ) -> FastPath | None:
         """Returns the fast path of a program on these operands; None where no run is known that can be repeated.
 
-        `given`: a member's call gave the operands. `is_kept`: it is for all runs on these very operands, whose memory
-        it keeps; else for one run on any of their shapes, while no timeline is recorded, which has a label for each.
+        `given`: a member's call gave the operands, whose name in timelines is `meeting`. `is_kept`: it is for all runs
+        on these very operands, whose memory it keeps; else for one run on any of their shapes.
         """
-        if type(instruments.faults) is not NoFaults or (instruments.tracer.ring is not None and not is_kept):
+        if type(instruments.faults) is not NoFaults:
             return None
         for one in operands:
             if type(one) is not Container:
@@ -88,7 +90,7 @@ class FastPath:
         met = 0, agreement.group_id, tuple(agreement.ranks)
         if move is None or (move.number, move.group_id, tuple(move.ranks)) != met:
             return None
-        return FastPath(program, operands, known, known.first, instruments, communicators, given=given)
+        return FastPath(program, operands, known, known.first, instruments, communicators, given, meeting)
 
     def fits(self, operands: Sequence[object]) -> bool:
         """Whether these are the operands, and unchanged."""
@@ -198,7 +200,7 @@ class FastPath:
     def _met_ring(self, ring: Ring) -> int:
         # The first run that a timeline sees: names the thread, and gets the number of the label.
         ring.meet()
-        self._ring, self._label = ring, ring.label(label_of_bundle(self.known.schedule.bundles[0]))
+        self._ring, self._label = ring, number_of_bundle(ring, self.known.schedule.bundles[0], self.meeting)
         return self._label
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
@@ -242,5 +244,6 @@ class FastPath:
             operands=self.held if self.given else None,
             held=None if self.given else self.held,
             met=None if brought is None else (self.known, brought),
+            meeting=self.meeting,
         )
         return self._full

@@ -81,10 +81,8 @@ class Timed:
         if scheduled is None:
             return _NOTHING
         if _is_only_kernel(scheduled):
-            share, meeting = scheduled.share, self._meeting
-            known = (share, meeting, *scheduled.agreed)  # which tell all of the label, and hold no tensor
-            number = self._ring.label_of(lambda: label_of_bundle(scheduled, meeting), *known)
-            return _Noted(self._ring, KERNEL, share.op, self._seq, number)
+            number = number_of_bundle(self._ring, scheduled, self._meeting)
+            return _Noted(self._ring, KERNEL, scheduled.share.op, self._seq, number)
         domains = [one for share in self._program.shares for one in share.domains]
         rank = next((one.rank for one in domains if one.group_id == move.group_id), -1)
         some = move._replace(kernels=move.kernels[first : first + count]) if count else move
@@ -157,6 +155,12 @@ def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:
     if not nbytes:  # a reshard, of whose bytes the agreement does not hear: what this rank sends
         nbytes = sum(nbytes_of(one.src) for move in scheduled.moves for one in move.kernels)
     return Label(share.op, share.group_id, share.rank, len(share.ranks), nbytes, scheduled.tasks, meeting)
+
+
+def number_of_bundle(ring: Ring, scheduled: ScheduledBundle, meeting: str = "") -> int:
+    """Returns the number of the label of one bundle, of which later runs have the same share and verdicts."""
+    known = (scheduled.share, meeting, *scheduled.agreed)  # which tell all of the label, and hold no tensor
+    return ring.label_of(lambda: label_of_bundle(scheduled, meeting), *known)
 
 
 def _label_of_move(move: LaunchStep, rank: int, meeting: str = "") -> Label:

@@ -156,8 +156,9 @@ class MemberCall:
         seq: int,
     ) -> Outcome:
         instruments = self._process_groups.instruments
+        meeting = getattr(communicator, "meeting", "") or "-"
         with _OWN if mark is None else streams.after(mark):  # another thread may run it
-            fast = FastPath.of(program, operands, instruments, lambda _: communicator, given=True)
+            fast = FastPath.of(program, operands, instruments, lambda _: communicator, given=True, meeting=meeting)
             if fast is not None:
                 fast.ready(seq)
                 return fast.run()
@@ -169,7 +170,7 @@ class MemberCall:
                 seq=seq,
                 aborted=lambda: None,
                 operands=operands,
-                meeting=getattr(communicator, "meeting", "") or "-",
+                meeting=meeting,
             )
             return execution.run()
 
