@@ -1,9 +1,8 @@
 """What one controller drives in this participant: groups, plans and captured steps.
 
 Programs come by the order bell, over the channel, or as actor tasks. What must not wait comes over the channel, on a
-thread of its own.
-All answers go to the controller that holds the lease: a later one counts plans from 1 again, and would take the number
-of an earlier one's plan for one of its own.
+thread of its own. All answers go to the controller that holds the lease: a later one counts plans from 1 again, and
+would take the number of an earlier one's plan for one of its own.
 """
 
 from __future__ import annotations
