@@ -94,7 +94,7 @@ class StepCompiler:
             try:
                 found.append(prepare(asked, staging))
             except RefusedError as exc:
-                error = explained(exc, asked, request_list.memberships[first:last], self.keys)
+                error = explained(exc, asked, self.keys)
                 moved = tuple(replace(one, call=max(one.call, 0) + first) for one in error.violations)
                 errors.append(refusal(error.op, error.group_name, moved))
         if errors:

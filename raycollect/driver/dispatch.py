@@ -45,7 +45,6 @@ from raycollect.planner import (
     Plan,
     Request,
     Reshard,
-    Roster,
     Ticket,
     encode_order,
     encode_program,
@@ -67,7 +66,7 @@ class RequestKey(NamedTuple):
     A source in `operands` is the place of a ref among the distinct refs of all calls, or a `Made`.
     """
 
-    roster: Roster
+    group: Membership
     kind: OpKind
     operands: tuple[Operands, ...]
     op: ReduceOp | None
@@ -88,7 +87,7 @@ class RequestKey(NamedTuple):
         """The same as a `Request`."""
         return Request(
             kind=self.kind,
-            group=self.roster.spec,
+            group=self.group.spec,
             operands=self.operands,
             op=self.op,
             root=self.root,
@@ -122,12 +121,10 @@ class DispatchPlan:
 @lru_cache(maxsize=256)
 def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs."""
-    requests = [one.request() for one in asked]
-    rosters = [one.roster for one in asked]
     try:
-        planned = plan(requests, rosters, staging=staging)
+        planned = plan([one.request() for one in asked], [one.group.roster for one in asked], staging=staging)
     except RefusedError:
-        raise _refusal(requests, rosters) from None
+        raise _refusal(asked) from None
     positions = range(len(planned.participants))
     programs = tuple(encode_program(planned.program(at)) for at in positions)
     sources: Any = tuple(planned.sources(at) for at in positions)  # places of refs, as in `RequestKey`
@@ -142,31 +139,25 @@ def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     )
 
 
-def _refusal(requests: Sequence[Request], rosters: Sequence[Roster]) -> RefusedError:
+def _refusal(asked: Sequence[RequestKey]) -> RefusedError:
     found: list[Violation] = []
-    for number, (request, roster) in enumerate(zip(requests, rosters, strict=True)):
+    for number, one in enumerate(asked):
         try:
-            plan_part(request, roster)
+            plan_part(one.request(), one.group.roster)
         except RefusedError as exc:
-            if len(requests) == 1:
+            if len(asked) == 1:
                 return kept(exc)
-            found += [replace(one, call=number) for one in exc.violations]
+            found += [replace(wrong, call=number) for wrong in exc.violations]
     return refusal("batch", "", tuple(found))
 
 
-def send_plan(
-    controller: Controller,
-    asked: tuple[RequestKey, ...],
-    memberships: Sequence[Membership],
-    refs: dict[Key, Any],
-    staging: int,
-) -> PlanTracker:
+def send_plan(controller: Controller, asked: tuple[RequestKey, ...], refs: dict[Key, Any], staging: int) -> PlanTracker:
     """Plans calls and sends each participant its part, in one message each."""
     try:
         prepared = prepare(asked, staging)
     except RefusedError as exc:
-        raise explained(exc, asked, memberships, tuple(refs)) from None
-    return send_prepared(controller, prepared, memberships, refs)
+        raise explained(exc, asked, tuple(refs)) from None
+    return send_prepared(controller, prepared, [one.group for one in asked], refs)
 
 
 def send_prepared(
@@ -253,15 +244,13 @@ def _start_barrier(
     tracker.when_resolved(start_barrier.end)
 
 
-def explained(
-    error: RefusedError, asked: Sequence[RequestKey], memberships: Sequence[Membership], keys: Sequence[Key]
-) -> RefusedError:
+def explained(error: RefusedError, asked: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:
     """Adds what the planner does not know: group names, actors and refs."""
     found = []
     for one in error.violations:
-        number = max(one.call, 0)
-        found.append(add_operand(one, memberships[number], asked[number].operands, keys))
-    names = dict.fromkeys(membership.spec.name for membership in memberships)
+        call = asked[max(one.call, 0)]
+        found.append(add_operand(one, call.group, call.operands, keys))
+    names = dict.fromkeys(call.group.spec.name for call in asked)
     return refusal(error.op, ", ".join(names), tuple(found))
 
 
@@ -270,7 +259,6 @@ class Submission:
     """Calls that go into one plan; `results` has a `Pending` for each ref that the plan makes."""
 
     asked: tuple[RequestKey, ...]
-    memberships: tuple[Membership, ...]
     refs: Mapping[Key, Any]
     results: tuple[Any, ...]
     staging: int
@@ -278,7 +266,7 @@ class Submission:
 
     def send(self, controller: Controller) -> PlanTracker:
         """Sends it (`send_plan`)."""
-        return send_plan(controller, self.asked, self.memberships, dict(self.refs), self.staging)
+        return send_plan(controller, self.asked, dict(self.refs), self.staging)
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
@@ -294,14 +282,12 @@ class Submission:
         if self.is_batch and not nothing_ran and not tracker.plan.is_idempotent:
             detail = "some of its calls may have ended well, and have overwritten what they, or calls before them, read"
             raise RetryError(op=name, detail=detail)
-        now = {one: controller.groups.as_it_is(one, tracker.plan.timeout_s) for one in dict.fromkeys(self.memberships)}
+        now = {one: controller.groups.as_it_is(one, tracker.plan.timeout_s) for one in tracker.groups}
         for before, after in now.items():
             if [one.actor_id for one in before.members] != [one.actor_id for one in after.members]:
                 detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
                 raise RetryError(op=name, detail=detail)
-        memberships = tuple(now[one] for one in self.memberships)
-        asked = [one._replace(roster=group.roster) for one, group in zip(self.asked, memberships, strict=True)]
-        return replace(self, asked=tuple(asked), memberships=memberships)
+        return replace(self, asked=tuple([one._replace(group=now[one.group]) for one in self.asked]))
 
 
 def _settled(result: Any, tracker: PlanTracker) -> Any:
