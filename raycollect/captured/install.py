@@ -194,8 +194,8 @@ def install(
     """Plans what was recorded, and makes all participants ready to run it."""
     deadline_s = monotonic() + timeout_s
     memberships = [one.group for one in request_list.asked]
-    names = [one.spec.name for one in memberships]
-    words = StepErrorText(capture, request_list, [name for name in names if controller.groups.find(name)])
+    declared = {one.spec.name for one in memberships if controller.groups.find(one.spec.name)}
+    words = StepErrorText(capture, request_list, declared)
     compiler = StepCompiler(capture, request_list, staging, words)
     if compiler.idle:  # they are leased as a group that no plan uses
         membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))

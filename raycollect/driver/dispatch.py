@@ -105,6 +105,7 @@ class DispatchPlan:
     """A plan with all that dispatching needs, by position.
 
     Attributes:
+        groups: The group of each call.
         programs: What each participant gets, encoded.
         sources: The places of the refs whose keys are sent along.
         outputs: The requests that make something there, in the order of the task's returns.
@@ -112,6 +113,7 @@ class DispatchPlan:
     """
 
     plan: Plan
+    groups: tuple[Membership, ...]
     programs: tuple[bytes, ...]
     sources: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
@@ -132,6 +134,7 @@ def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     nbytes = max(len(one) + len(keys) * KEY_NBYTES for one, keys in zip(programs, sources, strict=True))
     return DispatchPlan(
         plan=planned,
+        groups=tuple([one.group for one in asked]),
         programs=programs,
         sources=sources,
         outputs=outputs,
@@ -157,13 +160,12 @@ def send_plan(controller: Controller, asked: tuple[RequestKey, ...], refs: dict[
         prepared = prepare(asked, staging)
     except RefusedError as exc:
         raise explained(exc, asked, tuple(refs)) from None
-    return send_prepared(controller, prepared, [one.group for one in asked], refs)
+    return send_prepared(controller, prepared, refs)
 
 
 def send_prepared(
     controller: Controller,
     prepared: DispatchPlan,
-    memberships: Sequence[Membership],
     refs: dict[Key, Any],
     bell: CompletionBell | None = None,
 ) -> PlanTracker:
@@ -172,27 +174,26 @@ def send_prepared(
     Args:
         controller: The controller.
         prepared: The plan.
-        memberships: The group of each request.
         refs: The operands, by the places that the programs name.
         bell: The controller's, where the calling thread has claimed it, and waits for the plan.
     """
     planned, keys = prepared.plan, tuple(refs)
     with controller.dispatching:
-        peers = controller.links(memberships, planned.participants)
+        peers = controller.links(prepared.groups, planned.participants)
         by_channel = prepared.fits_channel
-        for one in memberships:
+        for one in prepared.groups:
             by_channel = by_channel and one.spec.ordering == DATA
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
         # All at once: another thread's call, of which one more may need the result, would else come behind the plan on
         # one actor, and that call before it on another. First: a signal that comes in this wait leaves no plan behind.
         with _NOTHING_HELD if by_channel else all_held(list(filter(None, map(_CALLS, peers)))):
-            tracker = PlanTracker(next(controller.numbers), planned, memberships, refs)
+            tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs)
             controller.register(tracker)
             rings = bell is not None
             if bell is not None:
                 tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
             if together:
-                _start_barrier(controller, tracker, peers, memberships)
+                _start_barrier(controller, tracker, peers)
             for at, peer in enumerate(peers):
                 outputs = prepared.outputs[at]
                 ticket = Ticket(tracker.seq, peer.last_seq)
@@ -230,12 +231,10 @@ def _may_wait(controller: Controller, participants: Iterable[str], refs: Iterabl
     return bool(asked and ray.wait(asked, num_returns=len(asked), timeout=0, fetch_local=False)[1])
 
 
-def _start_barrier(
-    controller: Controller, tracker: PlanTracker, peers: Sequence[ParticipantLink], memberships: Sequence[Membership]
-) -> None:
+def _start_barrier(controller: Controller, tracker: PlanTracker, peers: Sequence[ParticipantLink]) -> None:
     def late(missing: tuple[int, ...]) -> None:
         actors = [tracker.plan.participants[at] for at in missing]
-        group = next(one for one in memberships if one.rank_of(actors[0]) >= 0)
+        group = next(one for one in tracker.groups if one.rank_of(actors[0]) >= 0)
         ranks = tuple(sorted(rank for rank in map(group.rank_of, actors) if rank >= 0))
         error = CollectiveTimeoutError(group_name=group.spec.name, missing=ranks, timeout_s=tracker.plan.timeout_s)
         controller.send(tracker, tracker.fail(error))

@@ -105,10 +105,10 @@ def _again(controller: Controller, asked: _Asked) -> _Known | None:
 
 
 def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, async_op: bool) -> Any:
-    memberships, results = (known.asked.group,), list(map(refs.__getitem__, known.order))
+    results = list(map(refs.__getitem__, known.order))
     operands = dict(zip(map(keys.__getitem__, known.order), results, strict=True))
     if async_op:
-        tracker = send_prepared(controller, known.prepared, memberships, operands)
+        tracker = send_prepared(controller, known.prepared, operands)
         submission = Submission(
             asked=(known.asked,),
             refs=operands,
@@ -119,7 +119,7 @@ def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, 
         return Work(controller, tracker, results, submission)
     bell = controller.claim_bell()
     try:
-        tracker = send_prepared(controller, known.prepared, memberships, operands, bell)
+        tracker = send_prepared(controller, known.prepared, operands, bell)
         return wait_for(controller, tracker, results)
     finally:
         if bell is not None:
