@@ -51,8 +51,7 @@ def get_collective_groups(actors: Sequence[Any] | None = None, backend: str | No
     controller = Controller.current()
     wanted = {actor._actor_id for actor in actors or ()}
     name = None if backend is None else backends.get(backend).name
-    declared = controller.groups.declared()
-    groups = [Group(controller, membership, asked.actors, asked.backend) for membership, asked in declared]
+    groups = [Group(controller, *declared) for declared in controller.groups.declared()]
     return [
         group
         for group in groups

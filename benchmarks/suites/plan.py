@@ -14,10 +14,10 @@ from benchmarks.interleave import timed
 from benchmarks.report import Record
 from benchmarks.suite import Choice, compare
 from raycollect import planner
-from raycollect.core.model import GroupSpec, OpKind, ReduceOp
+from raycollect.core.model import Address, GroupSpec, Member, OpKind, ReduceOp
 from raycollect.driver import dispatch
 from raycollect.driver.dispatch import RequestKey, prepare
-from raycollect.planner import Roster, Topology
+from raycollect.group.membership import Membership
 
 NAME = "plan"
 TITLE = "from calls to their encoded programs"
@@ -47,8 +47,22 @@ class Planner:
         self._fresh = fresh
         ops = tuple(one.value for one in OpKind if one is not OpKind.ALLTOALL)
         spec = GroupSpec(name="benchmark", group_id="benchmark", backend="shm", world_size=ranks, ops=ops)
-        members = tuple(f"actor {rank}" for rank in range(ranks))
-        self._roster = Roster(spec=spec, members=members, topology=Topology(hosts=(0,) * ranks))
+        address = Address(host="127.0.0.1", port=1, secret=b"")
+        members = tuple(
+            Member(
+                rank=rank,
+                actor_id=f"actor {rank}",
+                actor=f"actor {rank}",
+                address=address,
+                machine="here",
+                node_id="here",
+                pid=rank,
+                incarnation="",
+                ordered=True,
+            )
+            for rank in range(ranks)
+        )
+        self._group = Membership(spec=spec, members=members)
         self._kind, self._count = kind, count
         self._last: tuple[bytes, ...] = ()
 
@@ -89,7 +103,7 @@ class Planner:
             (rank, first + rank, first + self._ranks + rank if pieces else None) for rank in range(self._ranks)
         )
         op = None if pieces else ReduceOp.SUM
-        return RequestKey(self._roster, self._kind, operands, op, -1, -1, True, 60.0)
+        return RequestKey(self._group, self._kind, operands, op, -1, -1, True, 60.0)
 
 
 def forget() -> None:

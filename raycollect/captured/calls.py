@@ -9,7 +9,6 @@ from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.engine.step_program import captured_key
-from raycollect.group.membership import Membership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,12 +52,12 @@ class StepRequests(RequestList):
         pending.step = self._count()
         return pending
 
-    def add(self, asked: RequestKey, membership: Membership, result: Any) -> None:
+    def add(self, asked: RequestKey, result: Any) -> None:
         """Records a collective."""
         if not self.firsts or self.firsts[-1] != self._first:
             self.firsts.append(self._first)
         self.steps.append(self._count())
-        super().add(asked, membership, result)
+        super().add(asked, result)
 
     def call(
         self, actor: Any, actor_id: str, method: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]

@@ -94,7 +94,7 @@ class StepCompiler:
             try:
                 found.append(prepare(asked, staging))
             except RefusedError as exc:
-                error = explained(exc, asked, request_list.memberships[first:last], self.keys)
+                error = explained(exc, asked, self.keys)
                 moved = tuple(replace(one, call=max(one.call, 0) + first) for one in error.violations)
                 errors.append(refusal(error.op, error.group_name, moved))
         if errors:
@@ -114,18 +114,10 @@ class StepCompiler:
         return StepPlan.of(stages, self.participants, homes, touched)
 
     def _home(self, memberships: Sequence[Membership], actor_id: str) -> tuple[Membership, Member]:
-        group = next(
-            membership
-            for number, membership in enumerate(memberships)
-            if self._takes_part(number, membership, actor_id)
-        )
+        calls = self._request_list.asked
+        found = (one.group for one in calls if one.group.rank_of(actor_id) in [rank for rank, *_ in one.operands])
+        group = next(found, memberships[-1])
         return group, group.members[group.rank_of(actor_id)]
-
-    def _takes_part(self, number: int, membership: Membership, actor_id: str) -> bool:
-        rank = membership.rank_of(actor_id)
-        if number >= len(self._request_list.asked):
-            return rank >= 0
-        return any(rank == one for one, _, _ in self._request_list.asked[number].operands)
 
     # ------------------------------------------------------------------------------------------ writing
 

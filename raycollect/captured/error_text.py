@@ -27,8 +27,7 @@ class StepErrorText:
     def __init__(self, capture: bytes, request_list: StepRequests, declared: Collection[str]) -> None:
         self._capture = capture
         self._steps = tuple(request_list.steps)
-        groups = [one.spec.name for one in request_list.memberships]
-        self._declared = frozenset(name for name in groups if name in declared)
+        self._declared = declared
         kinds = [asked.name for asked in request_list.asked]
         self._values = {
             step: f"what call {step} ({kind}) gave" for step, kind in zip(request_list.steps, kinds, strict=True)
@@ -36,7 +35,8 @@ class StepErrorText:
         actors = {call.made.actor_id: ray_internals.describe_actor(call.actor) for call in request_list.calls}
         for call in request_list.calls:
             self._values[call.step] = f"what call {call.step} ({call.method}) of {actors[call.made.actor_id]} gave"
-        members = {one.actor_id: one.actor for group in request_list.memberships for one in group.members}
+        groups = dict.fromkeys(asked.group for asked in request_list.asked)
+        members = {one.actor_id: one.actor for group in groups for one in group.members}
         names = list((actors | members).values())
         more = f" and {len(names) - MOST_ACTORS} more" if len(names) > MOST_ACTORS else ""
         self._actors = ", ".join(names[:MOST_ACTORS]) + more

@@ -193,10 +193,10 @@ def install(
 ) -> Installed:
     """Plans what was recorded, and makes all participants ready to run it."""
     deadline_s = monotonic() + timeout_s
-    names = [one.spec.name for one in request_list.memberships]
-    words = StepErrorText(capture, request_list, [name for name in names if controller.groups.find(name)])
+    memberships = [one.group for one in request_list.asked]
+    declared = {one.spec.name for one in memberships if controller.groups.find(one.spec.name)}
+    words = StepErrorText(capture, request_list, declared)
     compiler = StepCompiler(capture, request_list, staging, words)
-    memberships = list(request_list.memberships)
     if compiler.idle:  # they are leased as a group that no plan uses
         membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
         hold(controller, membership)

@@ -32,7 +32,7 @@ def follow(block: Recording, controller: Controller) -> bytes:
         CaptureMembersError: It needs what is not there any more; it is as it was.
     """
     request_list = block.request_list
-    succession = Succession.of(request_list.memberships, controller.groups)
+    succession = Succession.of([one.group for one in request_list.asked], controller.groups)
     if not succession.now and not block.is_moved:
         return b""
     lost = succession.lost(request_list)
@@ -41,8 +41,8 @@ def follow(block: Recording, controller: Controller) -> bytes:
     capture = secrets.token_bytes(CAPTURE_NBYTES)
     succession.apply(request_list, capture)
     held, block.held, block.is_moved = block.held, {}, True
-    for membership in request_list.memberships:
-        block.hold(controller, membership)
+    for asked in request_list.asked:
+        block.hold(controller, asked.group)
     for membership in held:
         controller.groups.held.release(membership)
     return capture
@@ -71,15 +71,16 @@ class Succession:
         """What the calls of a step name, or need, that is not there; empty where all of them go on."""
         handles = list(request_list.refs)
         found: list[str] = []
-        for step, asked, group in zip(request_list.steps, request_list.asked, request_list.memberships, strict=True):
-            found += [f"call {step} ({asked.name}): {one}" for one in self._lost_by(asked, group, handles)]
+        for step, asked in zip(request_list.steps, request_list.asked, strict=True):
+            found += [f"call {step} ({asked.name}): {one}" for one in self._lost_by(asked, handles)]
         for call in request_list.calls:
             found += [f"call {call.step} ({call.method}): {one}" for one in self._lost_of(call.made.actor_id)]
             strange = [one for one in call.arguments if type(one) is Ref and one.maker in self.heirs]
             found += [f"call {call.step} ({call.method}): {one.where}, a ref of an actor that died" for one in strange]
         return tuple(found)
 
-    def _lost_by(self, asked: RequestKey, group: Membership, handles: Sequence[Any]) -> Iterator[str]:
+    def _lost_by(self, asked: RequestKey, handles: Sequence[Any]) -> Iterator[str]:
+        group = asked.group
         now = self.now.get(group, group)
         if asked.kind is OpKind.BARRIER:  # of whoever is there
             return
@@ -110,9 +111,7 @@ class Succession:
         for pending in placeholders:
             pending.actor_id = self.heirs.get(pending.actor_id, pending.actor_id)
             pending.key = captured_key(capture, 0, pending.step)
-        groups = request_list.memberships
-        request_list.asked = [self._moved(*one) for one in zip(request_list.asked, groups, strict=True)]
-        request_list.memberships = [self.now.get(one, one) for one in groups]
+        request_list.asked = list(map(self._moved, request_list.asked))
         request_list.made = {(number, one.actor_id): one for (number, _), one in request_list.made.items()}
         request_list.calls = [
             call
@@ -121,7 +120,8 @@ class Succession:
             for call in request_list.calls
         ]
 
-    def _moved(self, asked: RequestKey, group: Membership) -> RequestKey:
+    def _moved(self, asked: RequestKey) -> RequestKey:
+        group = asked.group
         now = self.now.get(group, group)
         operands = [(self.rank(group, rank), src, dst) for rank, src, dst in asked.operands]
         if asked.kind is OpKind.BARRIER:
@@ -131,7 +131,7 @@ class Succession:
             src, dst = ([self.rank(group, rank) for rank in ranks] for ranks in (reshard.src_ranks, reshard.dst_ranks))
             reshard = replace(reshard, src_ranks=tuple(src), dst_ranks=tuple(dst))
         return asked._replace(
-            roster=now.roster,
+            group=now,
             operands=tuple(sorted(operands, key=lambda one: one[0])),
             root=asked.root if asked.root < 0 else self.rank(group, asked.root),
             peer=asked.peer if asked.peer < 0 else self.rank(group, asked.peer),

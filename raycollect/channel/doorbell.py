@@ -45,7 +45,7 @@ _BY_CHANNEL = 1 << 63  # the length of a message that does not
 _PRESENT_NBYTES = 8
 _PRESENT = 1  # marks a taken slot; its core is added, counted from 1
 _MORE_BELLS = 2  # besides those of the slots: the controller's, and one that is never posted
-CELL_WORDS = _CELL_NBYTES // 8
+_CELL_WORDS = _CELL_NBYTES // 8
 _SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in case a wake-up is lost
 _RINGS_KEPT = 64
 
@@ -69,22 +69,23 @@ class Ring:
     """One slot's cells for runs, or for answers: that of run n is the n-th, modulo the ring.
 
     Args:
-        cells: All cells, of all slots.
+        memory: All cells, of all slots.
         first: The first word of this ring.
         then: Called after each write, a function of libc: it wakes the reader, or is only a full barrier.
         fence: A full barrier as well, which does nothing else.
     """
 
-    def __init__(self, cells: memoryview, first: int, then: Callable[[], int], fence: Callable[[], int]) -> None:
-        self.words: memoryview = cells.cast("Q")
-        self._bytes = cells
-        self.first: int = first  # the word where the first cell begins; that is the number of its run
+    def __init__(self, memory: memoryview, first: int, then: Callable[[], int], fence: Callable[[], int]) -> None:
+        self.words: memoryview = memory.cast("Q")
+        self._bytes = memory
+        # By run, modulo the ring: the word where its cell begins, which is the number of the run
+        self.cells: tuple[int, ...] = tuple(range(first, first + IN_FLIGHT * _CELL_WORDS, _CELL_WORDS))
         self._then = then
         self._fence = fence
 
     def write(self, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
         """Fills a run's cell, and rings; False where the message does not fit, which the cell then says."""
-        words, nbytes, cell = self.words, len(payload), self.first + number % IN_FLIGHT * CELL_WORDS
+        words, nbytes, cell = self.words, len(payload), self.cells[number % IN_FLIGHT]
         fits = nbytes <= INLINE_NBYTES
         words[cell + 1] = seq
         words[cell + 2] = predecessor
@@ -117,7 +118,7 @@ class _Memory:
         *self.semaphores, self.controller, never_posted = found  # those of the slots first
         self.slots = slots
         self.present = whole[present_at : present_at + slots * _PRESENT_NBYTES].cast("Q")
-        cells, ring, fence = whole[_cells_at(slots) :], IN_FLIGHT * CELL_WORDS, never_posted.take
+        cells, ring, fence = whole[_cells_at(slots) :], IN_FLIGHT * _CELL_WORDS, never_posted.take
         self.runs = [Ring(cells, 2 * at * ring, one.ring, fence) for at, one in enumerate(self.semaphores)]
         self.answers = [Ring(cells, (2 * at + 1) * ring, one.take, fence) for at, one in enumerate(self.semaphores)]
 
@@ -161,7 +162,7 @@ class Doorbell:
         found: list[bytes | None] = []
         for slot in slots:
             ring = self._answers[slot]
-            words, cell = ring.words, ring.first + number % IN_FLIGHT * CELL_WORDS
+            words, cell = ring.words, ring.cells[number % IN_FLIGHT]
             if words[cell] != number:
                 found.append(None)
             else:
@@ -177,7 +178,7 @@ class Doorbell:
         is_missing = has_come = False
         for slot in slots:
             ring = self._answers[slot]
-            words, cell = ring.words, ring.first + number % IN_FLIGHT * CELL_WORDS
+            words, cell = ring.words, ring.cells[number % IN_FLIGHT]
             while words[cell] != number and time.monotonic() < self._awake_until_s:
                 os.sched_yield()
             if words[cell] != number:
@@ -250,7 +251,7 @@ class DoorbellClient:
     def take(self, timeout_s: float) -> Entry | None:
         """Waits for the next run; returns None where the time is over, or `wake` was called."""
         memory, ring, number = self._memory, self._runs, self._number
-        words, cell = ring.words, ring.first + number % IN_FLIGHT * CELL_WORDS
+        words, cell = ring.words, ring.cells[number % IN_FLIGHT]
         awake_until_s, until_s = self._awake_until_s, 0.0
         is_unsettled = self._core_pin is not None
         while words[cell] != number:
@@ -278,9 +279,9 @@ class DoorbellClient:
     def answer(self, number: int, payload: bytes) -> bool:
         """Answers a run that went well; returns False where the results have to go over the channel."""
         fits = self._answers.write(number, 0, 0, payload)  # takes this run's post, if it came without a sleep
-        at, present = number % IN_FLIGHT * CELL_WORDS, self._memory.present
+        at, present = number % IN_FLIGHT, self._memory.present
         for slot, ring in self._others:
-            if ring.words[ring.first + at] != number and present[slot]:
+            if ring.words[ring.cells[at]] != number and present[slot]:
                 break
         else:
             self._memory.controller.ring()

@@ -7,7 +7,7 @@ overtaken: the participant puts plans in order by their tickets.
 
 from __future__ import annotations
 
-from raycollect.channel.doorbell import CELL_WORDS, IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient
+from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient
 from raycollect.channel.messages import Order
 from raycollect.core.model import Segment
 
@@ -31,7 +31,7 @@ class OrderBell(Doorbell):
         """
         number, payload = self._number + 1, order.after + order.payload
         (taken,) = self._answers
-        last = taken.words[taken.first + number % IN_FLIGHT * CELL_WORDS]  # taken from this cell; 0: none
+        last = taken.words[taken.cells[number % IN_FLIGHT]]  # taken from this cell; 0: none
         if len(payload) > INLINE_NBYTES or last != max(number - IN_FLIGHT, 0):
             return False
         self._number = number

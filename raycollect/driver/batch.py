@@ -286,7 +286,6 @@ def record(
     request_list = rehearsal.request_list
     found = Submission(
         asked=tuple(request_list.asked),
-        memberships=tuple(request_list.memberships),
         refs=dict(request_list.refs),
         results=(),
         staging=rehearsal.staging_nbytes,

@@ -59,7 +59,7 @@ class Call:
     """
 
     name = ""
-    sent: tuple[RequestKey, Membership] | None = None
+    sent: RequestKey | None = None
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Call:
         if self._batch is not None:
             result = request_list.results[-1]
             return list(result) if isinstance(result, list) else result  # the caller may change it
-        self.sent = request_list.asked[-1], self._membership
+        self.sent = request_list.asked[-1]
         tracker, submission = request_list.send(self.controller, STAGING_NBYTES, is_batch=False)
         if async_op:
             return Work(self.controller, tracker, request_list.results[0], submission)
@@ -266,10 +266,10 @@ class Call:
             operands.append((rank, source(given), source(taken)))
             if sole is None or rank == sole:
                 results.append(self._ref(rank, taken or (given if keeps else None)))
-        call = (membership.roster, kind, tuple(operands), self._op, root, peer)
+        call = (membership, kind, tuple(operands), self._op, root, peer)
         asked = RequestKey(*call, bool(inplace), self._limit_s, bool(snapshot), self._lists)
         result: Any = results if sole is None else results[0] if results else None
-        request_list.add(asked, membership, result)
+        request_list.add(asked, result)
 
     @property
     def _limit_s(self) -> float:

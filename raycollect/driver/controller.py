@@ -159,7 +159,7 @@ class Controller:
         self.revision = object()
         self._links.clear()
         known = tuple(self.known_calls.items())
-        self.known_calls = {asked: call for asked, call in known if call.membership is not membership}
+        self.known_calls = {asked: call for asked, call in known if call.asked.group is not membership}
         for tracker in self._plans_of(membership):
             self.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
 

@@ -45,7 +45,6 @@ from raycollect.planner import (
     Plan,
     Request,
     Reshard,
-    Roster,
     Ticket,
     encode_order,
     encode_program,
@@ -67,7 +66,7 @@ class RequestKey(NamedTuple):
     A source in `operands` is the place of a ref among the distinct refs of all calls, or a `Made`.
     """
 
-    roster: Roster
+    group: Membership
     kind: OpKind
     operands: tuple[Operands, ...]
     op: ReduceOp | None
@@ -88,7 +87,7 @@ class RequestKey(NamedTuple):
         """The same as a `Request`."""
         return Request(
             kind=self.kind,
-            group=self.roster.spec,
+            group=self.group.spec,
             operands=self.operands,
             op=self.op,
             root=self.root,
@@ -106,6 +105,7 @@ class DispatchPlan:
     """A plan with all that dispatching needs, by position.
 
     Attributes:
+        groups: The group of each call.
         programs: What each participant gets, encoded.
         sources: The places of the refs whose keys are sent along.
         outputs: The requests that make something there, in the order of the task's returns.
@@ -113,6 +113,7 @@ class DispatchPlan:
     """
 
     plan: Plan
+    groups: tuple[Membership, ...]
     programs: tuple[bytes, ...]
     sources: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
@@ -122,12 +123,10 @@ class DispatchPlan:
 @lru_cache(maxsize=256)
 def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs."""
-    requests = [one.request() for one in asked]
-    rosters = [one.roster for one in asked]
     try:
-        planned = plan(requests, rosters, staging=staging)
+        planned = plan([one.request() for one in asked], [one.group.roster for one in asked], staging=staging)
     except RefusedError:
-        raise _refusal(requests, rosters) from None
+        raise _refusal(asked) from None
     positions = range(len(planned.participants))
     programs = tuple(encode_program(planned.program(at)) for at in positions)
     sources: Any = tuple(planned.sources(at) for at in positions)  # places of refs, as in `RequestKey`
@@ -135,6 +134,7 @@ def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     nbytes = max(len(one) + len(keys) * KEY_NBYTES for one, keys in zip(programs, sources, strict=True))
     return DispatchPlan(
         plan=planned,
+        groups=tuple([one.group for one in asked]),
         programs=programs,
         sources=sources,
         outputs=outputs,
@@ -142,37 +142,30 @@ def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     )
 
 
-def _refusal(requests: Sequence[Request], rosters: Sequence[Roster]) -> RefusedError:
+def _refusal(asked: Sequence[RequestKey]) -> RefusedError:
     found: list[Violation] = []
-    for number, (request, roster) in enumerate(zip(requests, rosters, strict=True)):
+    for number, one in enumerate(asked):
         try:
-            plan_part(request, roster)
+            plan_part(one.request(), one.group.roster)
         except RefusedError as exc:
-            if len(requests) == 1:
+            if len(asked) == 1:
                 return kept(exc)
-            found += [replace(one, call=number) for one in exc.violations]
+            found += [replace(wrong, call=number) for wrong in exc.violations]
     return refusal("batch", "", tuple(found))
 
 
-def send_plan(
-    controller: Controller,
-    asked: tuple[RequestKey, ...],
-    memberships: Sequence[Membership],
-    refs: dict[Key, Any],
-    staging: int,
-) -> PlanTracker:
+def send_plan(controller: Controller, asked: tuple[RequestKey, ...], refs: dict[Key, Any], staging: int) -> PlanTracker:
     """Plans calls and sends each participant its part, in one message each."""
     try:
         prepared = prepare(asked, staging)
     except RefusedError as exc:
-        raise explained(exc, asked, memberships, tuple(refs)) from None
-    return send_prepared(controller, prepared, memberships, refs)
+        raise explained(exc, asked, tuple(refs)) from None
+    return send_prepared(controller, prepared, refs)
 
 
 def send_prepared(
     controller: Controller,
     prepared: DispatchPlan,
-    memberships: Sequence[Membership],
     refs: dict[Key, Any],
     bell: CompletionBell | None = None,
 ) -> PlanTracker:
@@ -181,27 +174,26 @@ def send_prepared(
     Args:
         controller: The controller.
         prepared: The plan.
-        memberships: The group of each request.
         refs: The operands, by the places that the programs name.
         bell: The controller's, where the calling thread has claimed it, and waits for the plan.
     """
     planned, keys = prepared.plan, tuple(refs)
     with controller.dispatching:
-        peers = controller.links(memberships, planned.participants)
+        peers = controller.links(prepared.groups, planned.participants)
         by_channel = prepared.fits_channel
-        for one in memberships:
+        for one in prepared.groups:
             by_channel = by_channel and one.spec.ordering == DATA
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
         # All at once: another thread's call, of which one more may need the result, would else come behind the plan on
         # one actor, and that call before it on another. First: a signal that comes in this wait leaves no plan behind.
         with _NOTHING_HELD if by_channel else all_held(list(filter(None, map(_CALLS, peers)))):
-            tracker = PlanTracker(next(controller.numbers), planned, memberships, refs)
+            tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs)
             controller.register(tracker)
             rings = bell is not None
             if bell is not None:
                 tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
             if together:
-                _start_barrier(controller, tracker, peers, memberships)
+                _start_barrier(controller, tracker, peers)
             for at, peer in enumerate(peers):
                 outputs = prepared.outputs[at]
                 ticket = Ticket(tracker.seq, peer.last_seq)
@@ -239,12 +231,10 @@ def _may_wait(controller: Controller, participants: Iterable[str], refs: Iterabl
     return bool(asked and ray.wait(asked, num_returns=len(asked), timeout=0, fetch_local=False)[1])
 
 
-def _start_barrier(
-    controller: Controller, tracker: PlanTracker, peers: Sequence[ParticipantLink], memberships: Sequence[Membership]
-) -> None:
+def _start_barrier(controller: Controller, tracker: PlanTracker, peers: Sequence[ParticipantLink]) -> None:
     def late(missing: tuple[int, ...]) -> None:
         actors = [tracker.plan.participants[at] for at in missing]
-        group = next(one for one in memberships if one.rank_of(actors[0]) >= 0)
+        group = next(one for one in tracker.groups if one.rank_of(actors[0]) >= 0)
         ranks = tuple(sorted(rank for rank in map(group.rank_of, actors) if rank >= 0))
         error = CollectiveTimeoutError(group_name=group.spec.name, missing=ranks, timeout_s=tracker.plan.timeout_s)
         controller.send(tracker, tracker.fail(error))
@@ -253,15 +243,13 @@ def _start_barrier(
     tracker.when_resolved(start_barrier.end)
 
 
-def explained(
-    error: RefusedError, asked: Sequence[RequestKey], memberships: Sequence[Membership], keys: Sequence[Key]
-) -> RefusedError:
+def explained(error: RefusedError, asked: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:
     """Adds what the planner does not know: group names, actors and refs."""
     found = []
     for one in error.violations:
-        number = max(one.call, 0)
-        found.append(add_operand(one, memberships[number], asked[number].operands, keys))
-    names = dict.fromkeys(membership.spec.name for membership in memberships)
+        call = asked[max(one.call, 0)]
+        found.append(add_operand(one, call.group, call.operands, keys))
+    names = dict.fromkeys(call.group.spec.name for call in asked)
     return refusal(error.op, ", ".join(names), tuple(found))
 
 
@@ -270,7 +258,6 @@ class Submission:
     """Calls that go into one plan; `results` has a `Pending` for each ref that the plan makes."""
 
     asked: tuple[RequestKey, ...]
-    memberships: tuple[Membership, ...]
     refs: Mapping[Key, Any]
     results: tuple[Any, ...]
     staging: int
@@ -278,7 +265,7 @@ class Submission:
 
     def send(self, controller: Controller) -> PlanTracker:
         """Sends it (`send_plan`)."""
-        return send_plan(controller, self.asked, self.memberships, dict(self.refs), self.staging)
+        return send_plan(controller, self.asked, dict(self.refs), self.staging)
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
@@ -294,14 +281,12 @@ class Submission:
         if self.is_batch and not nothing_ran and not tracker.plan.is_idempotent:
             detail = "some of its calls may have ended well, and have overwritten what they, or calls before them, read"
             raise RetryError(op=name, detail=detail)
-        now = {one: controller.groups.as_it_is(one, tracker.plan.timeout_s) for one in dict.fromkeys(self.memberships)}
+        now = {one: controller.groups.as_it_is(one, tracker.plan.timeout_s) for one in tracker.groups}
         for before, after in now.items():
             if [one.actor_id for one in before.members] != [one.actor_id for one in after.members]:
                 detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
                 raise RetryError(op=name, detail=detail)
-        memberships = tuple(now[one] for one in self.memberships)
-        asked = [one._replace(roster=group.roster) for one, group in zip(self.asked, memberships, strict=True)]
-        return replace(self, asked=tuple(asked), memberships=memberships)
+        return replace(self, asked=tuple([one._replace(group=now[one.group]) for one in self.asked]))
 
 
 def _settled(result: Any, tracker: PlanTracker) -> Any:

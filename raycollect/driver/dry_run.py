@@ -57,14 +57,14 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             f"{getattr(fn, '__name__', fn)!r} called no operation: plan() takes one and its arguments, or a function"
         )
         raise BatchError(detail=f"{detail} that calls some")
-    Controller.current().check(recorded.memberships)
+    Controller.current().check([one.group for one in recorded.asked])
     try:
         found = prepare(recorded.asked, recorded.staging).plan
         handles = _handles(recorded, found)
         estimated = _Estimated(found, handles)
         estimated.judge()
     except RefusedError as exc:
-        raise explained(exc, recorded.asked, recorded.memberships, tuple(recorded.refs)) from exc.__cause__
+        raise explained(exc, recorded.asked, tuple(recorded.refs)) from exc.__cause__
     return explain(found, {source: handle.infos for source, handle in handles.items()})
 
 
@@ -81,7 +81,7 @@ def _handles(recorded: Submission, plan: Plan) -> dict[Source, Handle]:
     if late:
         number, rank = _user(plan, late[0])
         ranks = (rank,) if len(late) == 1 else tuple(_user(plan, source)[1] for source in late)
-        name = recorded.memberships[number].spec.name
+        name = recorded.asked[number].group.spec.name
         raise held_values.late_error(plan.name, name, len(late), ranks, plan.timeout_s)
     found: dict[Source, Handle] = {}
     violations: list[Violation] = []

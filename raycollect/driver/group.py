@@ -32,17 +32,10 @@ MOST_NAMED = 8  # how many members, and collectives under way, are named where a
 class Group:
     """A declared group, in the process that declared it. Holds its actors' handles."""
 
-    def __init__(
-        self, controller: Controller, membership: Membership, actors: Sequence[Any], asked: str = "auto"
-    ) -> None:
+    def __init__(self, controller: Controller, membership: Membership, declaration: Declaration) -> None:
         self._controller = controller
-        self._asked = asked  # for which backend
-        self._hold(membership, actors)
-
-    def _hold(self, membership: Membership, actors: Sequence[Any]) -> None:
-        by_id = {actor._actor_id.hex(): actor for actor in actors}
         self._membership = membership
-        self._actors = tuple(by_id[member.actor_id] for member in membership.members)
+        self._declaration = declaration
 
     @property
     def name(self) -> str:
@@ -67,11 +60,11 @@ class Group:
     @property
     def actors(self) -> tuple[Any, ...]:
         """The actor handles by rank."""
-        return self._actors
+        return self._declaration.actors
 
     def get_rank(self, actor: Any) -> int:
         """The rank of an actor; -1 where it is no member."""
-        return next((rank for rank, one in enumerate(self._actors) if one == actor), -1)
+        return next((rank for rank, one in enumerate(self.actors) if one == actor), -1)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every actor, as ``actor.method.remote(*args, **kwargs)``; all get the same arguments.
@@ -84,7 +77,7 @@ class Group:
         Raises:
             AttributeError: The actors have no such method. None was called.
         """
-        methods = [getattr(actor, method) for actor in self._actors]
+        methods = [getattr(actor, method) for actor in self.actors]
         return [one.remote(*args, **kwargs) for one in methods]
 
     @property
@@ -166,7 +159,8 @@ class Group:
             CollectiveTimeoutError: One is busy, or pending; the error names it. Rebuild it without that one.
             RaycollectError: A member could not join. The group is broken, and may be rebuilt again.
         """
-        self._hold(*self._controller.groups.rebuild(self._membership, actors, timeout_s))
+        groups = self._controller.groups
+        self._membership, self._declaration = groups.rebuild(self._membership, actors, timeout_s)
         return self
 
     def add(self, actors: Any, *, timeout_s: float = 60.0) -> Group:
@@ -192,7 +186,7 @@ class Group:
             ControllerConflictError: Another process drives an actor that is added.
             RaycollectError: A member could not join. The group is broken, and may be rebuilt.
         """
-        return self._change(group_change.added(self._membership, self._actors, actors), timeout_s)
+        return self._change(group_change.added(self._membership, self.actors, actors), timeout_s)
 
     def remove(self, members: Any, *, timeout_s: float = 60.0) -> Group:
         """Removes members, dead or alive: a rank or an actor handle, or a list of them. The actors themselves live on.
@@ -200,7 +194,7 @@ class Group:
         The ranks of the others close up, in their order. Captured steps that named one who has left raise
         CaptureMembersError in their next run. Arguments, result and errors are as of `add`.
         """
-        return self._change(group_change.removed(self._membership, self._actors, members), timeout_s)
+        return self._change(group_change.removed(self._membership, self.actors, members), timeout_s)
 
     def replace(self, dead: Any, new: Any, *, timeout_s: float = 60.0) -> Group:
         """Puts another actor at the rank of a member that has died; or others, as lists of one length.
@@ -214,10 +208,11 @@ class Group:
             new: The actor handle, or a list of them, in the same order.
             timeout_s: How long to wait, in seconds, as in `add`.
         """
-        return self._change(self._actors, timeout_s, group_change.replaced(self._membership, dead, new))
+        return self._change(self.actors, timeout_s, group_change.replaced(self._membership, dead, new))
 
     def _change(self, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any] | None = None) -> Group:
-        self._hold(*self._controller.groups.change(self._membership, actors, timeout_s, new or {}))
+        groups = self._controller.groups
+        self._membership, self._declaration = groups.change(self._membership, actors, timeout_s, new or {})
         return self
 
     def destroy(self) -> None:
@@ -229,7 +224,7 @@ class Group:
         return str, (self.name,)
 
     def _why(self) -> str:
-        if self._asked != "auto":
+        if self._declaration.backend != "auto":
             return "as it was declared"
         return f"chosen, as {self._membership.chosen}"
 
@@ -320,8 +315,7 @@ def declare_collective_group(
         Controller.current()  # it may not be allowed here; but no cluster is started for what can't be
     declaration = Declaration.of(actors, **_with_options(asked, options))
     controller = Controller.current()
-    membership = controller.groups.declare(declaration)
-    return Group(controller, membership, declaration.actors, declaration.backend)
+    return Group(controller, *controller.groups.declare(declaration))
 
 
 create_collective_group = declare_collective_group

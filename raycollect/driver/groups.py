@@ -35,6 +35,9 @@ from raycollect.group.membership import Membership, inner_groups, placed, unknow
 
 _log = logging.getLogger("raycollect")
 
+Declared = tuple[Membership, Declaration]
+"""A group, and what was asked for, with its actors by rank."""
+
 DERIVED_LIMIT = 16  # how many derived groups are kept; the least recently used one is dissolved first
 
 
@@ -79,7 +82,7 @@ class Groups:
                 pass
         return self._named.get(name) if isinstance(name, str) else None
 
-    def declared(self) -> list[tuple[Membership, Declaration]]:
+    def declared(self) -> list[Declared]:
         """All declared groups, with what was asked for."""
         with self._changing:
             return [(membership, self._declarations[name]) for name, membership in self._named.items()]
@@ -132,7 +135,7 @@ class Groups:
         self._named[membership.spec.name] = membership
         cluster_registry.post(membership)
 
-    def declare(self, declaration: Declaration) -> Membership:
+    def declare(self, declaration: Declaration) -> Declared:
         """Forms a named group; returns when every member has joined."""
         with self._changing:
             before = self._named.get(declaration.name)
@@ -140,14 +143,9 @@ class Groups:
                 if not self.coordinators.is_deserted(before):
                     raise GroupExistsError(group_name=declaration.name)
                 self.destroy(declaration.name)  # all its members have left it
-            membership = self._form(declaration)
-            self.add(membership)
-            self._declarations[declaration.name] = declaration
-            return membership
+            return self._kept(*self._form(declaration))
 
-    def rebuild(
-        self, old: Membership, actors: Sequence[Any] | None, timeout_s: float
-    ) -> tuple[Membership, tuple[Any, ...]]:
+    def rebuild(self, old: Membership, actors: Sequence[Any] | None, timeout_s: float) -> Declared:
         """Forms a declared group again, over the members that live or over other actors (`Group.rebuild`).
 
         An error leaves the group as it was, unless members could not join: then it is broken, and may be rebuilt again.
@@ -164,9 +162,7 @@ class Groups:
                     if actors is not None or monotonic() > deadline_s:  # else one that answered was about to die
                         raise
 
-    def change(
-        self, old: Membership, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any]
-    ) -> tuple[Membership, tuple[Any, ...]]:
+    def change(self, old: Membership, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any]) -> Declared:
         """Forms a declared group again over other members, once its plans under way have ended; errors as `rebuild`.
 
         `new` has by rank the actor in the place of one of `actors` that is dead.
@@ -189,15 +185,18 @@ class Groups:
 
     def _form_again(
         self, old: Membership, declaration: Declaration, heirs: Mapping[str, str], *, drains: bool
-    ) -> tuple[Membership, tuple[Any, ...]]:
+    ) -> Declared:
         try:
-            membership = self._form(declaration, old=old, drains=drains)
+            formed = self._form(declaration, old=old, drains=drains)
         finally:
             self._draining = ""
-        self.held.succeed(old, membership, heirs)
+        self.held.succeed(old, formed[0], heirs)
+        return self._kept(*formed)
+
+    def _kept(self, membership: Membership, declaration: Declaration) -> Declared:
         self.add(membership)
-        self._declarations[membership.spec.name] = declaration
-        return membership, declaration.actors
+        self._declarations[declaration.name] = declaration
+        return membership, declaration
 
     def close(self) -> None:
         """Removes the groups, which end with their controller, from the cluster's registry."""
@@ -235,7 +234,7 @@ class Groups:
             name = f"derived-{secrets.token_hex(3)}"
             actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
-            membership = self._form(declaration, is_derived=True)
+            membership, _ = self._form(declaration, is_derived=True)
             self._derived[actor_ids] = membership
             held = self.held.ids
             spare = [ids for ids, one in self._derived.items() if one.spec.group_id not in held]
@@ -253,7 +252,7 @@ class Groups:
         is_derived: bool = False,
         old: Membership | None = None,
         drains: bool = False,
-    ) -> Membership:
+    ) -> Declared:
         """Forms a group, in the place of `old`, which is as it was where not all are ready to join."""
         deadline_s = monotonic() + declaration.timeout_s
         member_discovery.check(declaration)
@@ -294,7 +293,8 @@ class Groups:
             raise
         if old is not None:
             self._part(old)
-        return membership
+        by_rank = tuple([actors[one.actor_id] for one in members])
+        return membership, replace(declaration, actors=by_rank, is_by_rank=True)
 
     def _retire(self, old: Membership, deadline_s: float, *, drains: bool) -> None:
         """Ends all that a group does; who is a member of the next one leaves it by joining that."""

@@ -18,7 +18,6 @@ from raycollect.driver.call import Call
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, prepare, send_prepared
 from raycollect.driver.work import Work, wait_for
-from raycollect.group.membership import Membership
 from raycollect.planner import STAGING_NBYTES
 
 MOST = 256
@@ -43,7 +42,6 @@ class _Asked(NamedTuple):
 class _Known(NamedTuple):
     """What a call found out."""
 
-    membership: Membership
     asked: RequestKey
     prepared: DispatchPlan
     order: tuple[int, ...]  # rank -> the place of its ref in the caller's list
@@ -72,7 +70,7 @@ def run(
     call = Call(kind, group_name, timeout_s, tensor_refs=refs, **operands)
     result = call.run(root=root, async_op=async_op, snapshot=snapshot)
     if asked is not None and call.sent is not None:
-        _note(asked, call.controller, *call.sent)
+        _note(asked, call.controller, call.sent)
     return result
 
 
@@ -101,19 +99,18 @@ def _again(controller: Controller, asked: _Asked) -> _Known | None:
     if known is None:
         return None
     now = controller.groups.find(asked.group_name)
-    if now is None and known.membership.is_derived:
+    if now is None and known.asked.group.is_derived:
         now = controller.groups.derived(asked.actors)
-    return known if now is known.membership else None
+    return known if now is known.asked.group else None
 
 
 def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, async_op: bool) -> Any:
-    memberships, results = (known.membership,), list(map(refs.__getitem__, known.order))
+    results = list(map(refs.__getitem__, known.order))
     operands = dict(zip(map(keys.__getitem__, known.order), results, strict=True))
     if async_op:
-        tracker = send_prepared(controller, known.prepared, memberships, operands)
+        tracker = send_prepared(controller, known.prepared, operands)
         submission = Submission(
             asked=(known.asked,),
-            memberships=memberships,
             refs=operands,
             results=(results,),
             staging=STAGING_NBYTES,
@@ -122,14 +119,15 @@ def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, 
         return Work(controller, tracker, results, submission)
     bell = controller.claim_bell()
     try:
-        tracker = send_prepared(controller, known.prepared, memberships, operands, bell)
+        tracker = send_prepared(controller, known.prepared, operands, bell)
         return wait_for(controller, tracker, results)
     finally:
         if bell is not None:
             controller.release_bell(bell)
 
 
-def _note(asked: _Asked, controller: Controller, request: RequestKey, membership: Membership) -> None:
+def _note(asked: _Asked, controller: Controller, request: RequestKey) -> None:
+    membership = request.group
     if not controller.groups.exists(membership):  # it has ended meanwhile, and would be kept
         return
     places = {actor: at for at, actor in enumerate(asked.actors)}
@@ -137,4 +135,4 @@ def _note(asked: _Asked, controller: Controller, request: RequestKey, membership
     known_calls = controller.known_calls
     if len(known_calls) >= MOST:
         known_calls.clear()
-    known_calls[asked] = _Known(membership, request, prepare((request,), STAGING_NBYTES), order)
+    known_calls[asked] = _Known(request, prepare((request,), STAGING_NBYTES), order)

@@ -10,7 +10,6 @@ from raycollect.driver.dispatch import RequestKey, Submission, made
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.group.membership import Membership
 from raycollect.planner import Made, Source
 
 _UNSENT = "its plan could not be sent"
@@ -19,7 +18,7 @@ _UNSENT = "its plan could not be sent"
 class RequestList:
     """Calls that go into one plan; `results` has a `Pending` for each ref that is still to be made. For one thread."""
 
-    __slots__ = ("_first", "_pending", "_places", "asked", "memberships", "refs", "results")
+    __slots__ = ("_first", "_pending", "_places", "asked", "refs", "results")
 
     def __init__(self) -> None:
         self._first = 0  # the first call of the plan that is being recorded
@@ -28,7 +27,6 @@ class RequestList:
     def clear(self) -> None:
         """Drops all that was recorded; placeholders still say what they belong to."""
         self.asked: list[RequestKey] = []
-        self.memberships: list[Membership] = []
         self.results: list[Any] = []
         self.refs: dict[Any, Any] = {}
         self._places: dict[Any, int] = {}
@@ -55,15 +53,14 @@ class RequestList:
         self._pending.append(pending)
         return pending
 
-    def add(self, asked: RequestKey, membership: Membership, result: Any) -> None:
+    def add(self, asked: RequestKey, result: Any) -> None:
         """Records a call."""
         self.asked.append(asked)
-        self.memberships.append(membership)
         self.results.append(result)
 
     def rewind(self, count: int, refs: int, why: str) -> None:
         """Drops all but the first calls and refs."""
-        del self.asked[count:], self.memberships[count:], self.results[count:]
+        del self.asked[count:], self.results[count:]
         while len(self.refs) > refs:
             key, _ = self.refs.popitem()
             del self._places[key]
@@ -76,7 +73,6 @@ class RequestList:
         """Sends all calls as one plan and settles what they make; only `results` are kept (P5)."""
         submission = Submission(
             asked=tuple(self.asked),
-            memberships=tuple(self.memberships),
             refs=self.refs,
             results=tuple(self.results),
             staging=staging,

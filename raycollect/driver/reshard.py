@@ -121,9 +121,9 @@ class ReshardCall(Call):
         source = request_list.source
         operands = tuple((rank, source(given.get(rank)), source(taken.get(rank))) for rank in reshard.ranks)
         results = [self._ref(rank, one if inplace else None) for rank, one in taken.items()]
-        call = (membership.roster, OpKind.ALLTOALL, operands, None, -1, -1)
+        call = (membership, OpKind.ALLTOALL, operands, None, -1, -1)
         asked = RequestKey(*call, inplace, self._limit_s, snapshot and inplace, reshard=reshard)
-        request_list.add(asked, membership, results)
+        request_list.add(asked, results)
         return self._result(async_op)
 
     def _layouts(self, name: str, given: Any) -> SideLayouts:

@@ -14,7 +14,7 @@ from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, Exchange, NoFaults, Reaching, Together
 from raycollect.engine.batch_agreement import BatchAgreement, is_batch
-from raycollect.engine.device_staging import Patience, transfer
+from raycollect.engine.device_staging import transfer
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle, Scheduler
 from raycollect.engine.launch_sequence import LaunchSequence
@@ -24,10 +24,8 @@ from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
 from raycollect.engine.run_cache import RunCache
 from raycollect.engine.spans import timed
 from raycollect.errors import (
-    CollectiveTimeoutError,
     FaultError,
     KernelError,
-    PlanAbortedError,
     RaycollectError,
     RefusedError,
     kept,
@@ -104,7 +102,6 @@ class Execution:
         self._schedule: KernelSchedule | None = None  # once all have agreed
         self._move: LaunchStep | None = None  # the latest that was begun
         self._left = 0  # how many of its kernels have not ended
-        self._until_s = 0.0  # when to give up waiting for readers
         self._packs = False  # whether a kernel has worked in the staging
         self._writes = False  # whether the step under way may have changed what it writes
         self._kernel_progress: KernelProgress | None = None  # of the thread that runs it
@@ -226,7 +223,7 @@ class Execution:
 
     def _run(self, schedule: KernelSchedule) -> None:
         self._step.at = self._where
-        with self._instruments.store.writing(schedule.ranges, self._given_up):
+        with self._instruments.store.writing(schedule.ranges, self._launches.reason, self.program.timeout_s):
             for scheduled in schedule.bundles:
                 self._under_way = scheduled
                 if len(schedule.bundles) > 1:
@@ -289,7 +286,7 @@ class Execution:
         # Copies of this rank alone, or work between its GPUs.
         self._writes = self._writes or any(one.kind is Local.SPREAD for one in move.crossings) or bool(move.copies)
         with self._timed.staging(move.crossings[0].kind.value if move.crossings else "copy"):
-            patience = self._patience()
+            patience = self._launches.patience()
             for target, source in move.copies:
                 transfer(target, source, patience)
             for crossing in move.crossings:
@@ -303,15 +300,12 @@ class Execution:
         self._left, self._move = len(move.kernels), move
         if not self._preparation.is_loaded:
             with self._timed.staging("load stand-ins"):
-                staging_copies.load(self._patience())
+                staging_copies.load(self._launches.patience())
         self._preparation.is_loaded = False
         self._launch(communicator, launch, move)
         self._writes = not is_kept
         with self._timed.staging("unload stand-ins"):
-            staging_copies.unload(self._patience())
-
-    def _patience(self) -> Patience:
-        return Patience(lambda: self._launches.reason, self.program.timeout_s)
+            staging_copies.unload(self._launches.patience())
 
     def _launch(self, communicator: Communicator, launch: Launch, move: LaunchStep) -> None:
         # Together where the backend can, else by `move.instead`, else one by one.
@@ -370,11 +364,6 @@ class Execution:
         begun = () if latest is None else latest.kernels[len(latest.kernels) - self._left :]
         return [*begun, *(kernel for move in moves[at + 1 :] if move.number == number for kernel in move.kernels)]
 
-    def _given_up(self) -> RaycollectError | None:
-        now_s, limit_s = self._instruments.clock(), self.program.timeout_s
-        self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
-        return given_up(self._launches.reason, now_s > self._until_s, limit_s)
-
     def _located(self, error: RaycollectError) -> RaycollectError:
         return located(error, self.program, self._under_way, self._instruments.recorder, self._seq)
 
@@ -384,16 +373,6 @@ class Execution:
     def _at(self, point: str) -> None:
         if self._faults is not None:
             self._faults.at(point, self._seq, self.program.agreement.rank)
-
-
-def given_up(reason: str | None, is_late: bool, limit_s: float) -> RaycollectError | None:
-    """Returns what ends a wait for readers of what a plan writes: an abort, or the time limit; None: wait on."""
-    if reason is not None:
-        return PlanAbortedError(detail=reason)
-    if not is_late:
-        return None
-    detail = f"for {limit_s:g} s others have been reading a tensor that the plan writes"
-    return CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
 
 
 def located(

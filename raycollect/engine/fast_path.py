@@ -18,7 +18,7 @@ from raycollect.backends.completion import DONE
 from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, NoFaults
-from raycollect.engine.execution import Execution, Outcome, given_up, located
+from raycollect.engine.execution import Execution, Outcome, located
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import ScheduledBundle
 from raycollect.engine.launch_sequence import meet_again
@@ -51,7 +51,6 @@ class FastPath:
     _stopped: bool = False
     _communicator: Communicator | None = None  # while a run is under way
     _full: Execution | None = None
-    _until_s: float = 0.0  # when to give up waiting for readers
     _ring: Ring | None = None  # that has seen a run
     _label: int = 0  # the number of the label there
     _kernel_progress: KernelProgress | None = None  # of the thread that runs it
@@ -204,8 +203,8 @@ class FastPath:
         return self._label
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
-        store, self._until_s = self.instruments.store, 0.0
-        with store.writing(scheduled.ranges, self._given_up):
+        store = self.instruments.store
+        with store.writing(scheduled.ranges, self._reason, launch.timeout_s):
             try:
                 completion = communicator.launch(launch, scheduled.moves[0].kernels[0])
                 if completion is not DONE:
@@ -222,11 +221,6 @@ class FastPath:
     def _reason(self) -> str | None:
         reason = None if self._aborted is None else self._aborted()
         return "the plan was aborted" if reason is None and self._stopped else reason
-
-    def _given_up(self) -> RaycollectError | None:
-        now_s, limit_s = self.instruments.clock(), self.program.timeout_s
-        self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
-        return given_up(self._reason(), now_s > self._until_s, limit_s)
 
     def _in_full(self, brought: tuple[bytes, ...] | None) -> Execution:
         program, communicator = self.program, self._communicator  # which is ended even if the group has gone meanwhile

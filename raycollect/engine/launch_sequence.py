@@ -13,6 +13,7 @@ from typing import Any
 
 from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator, Exchange, Forsaking
+from raycollect.engine.device_staging import Patience
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.planner import Program
 
@@ -34,11 +35,14 @@ class LaunchSequence:
     opened: _Open | None = None  # the communicator and its launch; None: the controller carries the agreement
     _wakes: Callable[[int], None] | None = None  # of what is open
 
-    @property
     def reason(self) -> str | None:
         """Why the program has to stop; None where it may go on."""
         reason = self.aborted()
         return "the plan was aborted" if reason is None and self._stopped else reason
+
+    def patience(self) -> Patience:
+        """What ends a wait for a device."""
+        return Patience(self.reason, self.program.timeout_s)
 
     def begin(self) -> None:
         """Opens the launch of the agreement; raises GroupBrokenError where this participant has no such group."""
@@ -165,7 +169,7 @@ class LaunchSequence:
         return () if opened is None else opened[0].end(opened[1], ok)
 
     def _check(self) -> None:
-        reason = self.reason
+        reason = self.reason()
         if reason is not None:
             raise PlanAbortedError(detail=reason)
 

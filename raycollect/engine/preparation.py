@@ -9,7 +9,7 @@ from typing import Any
 
 from raycollect.core.model import Kernel, Key
 from raycollect.core.protocols import Communicator
-from raycollect.engine.device_staging import Patience, home_of
+from raycollect.engine.device_staging import home_of
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule
@@ -176,7 +176,7 @@ class Preparation:
         copies = buffers.staging_copies([(kernel.src, kernel.dst)]) if buffers is not None else None
         if copies is not None:
             with self.spans.staging("load stand-ins"):
-                copies.load(Patience(lambda: self.launches.reason, self.program.timeout_s))
+                copies.load(self.launches.patience())
             self.is_loaded = True
         communicator, launch = opened
         try:
@@ -192,10 +192,10 @@ class Preparation:
             self.instruments.recorder.add("waiting", self.seq, key.hex())
             self._step.at = "waits for an operand's method"
             with self.spans.waiting("an operand"):
-                found = store.wait(key, lambda: self.launches.reason is not None)
+                found = store.wait(key, lambda: self.launches.reason() is not None)
             self._step.at = _PREPARES
             if isinstance(found, Absence) and found.state is State.ABSENT:
-                raise PlanAbortedError(detail=self.launches.reason or "aborted while waiting for an operand")
+                raise PlanAbortedError(detail=self.launches.reason() or "aborted while waiting for an operand")
         if isinstance(found, Container):
             return found
         return missing(found)

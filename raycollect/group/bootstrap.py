@@ -43,15 +43,24 @@ _POLL_S = (0.002, 0.1)
 _RETRY_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BootstrapRequest:
-    """What one process was told of the group, and what the others have to know of it."""
+class Introduction(NamedTuple):
+    """What a member tells the others of itself as it joins."""
 
-    spec: GroupSpec  # its id is for rank 0 to choose, and its backend may be "auto"
-    rank: int
     who: str  # what a person calls this process: Worker(3f2a91)
     machine: str  # equal for processes that can share memory
     gpu: backends.Gpu | None = None  # the GPU of this process, if the backend is yet to be chosen
+
+
+_INTRODUCTIONS = Codec[Introduction](Introduction, "member's word")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootstrapRequest:
+    """What one process was told of the group, and what it tells the others."""
+
+    spec: GroupSpec  # its id is for rank 0 to choose, and its backend may be "auto"
+    rank: int
+    me: Introduction
 
 
 # ---------------------------------------------------------------------------------------------- rank 0
@@ -70,8 +79,8 @@ def lead(
         RaycollectError: The group failed to form.
     """
     name, world_size = request.spec.name, request.spec.world_size
-    server = CoordinatorServer(store.host, request.spec, request.who)
-    record = Record(address=server.address, who=request.who).to_bytes()
+    server = CoordinatorServer(store.host, request.spec, request.me.who)
+    record = Record(address=server.address, who=request.me.who).to_bytes()
     if world_size > 1:
         try:
             _post(request, store, record, hub)
@@ -244,7 +253,7 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
         spec = replace(request.spec, group_id=group_id)
         return ProcessGroup(spec, request.rank, uplink.send, host=host, leave=uplink.leave)
 
-    uplink, hello = _Uplink(make), hello_of(request.spec, request.rank, request.who)
+    uplink, hello = _Uplink(make), hello_of(request.spec, request.rank, request.me.who)
     try:
         link = uplink.link = hub.connect(record.address, hello, uplink, max(deadline_s - time.monotonic(), 0.1))
     except (ConnectionLostError, AuthenticationError, ProtocolError) as exc:
@@ -265,30 +274,19 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
 
 def _agree(process_group: ProcessGroup, request: BootstrapRequest) -> None:
     """Exchanges who and where the members are, from which all choose the same backend."""
-    words = process_group.confer("join", _SAID.encode(_Said(request.who, request.machine, request.gpu)))
-    said = [_said(rank, word) for rank, word in enumerate(words)]
-    machines = [one.machine for one in said]
+    words = process_group.confer("join", _INTRODUCTIONS.encode(request.me))
+    members = [_read(rank, word) for rank, word in enumerate(words)]
+    machines = [one.machine for one in members]
     backend = request.spec.backend
     if backend == "auto":
-        gpus = [one.gpu for one in said]
+        gpus = [one.gpu for one in members]
         backend = backends.choose(machines, gpus, dict(request.spec.options)).backend
     backends.check_placement(backend, machines, request.spec.name)
-    process_group.settle(placed(on_backend(process_group.spec, backend), machines), tuple(one.who for one in said))
+    process_group.settle(placed(on_backend(process_group.spec, backend), machines), tuple(one.who for one in members))
 
 
-class _Said(NamedTuple):
-    """What a member tells the others of itself, as in `BootstrapRequest`."""
-
-    who: str
-    machine: str
-    gpu: backends.Gpu | None
-
-
-_SAID = Codec[_Said](_Said, "member's word")
-
-
-def _said(rank: int, word: bytes) -> _Said:
+def _read(rank: int, word: bytes) -> Introduction:
     try:
-        return _SAID.decode(word)
+        return _INTRODUCTIONS.decode(word)
     except ProtocolError:
         raise ProtocolError(detail=f"rank {rank} does not say who and where it is") from None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from raycollect.backends.completion import DONE
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Together
 from raycollect.engine.launch_sequence import meet_again
@@ -68,11 +69,12 @@ class CallCommunicator:
         return brought
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Launches a kernel."""
+        """Launches a kernel; that of some ranks has ended when this returns, as its errors name ranks too."""
         try:
             if self._is_whole:
                 return self._communicator.launch(launch, kernel)
-            return self._communicator.launch(self._inside(launch), self._mapped(kernel))
+            self._communicator.launch(self._inside(launch), self._mapped(kernel)).wait(launch.timeout_s)
+            return DONE
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise

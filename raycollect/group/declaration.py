@@ -28,7 +28,7 @@ class Declaration:
 
     name: str
     backend: str  # a backend's name in its one spelling, or "auto"
-    actors: tuple[Any, ...]  # the actor handles by rank; in the order given if a rank table says the ranks
+    actors: tuple[Any, ...]  # the actor handles by rank
     ordering: str = PROGRAM
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long to wait for all members, in seconds
     # How long ranks wait for each other in the driver's calls that do not say, in seconds
@@ -37,6 +37,7 @@ class Declaration:
     options: tuple[tuple[str, Any], ...] = ()  # `GroupSpec.options`
     rank_table: RankTable | None = None
     rank_table_from: str = ""  # where the rank table is from, for a message
+    is_by_rank: bool = True  # whether the actors are; else the rank table is yet to say their ranks
 
     @classmethod
     def of(
@@ -83,6 +84,7 @@ class Declaration:
             options=given,
             rank_table=table,
             rank_table_from=source,
+            is_by_rank=table is None,
         )
 
     def over(self, actors: Sequence[Any] | None, timeout_s: float) -> Declaration:
@@ -93,8 +95,10 @@ class Declaration:
         if problems:
             raise InvalidGroupError(group_name=self.name, detail=listed(problems, "; "))
         found = self.actors if actors is None else tuple(actors)
-        # a rank table is for its own number of ranks
-        table = self.rank_table if len(found) == len(self.actors) else None
+        # a rank table is for its own number of ranks, each on its own device
+        pairs = zip(found, self.actors, strict=False)
+        stays = len(found) == len(self.actors) and all(new == old or new not in self.actors for new, old in pairs)
+        table = self.rank_table if stays else None
         return replace(self, actors=found, timeout_s=timeout_s, rank_table=table)
 
     def ranked(self, infos: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
@@ -104,7 +108,7 @@ class Declaration:
             InvalidGroupError: The actors are not where the rank table wants them.
         """
         ranks: Sequence[int] = range(len(infos))
-        if self.rank_table is not None:
+        if self.rank_table is not None and not self.is_by_rank:
             places = [Place.of(one["node_id"], dict(one["accelerators"]), one["actor"]) for one in infos]
             try:
                 ranks = assign(self.rank_table, places, group_name=self.name)

@@ -14,7 +14,7 @@ from raycollect.core.model import GroupLike, GroupSpec, name_of
 from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError
 from raycollect.errors.text import listed, shown
 from raycollect.group import pg_options as options
-from raycollect.group.bootstrap import BootstrapRequest, follow, lead
+from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, store_at
 from raycollect.group.membership import unknown
 from raycollect.group.process_group import ProcessGroup
@@ -81,9 +81,11 @@ def init_collective_group(
             timeout_s=gloo_timeout / 1000,
         ),
         rank=rank,
-        who=_who()[:MOST_WHO],
-        machine=ray_internals.machine_id(),
-        gpu=gpus.here(ray_internals.has_gpu()) if wanted == "auto" and world_size > 1 else None,
+        me=Introduction(
+            _who()[:MOST_WHO],
+            ray_internals.machine_id(),
+            gpus.here(ray_internals.has_gpu()) if wanted == "auto" and world_size > 1 else None,
+        ),
     )
     begin_from_environment(places)
     process_groups = ProcessGroups.current()

@@ -7,7 +7,9 @@ plan writes (readers wait for it), and those that a failed plan left half-writte
 from __future__ import annotations
 
 import enum
+import math
 import threading
+import time
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycollect.core.model import TASK_NBYTES, Key
-from raycollect.errors import RaycollectError, StoreFullError, anew
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, StoreFullError
 from raycollect.pos.container import Container
 
 Range = tuple[int, int]
@@ -198,11 +200,15 @@ class Store:
         """A context that holds off plans that write these ranges; entering waits for those that do, or are about to."""
         return _Claim(self._lock, self._changed, self._reading, (self._writing, self._pending), ranges)
 
-    def writing(self, ranges: Sequence[Range], given_up: Callable[[], RaycollectError | None] = lambda: None) -> _Claim:
-        """A context that holds off readers of these ranges; entering waits for current ones, which only copy."""
-        return _Claim(
-            self._lock, self._changed, self._writing, (self._writing, self._reading), ranges, self._pending, given_up
-        )
+    def writing(
+        self, ranges: Sequence[Range], aborted: Callable[[], str | None] = lambda: None, limit_s: float = math.inf
+    ) -> _Claim:
+        """A context that holds off readers of these ranges; entering waits for current ones, which only copy.
+
+        It raises PlanAbortedError once `aborted` says why, and CollectiveTimeoutError after `limit_s`.
+        """
+        against = self._writing, self._reading
+        return _Claim(self._lock, self._changed, self._writing, against, ranges, self._pending, aborted, limit_s)
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
         """Marks ranges as half-written, as long as the owners of the memory live."""
@@ -243,7 +249,8 @@ class _Claim:
     _against: Sequence[list[Sequence[Range]]]
     _ranges: Sequence[Range]
     _pending: list[Sequence[Range]] | None = None
-    _given_up: Callable[[], RaycollectError | None] = lambda: None
+    _aborted: Callable[[], str | None] = lambda: None
+    _limit_s: float = math.inf
 
     def __enter__(self) -> None:
         with self._lock:
@@ -264,14 +271,19 @@ class _Claim:
 
     def _wait(self) -> None:
         """Readers that come later wait for this writer, so that a chain of readers can't hold it off."""
+        until_s = time.monotonic() + self._limit_s
         if self._pending is not None:
             self._pending.append(self._ranges)
         try:
             while self._has_to_wait():
-                error = self._given_up()
-                if error is not None:
-                    raise anew(error)
-                self._changed.wait(_LOOK_S)
+                reason = self._aborted()
+                if reason is not None:
+                    raise PlanAbortedError(detail=reason)
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    detail = f"for {self._limit_s:g} s others have been reading a tensor that the plan writes"
+                    raise CollectiveTimeoutError(timeout_s=self._limit_s, detail=detail)
+                self._changed.wait(min(_LOOK_S, left_s))
         finally:
             if self._pending is not None:
                 _drop(self._pending, self._ranges)

@@ -405,7 +405,7 @@ def test_plan_of_a_batch_sends_nothing(trio, submits):
         recorded = batches.record(step, (True,), {"op": "max"})
         assert [asked.kind.value for asked in recorded.asked] == ["allgather", "allreduce", "broadcast"]
         assert recorded.staging == 1 << 20
-        assert [membership.spec.name for membership in recorded.memberships] == ["default"] * 3
+        assert [asked.group.spec.name for asked in recorded.asked] == ["default"] * 3
         given = list(recorded.refs.values())
         assert [given[src] for _, src, _ in recorded.asked[0].operands] == refs
         with pytest.raises(errors.BatchError, match="only planned"):

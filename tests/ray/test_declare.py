@@ -342,6 +342,9 @@ def test_a_rank_table_says_the_ranks(actors, tmp_path, monkeypatch):
     refs = [actor.get_buffer.remote() for actor in (a, b, c)]
     assert col.broadcast_refs(refs, src_rank=2) == [refs[1], refs[2], refs[0]]
     assert group.rank_table() == col.RankTable.from_dict(table([(0, 0), (1, 1), (2, 2)]))
+    assert group.rebuild([c, b, a]).actors == (c, b, a), "from then on it is their order that says the ranks"
+    assert group.rebuild().actors == (c, b, a)
+    assert col.broadcast_refs(refs, src_rank=2) == [refs[2], refs[1], refs[0]]
     with refused(errors.InvalidGroupError, "3 ranks on 1 node", "there are 2 actors", "RANK_TABLE_FILE", "pass ranks"):
         col.declare_collective_group([a, b], group_name="h")
     with refused(errors.InvalidGroupError, "give one of them"):

@@ -63,10 +63,10 @@ def test_what_is_known_of_a_group_ends_with_it(actors):
     workers = actors(BufferActor, 2)
     group = col.declare_collective_group(workers, group_name="ends")
     col.allreduce_refs(fresh(workers), group_name="ends")
-    groups = {one.membership.spec.name for one in Controller.current().known_calls.values()}
+    groups = {one.asked.group.spec.name for one in Controller.current().known_calls.values()}
     assert "ends" in groups
     group.destroy()
-    groups = {one.membership.spec.name for one in Controller.current().known_calls.values()}
+    groups = {one.asked.group.spec.name for one in Controller.current().known_calls.values()}
     assert "ends" not in groups
 
 

@@ -29,7 +29,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -90,7 +89,10 @@ def create(
 
 
 class NcclCommunicator(OnGpu):
-    """One rank's membership. An abort also wakes a rank inside a kernel; the group is broken then."""
+    """One rank's membership. An abort also wakes a rank inside a kernel; the group is broken then.
+
+    It is the `Completion` of its kernels, too: its stream has one under way at a time.
+    """
 
     def __init__(self, joined: Joined, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         super().__init__(spec, rank, exchange, joined.device)
@@ -102,6 +104,7 @@ class NcclCommunicator(OnGpu):
         self._replays = Replays(records=joined.records)
         self._next: tuple[Kernel, Way] | None = None  # what comes by the short way, and how all ranks run it
         self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
+        self._launched: tuple[Launch, Kernel] | None = None  # what is on the GPU until it is waited for
         self._kept: Any = None  # the memory that the kernels under way use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
         self._until_s = math.inf  # until when it may
@@ -143,14 +146,19 @@ class NcclCommunicator(OnGpu):
         agreed, self._next, self._to_record = self._next, None, None
         if agreed is None or not is_same(agreed[0], kernel):
             self._start(launch, (kernel,))
-            return _UnderWay(self, launch, kernel)
-        came, way = agreed
-        if way is Way.GRAPH:
-            self._start_graph(launch, kernel, came)
+        elif agreed[1] is Way.GRAPH:
+            self._start_graph(launch, kernel, agreed[0])
         else:
-            self._start(launch, (kernel,), came)
-            self._to_record = (came, kernel) if way is Way.RECORD else None
-        return _UnderWay(self, launch, kernel)
+            self._start(launch, (kernel,), agreed[0])
+            self._to_record = (agreed[0], kernel) if agreed[1] is Way.RECORD else None
+        self._launched = launch, kernel
+        return self
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the kernel that was launched last as `finish` does; the launch's own limit counts."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self.finish(*launched)
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
         """Runs kernels as one NCCL group; see `protocols.Together`."""
@@ -350,16 +358,3 @@ class _Guard(timers.Watcher):
 
 
 _guard = _Guard()
-
-
-@dataclass(slots=True, eq=False)
-class _UnderWay:
-    """A kernel on the GPU, which is held until it has ended."""
-
-    communicator: NcclCommunicator
-    launch: Launch
-    kernel: Kernel
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns when it has ended; see `protocols.Completion`. The launch's own limit counts."""
-        self.communicator.finish(self.launch, self.kernel)

@@ -97,8 +97,7 @@ class Fleet:
             for member in membership.members:
                 found[member.actor].group_ids.add(membership.spec.group_id)
         first = plan([asked(left, (0, 1, 2)).request()], [left.roster])
-        pairs = [(right, asked(right, (4, 3))), (left, asked(left, (0, 1, 2)))]
-        second = plan([one.request() for _, one in pairs], [one.roster for _, one in pairs])
+        second = plan([asked(right, (4, 3)).request(), asked(left, (0, 1, 2)).request()], [right.roster, left.roster])
         assert second.agreement is None
         participants = (*first.participants, right.members[0].actor_id)
         places = {one: at for at, one in enumerate(participants)}

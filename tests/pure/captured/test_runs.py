@@ -89,7 +89,7 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     from tests.pure.driver.test_controller import registered_anew
     from tests.pure.driver.test_plan_tracker_batches import flying
 
-    other = flying((fleet.left, asked(fleet.left, (0, 1, 2))))
+    other = flying(asked(fleet.left, (0, 1, 2)))
     taken = registered_anew(fleet.controller, other)
     with pytest.raises(ProtocolError, match="no run"):
         fleet.tell(0, Ran(seq=taken.seq, payload=b""))
@@ -193,7 +193,7 @@ def test_run_follows_pending_plans_of_its_participants(fleet: Fleet, monkeypatch
 
     assert not fleet.begin().is_fenced
     assert not fleet.begin().is_fenced, "other runs by the doorbell are no reason"
-    made = flying((fleet.left, asked(fleet.left, (0, 1, 2))))
+    made = flying(asked(fleet.left, (0, 1, 2)))
     plan_ = registered_anew(fleet.controller, made)
     behind = fleet.begin()
     assert behind.is_fenced

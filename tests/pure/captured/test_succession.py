@@ -36,9 +36,9 @@ def recorded(kind: OpKind, ranks: tuple[int, ...], *, root: int = -1, refs: bool
         operands.append((rank, at, None))
     peer = ranks[-1] if kind is OpKind.SEND else -1
     op = ReduceOp.SUM if kind is OpKind.ALLREDUCE else None
-    asked = RequestKey(OLD.roster, kind, tuple(operands), op, root, peer, True, 60.0, **more)
+    asked = RequestKey(OLD, kind, tuple(operands), op, root, peer, True, 60.0, **more)
     made.promise(f"{5:032x}")
-    made.add(asked, OLD, None)
+    made.add(asked, None)
     made.end_plan()
     made.seal()
     return made
@@ -89,11 +89,11 @@ def test_a_replaced_actor_is_exchanged_and_ranks_that_moved_are_followed(monkeyp
     change.apply(step, AFTER)
     (asked,) = step.asked
     assert (asked.root, asked.peer, asked.operands) == (2, 1, ((1, 1, None), (2, 0, None)))
-    assert asked.roster.members == (f"{9:032x}", f"{8:032x}", f"{5:032x}")
+    assert asked.group.roster.members == (f"{9:032x}", f"{8:032x}", f"{5:032x}")
     assert [call.actor._actor_id.hex() for call in step.calls] == [call.made.actor_id for call in step.calls]
     assert [call.made.actor_id for call in step.calls] == [f"{5:032x}", f"{8:032x}"]
     assert [call.made.key for call in step.calls] == [captured_key(AFTER, 0, at) for at in range(2)]
-    assert step.memberships == [change.now[OLD]]
+    assert asked.group is change.now[OLD]
     again = Succession(now={change.now[OLD]: group("g", (8, 5))}, heirs={})
     again.apply(step, BEFORE)
     assert (step.asked[0].root, step.asked[0].peer) == (1, 0)

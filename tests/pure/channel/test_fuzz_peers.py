@@ -199,7 +199,7 @@ def _join(rng: random.Random) -> Join:
 def _order(rng: random.Random) -> Order:
     """A program of groups that may be there or not, after plans that may never come."""
     left, right = group("left", (5, 6)), group("right", (5, 7))
-    one = flying((left, asked(left, (0, 1))), (right, asked(right, (2, 3))))
+    one = flying(asked(left, (0, 1)), asked(right, (2, 3)))
     payload = bytearray(
         encode_order(
             Ticket(rng.choice((0, 1, 2, 2**63)), rng.choice((0, 0, 7, 2**63))),
@@ -303,7 +303,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     spec = asdict(GroupSpec(name="g", group_id="id of left", backend="shm", world_size=2))
     link.send(Join(request=1, group=spec, rank=1, members=[{"actor": f"W{at}", "ordered": True} for at in range(2)]))
     left = group("left", (5, 6))
-    program = flying((left, asked(left, (0, 1)))).plan.program(0)
+    program = flying(asked(left, (0, 1))).plan.program(0)
     for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
         payload = encode_order(Ticket(seq, predecessor), [key(0)], encode_program(program))
         link.send(Order(payload=payload, together=True, in_order=False, after=b"", rings=False))
@@ -346,9 +346,9 @@ def scene(controller: Controller) -> Scene:
         for member in one.members:
             found[member.actor].group_ids.add(one.spec.group_id)
     plans = [
-        flying((left, asked(left, (0, 1, 2)))),
-        flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3)))),
-        flying((right, asked(right, (4, 3)))),
+        flying(asked(left, (0, 1, 2))),
+        flying(asked(left, (0, 1, 2)), asked(right, (4, 3))),
+        flying(asked(right, (4, 3))),
     ]
     trackers = [registered_anew(controller, one) for one in plans]
     peers = {number: found[f"Worker({number})"] for number in (5, 6, 7, 8)}

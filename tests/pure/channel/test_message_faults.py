@@ -84,8 +84,8 @@ class Crew(Fleet):
         asked = []
         for group, pair in zip(self.memberships, pairs, strict=True):
             operands = tuple((rank, places.index(one.key), None) for rank, one in enumerate(pair))
-            asked.append(RequestKey(group.roster, OpKind.ALLREDUCE, operands, ReduceOp.SUM, -1, -1, True, WAIT_S))
-        return dispatch.send_plan(self.controller, tuple(asked), self.memberships, dict(refs), 1 << 20)
+            asked.append(RequestKey(group, OpKind.ALLREDUCE, operands, ReduceOp.SUM, -1, -1, True, WAIT_S))
+        return dispatch.send_plan(self.controller, tuple(asked), dict(refs), 1 << 20)
 
     def look(self) -> Sequence[Seen | None]:
         return self.controller.participants.look(self.memberships[0].members, WAIT_S)

@@ -68,7 +68,7 @@ def registered(controller: Controller) -> PlanTracker:
     """Actors 5, 6, 7 in one group and 7, 8 in another: no group has all, so that the controller keeps the check."""
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
     lease(controller, left, right)
-    tracker = flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3))))
+    tracker = flying(asked(left, (0, 1, 2)), asked(right, (4, 3)))
     return registered_anew(controller, tracker)
 
 
@@ -195,7 +195,7 @@ def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
         peer.submit = lambda payload, outputs, place=place: submit(place)  # type: ignore[method-assign]
     refs = {key(place): object() for place in range(3)}
     with pytest.raises(KeyboardInterrupt):
-        send_plan(controller, (asked(membership, (0, 1, 2)),), [membership], refs, 0)
+        send_plan(controller, (asked(membership, (0, 1, 2)),), refs, 0)
     told = [[type(message) for message in said(peer)] for peer in peers]
     assert told == [[Abort] if place <= at else [] for place in range(3)]
     for tracker in controller.trackers():
@@ -221,7 +221,7 @@ def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(con
         peer.calls = SubmittedCalls()
     peers[1].calls.lock = Held()  # type: ignore[assignment, union-attr]
     with pytest.raises(KeyboardInterrupt):
-        send_plan(controller, (asked(membership, (0, 1, 2)),), [membership], {key(at): object() for at in range(3)}, 0)
+        send_plan(controller, (asked(membership, (0, 1, 2)),), {key(at): object() for at in range(3)}, 0)
     assert not controller.trackers()
     assert [said(peer) for peer in peers] == [[], [], []]
 
@@ -237,7 +237,7 @@ def test_released_participant_ends_its_running_plans(controller):
     for peer in peers:
         peer.group_ids.add(membership.spec.group_id)
         peer.link.close = lambda: None
-    tracker = registered_anew(controller, flying((membership, asked(membership, (0, 1, 2)))))
+    tracker = registered_anew(controller, flying(asked(membership, (0, 1, 2))))
     tracker.fail(KernelError(detail="no memory"))
     assert controller.trackers()
     controller.groups.destroy("team")

@@ -254,7 +254,9 @@ def declared(count, name="default", asked="auto", machines=1):
     spec = SimpleNamespace(name=name, world_size=count, backend="tcp", ordering="program")
     actors = [SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda rank=rank: str(rank))) for rank in range(count)]
     chosen = backends.choose([one.machine for one in members]).why
-    return Group(Controller(), SimpleNamespace(spec=spec, members=members, epoch=2, chosen=chosen), actors, asked)
+    asked = SimpleNamespace(actors=actors, backend=asked)
+    membership = SimpleNamespace(spec=spec, members=members, epoch=2, chosen=chosen)
+    return Group(Controller(), membership, asked)
 
 
 @pytest.mark.parametrize("name", HOSTILE[:5])

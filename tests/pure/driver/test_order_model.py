@@ -237,12 +237,11 @@ class Fleet:
             op = call.op if is_reducing else None
             asked.append(
                 RequestKey(
-                    self.memberships[number].roster, call.kind, operands, op, call.root, call.peer, not call.makes,
+                    self.memberships[number], call.kind, operands, op, call.root, call.peer, not call.makes,
                     WAIT_S,
                 )
             )  # fmt: skip
-        groups = [self.memberships[number] for number in numbers]
-        tracker = dispatch.send_plan(self.controller, tuple(asked), groups, refs, 1 << 20)
+        tracker = dispatch.send_plan(self.controller, tuple(asked), refs, 1 << 20)
         turns = tuple(made.turns)
         self.sent.append(
             Sent(calls=tuple(calls), tracker=tracker, mismatches=is_refused, is_missing=made.raises, turns=turns)

@@ -61,20 +61,21 @@ def key(place: int) -> Key:
 def asked(membership: Membership, sources: Sequence[Any], **changes: Any) -> RequestKey:
     """An allreduce."""
     operands = tuple((rank, source, None) for rank, source in enumerate(sources))
-    one = RequestKey(membership.roster, OpKind.ALLREDUCE, operands, ReduceOp.SUM, -1, -1, True, 60.0)
+    one = RequestKey(membership, OpKind.ALLREDUCE, operands, ReduceOp.SUM, -1, -1, True, 60.0)
     return one._replace(**changes)
 
 
-def flying(*pairs: tuple[Membership, RequestKey], refs: int = 10) -> PlanTracker:
-    planned = plan([one.request() for _, one in pairs], [one.roster for _, one in pairs])
-    return PlanTracker(SEQ, planned, [membership for membership, _ in pairs], {key(at): object() for at in range(refs)})
+def flying(*calls: RequestKey, refs: int = 10) -> PlanTracker:
+    groups = [one.group for one in calls]
+    planned = plan([one.request() for one in calls], [one.roster for one in groups])
+    return PlanTracker(SEQ, planned, groups, {key(at): object() for at in range(refs)})
 
 
 @pytest.fixture
 def chain() -> PlanTracker:
     """Actors 5, 6, 7 in the group "left", then 7, 8 in "right": no group has all."""
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
-    return flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3))))
+    return flying(asked(left, (0, 1, 2)), asked(right, (4, 3)))
 
 
 def position(tracker: PlanTracker, number: int) -> int:
@@ -162,13 +163,13 @@ def test_a_call_number_out_of_range_is_left_alone(chain: PlanTracker) -> None:
 def test_the_first_use_of_a_ref_is_found(chain: PlanTracker) -> None:
     assert [chain.location.first_use(key(place)) for place in (1, 3, 4)] == [(0, 1), (1, 1), (1, 0)]
     left = group("left", (5, 6))
-    assert flying((left, asked(left, (0, 1)))).location.first_use(key(1)) == (-1, 1)
+    assert flying(asked(left, (0, 1))).location.first_use(key(1)) == (-1, 1)
 
 
 def test_batch_knows_the_refs_it_writes() -> None:
     left = group("left", (5, 6))
     read = asked(left, (0, 1), inplace=False)
-    tracker = flying((left, read), (left, asked(left, (Made(0), Made(0)))), (left, asked(left, (2, 1))))
+    tracker = flying(read, asked(left, (Made(0), Made(0))), asked(left, (2, 1)))
     assert [tracker.writes.get(key(place)) for place in range(4)] == [False, True, True, None]
 
 
@@ -176,7 +177,7 @@ def test_the_time_limit_of_a_batch_is_the_longest_of_its_calls() -> None:
     left = group("left", (5, 6))
     for limits in ((2.0, 60.0), (60.0, 2.0), (0.5, 0.25)):
         calls = [asked(left, (at, at + 1), timeout_s=limit) for at, limit in enumerate(limits)]
-        planned = flying(*((left, call) for call in calls)).plan
+        planned = flying(*calls).plan
         assert {planned.timeout_s, *(planned.program(at).timeout_s for at in range(2))} == {max(limits)}
 
 
@@ -260,7 +261,7 @@ def test_checks_of_several_launches_and_groups_stand_beside_each_other(chain: Pl
 def test_a_launch_of_its_own_has_one_round_and_the_checks_as_many_as_are_planned() -> None:
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
     gathering = asked(left, (0, 1, 2), kind=OpKind.ALLGATHER, op=None)
-    tracker = flying((left, gathering), (right, asked(right, (4, 3))))
+    tracker = flying(gathering, asked(right, (4, 3)))
     assert tracker.plan.rounds == 2
     common = Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=1, blob=b"")
     own = replace(common, group_id="id of left", seq=SEQ + 1, ranks=[0, 1, 2])
@@ -291,7 +292,7 @@ def test_a_timeout_at_the_check_of_all_names_actors(chain: PlanTracker) -> None:
 def nodes() -> PlanTracker:
     """Five actors on machines a, b, a, c, a."""
     whole = group("whole", (5, 6, 7, 8, 9), machines="abaca")
-    return flying((whole, asked(whole, range(5))), (whole, asked(whole, range(5, 10))))
+    return flying(asked(whole, range(5)), asked(whole, range(5, 10)))
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,7 @@ def test_plans_are_remembered_by_form_and_not_by_refs() -> None:
     assert [sorted(places) for places in first.sources] == [[at, at + 3, at + 6, at + 9, at + 12] for at in range(3)]
     assert len(set(first.programs)) == 3
     other = group("left", (1, 2, 3))
-    assert prepare(tuple(call._replace(roster=other.roster) for call in calls), 1 << 20) is not first, "another group"
+    assert prepare(tuple(call._replace(group=other) for call in calls), 1 << 20) is not first, "another group"
 
 
 def test_violations_of_all_calls_are_one_error() -> None:

@@ -85,7 +85,7 @@ def test_an_abort_before_what_is_done_in_full_has_begun(loop: MakeLoop, monkeypa
     monkeypatch.setattr(FastPath, "_in_full", aborted)
     begun: list[str | None] = []
     run = Execution.run
-    monkeypatch.setattr(Execution, "run", lambda self: (begun.append(self._launches.reason), run(self))[1])
+    monkeypatch.setattr(Execution, "run", lambda self: (begun.append(self._launches.reason()), run(self))[1])
     one.values[0].resize(7, refcheck=False)
     assert all(error is not None for error in one.run())
     assert sorted(map(str, begun)) == ["None", "the plan was aborted"]

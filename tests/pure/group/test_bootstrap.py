@@ -23,7 +23,7 @@ from raycollect.errors import (
     ProtocolError,
 )
 from raycollect.group import bootstrap, coordinator_server
-from raycollect.group.bootstrap import BootstrapRequest, follow, lead
+from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin, Record
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
 from raycollect.group.process_group import ProcessGroup
@@ -49,7 +49,7 @@ class Place:
         self.process_groups: list[ProcessGroup] = []
 
     def claim(self, rank: int, **changes: Any) -> BootstrapRequest:
-        return BootstrapRequest(spec=asked(**changes), rank=rank, who=f"process {rank}", machine="here")
+        return BootstrapRequest(spec=asked(**changes), rank=rank, me=Introduction(f"process {rank}", "here"))
 
     def lead(self, **changes: Any) -> ProcessGroup:
         process_group = lead(self.claim(0, **changes), self.board, self.hub, self.fading)
@@ -184,7 +184,7 @@ def test_oversized_hello_raises_protocol_error_at_once(place: Place, monkeypatch
 def test_malformed_self_description_raises_protocol_error() -> None:
     for word in (b"", b"7", b"{}", b'{"who": 1, "machine": 2, "gpu": {"a": 1}}', b"[" * 5000):
         with pytest.raises(ProtocolError, match="rank 3"):
-            bootstrap._said(3, word)
+            bootstrap._read(3, word)
 
 
 # ---------------------------------------------------------------------------------------------- one after the other

@@ -20,7 +20,7 @@ from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
 from raycollect.errors import InternalError
 from raycollect.group import communicator_init, watchdog
-from raycollect.group.bootstrap import BootstrapRequest, follow, lead
+from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.coordinator_server import CoordinatorServer
@@ -45,7 +45,7 @@ def two(tmp_path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
 def members(path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
     bulletin, hub = DirectoryBulletin(path / "bulletin"), Hub()
     spec = GroupSpec(name="g", group_id="", backend="tcp", world_size=2, timeout_s=WAIT_S)
-    first, second = (BootstrapRequest(spec=spec, rank=rank, who=f"W{rank}", machine="m") for rank in range(2))
+    first, second = (BootstrapRequest(spec=spec, rank=rank, me=Introduction(f"W{rank}", "m")) for rank in range(2))
     with ThreadPoolExecutor(2) as pool:
         joined = [pool.submit(lead, first, bulletin, hub, {}), pool.submit(follow, second, bulletin, hub)]
         slots = joined[0].result(WAIT_S), joined[1].result(WAIT_S)

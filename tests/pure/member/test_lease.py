@@ -68,7 +68,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
 
     def run(ordered: Sequence[bool]) -> Any:
         groups = [group(f"group {at}", (5, 6 + at)) for at in range(len(ordered))]
-        tracker = flying(*((one, asked(one, (2 * at, 2 * at + 1))) for at, one in enumerate(groups)))
+        tracker = flying(*(asked(one, (2 * at, 2 * at + 1)) for at, one in enumerate(groups)))
         program = tracker.plan.program(tracker.plan.positions[f"{5:032x}"])
         assert len({share.group_id for share in program.shares}) == len(ordered)
         link = SimpleNamespace(send=lambda message: None)
@@ -246,7 +246,7 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
         here.received(_join(name=left.spec.name, group_id=left.spec.group_id))
         here.received(Leave(group_id=left.spec.group_id))
         assert not here._groups.by_id
-        tracker = flying((left, asked(left, (0, 1))))
+        tracker = flying(asked(left, (0, 1)))
         order = encode_order(Ticket(number + 1, number), [key(0)], encode_program(tracker.plan.program(0)))
         assert here.run_program(order, None) is None
         done = [one for one in heard.messages if isinstance(one, Done)][-1]
@@ -285,7 +285,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
                 told.append("aborted")
 
         monkeypatch.setattr(lease, "Execution", Interrupted)
-        tracker = flying((both, asked(both, (0, 1))))
+        tracker = flying(asked(both, (0, 1)))
         order = encode_order(Ticket(1, 0), [key(0)], encode_program(tracker.plan.program(0)))
         assert here.run_program(order, None) is None
         (done,) = [one for one in heard.messages if isinstance(one, Done)]
@@ -343,7 +343,7 @@ def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -
 
 def _plan(ticket: Ticket) -> bytes:
     one = group("g", (5, 6))
-    program = flying((one, asked(one, (0, 1)))).plan.program(0)
+    program = flying(asked(one, (0, 1))).plan.program(0)
     return encode_order(ticket, [key(at) for at in range(program.keys)], encode_program(program))
 
 

@@ -22,7 +22,7 @@ from tests.pure.driver.test_plan_tracker_batches import SEQ, asked, flying, grou
 def snapshot(count: int, **changes: Any) -> PlanTracker:
     """An allreduce of that many actors, all or nothing."""
     membership = group("team", tuple(range(count)))
-    return flying((membership, asked(membership, range(count), snapshot=True, **changes)))
+    return flying(asked(membership, range(count), snapshot=True, **changes))
 
 
 def come(tracker: PlanTracker, at: int) -> list[tuple[int, Any]]:
@@ -154,6 +154,6 @@ def test_who_comes_twice_or_to_another_round_is_refused():
         come(tracker, 0)
     with pytest.raises(ProtocolError, match="no round 1"):
         tracker.arrive(0, Arrive(group_id="", seq=SEQ, round=1, ranks=[0, 1], rank=0, blob=b""))
-    plain = flying((group("team", (0, 1)), asked(group("team", (0, 1)), (0, 1))))
+    plain = flying(asked(group("team", (0, 1)), (0, 1)))
     with pytest.raises(ProtocolError, match="no round 0"):
         come(plain, 0)

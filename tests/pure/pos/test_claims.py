@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 from raycollect.pos import Range, Store
 from tests.pure.pos.watched_stores import Owner, threads, watched_store
 from tests.pure.watched import WAIT_S
@@ -200,20 +201,29 @@ def test_readers_in_turn_do_not_hold_a_plan_off(threads: ThreadPoolExecutor) -> 
 def test_a_plan_gives_up_waiting_for_readers_and_nothing_of_it_stays(threads: ThreadPoolExecutor) -> None:
     store, watched = watched_store()
     span: list[Range] = [(0, 10)]
-    given_up: list[Exception] = []
+    aborted: list[str] = []
 
     def write() -> None:
-        with store.writing(span, lambda: given_up[0] if given_up else None):
+        with store.writing(span, lambda: aborted[0] if aborted else None):
             raise AssertionError("somebody reads it")
 
     with store.reading(span):
         writer = threads.submit(write)
         assert watched.someone_waits()
-        given_up.append(KeyError("aborted"))
+        aborted.append("rank 1 died")
         store.wake()
-        with pytest.raises(KeyError, match="aborted"):
+        with pytest.raises(PlanAbortedError, match="rank 1 died"):
             writer.result(WAIT_S)
         with store.reading(span):  # it is not held off by a plan that has gone
             pass
+    with store.writing(span):
+        pass
+
+
+def test_a_plan_waits_for_readers_as_long_as_its_calls_may() -> None:
+    store, span = Store(), [(0, 10)]
+    late = "for 0.01 s others have been reading a tensor that the plan writes"
+    with store.reading(span), pytest.raises(CollectiveTimeoutError, match=late), store.writing(span, limit_s=0.01):
+        raise AssertionError("somebody reads it")
     with store.writing(span):
         pass
