@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -74,14 +74,15 @@ def chunks(size: int, step: int) -> Iterator[tuple[int, int]]:
 
 def metered(size: int, step: int) -> Iterator[tuple[int, int]]:
     """Cuts like `chunks`, and updates this thread's progress meter when the next range is requested."""
-    return chunks(size, step) if size <= step else _metered(size, max(1, step))
+    return chunks(size, step) if size <= step else metered_at(size, range(max(1, step), size, max(1, step)))
 
 
-def _metered(size: int, step: int) -> Iterator[tuple[int, int]]:
+def metered_at(size: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Does the same, and cuts at these places."""
     meter = here()
     base, each = meter.base, meter.span / size
     lo = 0
-    for hi in range(step, size, step):
+    for hi in cuts:
         yield lo, hi
         meter.part = base + hi * each
         lo = hi

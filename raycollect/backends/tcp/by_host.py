@@ -26,7 +26,7 @@ in rank order, by `run`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -37,6 +37,7 @@ from raycollect.backends.completion import (
     clipped,
     keep_own,
     metered,
+    metered_at,
     movement,
     reduce_op,
     scattered_reduction,
@@ -51,6 +52,7 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 _Spans = Sequence[Sequence[slice]]
 
 WHOLE_UP_TO_NBYTES = 8 << 10  # The size up to which arrays go whole: links are shared by the ranks of a host
+LEAST_PART = 8  # The first and the last chunk have this part of a chunk
 SLOTS = 3  # How many chunks of slices may wait to be folded: links carry some while others are folded
 
 
@@ -168,7 +170,7 @@ class HostRun(Run):
             super()._kernel(kernel)
             return
         root = takers[0] if kernel.kind is OpKind.REDUCE else -1
-        spans = enumerate(metered(src.size, CHUNK_NBYTES // src.dtype.itemsize))
+        spans = enumerate(_eased(src.size, CHUNK_NBYTES // src.dtype.itemsize))
         self._go(self._by_rail(op, src, dst, root, turn, lo, hi) for turn, (lo, hi) in spans)
 
     def _by_rail(self, op: ReduceOp, src: Flat, dst: Flat | None, root: int, turn: int, lo: int, hi: int) -> Steps:
@@ -248,7 +250,7 @@ class HostRun(Run):
         if kernel.most * dst.dtype.itemsize * len(src) <= WHOLE_UP_TO_NBYTES:
             super()._reducescatter(kernel)
             return
-        spans = enumerate(metered(kernel.most, step))
+        spans = enumerate(_eased(kernel.most, step))
         self._go(self._by_piece(reduce_op(kernel), give, dst, turn, lo, hi) for turn, (lo, hi) in spans)
 
     def _by_piece(self, op: ReduceOp, give: dict[int, Flat], dst: Flat, turn: int, lo: int, hi: int) -> Steps:
@@ -285,7 +287,7 @@ class HostRun(Run):
             super()._transfer(kernel)
             return
         keep_own(give, take, self._me, step)
-        self._go(self._gathered(own, take, lo, hi) for lo, hi in metered(kernel.most, step))
+        self._go(self._gathered(own, take, lo, hi) for lo, hi in _eased(kernel.most, step))
 
     def _gathered(self, own: Flat, take: dict[int, Flat], lo: int, hi: int) -> Steps:
         # Each piece to one rank of every other host, which passes it on to the others there.
@@ -320,7 +322,7 @@ class HostRun(Run):
             return
         if src is not None and dst is not None:
             keep_own({root: src}, {root: dst}, root, chunk_size(src.dtype))
-        spans = metered(whole.size, CHUNK_NBYTES // whole.dtype.itemsize)
+        spans = _eased(whole.size, CHUNK_NBYTES // whole.dtype.itemsize)
         passed = self._sent_from_root if self._me == root else self._passed_on
         self._go(passed(root, whole, lo, hi) for lo, hi in spans)
 
@@ -360,6 +362,26 @@ class HostRun(Run):
         yield from _patient(batch)
         yield from self._spread_rails(rails, out)
         whole.commit(lo, hi, out)
+
+
+def _eased(size: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cuts like `metered`, but begins and ends with small chunks.
+
+    Before the first chunk has gone through its host, and after the last one has left it, the link has nothing to do.
+    """
+    return metered(size, step) if size <= step else metered_at(size, _ramp(size, step))
+
+
+def _ramp(size: int, step: int) -> list[int]:
+    # From both ends the chunks grow towards the middle.
+    lo, hi, width, first, last = 0, size, max(1, step // LEAST_PART), list[int](), list[int]()
+    while hi - lo > 2 * width:
+        lo, hi = lo + width, hi - width
+        first.append(lo)
+        last.append(hi)
+        width = min(2 * width, step)
+    middle = [(lo + hi) // 2] if hi - lo > width else []
+    return [*first, *middle, *reversed(last)]
 
 
 def _cut(span: slice, count: int) -> list[slice]:

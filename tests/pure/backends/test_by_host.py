@@ -5,6 +5,7 @@ Ranks are threads of one process, and hosts are what their group says.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -213,6 +214,24 @@ def test_some_ranks_only():
     assert found is not None
     assert found.groups == ((1,), (2, 3))
     assert [found.agent(0, rail) for rail in range(found.rails)] == [1, 1]
+
+
+@pytest.mark.parametrize(("size", "step"), [(101, 100), (250, 100), (10_000, 512), (1_000_003, 4096), (40, 3), (9, 1)])
+def test_large_arrays_begin_and_end_with_small_chunks(size, step):
+    spans = list(by_host._eased(size, step))
+    widths = [hi - lo for lo, hi in spans]
+    assert [lo for lo, _ in spans] == [0, *(hi for _, hi in spans[:-1])]
+    assert spans[-1][1] == size
+    assert widths[0] == widths[-1] == max(1, step // by_host.LEAST_PART)
+    assert max(widths) <= step
+    half = len(widths) // 2
+    for growing in (widths[:half], widths[: -half - 1 : -1]):
+        assert all(after <= 2 * before for before, after in itertools.pairwise(growing))
+    assert len(widths) <= -(-size // step) + 2 * by_host.LEAST_PART.bit_length()
+
+
+def test_an_array_of_one_chunk_is_not_cut():
+    assert list(by_host._eased(100, 100)) == [(0, 100)]
 
 
 @pytest.mark.parametrize("value", [True, "yes", None])
