@@ -1,4 +1,4 @@
-"""Starts and answers runs of a captured step on one host: cells in shared memory, and semaphores.
+"""Starts and answers runs of a captured step on one host: cells in shared memory, a futex, and a semaphore.
 
 The controller makes the memory; each participant maps it and has one slot. Each slot has two rings of `IN_FLIGHT`
 cells: runs, which the controller writes, and answers, which the participant writes. Run n uses the n-th cell, modulo
@@ -6,12 +6,17 @@ the ring. A cell's number is written last, and says that the rest is there; the 
 its run has ended. So nothing is ever reset, and a superfluous wake-up only costs a look. `order_bell` uses the same
 cells for orders, which nobody answers: a cell is free once its order was taken.
 
+The controller writes the cells of all participants and then wakes all at once (`core.futex`). A participant reads the
+futex's word, then looks at its cell, and sleeps only while the word stays as it was. A wake-up may be lost if several
+change the word in the same microsecond; nobody sleeps for longer than `_SLICE_S` without a look.
+
 The participant whose answer is the last one wakes the controller; earlier wake-ups would be in vain. After it has
 written its own answer and called libc, which is a full barrier, a participant looks at the answers of the others: of
 two that answer at once at least one sees both.
 
 Whoever waits first yields its core for `YIELD_S` without sleeping: in a hot loop the next run comes within that time,
-and a wake-up costs more than the run itself.
+and a wake-up costs more than the run itself. A participant that had slept before a run yields as soon as it has
+answered: on its core others may not have begun, and all that it still has to do can wait.
 
 The memory is as trustworthy as the processes of this user. Messages that don't fit go over the channel, as their cell
 says.
@@ -30,6 +35,7 @@ from typing import NamedTuple
 
 from raycollect.core import shared_memory
 from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
+from raycollect.core.futex import FUTEX_NBYTES, Futex
 from raycollect.core.model import Segment
 from raycollect.core.semaphores import SEM_NBYTES, semaphores
 
@@ -44,15 +50,16 @@ _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 _BY_CHANNEL = 1 << 63  # the length of a message that does not
 _PRESENT_NBYTES = 8
 _PRESENT = 1  # marks a taken slot; its core is added, counted from 1
-_MORE_BELLS = 2  # besides those of the slots: the controller's, and one that is never posted
+_BELLS = 2  # the controller's, and one that is never posted
 _CELL_WORDS = _CELL_NBYTES // 8
+_WOKEN = 1 << 31  # in the futex's word, flipped by a participant; a run's number is below it
 _SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in case a wake-up is lost
 _RINGS_KEPT = 64
 
 
 def _cells_at(slots: int) -> int:
-    # After the token, the semaphores, and the words that say which slots are taken.
-    nbytes = 64 + (slots + _MORE_BELLS) * SEM_NBYTES + slots * _PRESENT_NBYTES
+    # After the token, the semaphores, the futex, and the words that say which slots are taken.
+    nbytes = 64 + _BELLS * SEM_NBYTES + FUTEX_NBYTES + slots * _PRESENT_NBYTES
     return -(-nbytes // _CELL_NBYTES) * _CELL_NBYTES
 
 
@@ -71,20 +78,18 @@ class Ring:
     Args:
         memory: All cells, of all slots.
         first: The first word of this ring.
-        then: Called after each write, a function of libc: it wakes the reader, or is only a full barrier.
-        fence: A full barrier as well, which does nothing else.
+        fence: A full barrier, a function of libc.
     """
 
-    def __init__(self, memory: memoryview, first: int, then: Callable[[], int], fence: Callable[[], int]) -> None:
+    def __init__(self, memory: memoryview, first: int, fence: Callable[[], int]) -> None:
         self.words: memoryview = memory.cast("Q")
         self._bytes = memory
         # By run, modulo the ring: the word where its cell begins, which is the number of the run
         self.cells: tuple[int, ...] = tuple(range(first, first + IN_FLIGHT * _CELL_WORDS, _CELL_WORDS))
-        self._then = then
         self._fence = fence
 
     def write(self, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
-        """Fills a run's cell, and rings; False where the message does not fit, which the cell then says."""
+        """Fills a run's cell; False where the message does not fit, which the cell then says. It wakes nobody."""
         words, nbytes, cell = self.words, len(payload), self.cells[number % IN_FLIGHT]
         fits = nbytes <= INLINE_NBYTES
         words[cell + 1] = seq
@@ -96,7 +101,6 @@ class Ring:
         if not _IN_ORDER:
             self._fence()
         words[cell] = number
-        self._then()
         return fits
 
     def read(self, cell: int) -> bytes | None:
@@ -109,25 +113,27 @@ class Ring:
 
 
 class _Memory:
-    """The cells and semaphores, as both ends see them; `init`: in the process that made them."""
+    """The cells and bells, as both ends see them; `init`: in the process that made them."""
 
     def __init__(self, mapped: mmap.mmap, slots: int, *, init: bool) -> None:
         whole = memoryview(mapped)
-        semaphores_at, present_at = 64, 64 + (slots + _MORE_BELLS) * SEM_NBYTES
-        found = semaphores(whole[semaphores_at:present_at], slots + _MORE_BELLS, init=init)
-        *self.semaphores, self.controller, never_posted = found  # those of the slots first
+        futex_at = 64 + _BELLS * SEM_NBYTES
+        present_at = futex_at + FUTEX_NBYTES
+        self.controller, never_posted = semaphores(whole[64:futex_at], _BELLS, init=init)
+        self.futex = Futex(whole[futex_at:present_at])  # where all participants sleep
+        self.fence = fence = never_posted.take
         self.slots = slots
         self.present = whole[present_at : present_at + slots * _PRESENT_NBYTES].cast("Q")
-        cells, ring, fence = whole[_cells_at(slots) :], IN_FLIGHT * _CELL_WORDS, never_posted.take
-        self.runs = [Ring(cells, 2 * at * ring, one.ring, fence) for at, one in enumerate(self.semaphores)]
-        self.answers = [Ring(cells, (2 * at + 1) * ring, one.take, fence) for at, one in enumerate(self.semaphores)]
+        cells, ring = whole[_cells_at(slots) :], IN_FLIGHT * _CELL_WORDS
+        self.runs = [Ring(cells, 2 * at * ring, fence) for at in range(slots)]
+        self.answers = [Ring(cells, (2 * at + 1) * ring, fence) for at in range(slots)]
 
 
 class Doorbell:
     """The controller's end, with a slot for each participant. Any thread may call it.
 
     Raises:
-        OSError: This system has no anonymous shared memory.
+        OSError: This system has no anonymous shared memory, or no futex that is known here.
     """
 
     def __init__(self, slots: int) -> None:
@@ -135,9 +141,10 @@ class Doorbell:
         self._own = shared_memory.OwnSegment(_NAME, nbytes)
         self.segment: Segment = self._own.segment  # how participants of this host find it
         memory = _Memory(self._own.mapped, slots, init=True)
-        self.runs: list[Ring] = memory.runs  # by slot: a run that is written there begins
+        self.runs: list[Ring] = memory.runs  # by slot: a run that is written there begins, once `ring` was called
         self._answers = memory.answers
         self._semaphore = memory.controller
+        self._futex = memory.futex
         self._number = 0
         # Where slots outnumber the cores, participants need these: the controller sleeps until all have answered.
         self._awake_s = YIELD_S if slots <= len(os.sched_getaffinity(0)) else 0.0
@@ -156,6 +163,11 @@ class Doorbell:
             self._taken += 1
             self._asleep.release()
         return self._number
+
+    def ring(self, number: int) -> None:
+        """Wakes all who sleep, once this run was written for all of them."""
+        self._futex.word[0] = number % _WOKEN
+        self._futex.wake()
 
     def answers(self, number: int, slots: Collection[int]) -> list[bytes | None]:
         """Returns what each of these slots has answered to a run; None: nothing yet, or it goes over the channel."""
@@ -226,7 +238,7 @@ class DoorbellClient:
             slots and controller outnumber the cores it then does.
 
     Raises:
-        OSError: The controller is gone, or does not let this process see its memory.
+        OSError: The controller is gone, or does not let this process see its memory; or there is no futex here.
         ValueError: There is no such slot.
     """
 
@@ -238,11 +250,12 @@ class DoorbellClient:
             raise ValueError(f"no slot {slot} at a doorbell of {slots}")
         self._memory = memory = _Memory(mapped, slots, init=False)
         self._slot = slot
-        self._runs, self._answers, self._semaphore = memory.runs[slot], memory.answers[slot], memory.semaphores[slot]
+        self._runs, self._answers, self._futex = memory.runs[slot], memory.answers[slot], memory.futex
         self._others = [(one, ring) for one, ring in enumerate(memory.answers) if one != slot]
         self._number = 1
         self._awake_until_s = 0.0
         self._woken = False
+        self._has_slept = False  # before the run that it took last
         is_crowded = slots > 1 and len(os.sched_getaffinity(0)) <= slots
         self._core_pin = CorePin() if keeps_core and is_crowded else None
         self._cores: list[int] = []  # on which cores all were when it found its own
@@ -253,7 +266,7 @@ class DoorbellClient:
         memory, ring, number = self._memory, self._runs, self._number
         words, cell = ring.words, ring.cells[number % IN_FLIGHT]
         awake_until_s, until_s = self._awake_until_s, 0.0
-        is_unsettled = self._core_pin is not None
+        is_unsettled, has_slept = self._core_pin is not None, False
         while words[cell] != number:
             if self._woken:
                 self._woken = False
@@ -271,27 +284,36 @@ class DoorbellClient:
             else:
                 if self._core_pin is not None:
                     self._leave()
-                self._semaphore.wait(min(until_s - now_s, _SLICE_S))
+                seen, has_slept = self._futex.word[0], True
+                memory.fence()
+                if words[cell] != number and not self._woken:
+                    self._futex.wait(seen, min(until_s - now_s, _SLICE_S))
         self._number += 1
+        self._has_slept = has_slept
         payload = b"" if _IN_ORDER and not words[cell + 3] else ring.read(cell)
         return Entry(number, words[cell + 1], words[cell + 2], payload)
 
     def answer(self, number: int, payload: bytes) -> bool:
         """Answers a run that went well; returns False where the results have to go over the channel."""
-        fits = self._answers.write(number, 0, 0, payload)  # takes this run's post, if it came without a sleep
-        at, present = number % IN_FLIGHT, self._memory.present
+        memory = self._memory
+        fits = self._answers.write(number, 0, 0, payload)
+        memory.fence()
+        at, present = number % IN_FLIGHT, memory.present
         for slot, ring in self._others:
             if ring.words[ring.cells[at]] != number and present[slot]:
                 break
         else:
-            self._memory.controller.ring()
+            memory.controller.ring()
         self._awake_until_s = time.monotonic() + YIELD_S
+        if self._has_slept:
+            os.sched_yield()
         return fits
 
     def wake(self) -> None:
         """Makes `take` return, now or when it is next called."""
         self._woken = True
-        self._semaphore.ring()
+        self._futex.word[0] ^= _WOKEN
+        self._futex.wake()
 
     def close(self) -> None:
         """Releases the slot. Called by the thread that takes runs, or after its end."""

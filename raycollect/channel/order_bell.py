@@ -1,8 +1,8 @@
 """Orders through shared memory, to a participant on the controller's host: a doorbell with one slot.
 
-The thread that carries out orders sleeps on the slot's semaphore, so that no other thread has to read a connection for
-it. An order that finds no free cell, or is too long for one, goes over the channel. It may overtake others then, or be
-overtaken: the participant puts plans in order by their tickets.
+The thread that carries out orders sleeps there, so that no other thread has to read a connection for it. An order that
+finds no free cell, or is too long for one, goes over the channel. It may overtake others then, or be overtaken: the
+participant puts plans in order by their tickets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class OrderBell(Doorbell):
             return False
         self._number = number
         flags = _TOGETHER * order.together | _IN_ORDER * order.in_order | _RINGS * order.rings
-        return self.runs[0].write(number, flags, len(order.after), payload)
+        self.runs[0].write(number, flags, len(order.after), payload)
+        self.ring(number)
+        return True
 
 
 class OrderBellClient(DoorbellClient):

@@ -138,13 +138,17 @@ class StepRuns:
             controller.register(tracker)
             self._under_way.append(tracker)
             with all_held([one.calls for one, _ in self._links if one.calls is not None]) if fence else nullcontext():
-                for at, (peer, slot) in enumerate(self._links):
-                    predecessor, payload = peer.last_seq, arguments[at]
-                    if fence:
-                        self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
-                    elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
-                        peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
-                    peer.last_seq = seq
+                try:
+                    for at, (peer, slot) in enumerate(self._links):
+                        predecessor, payload = peer.last_seq, arguments[at]
+                        if fence:
+                            self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
+                        elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
+                            peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
+                        peer.last_seq = seq
+                finally:
+                    if doorbell is not None and number:
+                        doorbell.ring(number)
         except BaseException as exc:
             self._stop_short(tracker, at, exc)
             if tracker is None or not isinstance(exc, Exception):

@@ -54,12 +54,16 @@ class Bell:
         self.rung: dict[tuple[int, int], tuple[int, int, bytes]] = {}
         self.given: dict[tuple[int, int], bytes] = {}
         self.runs = [Ring(self, slot) for slot in range(SLOTS)]
+        self.woken: list[tuple[int, int]] = []  # for which run, and how many had it by then
         self.rings = threading.Semaphore(0)
         self.is_closed = False
 
     def begin(self) -> int:
         self.number += 1
         return self.number
+
+    def ring(self, number: int) -> None:
+        self.woken.append((number, sum(one == number for _, one in self.rung)))
 
     def answers(self, number: int, slots: Collection[int]) -> list[bytes | None]:
         return [self.given.get((slot, number)) for slot in slots]

@@ -174,14 +174,16 @@ def drive(fleet: Fleet, runs: int = IN_FLIGHT + 3) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("where", ["begin", "register", "write 0", "write 2", "write 3"])
+@pytest.mark.parametrize("where", ["begin", "register", "write 0", "write 2", "write 3", "ring"])
 def test_a_signal_as_a_run_begins_breaks_the_step(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
 ) -> None:
     """Nobody knows who has heard of it, and none of them waits for ever."""
     before = fleet.begin()
     name, _, at = where.partition(" ")
-    target: Any = {"begin": fleet.bell, "register": fleet.controller}.get(name) or fleet.bell.runs[int(at)]
+    target: Any = {"begin": fleet.bell, "ring": fleet.bell, "register": fleet.controller}.get(name) or fleet.bell.runs[
+        int(at)
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(target, name, interrupting(getattr(target, name), after=after))
         with pytest.raises(KeyboardInterrupt):
@@ -191,6 +193,8 @@ def test_a_signal_as_a_run_begins_breaks_the_step(
     rung = [slot for slot, number in fleet.bell.rung if number == before.number + 1]
     told = [[type(one) for one in said(peer)] for peer in fleet.peers]
     assert all(told[slot] == [Abort] for slot in rung), "who was rung for ends it"
+    if rung and name != "ring":
+        assert fleet.bell.woken[-1] == (before.number + 1, len(rung)), "and nobody sleeps over it"
     assert not any(told[max(rung, default=-1) + 2 :])
     for tracker in list(fleet.controller.trackers()):
         if tracker is not before:

@@ -35,6 +35,7 @@ def test_runs_and_plans_share_one_order(fleet: Fleet) -> None:
     assert [fleet.bell.rung[slot, 1] for slot in range(4)] == [(first.seq, 0, b"")] * 4
     before = [first.seq, first.seq + 100, first.seq, first.seq]
     assert [fleet.bell.rung[slot, 2] for slot in range(4)] == [(second.seq, one, b"") for one in before]
+    assert fleet.bell.woken == [(1, 4), (2, 4)], "all are woken at once, when all have it"
     assert [peer.last_seq for peer in fleet.peers] == [second.seq] * 4
     assert first.seq + width - 1 in first.launches
     assert second.seq not in first.launches

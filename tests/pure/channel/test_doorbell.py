@@ -108,6 +108,7 @@ def test_processes(seed):
             payloads = [random_.randbytes(random_.choice((0, 1, 17, INLINE_NBYTES))) for _ in range(slots)]
             for slot, payload in enumerate(payloads):
                 doorbell.runs[slot].write(number, run, run - 1, payload)
+            doorbell.ring(number)
             begun.append((number, payloads))
             while len(begun) > random_.randrange(IN_FLIGHT):
                 number, payloads = begun.pop(0)
@@ -138,6 +139,7 @@ def test_many_threads_wait_for_runs_of_their_own():
                 under_way.add(number)
                 for slot in range(2):
                     doorbell.runs[slot].write(number, number, 0, b"%d" % number)
+                doorbell.ring(number)
             try:
                 assert answers(doorbell, 2, number) == [b"%d" % number] * 2
                 done.append(number)
@@ -244,6 +246,47 @@ def test_wake_ends_a_wait_on_either_side(bell):
     while waiting.is_alive():
         bell.wake()
         waiting.join(0.01)
+
+
+def test_all_who_sleep_are_woken_at_once(bell, monkeypatch):
+    """A run that is written wakes nobody: who is woken may take the waker's core before it has written the next."""
+    monkeypatch.setattr(doorbell_module, "_SLICE_S", 60.0)
+    posts, asleep, taken = [DoorbellClient(bell.segment, slot) for slot in range(3)], threading.Barrier(4), []
+    for post in posts:
+        post._futex.wait = lambda *args, wait=post._futex.wait: (asleep.wait(20), wait(*args))[1]
+    threads = [threading.Thread(target=lambda post=post: taken.append(post.take(60.0))) for post in posts]
+    for one in threads:
+        one.start()
+    asleep.wait(20)
+    number = bell.begin()
+    for ring in bell.runs:
+        ring.write(number, 1, 0, b"")
+    threads[0].join(0.05)
+    assert not taken
+    bell.ring(number)
+    for one in threads:
+        one.join(20)
+    assert taken == [Entry(number, 1, 0, b"")] * 3
+
+
+def test_who_has_slept_yields_once_it_has_answered(bell, monkeypatch):
+    """Others on its core may not have begun."""
+    post, yields = DoorbellClient(bell.segment, 0), []
+
+    def wait(*args):
+        bell.runs[0].write(number, 1, 0, b"")
+
+    monkeypatch.setattr(post._futex, "wait", wait)
+    number = bell.begin()
+    take(post)
+    monkeypatch.setattr(doorbell_module.os, "sched_yield", lambda: yields.append(answer(bell, 0, number)))
+    post.answer(number, b"")
+    assert yields == [b""], "after the answer"
+    number = bell.begin()
+    bell.runs[0].write(number, 1, 0, b"")
+    take(post)
+    post.answer(number, b"")
+    assert len(yields) == 1
 
 
 def test_a_wake_before_the_wait_counts(bell):

@@ -116,7 +116,7 @@ def test_who_sleeps_may_go_anywhere(seats_at, monkeypatch):
     slots.run()
     slots.wait(0, awake=True)
     assert slots.masks[0] == {0}
-    bell = slots.posts[0]._semaphore
+    bell = slots.posts[0]._futex
     monkeypatch.setattr(bell, "wait", lambda *args: asleep.append(slots.system.get_mask(0)))
     slots.wait(0, awake=False)
     assert asleep[0] == {0, 1}

@@ -38,6 +38,7 @@ def test_with_a_real_doorbell() -> None:
         number, value = doorbell.begin(), "x" * (10_000 if seq % 5 == 0 else seq)
         if not doorbell.runs[0].write(number, seq, seq - 1, pack_values([value])):
             captured.received(Run(capture=CAPTURE, seq=seq, predecessor=seq - 1, payload=pack_values([value])))
+        doorbell.ring(number)
         until_s = time.monotonic() + WAIT_S
         while (found := doorbell.answers(number, [0])[0]) is None and seq not in one.ran and time.monotonic() < until_s:
             doorbell.wait(0.05)

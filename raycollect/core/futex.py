@@ -1,0 +1,72 @@
+"""A word in shared memory at which processes sleep, and which wakes all of them by one system call (Linux).
+
+Where each sleeper has a semaphore of its own, one that is woken on the waker's core takes that core at once: the waker
+gets to wake the next one only when the first waits. Here all are ready to go on before the waker loses its core.
+
+A wake-up carries no meaning of its own, as those of `semaphores`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+FUTEX_NBYTES = 64  # a cache line, of which the first 4 bytes are the word
+_NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}  # of the system call
+_WAIT, _WAKE = 0, 1
+_ALL = (1 << 31) - 1
+_RETRY = frozenset({errno.EINTR, errno.ETIMEDOUT})
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+@cache
+def _syscall() -> Any:
+    found = ctypes.CDLL(None, use_errno=True).syscall
+    found.restype = ctypes.c_long
+    return found
+
+
+class Futex:
+    """One word.
+
+    Args:
+        memory: Writable shared memory of `FUTEX_NBYTES` bytes, 4-byte aligned; kept alive.
+
+    Attributes:
+        word: The word alone, an unsigned number of 32 bits. Whoever wakes changes it first.
+        wake: Wakes all who sleep; a full barrier as well.
+
+    Raises:
+        OSError: The system call's number is not known for this processor.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        number = _NUMBERS.get(platform.machine())
+        if number is None or struct.calcsize("P") != 8:
+            raise OSError(errno.ENOSYS, f"no futex is known for {platform.machine()}")
+        self.word: memoryview = memory[:4].cast("I")
+        self._held = (ctypes.c_char * FUTEX_NBYTES).from_buffer(memory)
+        # Made once: converting the arguments takes longer than the call.
+        call = partial(_syscall(), ctypes.c_long(number), ctypes.c_void_p(ctypes.addressof(self._held)))
+        self.wake: Callable[[], int] = partial(call, ctypes.c_long(_WAKE), ctypes.c_long(_ALL))
+        self._wait = partial(call, ctypes.c_long(_WAIT))
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """Sleeps until it is woken, unless the word differs from `seen`; False: not woken in time, or a signal."""
+        spec = _TimeSpec(int(timeout_s), int((timeout_s % 1.0) * 1e9))
+        if self._wait(ctypes.c_long(seen), ctypes.byref(spec)) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number == errno.EAGAIN:
+            return True
+        if number not in _RETRY:
+            raise OSError(number, "futex in shared memory")
+        return False
