@@ -143,7 +143,9 @@ class Groups:
                 if not self.coordinators.is_deserted(before):
                     raise GroupExistsError(group_name=declaration.name)
                 self.destroy(declaration.name)  # all its members have left it
-            return self._kept(*self._form(declaration))
+            membership, self._declarations[declaration.name] = formed = self._form(declaration)
+            self.add(membership)
+            return formed
 
     def rebuild(self, old: Membership, actors: Sequence[Any] | None, timeout_s: float) -> Declared:
         """Forms a declared group again, over the members that live or over other actors (`Group.rebuild`).
@@ -187,16 +189,12 @@ class Groups:
         self, old: Membership, declaration: Declaration, heirs: Mapping[str, str], *, drains: bool
     ) -> Declared:
         try:
-            formed = self._form(declaration, old=old, drains=drains)
+            membership, self._declarations[declaration.name] = formed = self._form(declaration, old=old, drains=drains)
         finally:
             self._draining = ""
-        self.held.succeed(old, formed[0], heirs)
-        return self._kept(*formed)
-
-    def _kept(self, membership: Membership, declaration: Declaration) -> Declared:
+        self.held.succeed(old, membership, heirs)
         self.add(membership)
-        self._declarations[declaration.name] = declaration
-        return membership, declaration
+        return formed
 
     def close(self) -> None:
         """Removes the groups, which end with their controller, from the cluster's registry."""
