@@ -42,7 +42,9 @@ class ControllerMessages:
     def undone(self, peer: ParticipantLink, message: Any, error: RaycollectError) -> None:
         """Handling a message failed: whoever waits for its effect gets the error."""
         controller = self._controller
-        if isinstance(message, messages.Joined) or (isinstance(message, messages.Publish) and message.lane == PLANS):
+        if isinstance(message, messages.Joined) or (
+            isinstance(message, messages.Publish) and message.communicator == PLANS
+        ):
             controller.participants.fail_join(error)
         elif isinstance(
             message, (messages.Arrive, messages.Behind, messages.Done, messages.Ran, messages.Ready, messages.Waiting)

@@ -73,5 +73,5 @@ class Coordinators:
             except ProtocolError as exc:
                 if not isinstance(message, Met):
                     raise
-                denial = Deny(group_id=message.group_id, lane=message.lane, call=0, error=to_wire(exc))
+                denial = Deny(group_id=message.group_id, communicator=message.communicator, call=0, error=to_wire(exc))
                 self._peers.deliver(membership.roster.members, [(rank, denial)])

@@ -1,7 +1,7 @@
 """The hub's side of a group: where members meet for calls of their own. Pure: messages in, messages out.
 
-The hub is the controller of a declared group, or rank 0 of one that its members made. A communicator (``lane`` in
-messages) is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what rank s sends to
+The hub is the controller of a declared group, or rank 0 of one that its members made. A communicator, by its name in
+messages, is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what rank s sends to
 rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobody meets. The rules:
 
 1. On each communicator a rank waits at one *place* at a time: to form it, or for the agreement of one launch. When all
@@ -98,8 +98,8 @@ class Coordinator:
         """What to send if a member's message could not be taken in: ends the calls that it may have been for."""
         if not isinstance(message, (Drop, Meet, Publish, Withdraw)):
             return []  # no call waits for it
-        deny = Deny(group_id=self._group_id, lane=message.lane, call=0, error=to_wire(error))
-        return [(rank, deny) for rank in ranks_of(message.lane, self._world_size) if rank not in self._gone]
+        deny = Deny(group_id=self._group_id, communicator=message.communicator, call=0, error=to_wire(error))
+        return [(rank, deny) for rank in ranks_of(message.communicator, self._world_size) if rank not in self._gone]
 
     def lost(self, rank: int, detail: str) -> Orders:
         """A member's connection has ended."""
@@ -108,24 +108,27 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------ meetings
 
     def _meet(self, rank: int, message: Meet) -> Orders:
-        ranks = self._ranks(rank, message.lane)
+        ranks = self._ranks(rank, message.communicator)
         gone = [self._gone[other] for other in ranks if other in self._gone]
         if gone:
             return [(rank, one) for one in gone]
-        waiting = self._waiting.setdefault(message.lane, {})
+        waiting = self._waiting.setdefault(message.communicator, {})
         waiting[rank] = _Waiting(place=message.place, call=message.call, blob=message.blob)
         if any(other not in waiting or waiting[other].place != message.place for other in ranks):
             return []
-        del self._waiting[message.lane]
+        del self._waiting[message.communicator]
         blobs = [waiting[other].blob for other in ranks]
         return [
-            (other, Met(group_id=self._group_id, lane=message.lane, call=waiting[other].call, blobs=blobs))
+            (
+                other,
+                Met(group_id=self._group_id, communicator=message.communicator, call=waiting[other].call, blobs=blobs),
+            )
             for other in ranks
         ]
 
     def _withdraw(self, rank: int, message: Withdraw) -> Orders:
-        ranks = self._ranks(rank, message.lane)
-        waiting = self._waiting.get(message.lane, {})
+        ranks = self._ranks(rank, message.communicator)
+        waiting = self._waiting.get(message.communicator, {})
         mine = waiting.get(rank)
         if mine is None or mine.call != message.call:
             return []  # it was answered already; the answer is on its way
@@ -135,16 +138,21 @@ class Coordinator:
         return [
             (
                 other,
-                Missed(group_id=self._group_id, lane=message.lane, call=waiting.pop(other).call, missing=missing),
+                Missed(
+                    group_id=self._group_id,
+                    communicator=message.communicator,
+                    call=waiting.pop(other).call,
+                    missing=missing,
+                ),
             )
             for other in leaving
         ]
 
     def _ask(self, rank: int, message: Ask) -> Orders:
-        return [(other, message) for other in self._ranks(rank, message.lane) if other in message.ranks]
+        return [(other, message) for other in self._ranks(rank, message.communicator) if other in message.ranks]
 
     def _relay(self, rank: int, message: Drop | Publish | Answer) -> Orders:
-        return [(other, message) for other in self._ranks(rank, message.lane) if other != rank]
+        return [(other, message) for other in self._ranks(rank, message.communicator) if other != rank]
 
     # ------------------------------------------------------------------------------------------ who is gone
 
@@ -164,20 +172,20 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------ who waits for whom
 
     def _note(self, rank: int, message: Stuck) -> Orders:
-        if not message.lane and not message.seq:
+        if not message.communicator and not message.seq:
             self._stuck.pop(rank, None)
             return []
         self._stuck[rank] = message
         return [
             (caller, self._denial(caller, call, planner, self._stuck[planner]))
             for caller, call in self._stuck.items()
-            if call.lane and (planner := self._planner(caller, call)) >= 0
+            if call.communicator and (planner := self._planner(caller, call)) >= 0
         ]
 
     def _planner(self, caller: int, call: Stuck) -> int:
         """A rank that a call waits for, and that waits in a plan which the caller has not begun; -1: none."""
         for rank, other in self._stuck.items():
-            if rank in call.ranks and not other.lane and caller in other.ranks and other.seq > call.begun:
+            if rank in call.ranks and not other.communicator and caller in other.ranks and other.seq > call.begun:
                 return rank
         return -1
 
@@ -199,7 +207,7 @@ class Coordinator:
             ),
         )
         error = refusal(call.op, self._name, violations)
-        return Deny(group_id=self._group_id, lane=call.lane, call=call.call, error=to_wire(error))
+        return Deny(group_id=self._group_id, communicator=call.communicator, call=call.call, error=to_wire(error))
 
     def _ranks(self, rank: int, name: str) -> tuple[int, ...]:
         ranks = ranks_of(name, self._world_size)

@@ -43,7 +43,7 @@ class HubRendezvous:
         with hub.changed:
             self._values[name] = value
         group_id = hub.owner.spec.group_id
-        hub.send(Publish(group_id=group_id, lane=hub.name, generation=self._generation, name=name, value=value))
+        hub.send(Publish(group_id=group_id, communicator=hub.name, generation=self._generation, name=name, value=value))
 
     def get(self, name: str, timeout_s: float) -> bytes:
         """Waits for a value."""
@@ -136,13 +136,13 @@ class HubClient:
         def answered() -> bool:
             return self._answer is not None
 
-        self.send(Meet(group_id=group_id, lane=self.name, place=place, call=call, blob=blob))
+        self.send(Meet(group_id=group_id, communicator=self.name, place=place, call=call, blob=blob))
         with self.changed:
             self.changed.wait_for(lambda: answered() or self.stop or halted(), max(timeout_s, 0))
             timed_out = not (answered() or self.stop or halted())
             pending = not answered()
         if pending:
-            self.send(Withdraw(group_id=group_id, lane=self.name, call=call, timed_out=timed_out))
+            self.send(Withdraw(group_id=group_id, communicator=self.name, call=call, timed_out=timed_out))
             with self.changed:
                 self.changed.wait_for(lambda: answered() or self.final, _ANSWER_S)
         with self.changed:

@@ -353,7 +353,7 @@ class MemberCommunicator:
         if not told and error is not None and generation:
             drop = Drop(
                 group_id=self._owner.spec.group_id,
-                lane=self.name,
+                communicator=self.name,
                 generation=generation,
                 seq=seq,
                 rank=self._owner.rank,

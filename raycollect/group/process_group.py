@@ -189,7 +189,7 @@ class ProcessGroup:
             error = threads.failed(f"taking in {type(message).__name__}", exc)
             if isinstance(message, Answer | Ask):
                 return  # no call waits for it
-            name = getattr(message, "lane", None)
+            name = getattr(message, "communicator", None)
             if name == PLANS:
                 self.plans.give_up(error.detail)
             for communicator in self.communicators:
@@ -198,18 +198,18 @@ class ProcessGroup:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Met | Missed):
-            self.communicator(message.lane).hub.answered(message)
+            self.communicator(message.communicator).hub.answered(message)
         elif isinstance(message, Drop):
-            self.communicator(message.lane).dropped(message)
+            self.communicator(message.communicator).dropped(message)
         elif isinstance(message, Deny):
-            self.communicator(message.lane).stop(from_wire(message.error), call=message.call)
-        elif isinstance(message, Publish) and message.lane == PLANS:
+            self.communicator(message.communicator).stop(from_wire(message.error), call=message.call)
+        elif isinstance(message, Publish) and message.communicator == PLANS:
             self.plans.published(message)
         elif isinstance(message, Publish | Answer | Ask):
-            if self.rank not in ranks_of(message.lane, self.world_size):
+            if self.rank not in ranks_of(message.communicator, self.world_size):
                 return
             if isinstance(message, Publish):
-                self.communicator(message.lane).hub.published(message)
+                self.communicator(message.communicator).hub.published(message)
             else:
                 self.watchdog.received(message)
         elif isinstance(message, Gone):

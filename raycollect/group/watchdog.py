@@ -124,9 +124,9 @@ class Watchdog(Watcher):
         """Takes a question or an answer of another member."""
         with self._changed:
             if isinstance(message, Ask):
-                self._asked.add(message.lane)
+                self._asked.add(message.communicator)
             else:
-                for inquiry in (self._inquiries.get(message.lane), self._late.get(message.lane)):
+                for inquiry in (self._inquiries.get(message.communicator), self._late.get(message.communicator)):
                     if inquiry is not None and message.rank in inquiry.ranks:
                         inquiry.answers[message.rank] = message
                 self._changed.notify_all()
@@ -193,7 +193,7 @@ class Watchdog(Watcher):
         self._send(
             Answer(
                 group_id=group.spec.group_id,
-                lane=name,
+                communicator=name,
                 rank=group.rank,
                 place=standing.place,
                 seq=standing.seq,
@@ -236,7 +236,9 @@ class Watchdog(Watcher):
         _log.warning(text, communicator.op, group.spec.name, group.rank, QUIET_S, said)
 
     def _ask(self, communicator: MemberCommunicator, ranks: Sequence[int]) -> bool:
-        return self._send(Ask(group_id=self._process_group.spec.group_id, lane=communicator.name, ranks=list(ranks)))
+        return self._send(
+            Ask(group_id=self._process_group.spec.group_id, communicator=communicator.name, ranks=list(ranks))
+        )
 
     def _send(self, message: Answer | Ask) -> bool:
         try:

@@ -72,7 +72,15 @@ class Reporter:
         def tell(communicator: str, op: str, seq: int, number: int) -> None:
             begun = self._sequencer.begun
             self.tell(
-                Stuck(group_id=group_id, lane=communicator, call=number, seq=seq, op=op, ranks=list(ranks), begun=begun)
+                Stuck(
+                    group_id=group_id,
+                    communicator=communicator,
+                    call=number,
+                    seq=seq,
+                    op=op,
+                    ranks=list(ranks),
+                    begun=begun,
+                )
             )
 
         return self._runtime.watch.waiting(

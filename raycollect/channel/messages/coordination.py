@@ -10,7 +10,7 @@ class Meet(Message):
     """A member waits at `place` with what it brings; answered by `Met` or `Missed` with the same `call`."""
 
     group_id: str
-    lane: str
+    communicator: str
     place: str
     call: int
     blob: bytes
@@ -21,7 +21,7 @@ class Withdraw(Message):
     """A member gives up waiting; `timed_out`: and so ends the meeting for all who wait at its place."""
 
     group_id: str
-    lane: str
+    communicator: str
     call: int
     timed_out: bool
 
@@ -31,7 +31,7 @@ class Met(Message):
     """All members of the communicator are there; what they brought, in rank order."""
 
     group_id: str
-    lane: str
+    communicator: str
     call: int
     blobs: list[bytes]
 
@@ -41,7 +41,7 @@ class Missed(Message):
     """The meeting is off; the ranks in `missing` had not come to it."""
 
     group_id: str
-    lane: str
+    communicator: str
     call: int
     missing: list[int]
 
@@ -51,7 +51,7 @@ class Drop(Message):
     """A member has given up one generation of a communicator, since its launch `seq` failed with `error`."""
 
     group_id: str
-    lane: str
+    communicator: str
     generation: str
     seq: int
     rank: int
@@ -63,7 +63,7 @@ class Publish(Message):
     """A value of the rendezvous of one generation of a communicator."""
 
     group_id: str
-    lane: str
+    communicator: str
     generation: str
     name: str
     value: bytes
@@ -74,7 +74,7 @@ class Ask(Message):
     """A member asks some ranks of a communicator how far they have come, and what they are doing."""
 
     group_id: str
-    lane: str
+    communicator: str
     ranks: list[int]
 
 
@@ -83,7 +83,7 @@ class Answer(Message):
     """Answers `Ask`, to all ranks of the communicator: where the rank stands (`Standing`), and what runs (`Doing`)."""
 
     group_id: str
-    lane: str
+    communicator: str
     rank: int
     place: str
     seq: int
@@ -117,7 +117,7 @@ class Stuck(Message):
     """
 
     group_id: str
-    lane: str
+    communicator: str
     call: int
     seq: int
     op: str
@@ -130,6 +130,6 @@ class Deny(Message):
     """A call on a communicator can't come about: those it waits for wait for the caller."""
 
     group_id: str
-    lane: str
+    communicator: str
     call: int
     error: Error

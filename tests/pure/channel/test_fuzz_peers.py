@@ -92,7 +92,7 @@ def plausible(rng: random.Random, cls: type[Message]) -> Message:
         "round": lambda: rng.choice((0, 0, 1, -1)),
         "ranks": lambda: rng.choice(([0, 1], [0, 1, 2], [0, 1, 2, 3], [], [1, 1], [-1], [2**63])),
         "request": lambda: rng.choice((0, 1, 2**63)),
-        "lane": lambda: rng.choice(("all", "0>1", "1>0", "0>0", "x", "")),
+        "communicator": lambda: rng.choice(("all", "0>1", "1>0", "0>0", "x", "")),
         "error": lambda: _error(rng) if dict in (hints["error"], typing.get_origin(hints["error"])) else _maybe(rng),
     }
     changes = {name: known[name]() for name in hints if name in known and rng.random() < 0.9}

@@ -172,7 +172,9 @@ def test_a_peer_that_never_ends_its_frame_holds_no_more_than_a_frame(rig: Rig) -
         end.start()
         sock.sendall(_greet(sock, end))
         _greet(sock, end)
-        frame = end.send(Publish(group_id="g", lane="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100)))
+        frame = end.send(
+            Publish(group_id="g", communicator="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100))
+        )
         slow = there.links.get(timeout=LIMIT_S)
         sock.sendall(frame[:-1])
         here = Party()

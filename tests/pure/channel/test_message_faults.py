@@ -280,7 +280,7 @@ def test_a_member_s_place_in_a_hub_that_fails_ends_that_call(monkeypatch: pytest
     with crew_of(PROGRAM) as crew:
         group, peer = crew.memberships[0], crew.sites[0].peer
         crew.controller.groups.coordinators.open(group)
-        meet = Meet(group_id=group.spec.group_id, lane="all", place="form", call=1, blob=b"")
+        meet = Meet(group_id=group.spec.group_id, communicator="all", place="form", call=1, blob=b"")
         told = list[Any]()
         monkeypatch.setattr(Participants, "deliver", lambda self, actor_ids, orders: told.extend(orders))
         with fail_at(Coordinator, "receive"):
@@ -289,11 +289,11 @@ def test_a_member_s_place_in_a_hub_that_fails_ends_that_call(monkeypatch: pytest
         assert all(isinstance(from_wire(one.error), InternalError) for _, one in told)
         told.clear()
         with fail_at(Coordinator, "receive"):  # a question of one member to others: nobody's call
-            peer.received(cast(Any, None), Ask(group_id=group.spec.group_id, lane="all", ranks=[0]))
+            peer.received(cast(Any, None), Ask(group_id=group.spec.group_id, communicator="all", ranks=[0]))
         assert told == []
 
 
-PUBLISHED = Publish(group_id="id of g", lane=PLANS, generation="id of g", name="name", value=b"")
+PUBLISHED = Publish(group_id="id of g", communicator=PLANS, generation="id of g", name="name", value=b"")
 
 
 @pytest.mark.parametrize("message", [Joined(request=1), PUBLISHED])

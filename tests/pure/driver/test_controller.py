@@ -127,13 +127,13 @@ def test_a_meeting_of_members_that_is_too_long_ends_their_calls(
     peers = list(lease(controller, pair).values())
     controller.groups.coordinators.open(pair)
     for call, peer in enumerate(peers, start=3):
-        meet = Meet(group_id=pair.spec.group_id, lane=ALL, place="check", call=call, blob=bytes(nbytes))
+        meet = Meet(group_id=pair.spec.group_id, communicator=ALL, place="check", call=call, blob=bytes(nbytes))
         controller.messages.received(peer, meet)
     told = [said(peer) for peer in peers]
     assert [[type(one) for one in mine] for mine in told] == [[Met if fits else Deny]] * 2
     if not fits:
         assert all("the limit" in str(from_wire(mine[0].error)) for mine in told)
-        assert all((mine[0].lane, mine[0].group_id) == (ALL, pair.spec.group_id) for mine in told)
+        assert all((mine[0].communicator, mine[0].group_id) == (ALL, pair.spec.group_id) for mine in told)
 
 
 def test_oversized_message_outside_a_meeting_raises_protocol_error(controller: Controller) -> None:
@@ -151,7 +151,7 @@ def test_early_publish_reaches_members_invited_later(controller):
         peer.group_ids.add(membership.spec.group_id)
     controller.groups.coordinators.open(membership)
     group_id = membership.spec.group_id
-    published = Publish(group_id=group_id, lane=PLANS, generation=group_id, name="at.0", value=b"here")
+    published = Publish(group_id=group_id, communicator=PLANS, generation=group_id, name="at.0", value=b"here")
     hub = threading.Thread(target=lambda: controller.messages.received(peers[0], published))
 
     class Quick(Line):

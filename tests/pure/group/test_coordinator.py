@@ -9,16 +9,18 @@ from raycollect.errors import MismatchError, ProtocolError, from_wire
 from raycollect.group.coordinator import PLANS, Coordinator, name_of_ranks, ranks_of
 
 
-def meet(place="form", call=1, blob=b"", lane="all"):
-    return Meet(group_id="g", lane=lane, place=place, call=call, blob=blob)
+def meet(place="form", call=1, blob=b"", communicator="all"):
+    return Meet(group_id="g", communicator=communicator, place=place, call=call, blob=blob)
 
 
-def withdraw(call=1, *, timed_out=True, lane="all"):
-    return Withdraw(group_id="g", lane=lane, call=call, timed_out=timed_out)
+def withdraw(call=1, *, timed_out=True, communicator="all"):
+    return Withdraw(group_id="g", communicator=communicator, call=call, timed_out=timed_out)
 
 
-def stuck(lane="all", call=1, seq=0, ranks=(0, 1), begun=0):
-    return Stuck(group_id="g", lane=lane, call=call, seq=seq, op="allreduce", ranks=list(ranks), begun=begun)
+def stuck(communicator="all", call=1, seq=0, ranks=(0, 1), begun=0):
+    return Stuck(
+        group_id="g", communicator=communicator, call=call, seq=seq, op="allreduce", ranks=list(ranks), begun=begun
+    )
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def test_last_arrival_delivers_all_blobs_to_all_ranks(gate):
     assert gate.receive(0, meet(call=5, blob=b"a")) == []
     orders = gate.receive(1, meet(call=6, blob=b"b"))
     assert orders == [
-        (rank, Met(group_id="g", lane="all", call=call, blobs=[b"a", b"b", b"c"]))
+        (rank, Met(group_id="g", communicator="all", call=call, blobs=[b"a", b"b", b"c"]))
         for rank, call in ((0, 5), (1, 6), (2, 7))
     ]
 
@@ -43,16 +45,16 @@ def test_ranks_at_different_places_do_not_meet(gate):
     assert [rank for rank, _ in gate.receive(1, meet("form", call=2))] == [0, 1, 2]
 
 
-def test_lanes_do_not_meet(gate):
-    gate.receive(0, meet(lane="0>1"))
-    assert gate.receive(1, meet(lane="1>0")) == []
-    assert [rank for rank, _ in gate.receive(1, meet(lane="0>1"))] == [0, 1]
+def test_communicators_do_not_meet(gate):
+    gate.receive(0, meet(communicator="0>1"))
+    assert gate.receive(1, meet(communicator="1>0")) == []
+    assert [rank for rank, _ in gate.receive(1, meet(communicator="0>1"))] == [0, 1]
 
 
 def test_timed_out_withdrawal_ends_the_meeting_for_all_waiting_ranks(gate):
     gate.receive(0, meet(call=4))
     gate.receive(2, meet(call=9))
-    missed = {rank: Missed(group_id="g", lane="all", call=call, missing=[1]) for rank, call in ((0, 4), (2, 9))}
+    missed = {rank: Missed(group_id="g", communicator="all", call=call, missing=[1]) for rank, call in ((0, 4), (2, 9))}
     assert dict(gate.receive(2, withdraw(9))) == missed
     assert gate.receive(1, meet()) == []  # the late one waits for what they do next
     gate.receive(0, meet(call=5))
@@ -76,10 +78,10 @@ def test_late_withdrawal_changes_nothing(gate):
     assert [rank for rank, _ in gate.receive(2, meet(call=2))] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("lane", "others"), [("all", [0, 2]), ("1>2", [2]), ("0>1", [0])])
-def test_lane_messages_reach_the_other_ranks_of_the_lane(gate, lane, others):
-    drop = Drop(group_id="g", lane=lane, generation="x", seq=3, rank=1, error={})
-    publish = Publish(group_id="g", lane=lane, generation="x", name="n", value=b"v")
+@pytest.mark.parametrize(("communicator", "others"), [("all", [0, 2]), ("1>2", [2]), ("0>1", [0])])
+def test_messages_of_a_communicator_reach_its_other_ranks(gate, communicator, others):
+    drop = Drop(group_id="g", communicator=communicator, generation="x", seq=3, rank=1, error={})
+    publish = Publish(group_id="g", communicator=communicator, generation="x", name="n", value=b"v")
     assert gate.receive(1, drop) == [(rank, drop) for rank in others]
     assert gate.receive(1, publish) == [(rank, publish) for rank in others]
 
@@ -95,12 +97,12 @@ def test_departed_rank_is_announced_to_all_and_to_later_arrivals(gate, leave, di
     [(rank, message)] = gate.receive(2, meet())
     assert rank == 2
     assert isinstance(message, Gone)
-    gate.receive(0, meet(lane="0>2"))
-    assert [type(m) for _, m in gate.receive(2, meet(lane="0>2"))] == [Met, Met]
+    gate.receive(0, meet(communicator="0>2"))
+    assert [type(m) for _, m in gate.receive(2, meet(communicator="0>2"))] == [Met, Met]
 
 
 def test_a_call_for_a_rank_in_a_plan_that_waits_for_the_caller_is_denied(gate):
-    assert gate.receive(1, stuck(lane="", seq=8)) == []
+    assert gate.receive(1, stuck(communicator="", seq=8)) == []
     [(rank, denial)] = gate.receive(0, stuck(call=3, begun=7))
     assert rank == 0
     assert isinstance(denial, Deny)
@@ -113,9 +115,9 @@ def test_a_call_for_a_rank_in_a_plan_that_waits_for_the_caller_is_denied(gate):
 @pytest.mark.parametrize(
     ("call", "plan"),
     [
-        (stuck(begun=8), stuck(lane="", seq=8)),  # the caller has begun that plan
-        (stuck(lane="0>2", ranks=(0, 2)), stuck(lane="", seq=8)),  # the call waits for another
-        (stuck(), stuck(lane="", seq=8, ranks=(1, 2))),  # the plan waits for another
+        (stuck(begun=8), stuck(communicator="", seq=8)),  # the caller has begun that plan
+        (stuck(communicator="0>2", ranks=(0, 2)), stuck(communicator="", seq=8)),  # the call waits for another
+        (stuck(), stuck(communicator="", seq=8, ranks=(1, 2))),  # the plan waits for another
     ],
 )
 def test_a_call_that_can_come_about_is_left_alone(gate, call, plan):
@@ -124,39 +126,39 @@ def test_a_call_that_can_come_about_is_left_alone(gate, call, plan):
 
 
 def test_a_wait_that_is_over_denies_nothing(gate):
-    gate.receive(1, stuck(lane="", seq=8))
-    gate.receive(1, stuck(lane="", seq=0))
+    gate.receive(1, stuck(communicator="", seq=8))
+    gate.receive(1, stuck(communicator="", seq=0))
     assert gate.receive(0, stuck()) == []
 
 
-@pytest.mark.parametrize("lane", ["", "0>0", "0>3", "-1>0", "0>1>2", "none"])
-def test_a_lane_that_is_none_breaks_the_protocol(gate, lane):
+@pytest.mark.parametrize("communicator", ["", "0>0", "0>3", "-1>0", "0>1>2", "none"])
+def test_a_communicator_that_is_none_breaks_the_protocol(gate, communicator):
     with pytest.raises(ProtocolError):
-        gate.receive(0, meet(lane=lane))
+        gate.receive(0, meet(communicator=communicator))
 
 
-def test_a_stranger_to_a_lane_and_to_the_hub_breaks_the_protocol(gate):
+def test_a_stranger_to_a_communicator_and_to_the_hub_breaks_the_protocol(gate):
     with pytest.raises(ProtocolError):
-        gate.receive(2, meet(lane="0>1"))
+        gate.receive(2, meet(communicator="0>1"))
     with pytest.raises(ProtocolError):
         gate.receive(0, Done(seq=1, ranks=[], error=None, story=[]))
 
 
-def test_a_question_reaches_those_who_are_asked_in_the_lane(gate):
-    question = Ask(group_id="g", lane="2>0", ranks=[1, 2, 7])
+def test_a_question_reaches_those_who_are_asked_in_the_communicator(gate):
+    question = Ask(group_id="g", communicator="2>0", ranks=[1, 2, 7])
     assert gate.receive(0, question) == [(2, question)]
     with pytest.raises(ProtocolError):
         gate.receive(1, question)
 
 
-def test_lanes_by_name():
+def test_communicators_by_name():
     assert ranks_of("all", 4) == (0, 1, 2, 3)
     assert ranks_of(name_of_ranks(3, 1), 4) == (1, 3)
     assert name_of_ranks(3, 1) != name_of_ranks(1, 3)
 
 
 def test_what_is_published_for_plans_goes_to_all_other_ranks(gate):
-    published = Publish(group_id="g", lane=PLANS, generation="g", name="at.1", value=b"here")
+    published = Publish(group_id="g", communicator=PLANS, generation="g", name="at.1", value=b"here")
     assert gate.receive(1, published) == [(0, published), (2, published)]
     with pytest.raises(ProtocolError, match="rank -1 has no part"):
         gate.receive(-1, published)

@@ -164,7 +164,7 @@ def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: py
 
 def test_a_question_that_fails_ends_no_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
     """A diagnostic does not harm what it looks at."""
-    question = Ask(group_id="", lane="all", ranks=[1])
+    question = Ask(group_id="", communicator="all", ranks=[1])
     met = threading.Event()
 
     def waits(communicator: Any, seq: int) -> Any:

@@ -68,13 +68,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", WAIT_S)
 
 
-QUESTION = Ask(group_id="id", lane="all", ranks=[1])
+QUESTION = Ask(group_id="id", communicator="all", ranks=[1])
 
 
 def answer(rank: int, standing: Standing, what: str = "W.train (t.py:3)") -> Answer:
     place, seq = standing
     stack = ["t.py:3 in W.train: go()"]
-    return Answer(group_id="id", lane="all", rank=rank, place=place, seq=seq, doing=what, stack=stack)
+    return Answer(group_id="id", communicator="all", rank=rank, place=place, seq=seq, doing=what, stack=stack)
 
 
 @pytest.mark.usefixtures("patient")
@@ -83,7 +83,7 @@ def test_late_ranks_are_queried_and_reported() -> None:
     desk = Desk()
 
     def all_answer(question: Ask) -> None:
-        assert question == Ask(group_id="id", lane="all", ranks=[1, 2])
+        assert question == Ask(group_id="id", communicator="all", ranks=[1, 2])
         for one in (answer(2, HERE, ""), answer(1, Standing("generation", 3))):
             threading.Thread(target=desk.watchdog.received, args=(one,)).start()
 
@@ -139,6 +139,6 @@ def test_who_is_asked_by_several_answers_all_at_once() -> None:
         desk.watchdog.received(QUESTION)
     assert desk.watchdog.look() == math.inf
     (said,) = desk.sent
-    assert (said.lane, said.rank, said.place, said.seq) == ("all", 1, *HERE)
+    assert (said.communicator, said.rank, said.place, said.seq) == ("all", 1, *HERE)
     assert said.doing, "the test's runner"
     assert said.stack

@@ -180,7 +180,7 @@ def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.Monkey
     for thread in joining:
         thread.join(WAIT_S)
     assert [message for message in heard.messages if isinstance(message, Publish)] == [
-        Publish(group_id="id of g", lane=PLANS, generation="id of g", name="late", value=b"")
+        Publish(group_id="id of g", communicator=PLANS, generation="id of g", name="late", value=b"")
     ]
     assert all(getattr(message, "group_id", "another id") == "another id" for message in other.messages)
     second.end("the test is over")
