@@ -19,7 +19,8 @@ BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 3
 # Files in the order given, those with Ray and the others at once (tests/scheduling.py): those of faults, whose tests
-# take longest, are not left to the end.
+# take longest, are not left to the end. Those of hosts come alone: they count what links carry, and beside others a
+# broadcast has sent twice of it.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

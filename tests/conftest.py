@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -60,7 +60,17 @@ def cluster():
     import ray
     from ray._private.node import Node
 
-    with pytest.MonkeyPatch.context() as patched:
+    from tests import forked_workers
+
+    start_raylet = Node.start_raylet
+
+    def start_forking(self, *args, **options):
+        # The environment is now that of workers; Ray reads it as it is imported.
+        self._ray_params.worker_path = serving.enter_context(forked_workers.serving())
+        return start_raylet(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
+        patched.setattr(Node, "start_raylet", start_forking)
         # It reads the logs of all processes anew, and nobody reads what it sends: a twentieth of what the tests take.
         patched.setattr(Node, "start_log_monitor", lambda self: None)
         ray.init(
@@ -71,8 +81,9 @@ def cluster():
             object_store_memory=1 << 30,
             configure_logging=False,
         )
-    yield
-    ray.shutdown()
+        patched.undo()
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -47,25 +47,43 @@ mkdir "$work/source"
 tar -xzf dist/raycollect-*.tar.gz -C "$work/source" --strip-components=1
 rm -rf "$work/source/raycollect"  # what is installed is tried, not what lies here
 
-for version in "${versions[@]}"; do
+# Tries the wheel with the Python of a version.
+try() {
+    local version=$1 python home="$work/$1"
     python=$(find_python "$version")
     if [[ -z $python ]]; then
         echo "Python $version: not found, the wheel was not tried with it"
-        continue
+        return
     fi
-    echo "Python $version: installing"
-    home="$work/$version"
     "$python" -m venv "$home"
     "$home/bin/pip" install --quiet "$wheel" 'pytest>=8' 'pytest-timeout>=2.2' 'hypothesis>=6.90'
-    (
-        cd "$work/source"
-        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 "$home/bin/python" examples/quickstart.py | tee "$work/said"
-        grep -q '^A: \[2\. 2\.' "$work/said"
-        grep -q '^B: \[2\. 2\.' "$work/said"
-        if [[ ${#tests[@]} -gt 0 ]]; then
-            "$home/bin/python" -m pytest -q -p no:cacheprovider "${tests[@]}"
-        fi
-    )
+    cd "$work/source"
+    RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 "$home/bin/python" examples/quickstart.py | tee "$home/said"
+    grep -q '^A: \[2\. 2\.' "$home/said"
+    grep -q '^B: \[2\. 2\.' "$home/said"
+    if [[ ${#tests[@]} -gt 0 ]]; then
+        "$home/bin/python" -m pytest -q -p no:cacheprovider "${tests[@]}"
+    fi
     echo "Python $version: well"
     rm -rf "$home"
+}
+
+# Two at a time, as an installation waits much; what each says is printed when it has ended.
+failed=0
+tries=()
+for version in "${versions[@]}"; do
+    if [[ ${#tries[@]} -ge 2 ]]; then
+        wait "${tries[0]}" || failed=1
+        tries=("${tries[@]:1}")
+    fi
+    echo "Python $version: trying"
+    (
+        trap 'cat "$work/$version.log"' EXIT
+        try "$version" >"$work/$version.log" 2>&1
+    ) &
+    tries+=($!)
 done
+for one in "${tries[@]}"; do
+    wait "$one" || failed=1
+done
+exit "$failed"

@@ -31,11 +31,11 @@ def assert_hold(refs, values):
 def held(actors):
     """Two members, of which the second is in a method until the gate opens."""
     workers = actors(Worker, 2)
-    col.declare_collective_group(workers)
+    group = col.declare_collective_group(workers)
     (gate,) = actors(Gate, 1, max_concurrency=8)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
-    yield refs, gate
+    yield refs, gate, group
     ray.get([gate.open.remote(), blocked])
 
 
@@ -58,7 +58,7 @@ def interrupt_a_wait():
 
 @pytest.mark.parametrize("form", ["operation", "batch"])
 def test_ctrl_c_cancels_the_awaited_call(held, form):
-    refs, gate = held
+    refs, gate, group = held
     thread = interrupt_a_wait()
     with pytest.raises(KeyboardInterrupt):
         if form == "operation":
@@ -69,13 +69,14 @@ def test_ctrl_c_cancels_the_awaited_call(held, form):
                 col.broadcast_refs(refs)
     thread.join()
     after = col.allreduce_refs(refs, async_op=True)
+    group.statistics()  # who has answered has heard of it
     ray.get(gate.open.remote())
     after.wait()
     assert_hold(refs, (3, 3))
 
 
 def test_ctrl_c_in_a_wait_ends_the_wait_alone(held):
-    refs, gate = held
+    refs, gate, _ = held
     work = col.allreduce_refs(refs, async_op=True)
     thread = interrupt_a_wait()
     with pytest.raises(KeyboardInterrupt):

@@ -91,7 +91,7 @@ def test_plan_without_an_arrival_does_not_time_out(actors):
 
 def test_cancel(actors):
     workers = actors(Worker, 2)
-    col.declare_collective_group(workers)
+    group = col.declare_collective_group(workers)
     gate = actors(Gate, 1, max_concurrency=8)[0]
     blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
     refs = buffers(workers)
@@ -101,6 +101,7 @@ def test_cancel(actors):
     assert not work.cancel()
     with pytest.raises(errors.PlanAbortedError, match="cancelled"):
         work.wait()
+    group.statistics()  # who has answered has heard of it
     ray.get(gate.open.remote())
     ray.get(blocked)
     follower.wait()

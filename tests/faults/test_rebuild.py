@@ -97,6 +97,7 @@ def test_rebuild_aborts_running_plans_and_ignores_late_arrivals(actors):
     group.rebuild(others)  # it does not wait for those that are busy, and are no members any more
     with pytest.raises(errors.PlanAbortedError):
         work.wait(30)
+    ray.get(workers[0].read.remote())  # behind the plan, which it has given up by then
     ray.get([gate.open.remote(), blocked])
     for found, value in zip(col.get(refs), (1, 2), strict=True):
         np.testing.assert_array_equal(found, np.full(7, value))

@@ -236,6 +236,7 @@ def test_cancel_precedes_the_collective_or_has_no_effect(actors):
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, snapshot=True, async_op=True)
     assert work.cancel()
+    ray.get(workers[0].read.remote())  # behind the plan, which it has given up by then
     ray.get([gate.open.remote(), blocked])
     with pytest.raises(errors.PlanAbortedError):
         work.wait()

@@ -372,15 +372,14 @@ def check_restart(crew: Crew, before: Sequence[Any], victim: int, methods: Seque
     crew.begin()
     world = judge(play(crew, [before]), read(crew))
     actor, values = crew.actors[victim], first_values(victim)
-    for number, factor in enumerate(methods):
-        actor.change.remote(number, 0, factor)
+    begun = [actor.change.remote(number, 0, factor) for number, factor in enumerate(methods)]
     actor.die.options(max_task_retries=0).remote()
     with suppress(RaycollectError):  # it fails as it is sent, or later
         work = col.allreduce_refs([refs[1] for refs in crew.refs], "all", async_op=True, timeout_s=WAIT_S)
         work.wait(WAIT_S)
         raise AssertionError("a collective went well behind the death of a participant")
     ended = [actor.change.remote(len(methods) + number, 0, factor) for number, factor in enumerate(methods)]
-    ray.get(ended, timeout=WAIT_S)
+    ray.get([*begun, *ended], timeout=WAIT_S)
     _, noted = ray.get(actor.read.remote(), timeout=WAIT_S)
     numbers = [number for _, number in noted]
     assert len(set(numbers)) == len(numbers), f"a method ran twice: {numbers}"

@@ -302,6 +302,7 @@ def test_a_batch_is_cancelled_as_a_whole(actors):
     assert batch.work.cancel()
     with pytest.raises(errors.PlanAbortedError, match="cancelled"):
         batch.wait()
+    ray.get([worker.read.remote() for worker in workers[:2]])  # behind the batch, which they have given up by then
     ray.get([gate.open.remote(), busy])
     for one in made:
         with pytest.raises(errors.PlanAbortedError):

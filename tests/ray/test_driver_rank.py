@@ -190,6 +190,7 @@ def test_death_timeout_and_retry(actors):
     assert work.cancel()
     with pytest.raises(errors.PlanAbortedError):
         work.wait(30)
+    ray.get(trio.workers[0].read.remote())  # behind the plan, which it has given up by then
     ray.get(gate.open.remote())
     ray.get(busy)
     check(work.retry().wait(30), [np.full(3, 6.0)] * WORLD)
