@@ -42,10 +42,6 @@ REFUSED: dict[ReduceOp, tuple[str, str]] = {
 
 READ_FIRST = 2  # How many of the parts `fold` reads before it first writes
 _FLOAT32_NBYTES = 4
-# Not the least and the most: of zeros with signs the instruction decides which is less
-_IN_TURN = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-# From so many ranks on, and up to so many elements for each of them, one call takes less time, as measured
-_TOGETHER_FROM, _TOGETHER, _TOGETHER_MOST = 4, 2, 64
 _BLOCK = 1 << 15  # Elements that are reduced in float32 at a time: they stay in the cache
 
 
@@ -88,21 +84,6 @@ def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
             combine(out, part, out=out)
         if op is ReduceOp.AVG:
             finish(op, out, len(parts))
-
-
-def is_together(op: ReduceOp, dtype: np.dtype[Any], count: int, size: int) -> bool:
-    """Tells whether `fold_rows` takes so many parts of that size, and less time than `fold`."""
-    is_quicker = count >= _TOGETHER_FROM and size <= min(_TOGETHER * count, _TOGETHER_MOST)
-    return is_quicker and op in _IN_TURN and dtype.kind != "c" and dtype not in WIDENED
-
-
-def fold_rows(op: ReduceOp, rows: Array, out: Array) -> None:
-    """Does what `fold` does, for parts that are the rows of one array, [ranks, n], with one call of numpy.
-
-    `accumulate` takes one element after the other, where `reduce` adds up in pairs. `out` is none of the rows.
-    """
-    out[...] = FOLDS[op].accumulate(rows, axis=0, dtype=out.dtype)[-1]  # type: ignore[attr-defined]
-    finish(op, out, len(rows))
 
 
 def fold_with(op: ReduceOp, others: Sequence[Array], place: int, own: Array, out: Array) -> None:

@@ -114,9 +114,11 @@ class StepCompiler:
         return StepPlan.of(stages, self.participants, homes, touched)
 
     def _home(self, memberships: Sequence[Membership], actor_id: str) -> tuple[Membership, Member]:
-        calls = self._request_list.asked
-        found = (one.group for one in calls if one.group.rank_of(actor_id) in [rank for rank, *_ in one.operands])
-        group = next(found, memberships[-1])
+        if actor_id in self.idle:
+            group = memberships[-1]
+        else:
+            calls = self._request_list.asked
+            group = next(one.group for one in calls if one.group.rank_of(actor_id) in [at for at, *_ in one.operands])
         return group, group.members[group.rank_of(actor_id)]
 
     # ------------------------------------------------------------------------------------------ writing

@@ -272,7 +272,7 @@ class Capture:
         stall_report.wait(controller, tracker, None)
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(controller, tracker, tracker.error)
-        return None if returned is None and tracker.error is None else self._collect(places, tracker, given)
+        return self._collect(places, tracker, given)
 
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""

@@ -7,8 +7,8 @@ its run has ended. So nothing is ever reset, and a superfluous wake-up only cost
 cells for orders, which nobody answers: a cell is free once its order was taken.
 
 The controller writes the cells of all participants and then wakes all at once (`core.futex`). A participant reads the
-futex's word, then looks at its cell, and sleeps only while the word stays as it was. A wake-up may be lost if several
-change the word in the same microsecond; nobody sleeps for longer than `_SLICE_S` without a look.
+futex's word, then looks at its cell, and sleeps only while the word stays as it was. A wake-up may be lost where
+several change the word at once; nobody sleeps for longer than `_SLICE_S` without a look.
 
 The participant whose answer is the last one wakes the controller; earlier wake-ups would be in vain. After it has
 written its own answer and called libc, which is a full barrier, a participant looks at the answers of the others: of
@@ -144,7 +144,7 @@ class Doorbell:
         self.runs: list[Ring] = memory.runs  # by slot: a run that is written there begins, once `ring` was called
         self._answers = memory.answers
         self._semaphore = memory.controller
-        self._futex = memory.futex
+        self._futex, self._fence = memory.futex, memory.fence
         self._number = 0
         # Where slots outnumber the cores, participants need these: the controller sleeps until all have answered.
         self._awake_s = YIELD_S if slots <= len(os.sched_getaffinity(0)) else 0.0
@@ -166,6 +166,8 @@ class Doorbell:
 
     def ring(self, number: int) -> None:
         """Wakes all who sleep, once this run was written for all of them."""
+        if not _IN_ORDER:
+            self._fence()
         self._futex.word[0] = number % _WOKEN
         self._futex.wake()
 

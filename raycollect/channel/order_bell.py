@@ -18,7 +18,7 @@ class OrderBell(Doorbell):
     """The controller's end; for one thread at a time.
 
     Raises:
-        OSError: This system has no anonymous shared memory.
+        OSError: As of `Doorbell`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class OrderBellClient(DoorbellClient):
         segment: The controller's `OrderBell.segment`.
 
     Raises:
-        OSError: The controller is gone, or does not let this process see its memory.
+        OSError: As of `DoorbellClient`.
         ValueError: It is no such memory.
     """
 

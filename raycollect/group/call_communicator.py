@@ -69,7 +69,7 @@ class CallCommunicator:
         return brought
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Launches a kernel; that of some ranks has ended when this returns, as its errors name ranks too."""
+        """Launches a kernel. One of some ranks is waited for here, so that its errors name ranks of the group."""
         try:
             if self._is_whole:
                 return self._communicator.launch(launch, kernel)

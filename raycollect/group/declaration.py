@@ -28,7 +28,7 @@ class Declaration:
 
     name: str
     backend: str  # a backend's name in its one spelling, or "auto"
-    actors: tuple[Any, ...]  # the actor handles by rank
+    actors: tuple[Any, ...]  # the actor handles by rank; in the order given where `is_by_rank` is False
     ordering: str = PROGRAM
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long to wait for all members, in seconds
     # How long ranks wait for each other in the driver's calls that do not say, in seconds
@@ -95,10 +95,7 @@ class Declaration:
         if problems:
             raise InvalidGroupError(group_name=self.name, detail=listed(problems, "; "))
         found = self.actors if actors is None else tuple(actors)
-        # a rank table is for its own number of ranks, each on its own device
-        pairs = zip(found, self.actors, strict=False)
-        stays = len(found) == len(self.actors) and all(new == old or new not in self.actors for new, old in pairs)
-        table = self.rank_table if stays else None
+        table = self.rank_table if found == self.actors else None  # it tells of the devices of these
         return replace(self, actors=found, timeout_s=timeout_s, rank_table=table)
 
     def ranked(self, infos: Sequence[dict[str, Any]]) -> tuple[Member, ...]:

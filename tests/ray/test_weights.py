@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.weights.directory import Directory
 from tests.ray.weight_actors import SHAPES, Weights, replicas, spoil
+from tests.ray.workers import wait_until
 
 _numbers = itertools.count()
 
@@ -107,7 +109,9 @@ def test_pain_2_a_dead_trainer_is_told_and_nothing_of_it_is_seen(actors, name):
     trainer, rollout = actors(Weights, 2)
     pub, sub = col.publish(replicas([trainer]), name), col.subscribe(name, replicas([rollout]))
     pub.put()
+    pid = ray.get(trainer.pid.remote())
     ray.kill(trainer)
+    assert wait_until(lambda: not Path(f"/proc/{pid}").exists()), "as long as it lives it serves its version"
     with pytest.raises(errors.VersionNotPutError, match="its process has ended"):
         pub.put()
     with pytest.raises(errors.VersionNotWholeError, match="atoms are missing"):

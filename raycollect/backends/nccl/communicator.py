@@ -188,7 +188,7 @@ class NcclCommunicator(OnGpu):
                 pause(now_s - began_s)
             self._check_going(launch)  # the kernels of an aborted communicator end as well
             self._ask()
-        self._kept = None
+        self._kept = self._launched = None
         if self._to_record is not None and self._to_record[1] is kernel:
             (came, _), self._to_record = self._to_record, None
             self._record(launch, kernel, came)
@@ -322,7 +322,7 @@ class NcclCommunicator(OnGpu):
                 if waited_s > _DRAIN_S:
                     return  # and keeps its memory
                 pause(waited_s)
-        self._kept = None
+        self._kept = self._launched = None
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         is_reduced = reduction_of(op, dtype, self._version) is not None

@@ -50,7 +50,7 @@ from raycollect.backends.completion import (
     source,
     transfers,
 )
-from raycollect.backends.folds import READ_FIRST, fold, fold_rows, is_together, is_widened
+from raycollect.backends.folds import READ_FIRST, fold, is_widened
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
 from raycollect.backends.shm.joined import Joined
 from raycollect.backends.shm.meeting import Meeting
@@ -85,14 +85,6 @@ class _Once(NamedTuple):
     op: ReduceOp
     dtype: np.dtype[np.generic]
     size: int
-    is_together: bool  # see `folds`
-
-
-class _Views(NamedTuple):
-    """The slots of a chunk, as arrays of some dtype and width."""
-
-    rows: Array  # [ranks, width]
-    each: list[Array]  # the rows
 
 
 class Staged:
@@ -102,8 +94,8 @@ class Staged:
         self._rank = rank
         self._slots = memory.reshape(world_size, _SLOTS, CHUNK_NBYTES)
         self.turn: int = 0  # how many chunks of the launch were staged
-        self._first: tuple[int, _Views | None] = 0, None  # the launch for which `stage_again` staged last, and where
-        self._views: dict[tuple[int, np.dtype[np.generic], int], _Views] = {}
+        self._first: tuple[int, list[Array]] = 0, []  # the launch for which `stage_again` staged last, and where
+        self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Copies the first chunk to this rank's slot, so that the agreement is also the kernel's first barrier."""
@@ -121,9 +113,9 @@ class Staged:
         once: _Once | None = kernel.form.get("once")
         if once is None or once.ranks != launch.ranks:
             return False
-        views = self._turned(once.dtype, once.size)
-        views.each[self._rank][...] = kernel.src.reshape(-1)
-        self._first = launch.seq, views
+        staging = self._staging(once.dtype, once.size)
+        staging[self._rank][...] = kernel.src.reshape(-1)
+        self._first = launch.seq, staging
         return True
 
     def fold_again(self, launch: Launch, kernel: Kernel) -> bool:
@@ -131,17 +123,14 @@ class Staged:
         once: _Once | None = kernel.form.get("once")
         if once is None or once.ranks != launch.ranks:
             return False
-        seq, views = self._first
-        if seq == launch.seq and views is not None:
+        seq, staging = self._first
+        if seq == launch.seq:
             self.turn = 1
         else:
-            views = self._turned(once.dtype, once.size)
+            staging = self._staging(once.dtype, once.size)
+        parts = staging if len(once.ranks) == len(staging) else [staging[rank] for rank in once.ranks]
         with np.errstate(all="ignore"):
-            is_whole, out = len(once.ranks) == len(views.each), kernel.dst.reshape(-1)
-            if is_whole and once.is_together:
-                fold_rows(once.op, views.rows, out)
-            else:
-                fold(once.op, views.each if is_whole else [views.each[rank] for rank in once.ranks], out)
+            fold(once.op, parts, kernel.dst.reshape(-1))
         return True
 
     def run(self, meeting: Meeting, launch: Launch, kernel: Kernel, *, staged: bool, until_s: float) -> None:
@@ -150,17 +139,13 @@ class Staged:
 
     def _staging(self, dtype: np.dtype[np.generic], width: int) -> list[Array]:
         # The slots of the next chunk, by rank, [width] each.
-        return self._turned(dtype, width).each
-
-    def _turned(self, dtype: np.dtype[np.generic], width: int) -> _Views:
         self.turn += 1
         key = self.turn % _SLOTS, dtype, width
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= _VIEWS_KEPT:
                 self._views.clear()
-            rows = self._slots[:, key[0], : width * dtype.itemsize].view(dtype)
-            found = self._views[key] = _Views(rows, list(rows))
+            found = self._views[key] = list(self._slots[:, key[0], : width * dtype.itemsize].view(dtype))
         return found
 
     def _outgoing(self, launch: Launch, kernel: Kernel) -> dict[int, Flat]:
@@ -229,8 +214,7 @@ class Staged:
         is_small = nbytes < DIRECT_FROM_NBYTES and nbytes <= CHUNK_NBYTES
         if not (src.direct and dst.direct and is_small) or _is_sliced(len(ranks), src.dtype, size):
             return False
-        op, dtype = reduce_op(kernel), src.dtype
-        kernel.form["once"] = _Once(ranks, op, dtype, size, is_together(op, dtype, len(ranks), size))
+        kernel.form["once"] = _Once(ranks, reduce_op(kernel), src.dtype, size)
         return self.fold_again(launch, kernel)
 
     def _reducescatter(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:

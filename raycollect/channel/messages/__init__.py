@@ -6,8 +6,8 @@ A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To 
 
 `seq` is a plan's number in its controller's order; in `Arrive` and `Arrivals` it is that of one launch. `error` is what
 `raycollect.errors.to_wire` made. The coordinator of a group is its controller, or rank 0 where the members formed the
-group themselves (`group.coordinator`). A `communicator` is the name of one: that of all ranks, that of the driver's
-plans, or that of one (sender, receiver).
+group themselves (`group.coordinator`). The field `communicator` is a communicator's name: ``"all"``, ``"plans"``, or
+``"s>d"`` for what rank s sends to rank d.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.shm.staged import Staged, _Once, slots_nbytes
+from raycollect.backends.shm.staged import Staged
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -339,17 +339,3 @@ def test_a_group_that_goes_as_a_run_goes_on_in_full_lets_go_of_its_memory() -> N
     finally:
         one.close()
     assert mapped() == held
-
-
-@pytest.mark.parametrize("world", [4, 5])
-def test_what_a_whole_group_knows_of_a_form_holds_among_some_ranks_of_another(world: int) -> None:
-    """Then the other ranks' slots are not added."""
-    staged = Staged(np.zeros(slots_nbytes(world), np.uint8), 0, world)
-    launch = Launch(seq=1, ranks=(0, 1, 2, 3), timeout_s=WAIT_S)
-    once = _Once(launch.ranks, ReduceOp.SUM, np.dtype(np.float32), 1, is_together=True)
-    kernel = summing(np.ones(1, np.float32), form={"once": once})
-    assert staged.stage_again(launch, kernel)
-    (views,) = staged._views.values()
-    views.rows[1:] = 1
-    assert staged.fold_again(launch, kernel)
-    assert kernel.dst[0] == 4

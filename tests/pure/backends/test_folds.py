@@ -37,32 +37,6 @@ def test_fold_is_the_left_fold_bit_for_bit_wherever_it_is_cut(op: ReduceOp, dtyp
         assert bits(result) == bits(expected)
 
 
-def _together(world: int, size: int) -> list[tuple[ReduceOp, str]]:
-    pairs = [pair for pair in product(ReduceOp, DTYPES) if allowed(*pair)]
-    return [(op, dtype) for op, dtype in pairs if folds.is_together(op, np.dtype(dtype), world, size)]
-
-
-@pytest.mark.parametrize(("world", "size"), [(4, 8), (9, 1), (9, 18), (64, 1), (64, 64)])
-def test_rows_of_one_array_are_folded_to_the_same_bits(world: int, size: int) -> None:
-    """Also where numpy would add them up in pairs, or in strides."""
-    for op, dtype in _together(world, size):
-        parts = [operand(rank, dtype, size) for rank in range(world)]
-        rows = np.zeros((world, 2, size), parts[0].dtype)[:, 1]
-        rows[...] = parts
-        out = np.empty_like(parts[0])
-        with np.errstate(all="ignore"):
-            folds.fold_rows(op, rows, out)
-        assert bits(out) == bits(left_fold(op, parts)), (op, dtype)
-
-
-def test_small_rows_of_many_ranks_are_folded_together() -> None:
-    assert (ReduceOp.SUM, "float32") in _together(64, 64)
-    assert (ReduceOp.SUM, "bfloat16") not in _together(64, 64), "is rounded once"
-    assert (ReduceOp.SUM, "complex64") not in _together(64, 64)
-    assert (ReduceOp.MAX, "float32") not in _together(64, 64), "of zeros with signs either may come out"
-    assert _together(64, 65) == _together(4, 9) == _together(3, 1) == [], "takes longer"
-
-
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_a_product_of_complex_numbers_is_numpys_but_for_the_last_bits(dtype: str) -> None:
     parts: Sequence[np.ndarray] = [operand(rank, dtype, 1000) for rank in range(4)]

@@ -264,7 +264,8 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
     listed, stream = held_behind_the_listing(fake, team, 1), stream_of(team, 1)
     results = team.run(body_sum, team.launch(timeout_s=0.4))
     assert listed.is_set()
-    assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
+    # Who comes late, on a busy machine, hears that another has given up
+    assert {CollectiveTimeoutError} <= {*map(type, results)} <= {CollectiveTimeoutError, PlanAbortedError}
     team.close_one(1)
     assert fake.opened
     for rank in (0, 2):
