@@ -83,7 +83,8 @@ def with_tokens(maker):
     assert wait_until(lambda: {"make", "pair"} <= set(tokens._methods))
 
     def are_there():
-        tokens._refill()
+        if not tokens._ready:  # else it might order more
+            tokens._refill()
         return len(tokens._ready) > 0
 
     are_there()
