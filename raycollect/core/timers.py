@@ -134,7 +134,8 @@ class Watcher:
                 self.timer.cancel()
 
     def _due(self) -> None:
-        self.timer = None  # first, so that what begins meanwhile is seen, or has somebody look
+        with self._setting:  # `look_after` may not have set it yet
+            self.timer = None  # first, so that what begins meanwhile is seen, or has somebody look
         if self._is_over:
             return
         try:
