@@ -196,7 +196,7 @@ def test_results_outlive_the_lease(maker):
     col.declare_collective_group([maker], group_name="again")
     assert with_tokens(maker)
     other = maker.make.remote(4)
-    assert lent(maker) == (2, 2, 2)
+    assert wait_until(lambda: lent(maker) == (2, 2, 2)), "what the first calls have returned is gone"
     del ref
     assert wait_until(lambda: lent(maker) == (1, 1, 1)), "the first connection has ended"
     col.allreduce_refs([other], "again")
