@@ -16,15 +16,13 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+from raycollect.core.semaphores import TimeSpec
+
 FUTEX_NBYTES = 64  # a cache line, of which the first 4 bytes are the word
 _NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}  # of the system call
 _WAIT, _WAKE = 0, 1
 _ALL = (1 << 31) - 1
 _RETRY = frozenset({errno.EINTR, errno.ETIMEDOUT})
-
-
-class _TimeSpec(ctypes.Structure):
-    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
 @cache
@@ -61,7 +59,7 @@ class Futex:
 
     def wait(self, seen: int, timeout_s: float) -> bool:
         """Sleeps until it is woken, unless the word differs from `seen`; False: not woken in time, or a signal."""
-        spec = _TimeSpec(int(timeout_s), int((timeout_s % 1.0) * 1e9))
+        spec = TimeSpec(int(timeout_s), int((timeout_s % 1.0) * 1e9))
         if self._wait(ctypes.c_long(seen), ctypes.byref(spec)) == 0:
             return True
         number = ctypes.get_errno()

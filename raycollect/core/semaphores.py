@@ -18,7 +18,9 @@ _RETRY = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
 _CLOCK_MONOTONIC = 1
 
 
-class _TimeSpec(ctypes.Structure):
+class TimeSpec(ctypes.Structure):
+    """A time in seconds and nanoseconds, as the system's waits take it."""
+
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
@@ -30,7 +32,7 @@ class _LibC:
         self.init = self._call(libc, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
         self.post = self._call(libc, "sem_post", ctypes.c_void_p)
         self.try_wait = self._call(libc, "sem_trywait", ctypes.c_void_p)
-        spec = ctypes.POINTER(_TimeSpec)
+        spec = ctypes.POINTER(TimeSpec)
         if hasattr(libc, "sem_clockwait"):  # glibc 2.30 and later
             self.clock_wait = self._call(libc, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, spec)
         else:
@@ -71,7 +73,7 @@ class Semaphore:
         libc = self._libc
         # sem_timedwait counts by the wall clock, which may jump: callers wait in short slices.
         until_s = (time.monotonic() if libc.clock_wait else time.time()) + timeout_s
-        spec = ctypes.byref(_TimeSpec(int(until_s), int((until_s % 1.0) * 1e9)))
+        spec = ctypes.byref(TimeSpec(int(until_s), int((until_s % 1.0) * 1e9)))
         if libc.clock_wait:
             returned = libc.clock_wait(self._address, _CLOCK_MONOTONIC, spec)
         else:

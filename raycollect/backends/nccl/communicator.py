@@ -188,7 +188,7 @@ class NcclCommunicator(OnGpu):
                 pause(now_s - began_s)
             self._check_going(launch)  # the kernels of an aborted communicator end as well
             self._ask()
-        self._kept = self._launched = None
+        self._kept = None
         if self._to_record is not None and self._to_record[1] is kernel:
             (came, _), self._to_record = self._to_record, None
             self._record(launch, kernel, came)
