@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 from zlib import crc32
@@ -32,6 +31,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults.growth import Look, by_class, fill_memory, grown, look, rising
 from tests.ray.workers import Buffers
+from tests.waiting import has_ended
 
 SIZE = 4096
 """The elements of a gradient."""
@@ -167,7 +167,7 @@ class Loop:
 
     def _mend(self) -> None:
         """Replaces who is dead, and gives the newcomers the model."""
-        while dead := [rank for rank, (_, _, pid) in enumerate(self.members) if not _lives(pid)]:
+        while dead := [rank for rank, (_, _, pid) in enumerate(self.members) if has_ended(pid)]:
             began_s = time.perf_counter()
             newcomers = [self._spare() for _ in dead]
             there_s = time.perf_counter()
@@ -204,13 +204,6 @@ class Loop:
             self.captured.close()
         self.group.destroy()
         self.spares.shutdown()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from tests.faults.matrix import (
     WORLD_SIZE,
     Case,
 )
-from tests.ray.workers import wait_until
+from tests.waiting import has_ended, wait_until
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def run_case(case: Case, workers: Sequence[Any], path: Path) -> Seen:
         folder.release()
         seen.group = raised_by(again)
         if case.row.is_deadly:
-            assert wait_until(lambda: not Path(f"/proc/{faulty_pid}").exists()), "the fault was not consumed"
+            assert wait_until(lambda: has_ended(faulty_pid)), "the fault was not consumed"
         else:
             ray.get(workers[case.row.rank].call.remote(inject.take_back))
         return seen

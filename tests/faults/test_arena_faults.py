@@ -19,7 +19,8 @@ from raycollect.backends.shm import in_place
 from raycollect.pos.arena import NAME
 from raycollect.pos.segments import Segments
 from tests.faults import inject
-from tests.ray.workers import Gate, Worker, wait_until
+from tests.ray.workers import Gate, Worker
+from tests.waiting import has_ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2 << 20
@@ -249,7 +250,7 @@ def test_an_actor_that_exits_takes_its_memory_along(actors):
     group, refs = formed(workers)
     pid = group.status().members[2].pid
     workers[2].__ray_terminate__.remote()
-    assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    assert wait_until(lambda: has_ended(pid))
     assert_alone(workers[:2])
     again = col.declare_collective_group(workers[:2], group_name="again")
     assert_works(again, refs[:2])
@@ -293,7 +294,7 @@ def test_a_driver_that_is_killed(tidy, tmp_path):
         line = next(line for line in driver.stdout if line.startswith("pids"))  # Ray may print warnings before
         *pids, _ = map(int, line.split()[1:])
         driver.kill()
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
+    assert wait_until(lambda: all(has_ended(pid) for pid in pids), 60)
     stays = ray.get_actor("stays", "killed")
     try:
         assert_alone([stays])

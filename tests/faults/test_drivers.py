@@ -17,7 +17,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.plan_tracker import PlanTracker
-from tests.ray.workers import Gate, Worker, block, filled, wait_until
+from tests.ray.workers import Gate, Worker, block, filled
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

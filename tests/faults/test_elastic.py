@@ -16,7 +16,8 @@ from tests.faults.elastic_soak import Loop
 from tests.faults.test_rebuild import assert_sums, kill
 from tests.ray.batching import spread
 from tests.ray.capturing import Learner
-from tests.ray.workers import Gate, Plain, Worker, block, filled, wait_until
+from tests.ray.workers import Gate, Plain, Worker, block, filled
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))])

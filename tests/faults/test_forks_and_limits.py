@@ -17,7 +17,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works, refs_of
-from tests.ray.workers import Gate, Worker, wait_until
+from tests.ray.workers import Gate, Worker
+from tests.waiting import wait_until
 
 
 def in_child(self, function, *args):

@@ -15,7 +15,8 @@ from raycollect.channel import OrderBell
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.driver.controller import Controller
 from tests.faults.test_restarts import restart
-from tests.ray.workers import Worker, wait_until
+from tests.ray.workers import Worker
+from tests.waiting import stop, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,7 +56,7 @@ def stop_second(workers, rung):
     """Stops the second actor's process, from where `rung` begins anew; returns its id."""
     pid = pids(workers)[1]
     rung.clear()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     return pid
 
 

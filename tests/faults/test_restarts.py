@@ -10,7 +10,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.workers import Buffers, Gate, Worker, block, wait_until
+from tests.ray.workers import Buffers, Gate, Worker, block
+from tests.waiting import wait_until
 
 PATIENT_S = 20.0
 

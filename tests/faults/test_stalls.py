@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -17,8 +15,8 @@ from raycollect.driver import stall_report
 from raycollect.group import watchdog
 from tests.faults import inject
 from tests.lives import lasting
-from tests.ray.test_statistics import is_stopped
-from tests.ray.workers import Buffers, Gate, Plain, Worker, wait_until
+from tests.ray.workers import Buffers, Gate, Plain, Worker
+from tests.waiting import stopped, wait_until
 
 
 def inner(gate, begun):
@@ -139,16 +137,12 @@ def test_a_process_that_is_stopped_gives_no_answer_and_is_not_taken_for_dead(act
     group = col.declare_collective_group(workers)
     refs = refs_of(workers)
     pid = group.status(0).members[1].pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert wait_until(lambda: is_stopped(pid))
+    with stopped(pid):
         assert wait_until(lambda: [one.answers for one in group.status(timeout_s=0.3).members] == [True, False])
         with pytest.raises(errors.CollectiveTimeoutError) as caught:
             col.allreduce_refs(refs, timeout_s=1)
         assert [(one.rank, one.answers) for one in caught.value.reports] == [(1, False)]
         assert "gives no answer" in str(caught.value)
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert group.status().state == "alive"
     col.allreduce_refs(refs)
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))

@@ -8,7 +8,8 @@ import ray
 
 import raycollect as col
 from raycollect.member.runtime import Runtime
-from tests.ray.workers import Gate, Worker, wait_until
+from tests.ray.workers import Gate, Worker
+from tests.waiting import wait_until
 
 
 def buffers(workers):

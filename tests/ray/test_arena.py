@@ -14,7 +14,8 @@ import raycollect as col
 from raycollect.backends import arrays
 from raycollect.errors import ArenaFullError
 from raycollect.pos.segments import Segments
-from tests.ray.workers import Plain, Worker, wait_until
+from tests.ray.workers import Plain, Worker
+from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 

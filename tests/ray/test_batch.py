@@ -17,7 +17,8 @@ from raycollect.driver import batch as batches
 from raycollect.driver.controller import Controller
 from raycollect.driver.groups import DERIVED_LIMIT
 from tests.ray.batching import found, hold, nothing_sent, pieces_of, spread
-from tests.ray.workers import AsyncActor, Plain, Worker, wait_until
+from tests.ray.workers import AsyncActor, Plain, Worker
+from tests.waiting import wait_until
 
 WAIT_S = 60
 

@@ -19,7 +19,8 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from tests.faults import inject
 from tests.ray.batching import found, hold, nothing_sent, spread
-from tests.ray.workers import Gate, Worker, wait_until
+from tests.ray.workers import Gate, Worker
+from tests.waiting import wait_until
 
 WAIT_S = 60
 

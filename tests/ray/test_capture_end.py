@@ -11,7 +11,7 @@ from raycollect import errors
 from raycollect.driver.controller import Controller
 from tests.ray.batching import nothing_sent, spread
 from tests.ray.capturing import Learner, held_by, trio
-from tests.ray.workers import wait_until
+from tests.waiting import wait_until
 
 __all__ = ["trio"]  # a fixture
 

@@ -12,7 +12,7 @@ from raycollect.driver.controller import Controller
 from tests.faults import inject
 from tests.ray.batching import found, nothing_sent, spread
 from tests.ray.capturing import captured_here, is_broken, pipe, trio, works_on
-from tests.ray.workers import wait_until
+from tests.waiting import wait_until
 
 __all__ = ["pipe", "trio"]  # fixtures
 

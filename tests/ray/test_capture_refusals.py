@@ -13,7 +13,8 @@ from raycollect import errors
 from raycollect.driver.controller import Controller
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.capturing import captured_here, is_broken, pipe, trio, works_on
-from tests.ray.workers import Plain, Worker, wait_until
+from tests.ray.workers import Plain, Worker
+from tests.waiting import wait_until
 
 __all__ = ["pipe", "trio"]  # fixtures
 

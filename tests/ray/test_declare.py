@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,8 @@ from raycollect.driver.controller import Controller
 from raycollect.group.declaration import Declaration
 from tests.lives import lasting
 from tests.ray.refusing import refused
-from tests.ray.workers import Plain, Worker, filled, wait_until
+from tests.ray.workers import Plain, Worker, filled
+from tests.waiting import has_ended, wait_until
 
 
 @lasting
@@ -125,7 +125,7 @@ def test_a_plain_actor_that_dies_breaks_the_group(actors):
     col.declare_collective_group(plain)
     pid = ray.get(plain[1].call.remote(lambda self: os.getpid()))
     ray.kill(plain[1])
-    assert wait_until(lambda: not Path(f"/proc/{pid}").exists()), "as long as it lives it takes part"
+    assert wait_until(lambda: has_ended(pid)), "as long as it lives it takes part"
     with pytest.raises((errors.ParticipantDiedError, errors.GroupBrokenError, errors.DispatchError), match=r"Plain\("):
         col.barrier()
 

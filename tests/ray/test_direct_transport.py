@@ -13,7 +13,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import direct_transport
 from tests.ray.test_store import held
-from tests.ray.workers import Buffers, Gate, wait_until
+from tests.ray.workers import Buffers, Gate
+from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 

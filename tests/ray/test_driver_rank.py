@@ -14,7 +14,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.ray.refusing import refused
-from tests.ray.workers import Gate, Worker, block, wait_until
+from tests.ray.workers import Gate, Worker, block
+from tests.waiting import wait_until
 
 WORLD = 3
 FULL = [pytest.param(backend, marks=pytest.mark.full) for backend in ("gloo", "torch:gloo")]

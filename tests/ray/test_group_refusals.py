@@ -12,7 +12,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
 from tests.ray.refusing import buffers, refused
-from tests.ray.workers import Gate, Plain, Worker, wait_until
+from tests.ray.workers import Gate, Plain, Worker
+from tests.waiting import wait_until
 
 
 def test_group_errors(actors):

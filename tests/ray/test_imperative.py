@@ -20,7 +20,8 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from tests.lives import lasting
-from tests.ray.workers import Plain, Worker, wait_until
+from tests.ray.workers import Plain, Worker
+from tests.waiting import wait_until
 
 
 @lasting

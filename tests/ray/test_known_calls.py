@@ -15,7 +15,8 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_prepared
 from raycollect.errors import RefusedError
 from tests.lives import lasting
-from tests.ray.workers import Buffers, wait_until
+from tests.ray.workers import Buffers
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

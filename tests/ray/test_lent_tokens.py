@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,8 @@ from raycollect.driver.controller import Controller
 from raycollect.errors import TensorFreedError
 from raycollect.member import token_lenders
 from tests.lives import lasting
-from tests.ray.workers import Buffers, Gate, Plain, wait_until
+from tests.ray.workers import Buffers, Gate, Plain
+from tests.waiting import has_ended, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -213,7 +213,7 @@ def test_results_do_not_keep_their_actor(tidy):
     col.destroy_collective_group("lent")
     del maker
     assert known() is None
-    assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    assert wait_until(lambda: has_ended(pid))
 
 
 def drive(self, maker):

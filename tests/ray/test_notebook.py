@@ -29,7 +29,8 @@ from raycollect.driver.step_runs import StepRuns
 from tests.pure.driver.shown_html import read
 from tests.pure.driver.test_html import progress
 from tests.ray.capturing import Learner
-from tests.ray.workers import Gate, Worker, block, wait_until
+from tests.ray.workers import Gate, Worker, block
+from tests.waiting import stopped, wait_until
 
 SOON_S = SHOWN_S + 3
 """How long showing something may take here, where a machine is shared with other tests, in seconds."""
@@ -126,13 +127,10 @@ def test_a_group_whose_member_died_is_shown(patient, group, workers):
 
 def test_a_member_that_is_stopped_holds_up_no_cell(group):
     pid = group.status().members[1].pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         told, _ = shown(group)
         assert "no answer" in told
         assert "alive" in told
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert wait_until(lambda: "no answer" not in shown(group)[0])
 
 

@@ -10,6 +10,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import dispatch
 from tests.ray.data_ordered import assert_works, buffers, crew, gate, occupy, wait_and_leave, wait_in
+from tests.waiting import has_ended, wait_until
 
 __all__ = ["crew", "gate", "occupy"]  # fixtures
 
@@ -94,6 +95,7 @@ def test_cancel(crew, gate, occupy, awaited):
 def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
     """If the rank that makes the operand dies, Ray may tell of the operand before the connection tells of the rank."""
     workers, refs = crew(3)
+    pid = crew.group.status().members[victim].pid
     late = workers[1].make.remote(wait_in, gate)
     work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)
     ray.kill(workers[victim])
@@ -103,6 +105,7 @@ def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
     lost = isinstance(error, errors.TensorLostError)
     assert (error.violations[0].rank if lost else error.rank) == victim
     assert victim == 1 or not lost
+    assert wait_until(lambda: has_ended(pid)), "as long as it lives it takes part"
     with pytest.raises((errors.GroupBrokenError, errors.ParticipantDiedError) if lost else errors.GroupBrokenError):
         col.allreduce_refs(refs)
     ray.get(gate.open.remote())

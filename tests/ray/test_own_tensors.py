@@ -12,7 +12,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import own_tensors
 from raycollect.driver.controller import Controller
-from tests.ray.workers import Worker, filled, wait_until
+from tests.ray.workers import Worker, filled
+from tests.waiting import wait_until
 
 ROWS = np.arange(14.0).reshape(2, 7)
 

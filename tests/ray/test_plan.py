@@ -19,7 +19,8 @@ from raycollect.errors import (
     RefusedError,
     UnknownGroupError,
 )
-from tests.ray.workers import Worker, wait_until
+from tests.ray.workers import Worker
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("tidy")
 

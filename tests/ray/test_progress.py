@@ -13,8 +13,8 @@ import tqdm.auto
 
 import raycollect as col
 from raycollect.driver import progress as gauge
-from tests.ray.test_statistics import is_stopped
-from tests.ray.workers import Worker, wait_until
+from tests.ray.workers import Worker
+from tests.waiting import stopped, wait_until
 
 MB = 1 << 20
 
@@ -103,15 +103,11 @@ def test_stopped_rank_counts_at_its_last_position(workers, gate, monkeypatch, ca
     work = col.allreduce_refs(refs, async_op=True)
     assert wait_until(lambda: far(work) == [(7.5, 8.0), (3.5, 8.0)])
     monkeypatch.setattr(gauge, "SILENT_S", 0.0)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert wait_until(lambda: is_stopped(pid))
+    with stopped(pid):
         found = work.progress(0.05)
         assert (found.done_nbytes, str(found.laggard)) == (11 * MB, "rank 1 gives no answer")
         with pytest.raises(col.errors.CollectiveTimeoutError), col.progress(after_s=0.0):
             work.wait(2)  # in which rank 0 answers, and the bar is drawn
-    finally:
-        os.kill(pid, signal.SIGCONT)
     gate.open()
     work.wait()
     out, err = capsys.readouterr()

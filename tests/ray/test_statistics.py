@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from pathlib import Path
 
 import pytest
 import ray
@@ -12,7 +10,8 @@ import ray
 import raycollect as col
 from raycollect.errors import KernelError, UnknownGroupError
 from tests.faults import inject
-from tests.ray.workers import Gate, Plain, Worker, wait_until
+from tests.ray.workers import Gate, Plain, Worker
+from tests.waiting import stopped, wait_until
 
 LIMITS = (64 << 20, 96 << 20)
 NBYTES = 1 << 20
@@ -118,22 +117,12 @@ def test_restarted_actor_is_no_member(actors):
     assert [one and one.rank for one in group.statistics().members] == [0, None]
 
 
-def is_stopped(pid):
-    """Whether all threads of a process are stopped."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
 def test_statistics_wait_for_a_stopped_member_no_longer_than_asked(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     pid = group.status().members[0].pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert wait_until(lambda: is_stopped(pid))  # until then some of its threads may go on
+    with stopped(pid):
         assert [one and one.rank for one in group.statistics(timeout_s=5.0).members] == [None, 1]
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert [one and one.rank for one in group.statistics().members] == [0, 1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ import ray
 
 import raycollect as col
 from raycollect.errors import StoreFullError, TensorFreedError, TensorLostError
-from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain, wait_until
+from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain
+from tests.waiting import has_ended, wait_until
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_pending_results_of_a_dead_actor_are_lost(actors):
     pid = ray.get(worker.call.remote(lambda self: os.getpid()))
     running, waiting = worker.call.remote(lambda self: threading.Event().wait()), worker.get_buffer.remote()
     ray.kill(worker)
-    assert wait_until(lambda: not Path(f"/proc/{pid}").exists()), "as long as it lives its values can be fetched"
+    assert wait_until(lambda: has_ended(pid)), "as long as it lives its values can be fetched"
     for ref in (running, waiting, [waiting], there, handle):
         with pytest.raises(TensorLostError, match=r"Kinds\("):
             col.get(ref)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections import Counter
 
 import numpy as np
@@ -19,8 +17,8 @@ from raycollect.observe.timeline_session import TimelineSession
 from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
 from tests.faults import inject
 from tests.pure.observe.test_chrome import check
-from tests.ray.test_statistics import is_stopped
-from tests.ray.workers import Worker, block, wait_until
+from tests.ray.workers import Worker, block
+from tests.waiting import stopped, wait_until
 
 NBYTES = 10 * 4
 
@@ -138,17 +136,13 @@ def test_timeline_names_dead_and_stopped_members_within_its_timeout(actors):
     ray.kill(workers[0])
     assert wait_until(lambda: group.status().state == "broken")
     pid = group.status().members[1].pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert wait_until(lambda: is_stopped(pid))
+    with stopped(pid):
         line.stop()
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert line.stop() is line
-    dead, stopped = sorted(line.missing, key=lambda one: "in time" in one)
+    dead, silent = sorted(line.missing, key=lambda one: "in time" in one)
     assert "has ended" in dead
-    assert "did not answer in time" in stopped
-    assert f"pid {pid}" in stopped
+    assert "did not answer in time" in silent
+    assert f"pid {pid}" in silent
     driver, living = line.trace.processes
     assert (len(driver.slices), living.ranks) == (1, (("default", 2),))
     assert col.summary().missing == line.missing

@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.weights.directory import Directory
 from tests.ray.weight_actors import SHAPES, Weights, replicas, spoil
-from tests.ray.workers import wait_until
+from tests.waiting import has_ended, stop, wait_until
 
 _numbers = itertools.count()
 
@@ -32,11 +31,11 @@ def stopped():
     """Stops processes, and lets them go on in the end."""
     pids = []
 
-    def stop(actor):
+    def stop_actor(actor):
         pids.append(ray.get(actor.pid.remote()))
-        os.kill(pids[-1], signal.SIGSTOP)
+        stop(pids[-1])
 
-    yield stop
+    yield stop_actor
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
 
@@ -111,7 +110,7 @@ def test_pain_2_a_dead_trainer_is_told_and_nothing_of_it_is_seen(actors, name):
     pub.put()
     pid = ray.get(trainer.pid.remote())
     ray.kill(trainer)
-    assert wait_until(lambda: not Path(f"/proc/{pid}").exists()), "as long as it lives it serves its version"
+    assert wait_until(lambda: has_ended(pid)), "as long as it lives it serves its version"
     with pytest.raises(errors.VersionNotPutError, match="its process has ended"):
         pub.put()
     with pytest.raises(errors.VersionNotWholeError, match="atoms are missing"):

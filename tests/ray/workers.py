@@ -1,4 +1,4 @@
-"""Actors that the tests share, and a wait for what only Ray knows."""
+"""Actors that the tests share."""
 
 from __future__ import annotations
 
@@ -182,13 +182,3 @@ class Async(col.CollectiveParticipant):
 
 KindsActor = lasting(ray.remote(Kinds))
 AsyncActor = lasting(ray.remote(Async))
-
-
-def wait_until(predicate, timeout_s=20.0):
-    """Polls what only Ray knows when: reference counts travel in their own time."""
-    done = threading.Event()
-    for _ in range(int(timeout_s / 0.05)):
-        if predicate():
-            return True
-        done.wait(0.05)
-    return False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +11,6 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 
 WAIT_S = 10.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
-    pause = threading.Event()
-    for _ in range(10_000):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise AssertionError("it did not come about")
 
 
 def patient(launch: Launch) -> Launch:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,14 +23,6 @@ def team() -> Iterator[ThreadTeam]:
     made = ThreadTeam("tcp", 3)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
-    limit_s, pause = time.monotonic() + 10, threading.Event()
-    while not condition():
-        assert time.monotonic() < limit_s
-        pause.wait(0.001)
 
 
 def join_all(rendezvous: MemoryRendezvous, world: int, *hosts: str) -> list[tcp.TcpCommunicator]:

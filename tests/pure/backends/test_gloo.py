@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker, Workers
 from tests.pure.conformance import check_allreduce
 from tests.pure.mixed import body_staged
+from tests.waiting import stopped
 
 pytestmark = pytest.mark.skipif(not backends.is_available("gloo"), reason="no gloo library is installed")
 
@@ -234,20 +233,17 @@ def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: 
         launch = team.launch(timeout_s=1.5)
         is_deaf = backend == "gloo" and gloo.GlooLibrary.found("g")[0] == "pygloo"  # its binding takes no limit
         limit_s = 30.0 if is_deaf else launch.timeout_s
-        stopped = team.workers[1].process.pid
-        assert stopped is not None
+        pid = team.workers[1].process.pid
+        assert pid is not None
         through = [
             team.start(1, body_check, launch),
             *(team.start(rank, body_check_and_kernel, launch) for rank in (0, 2)),
         ]
         assert through[0].result(20) is None
         began_s = time.monotonic()
-        os.kill(stopped, signal.SIGSTOP)
-        try:
+        with stopped(pid):
             late = [one.result(limit_s + 20) for one in through[1:]]
             lasted_s = time.monotonic() - began_s
-        finally:
-            os.kill(stopped, signal.SIGCONT)
         blamed = [one for one in late if isinstance(one, CollectiveTimeoutError)]
         assert blamed, late
         assert {(one.missing, one.timeout_s) for one in blamed} == {((1,), 1.5)}

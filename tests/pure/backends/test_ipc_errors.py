@@ -25,9 +25,10 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from tests.fake_cupy import Fake
-from tests.pure.backends.streams import WAIT_S, patient, sums, until
+from tests.pure.backends.streams import WAIT_S, patient, sums
 from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
 from tests.pure.on_one_gpu import OLD, SharingTeam, sharing
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_a_stream_that_stands_still(three: tuple[Fake, SharingTeam], monkeypatch
         team.communicators[1].agree(team.launch(), b"")
     assert team.of(1)._loans.lent, "its GPU may still use that memory"
     fake.release(stuck)
-    until(lambda: not fake.pending(stuck))
+    assert wait_until(lambda: not fake.pending(stuck))
 
 
 # ------------------------------------------------------------------------------- aborts
@@ -164,7 +165,7 @@ def test_an_abort(three: tuple[Fake, SharingTeam], held: bool) -> None:
     running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
     team.must(body_arrive, launch, ranks=(1,))
     if held:
-        until(lambda: fake.pending(stream) > 0)
+        assert wait_until(lambda: fake.pending(stream) > 0)
     for communicator in team.communicators:
         communicator.abort(launch.seq)
     if held:
@@ -228,9 +229,9 @@ def test_nobody_returns_while_another_rank_still_works(three: tuple[Fake, Sharin
 
     running = [team.start(rank, body, launch) for rank in team.everyone]
     assert listed.wait(WAIT_S)
-    until(lambda: fake.pending(stream_of(team, slow)) > 0)
+    assert wait_until(lambda: fake.pending(stream_of(team, slow)) > 0)
     for rank in set(team.everyone) - {slow}:
-        until(lambda rank=rank: not fake.pending(stream_of(team, rank)))
+        assert wait_until(lambda rank=rank: not fake.pending(stream_of(team, rank)))
     assert not any(one.done() for one in running)
     fake.release(stream_of(team, slow))
     assert [one.result(WAIT_S) for one in running] == [[6]] * 3
@@ -243,7 +244,7 @@ def test_what_was_shown_is_kept_until_the_others_have_left(three: tuple[Fake, Sh
     stream = stream_of(team, 1)
     running = [team.start(rank, body_sum, launch, "every other") for rank in team.everyone]
     assert listed.wait(WAIT_S)
-    until(lambda: fake.pending(stream) > 0)
+    assert wait_until(lambda: fake.pending(stream) > 0)
     for rank in (0, 2):
         team.communicators[rank].abort(launch.seq)
         found = running[rank].result(WAIT_S)
@@ -274,7 +275,7 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
         assert found.missing == (1,)
         assert team.of(rank)._loans.lent
     fake.release(stream)
-    until(lambda: not fake.pending(stream))
+    assert wait_until(lambda: not fake.pending(stream))
     team.close_one(1)
     assert not fake.opened
     for rank in (0, 2):
@@ -373,7 +374,7 @@ def test_closing_while_a_rank_waits(three: tuple[Fake, SharingTeam]) -> None:
     stream = stream_of(team, 0)
     fake.hold(stream)
     running = team.start(0, body_sum_at_once, team.launch(timeout_s=WAIT_S))
-    until(lambda: fake.pending(stream) > 0)
+    assert wait_until(lambda: fake.pending(stream) > 0)
     team.close_one(0)
     fake.release(stream)
     found = running.result(WAIT_S)

@@ -17,10 +17,11 @@ from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError, RaycollectError
 from tests.fake_cupy import Fake
-from tests.pure.backends.streams import WAIT_S, patient, stream_of, sums, until
+from tests.pure.backends.streams import WAIT_S, patient, stream_of, sums
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
 from tests.pure.thread_faults import apart
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_deadline_while_another_rank_does_not_get_there(
     assert isinstance(kept, NcclCommunicator)
     assert kept._kept is not None, "its GPU may still use that memory"
     fake.release(stuck)
-    until(lambda: not fake.pending(stuck))
+    assert wait_until(lambda: not fake.pending(stuck))
 
 
 def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
@@ -109,7 +110,7 @@ def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
     assert fake.pending(own)
     assert apart(before)
     fake.release(own)
-    until(lambda: not apart(before))
+    assert wait_until(lambda: not apart(before))
     assert fake.counts["nccl.abort"] == 3
 
 
@@ -121,7 +122,7 @@ def test_a_deadline_is_that_of_the_launch(three: tuple[Fake, GpuTeam]) -> None:
     launch = team.launch(timeout_s=WAIT_S)
     waits = is_waiting(fake, team.communicators[0])
     running = [team.start(rank, body_sum, launch) for rank in team.everyone]
-    until(waits)
+    assert wait_until(waits)
     fake.release(slow)
     assert [one.result(WAIT_S) for one in running] == [[6] * 50] * 3
 
@@ -139,7 +140,7 @@ def test_an_abort_while_ranks_wait(three: tuple[Fake, GpuTeam]) -> None:
     waits = [is_waiting(fake, team.communicators[rank]) for rank in (0, 2)]
     running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
     team.must(body_arrive, launch, ranks=(1,))
-    until(lambda: all(one() for one in waits))
+    assert wait_until(lambda: all(one() for one in waits))
     for rank in team.everyone:
         team.communicators[rank].abort(launch.seq)
     for one in running:
@@ -195,7 +196,7 @@ def test_an_abort_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, Gpu
     ]  # in the consistency check it breaks nothing
     running: list[Future[Any]] = [team.start(rank, body_sum, launch) for rank in team.everyone]
     assert nccl_.entered.wait(WAIT_S)
-    until(lambda: all(one() for one in waits))
+    assert wait_until(lambda: all(one() for one in waits))
     for communicator in team.communicators:
         communicator.abort(launch.seq)
     assert [type(one.result(WAIT_S)) for one in running] == [PlanAbortedError] * 3
@@ -249,7 +250,7 @@ def test_an_error_of_nccl_is_told_with_all_that_is_known(
     assert told in str(found)
     assert "NCCL_DEBUG=INFO" in str(found)
     assert isinstance(found.__cause__, KeyError if status == 7 else RuntimeError)
-    until(lambda: all(one() for one in waits))
+    assert wait_until(lambda: all(one() for one in waits))
     for rank in (0, 2):  # as the executor does it when a rank has failed
         team.communicators[rank].abort(launch.seq)
         assert isinstance(running[rank].result(WAIT_S), PlanAbortedError)
@@ -270,7 +271,7 @@ def test_an_error_of_the_device_ends_the_wait_at_once(
             under_way.wait(WAIT_S)
         monkeypatch.undo()
     assert caught.value.rank == 0
-    until(lambda: not fake.pending(stream_of(communicator)))
+    assert wait_until(lambda: not fake.pending(stream_of(communicator)))
 
 
 def test_a_rank_that_is_gone_behind_the_check(three: tuple[Fake, GpuTeam]) -> None:
@@ -335,7 +336,7 @@ def test_what_was_enqueued_before_a_failure_is_waited_for_too(
         assert len(calls) == 2
         assert communicator._kept is not None
         fake.release(stream_of(communicator))
-        until(lambda: not fake.pending(stream_of(communicator)))
+        assert wait_until(lambda: not fake.pending(stream_of(communicator)))
 
 
 # ------------------------------------------------------------------------------- who leaves
@@ -350,7 +351,7 @@ def test_closing_while_a_rank_waits(three: tuple[Fake, GpuTeam]) -> None:
 
     waits = is_waiting(fake, team.communicators[0])
     running = team.start(0, body, launch)
-    until(waits)
+    assert wait_until(waits)
     team.communicators[0].close()
     found = running.result(WAIT_S)
     assert isinstance(found, GroupBrokenError)
@@ -379,4 +380,4 @@ def test_all_threads_that_abort_end(three: tuple[Fake, GpuTeam]) -> None:
         communicator.close()
         with pytest.raises(RaycollectError):
             communicator.launch(team.launch(), Kernel(kind=sums(None).kind))
-    until(lambda: not apart(before))
+    assert wait_until(lambda: not apart(before))

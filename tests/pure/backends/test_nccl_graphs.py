@@ -22,11 +22,12 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InvalidG
 from tests.fake_cupy import installed
 from tests.gpu.again import ARRIVAL, again, body_again
 from tests.pure.backends.graph_crews import RUNS, Crew, MakeCrew, crew
-from tests.pure.backends.streams import WAIT_S, stream_of, until
+from tests.pure.backends.streams import WAIT_S, stream_of
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
 from tests.pure.mixed import WORLD, faked, mixing, same
 from tests.pure.on_gpu import GpuTeam, gpus, team_on_gpus
 from tests.pure.teams import Script, Team, pinned
+from tests.waiting import wait_until
 
 __all__ = ["crew"]  # a fixture
 
@@ -259,7 +260,7 @@ def _under_graph(one: Crew, timeout_s: float = WAIT_S) -> tuple[Launch, list[Fut
     before = one.fake.counts["graphLaunch"]
     one.fake.hold(stream_of(one.team.communicators[1]))
     running = [one.team.start(rank, one.body, launch) for rank in one.team.everyone]
-    until(lambda: one.fake.counts["graphLaunch"] == before + 2)
+    assert wait_until(lambda: one.fake.counts["graphLaunch"] == before + 2)
     return launch, running
 
 
@@ -288,7 +289,7 @@ def test_a_deadline_while_a_graph_of_another_rank_does_not_start(
         assert isinstance(future.result(WAIT_S), CollectiveTimeoutError)
     assert not one.fake.graphs
     one.fake.release(stream_of(one.team.communicators[1]))
-    until(lambda: not one.fake.pending(stream_of(one.team.communicators[1])))
+    assert wait_until(lambda: not one.fake.pending(stream_of(one.team.communicators[1])))
 
 
 def test_a_graph_that_can_not_be_launched_ends_the_group(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,12 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from tests.fake_cupy import Fake, installed
-from tests.pure.backends.streams import WAIT_S, stream_of, sums, until
+from tests.pure.backends.streams import WAIT_S, stream_of, sums
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere
 from tests.pure.thread_faults import apart
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +298,7 @@ def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, st
     assert told in str(caught.value)
     assert "NCCL_DEBUG=INFO" in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
-    until(lambda: not apart(before))
+    assert wait_until(lambda: not apart(before))
 
 
 def test_the_first_operation_of_a_group_fails_where_nccl_can_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,8 +414,8 @@ def test_closing_twice_and_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> 
             for communicator in team.communicators:
                 communicator.close()
         assert fake.counts["nccl.abort"] == 2
-        until(lambda: nccl._guard.timer is None)
+        assert wait_until(lambda: nccl._guard.timer is None)
         team = GpuTeam(2)
         assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
-        until(lambda: nccl._guard.timer is not None)
+        assert wait_until(lambda: nccl._guard.timer is not None)
         team.close()

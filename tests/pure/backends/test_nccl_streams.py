@@ -22,10 +22,11 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import Communicator
 from raycollect.engine.device_staging import transfer
 from tests.fake_cupy import Fake
-from tests.pure.backends.streams import WAIT_S, info, stream_of, sums, until
+from tests.pure.backends.streams import WAIT_S, info, stream_of, sums
 from tests.pure.conformance import bits, run_launch
 from tests.pure.on_gpu import STREAMS, Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
 from tests.pure.operands import left_fold, operand
+from tests.waiting import wait_until
 
 # ------------------------------------------------------------------------------- before
 
@@ -436,7 +437,7 @@ def test_a_wait_asks_nccl_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> Non
 
         before = fake.counts["nccl.check_async_error"]
         running = [team.start(rank, body, team.launch()) for rank in [0]]
-        until(lambda: fake.counts["nccl.check_async_error"] > before + 5)
+        assert wait_until(lambda: fake.counts["nccl.check_async_error"] > before + 5)
         fake.release(stream_of(team.communicators[0]))
         running.append(team.start(1, body, team.launch()))
         for one in running:

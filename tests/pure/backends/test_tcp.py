@@ -13,11 +13,12 @@ from raycollect.backends.tcp import run as _tcp_run
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
-from tests.pure.backends.tcp_teams import team, until
+from tests.pure.backends.tcp_teams import team
 from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.backends.test_gloo import body_peak
 from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.conformance import DTYPES, bits, check_allreduce, check_cases, every_case, left_fold, run_launch
+from tests.waiting import wait_until
 
 __all__ = ["team"]  # a fixture
 
@@ -142,7 +143,7 @@ def test_the_group_works_on_after_an_end_in_mid_kernel(team: ThreadTeam, kind: O
     waiting = team.start(0, run_launch, launch, one_side(kind, 1, 64 << 20))
     team.communicators[1].agree(launch, b"")
     link = team.communicators[0]._link
-    until(lambda: link._peers[1].is_blocked or link._peers[1].owes(link._step) or waiting.done())
+    assert wait_until(lambda: link._peers[1].is_blocked or link._peers[1].owes(link._step) or waiting.done())
     if aborted:
         team.communicators[0].abort(launch.seq)
     failed = waiting.result(10)
@@ -178,7 +179,7 @@ def test_both_ends_may_leave_in_the_middle_of_frames(team: ThreadTeam) -> None:
 
     running = [team.start(rank, body) for rank in team.everyone]
     links = [communicator._link for communicator in team.communicators]
-    until(lambda: all(link._step == _IN_KERNEL for link in links))
+    assert wait_until(lambda: all(link._step == _IN_KERNEL for link in links))
     for communicator in team.communicators:
         communicator.abort(launch.seq)
     assert all(isinstance(one.result(10), PlanAbortedError) for one in running)
@@ -217,7 +218,7 @@ def test_a_peer_that_dies_in_mid_kernel_is_named_and_breaks_the_group(mortals: P
 def test_a_send_to_a_peer_that_dies_ends(mortals: ProcessTeam) -> None:
     launch = Launch(seq=mortals.launch().seq, ranks=(0, 1), timeout_s=60)
     sending = mortals.start(0, body_send, launch)
-    until(lambda: sending.running())
+    assert wait_until(lambda: sending.running())
     mortals.workers[1].process.kill()
     failed = sending.result(20)
     assert isinstance(failed, PlanAbortedError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +12,7 @@ from raycollect.errors import ConcurrentCallError, FaultError
 from raycollect.group.call_queue import Callers
 from raycollect.member import init
 from raycollect.member import operations as col
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 BACKENDS = ("shm", "tcp", "gloo")
@@ -62,14 +62,6 @@ def test_a_second_thread_begins_a_contest_that_lasts_until_all_have_ended():
 # ---------------------------------------------------------------------------------------------- in groups
 
 
-def _until(condition):
-    """Waits for what another thread does; there is nothing that would tell."""
-    until_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-
-
 def _communicator(name, ranks="all"):
     return init.get_group_handle(name).communicator(ranks)
 
@@ -108,9 +100,9 @@ def _two_at_once(name, rank):
     col.barrier(name)
     if rank == 0:
         first = _in_thread(name, "first", _summed, 1)
-        _until(_is_at_check(name))
+        assert wait_until(_is_at_check(name))
         second = _in_thread(name, "second", _summed, 2)
-        _until(lambda: _communicator(name)._objecting is not None)
+        assert wait_until(lambda: _communicator(name)._objecting is not None)
         _tell(name)
         return [one.result(WAIT_S) for one in (first, second)]
     if rank == 2:
@@ -155,7 +147,7 @@ def _second_past_the_check(name, rank, barrier=None):
     first = _in_thread(name, "first", _summed, 1)
     assert begun.wait(WAIT_S)
     second = _in_thread(name, "second", _summed, 2)
-    _until(lambda: _communicator(name)._callers.contest is not None)
+    assert wait_until(lambda: _communicator(name)._callers.contest is not None)
     del communicator.launch
     go_on.set()
     return [first.result(WAIT_S), second.result(WAIT_S)]
@@ -187,7 +179,7 @@ def _second_in_the_moment(name, rank):
     first = _in_thread(name, "first", _summed_or_failed, 1)
     assert passed.wait(WAIT_S)
     second = _in_thread(name, "second", _summed, 2)
-    _until(lambda: hub.recalled)
+    assert wait_until(lambda: hub.recalled)
     del hub.note_agreed
     go_on.set()
     return [first.result(WAIT_S), second.result(WAIT_S)]
@@ -217,9 +209,9 @@ def _second_while_queued(name, rank):
         works.extend(col.allreduce(one, name, async_op=True) for one in arrays)
 
     thread = _in_thread(name, "first", _hold, start)
-    _until(lambda: len(works) == 3)
+    assert wait_until(lambda: len(works) == 3)
     second = _in_thread(name, "second", _summed, 2)
-    _until(lambda: _communicator(name)._objecting is not None)
+    assert wait_until(lambda: _communicator(name)._objecting is not None)
     col.send(np.zeros(1), 1, name)
     said = [second.result(WAIT_S)]
     for work, array in zip(works, arrays, strict=True):
@@ -237,7 +229,7 @@ def _hear_one(name):
 
 def _hold(name, start):
     start(name)
-    _until(lambda: _communicator(name)._callers.contest is not None)  # else its name could not be told
+    assert wait_until(lambda: _communicator(name)._callers.contest is not None)  # else its name could not be told
 
 
 def test_calls_that_are_queued_are_refused_as_well(crew, backend):
@@ -249,7 +241,7 @@ def test_calls_that_are_queued_are_refused_as_well(crew, backend):
 
 def _nobody_comes(name, rank):
     first = _in_thread(name, "first", _summed, 1, timeout_s=0.3)
-    _until(_is_at_check(name))
+    assert wait_until(_is_at_check(name))
     return [_in_thread(name, "second", _summed, 2, timeout_s=0.3).result(WAIT_S), first.result(WAIT_S)]
 
 
@@ -282,7 +274,7 @@ def _beside(name, rank):
     """A thread waits in a collective of all, while another one sends."""
     if rank == 0:
         waiting = _in_thread(name, "first", _summed, 1)
-        _until(lambda: _communicator(name).call)
+        assert wait_until(lambda: _communicator(name).call)
         col.send(np.full(2, 7.0), 1, name)
         return waiting.result(WAIT_S)
     x = np.zeros(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -22,6 +21,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
+from tests.waiting import stopped
 
 __all__ = ["backend"]  # fixtures
 
@@ -238,11 +238,8 @@ def test_a_stopped_member_is_missing_and_goes_on_later(crew):
     group = crew.group(2, "shm")
     group.must(summed)
     process = group.processes[1].process
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
+    with stopped(process.pid):
         [error] = group.run(summed, 4, 0.5, ranks=[0])
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
     assert isinstance(error, CollectiveTimeoutError)
     assert [(report.rank, report.answers) for report in error.reports] == [(1, False)]
     assert "gives no answer" in str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as imperative
 from tests.pure.processes import Crew
+from tests.waiting import stopped
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +128,10 @@ def test_a_process_that_is_stopped_gives_no_answer(crew: Crew, pipes: list[Path]
     group = crew.group(2, "tcp")
     pid = group.processes[1].process.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         waiting = group.processes[0].start(warned, group.name, 0, "allreduce", pipes[1], 0.1)
         assert "rank 1" in (text := pipes[1].read_text())
         assert " gives no answer: its process is stopped, or " in text
-    finally:
-        os.kill(pid, signal.SIGCONT)
     group.processes[1].start(called, group.name, 1, "allreduce").result(60)
     assert waiting.result(60) == [text]
     crew.rest()

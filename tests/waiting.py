@@ -1,0 +1,54 @@
+"""Waits for what nobody tells: what Ray, the system or another process gets done in its own time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
+    """Asks again and again until a condition holds; returns whether it came to hold in time."""
+    until_s, pause, pause_s = time.monotonic() + timeout_s, threading.Event(), 0.001
+    while not condition():
+        if time.monotonic() > until_s:
+            return False
+        pause.wait(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    return True
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or left for its parent to collect; Ray may call an actor dead a while before."""
+    return _states(pid) <= {"Z", "X"}
+
+
+def stop(pid: int) -> None:
+    """Stops a process; none of its threads goes on any more when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: _states(pid) == {"T"})
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process for the length of a block."""
+    try:
+        stop(pid)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _states(pid: int) -> set[str]:
+    """The states of a process's threads, as proc(5) has them; empty if there is no such process."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            found.add(path.read_text().rpartition(")")[2].split()[0])
+        except OSError:  # it ended meanwhile
+            continue
+    return found
