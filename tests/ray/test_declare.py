@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import types
 
 import numpy as np
@@ -108,16 +109,17 @@ def test_actors_without_the_mixin_are_members(actors, backend):
     col.barrier()
 
 
-def test_barrier_follows_earlier_methods_of_a_plain_actor(actors):
+def test_barrier_follows_earlier_methods_of_a_plain_actor(actors, tmp_path):
     plain = actors(Plain, 2)
     col.declare_collective_group(plain)
 
-    def note(self):
-        self.noted = True
+    def note(self, path):
+        time.sleep(0.1)  # a barrier that does not wait is over by then
+        path.touch()
 
-    done = plain[0].call.remote(note)
+    plain[0].call.remote(note, tmp_path / "noted")
     col.barrier()
-    assert ray.wait([done], timeout=0)[0] == [done]
+    assert (tmp_path / "noted").exists()
 
 
 def test_a_plain_actor_that_dies_breaks_the_group(actors):
