@@ -37,6 +37,10 @@ from raycollect.observe.run_steps import RunStep, calls
 from raycollect.planner import Local, Program
 from raycollect.pos import Container
 
+Keep = Callable[[Sequence[Container]], None]
+"""Takes the outputs of a program, before another participant can report that this one has ended; may raise
+RaycollectError."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -60,6 +64,7 @@ class Execution:
         exchange: How the participants meet where they have no group in common.
         held: The operands of a captured step, which are not in the store.
         met: What an earlier run on these operands found out, and what all have now brought: see `FastPath`.
+        keep: What takes its outputs; None: the caller takes them from the outcome.
         meeting: The name of a member's own call in timelines; see `Label`.
     """
 
@@ -77,12 +82,14 @@ class Execution:
         exchange: Exchange | None = None,
         held: Sequence[Container | MissingOperand] | None = None,
         met: tuple[RunCache, tuple[bytes, ...]] | None = None,
+        keep: Keep | None = None,
         meeting: str = "",
     ) -> None:
         self.program: Program = program
         self._instruments = instruments
         self._faults = None if type(instruments.faults) is NoFaults else instruments.faults
         self._met = met
+        self._keep = keep
         self._seq = seq
         self._timed = timed(instruments.tracer.ring, program, seq, meeting)
         self._launches = LaunchSequence(program, communicators, exchange, seq=seq, aborted=aborted)
@@ -121,6 +128,7 @@ class Execution:
         self._step = run_steps.here()
         self._kernel_progress = self._step.kernels
         self._kernel_progress.cover()
+        outputs: tuple[Container, ...] = ()
         ended: tuple[int, ...] = ()
         ok = False
         try:
@@ -134,6 +142,10 @@ class Execution:
             with self._timed.calls(schedule):
                 self._run(schedule)
             self._at("end")
+            made = self._preparation.operands
+            outputs = made.made() if made else ()
+            if outputs and self._keep is not None:
+                self._keep(outputs)
             ok = True
         except RaycollectError as exc:
             return Outcome(error=self._located(exc))
@@ -148,8 +160,7 @@ class Execution:
             if buffer is not None and (ok or not self._packs):
                 buffer.give()
         self._record("done")
-        made = self._preparation.operands
-        return Outcome(outputs=made.made() if made else (), ended=ended)
+        return Outcome(outputs=outputs, ended=ended)
 
     def abort(self) -> None:
         """Ends its waits, now and later; any thread may call it."""

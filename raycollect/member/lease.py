@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from raycollect.channel import CompletionBellClient, Link, OrderBellClient, messages
 from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
-from raycollect.engine.execution import Execution, Outcome
+from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.step_program import CAPTURES, FENCED, Invocation
 from raycollect.engine.step_runner import Invoke, StepRunner
@@ -43,6 +43,8 @@ from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps
 from raycollect.planner import Program, decode_order
+from raycollect.pos import Container
+from raycollect.pos.handle import Handle
 
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
@@ -135,7 +137,13 @@ class Lease:
 
     def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
         ticket, keys, program, order = came
-        handles, step = [], run_steps.here()
+        task = task or self._runtime.task_of(ticket.seq)
+        handles, step = list[Handle | None](), run_steps.here()
+
+        def keep(outputs: Sequence[Container]) -> None:
+            assert task is not None  # a program with outputs is an actor task, or the driver's own
+            handles.extend(self._runtime.keep_output(task_key(task, at), one) for at, one in enumerate(outputs, 1))
+
         step.at, step.number = "", ticket.seq
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
@@ -159,11 +167,8 @@ class Lease:
                 if ring is not None:
                     ring.waited("operands, and the others", came_s, ticket.seq)
             with between:
-                outcome = self._run(ticket.seq, keys, program, is_ordered, is_in_turn)
-            if outcome.outputs and (task := task or self._runtime.task_of(ticket.seq)) is not None:
-                keys_made = [task_key(task, at) for at, _ in enumerate(outcome.outputs, 1)]
-                handles = list(map(self._runtime.keep_output, keys_made, outcome.outputs))
-        except RaycollectError as exc:  # aborted before it came, or the store is full
+                outcome = self._run(ticket.seq, keys, program, is_ordered, is_in_turn, keep)
+        except RaycollectError as exc:  # aborted before it came
             outcome = Outcome(error=kept(exc))
         except Exception as exc:  # noqa: BLE001 - a bug
             outcome = Outcome(error=threads.failed(f"plan {ticket.seq}", exc))
@@ -187,14 +192,16 @@ class Lease:
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
             self._not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
 
-    def _run(self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, is_in_turn: bool) -> Outcome:
+    def _run(
+        self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, is_in_turn: bool, keep: Keep
+    ) -> Outcome:
         sequencer = self._sequencer
         place, exchange = program.agreement, None
         if program.commits or not place.group_id:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
             self._exchanges[seq] = exchange
         try:
-            running = self._running[seq] = self._prepared(seq, keys, program, is_ordered, exchange)
+            running = self._running[seq] = self._prepared(seq, keys, program, is_ordered, exchange, keep)
             with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=is_in_turn):
                 outcome = running.run()
         finally:
@@ -206,7 +213,13 @@ class Lease:
         return outcome
 
     def _prepared(
-        self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, exchange: ChannelExchange | None
+        self,
+        seq: int,
+        keys: Sequence[Key],
+        program: Program,
+        is_ordered: bool,
+        exchange: ChannelExchange | None,
+        keep: Keep,
     ) -> Execution | FastPath:
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
@@ -224,6 +237,7 @@ class Lease:
             aborted=aborted,
             waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
             exchange=exchange,
+            keep=keep,
         )
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool) -> None:

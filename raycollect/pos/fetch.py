@@ -11,6 +11,7 @@ arena are copied to it first.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -139,6 +140,7 @@ def _is_full(error: ConnectionLostError) -> bool:
 
 
 _clients = _Clients()
+atexit.register(_clients.close)  # a thread may have given one back after the controller closed them
 
 
 def register_local(secret: bytes, store: Store) -> None:

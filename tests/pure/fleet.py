@@ -15,7 +15,7 @@ from raycollect.backends import arrays
 from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
 from raycollect.core.protocols import Communicator, Completion, Faults, NoFaults
-from raycollect.engine.execution import Execution, Outcome
+from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.instruments import POINTS, Instruments
 from raycollect.engine.run_cache import RunShapes
@@ -114,6 +114,7 @@ class Fleet:
         self.shapes = [RunShapes() for _ in range(world)]
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.waiting: list[Callable[[Key], None] | None] = [None] * world
+        self.takes: list[Keep | None] = [None] * world
         self.faults: Faults = NoFaults()
         self.allocate = arrays.empty
         self.seq = 0
@@ -176,6 +177,7 @@ class Fleet:
             aborted=lambda: self.aborts[rank].get(seq),
             waiting=self.waiting[rank],
             operands=operands,
+            keep=self.takes[rank],
         )
         return execution.run()
 

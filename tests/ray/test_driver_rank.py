@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from raycollect.driver import driver_rank
 from tests.ray.refusing import refused
 from tests.ray.workers import Gate, Worker, block
 from tests.waiting import wait_until
@@ -108,6 +110,20 @@ def test_all_operations_with_the_driver_at_each_place(actors, backend, at):
             check([col.send_ref(source, target)], [rows[giver]])
             check([col.send_ref(source, trio.members[taker])], [rows[giver]])
     col.barrier()
+
+
+def test_what_is_made_on_the_driver_is_there_when_a_call_returns(actors, monkeypatch):
+    """Also where another rank has ended last, and told for all."""
+    trio, keep = Trio(actors, 0), driver_rank._Runtime.keep_output
+
+    def slowly(*args):
+        time.sleep(0.05)  # the other rank ends meanwhile
+        return keep(*args)
+
+    monkeypatch.setattr(driver_rank._Runtime, "keep_output", slowly)
+    for n in range(10):
+        row = np.full(3, float(n))
+        check([col.send_ref(trio.operands([row] * WORLD)[1], trio.members[0])], [row])
 
 
 def test_sources_layouts_batches_and_plans(trio):

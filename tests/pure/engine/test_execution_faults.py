@@ -20,10 +20,12 @@ from raycollect.errors import (
     InternalError,
     KernelError,
     PlanAbortedError,
+    StoreFullError,
     TensorDirtyError,
 )
 from raycollect.observe import Event, Recorder
 from raycollect.planner import Request, plan
+from raycollect.pos import Container
 from tests.pure.fleet import WAIT_S, FailAt, Fleet, MakeFleet, Ticks, numbers
 
 IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit"))
@@ -412,3 +414,29 @@ def test_any_sequence_of_faults_and_refusals_ends_on_all_ranks_and_never_silentl
                 same = np.array_equal(values[at], before[at])
                 assert same or np.array_equal(values[at], result)
         one.works_on()
+
+
+def test_outputs_are_kept_before_others_can_report_that_their_rank_has_ended(
+    fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that ends last reports for all: whoever hears of it may ask for the outputs."""
+    one, seen = fleet(2), list[str]()
+    receiver = one.communicators[1]
+    end = receiver.end
+    monkeypatch.setattr(receiver, "end", lambda *args: seen.append("ended") or end(*args))
+    one.takes[1] = lambda outputs: seen.append(f"kept {len(outputs)}")
+    one.must(OpKind.SEND, {0: one.keep(0, np.ones(3))}, {1: None}, root=0, peer=1)
+    assert seen == ["kept 1", "ended"]
+
+
+def test_outputs_that_cannot_be_kept_fail_the_program(fleet: MakeFleet) -> None:
+    one = fleet(2)
+
+    def full(outputs: Sequence[Container]) -> None:
+        raise StoreFullError(limit=1)
+
+    one.takes[1] = full
+    _, outcome = one.run(OpKind.SEND, {0: one.keep(0, np.ones(3))}, {1: None}, root=0, peer=1)
+    assert isinstance(outcome.error, StoreFullError)
+    assert not outcome.outputs
+    one.works_on()

@@ -21,6 +21,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, exchange, summed
 from tests.pure.processes import join, outcome
+from tests.waiting import wait_until
 
 __all__ = ["backend"]  # fixtures
 
@@ -130,13 +131,13 @@ def test_nothing_of_a_group_stays_behind(crew):
 
 
 def _wait_for_end(name, rank):
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s:
-        names = [one for one in _threads(name, rank) if one != "raycollect-hub"]
-        if not names:
-            return []
-        time.sleep(0.01)  # polls for threads that are on their way out
-    return names
+    """The threads that are left once those of the group had time to end; two are the process's own."""
+
+    def left():
+        return [one for one in _threads(name, rank) if one not in ("raycollect-hub", "raycollect-timer")]
+
+    wait_until(lambda: not left())
+    return left()
 
 
 @pytest.mark.parametrize(
