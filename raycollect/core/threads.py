@@ -67,6 +67,14 @@ def apart(call: Callable[..., _Result], *args: object, name: str = _APART) -> Fu
     return future
 
 
+def apart_or_here(call: Callable[[], object]) -> None:
+    """Makes a call of which nobody wants the result as `apart` does, or here where no more threads can be started."""
+    try:
+        apart(survives, call)
+    except RuntimeError:
+        call()
+
+
 def _fulfil(job: list[tuple[Future[_Result], Callable[..., _Result], tuple[object, ...]]]) -> None:
     # The frames of an exception, which the future keeps, may keep neither that nor what the call was given.
     future, call, args = job.pop()

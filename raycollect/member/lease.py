@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBellClient, Link, OrderBellClient, messages
 from raycollect.core import threads, timers
-from raycollect.core.model import Key, task_key
+from raycollect.core.model import task_key
 from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.step_program import CAPTURES, FENCED, Invocation
@@ -139,12 +139,12 @@ class Lease:
         ticket, keys, program, order = came
         task = task or self._runtime.task_of(ticket.seq)
         handles, step = list[Handle | None](), run_steps.here()
+        step.at, step.number = "", ticket.seq
 
         def keep(outputs: Sequence[Container]) -> None:
             assert task is not None  # a program with outputs is an actor task, or the driver's own
             handles.extend(self._runtime.keep_output(task_key(task, at), one) for at, one in enumerate(outputs, 1))
 
-        step.at, step.number = "", ticket.seq
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
             is_ordered, by_id = True, self._groups.by_id
@@ -167,7 +167,7 @@ class Lease:
                 if ring is not None:
                     ring.waited("operands, and the others", came_s, ticket.seq)
             with between:
-                outcome = self._run(ticket.seq, keys, program, is_ordered, is_in_turn, keep)
+                outcome = self._run(came, is_ordered, keep)
         except RaycollectError as exc:  # aborted before it came
             outcome = Outcome(error=kept(exc))
         except Exception as exc:  # noqa: BLE001 - a bug
@@ -192,17 +192,16 @@ class Lease:
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
             self._not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
 
-    def _run(
-        self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, is_in_turn: bool, keep: Keep
-    ) -> Outcome:
-        sequencer = self._sequencer
+    def _run(self, came: Came, is_ordered: bool, keep: Keep) -> Outcome:
+        seq, program, order, sequencer = came.ticket.seq, came.program, came.order, self._sequencer
         place, exchange = program.agreement, None
         if program.commits or not place.group_id:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
             self._exchanges[seq] = exchange
         try:
-            running = self._running[seq] = self._prepared(seq, keys, program, is_ordered, exchange, keep)
-            with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=is_in_turn):
+            running = self._running[seq] = self._prepared(came, is_ordered, exchange, keep)
+            holds_up = order is not None and order.in_order
+            with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=holds_up):
                 outcome = running.run()
         finally:
             self._running.pop(seq, None)
@@ -213,14 +212,9 @@ class Lease:
         return outcome
 
     def _prepared(
-        self,
-        seq: int,
-        keys: Sequence[Key],
-        program: Program,
-        is_ordered: bool,
-        exchange: ChannelExchange | None,
-        keep: Keep,
+        self, came: Came, is_ordered: bool, exchange: ChannelExchange | None, keep: Keep
     ) -> Execution | FastPath:
+        seq, keys, program = came.ticket.seq, came.keys, came.program
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
         if exchange is None and len(program.tasks) == 1:
@@ -389,7 +383,7 @@ class Lease:
                 continue
             end = partial(self._end_group, group, reason)
             if not group.plans.lost(actor_id):
-                timers.soon_or_now(LAST_S, partial(_aside, end))
+                timers.soon_or_now(LAST_S, partial(threads.apart_or_here, end))  # backends may wait when closed
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
@@ -406,14 +400,6 @@ def _measure(lease: Lease, message: messages.Measure) -> None:
     running = lease._running.get(message.seq)
     bytes_done = lease._captures.bytes_done(message.seq) if running is None else running.bytes_done()
     lease._reporter.tell(introspection.measure(message, lease._sequencer, bytes_done))
-
-
-def _aside(end: Callable[[], None]) -> None:
-    """Ends a group in a thread of its own, as backends may wait when closed; here where none can be started."""
-    try:
-        threads.apart(threads.survives, end)
-    except RuntimeError:
-        end()
 
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {

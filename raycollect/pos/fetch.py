@@ -140,7 +140,6 @@ def _is_full(error: ConnectionLostError) -> bool:
 
 
 _clients = _Clients()
-atexit.register(_clients.close)  # a thread may have given one back after the controller closed them
 
 
 def register_local(secret: bytes, store: Store) -> None:
@@ -148,6 +147,7 @@ def register_local(secret: bytes, store: Store) -> None:
     _clients.local[secret] = store
 
 
+@atexit.register  # a thread may have given one back after its controller closed them
 def close_idle() -> None:
     """Closes the idle data connections of this process."""
     _clients.close()
@@ -270,20 +270,16 @@ def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
         if ref is None:
             client.receive_blob(into)
         else:
-            _copy_lent(ref, into)
+            try:
+                Segments.current().read(ref, into)
+            except OSError as exc:
+                raise _OutOfReach from exc
         tensors.append(arrays.restore(array, info.library))
     if len(sent) < len(infos):
         if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in infos)):
             raise _OutOfReach
         client.tell(Copied())
     return structure.build(tensors)
-
-
-def _copy_lent(ref: BufferRef, into: memoryview) -> None:
-    try:
-        Segments.current().read(ref, into)
-    except OSError as exc:
-        raise _OutOfReach from exc
 
 
 def _read_description(found: dict[str, Any]) -> tuple[Structure, list[TensorInfo], list[BufferRef | None]]:
