@@ -18,7 +18,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool
         if time.monotonic() > until_s:
             return False
         pause.wait(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
+        pause_s = min(2 * pause_s, 0.01)
     return True
 
 

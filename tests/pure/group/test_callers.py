@@ -203,12 +203,12 @@ def _second_while_queued(name, rank):
         _hear_one(name)
         return [_summed(name, 10) for _ in range(4)]
     arrays = [np.ones(3) for _ in range(3)]
-    works = []
+    works, told = [], threading.Event()
 
     def start(name):
         works.extend(col.allreduce(one, name, async_op=True) for one in arrays)
 
-    thread = _in_thread(name, "first", _hold, start)
+    thread = _in_thread(name, "first", _hold, start, told)
     assert wait_until(lambda: len(works) == 3)
     second = _in_thread(name, "second", _summed, 2)
     assert wait_until(lambda: _communicator(name)._objecting is not None)
@@ -219,6 +219,7 @@ def _second_while_queued(name, rank):
             work.wait()
         said.append(str(raised.value))
         assert (array == 1).all()
+    told.set()
     thread.result(WAIT_S)
     return said
 
@@ -227,9 +228,9 @@ def _hear_one(name):
     col.recv(np.zeros(1), 0, name)
 
 
-def _hold(name, start):
+def _hold(name, start, told):
     start(name)
-    assert wait_until(lambda: _communicator(name)._callers.contest is not None)  # else its name could not be told
+    assert told.wait(WAIT_S)  # without the thread its name could not be told
 
 
 def test_calls_that_are_queued_are_refused_as_well(crew, backend):
