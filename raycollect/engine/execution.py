@@ -53,7 +53,7 @@ class Execution:
     Args:
         communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
         seq: The plan's number in its controller's order; its launches take the numbers from there on.
-        aborted: Why the plan was aborted, or None; asked before each launch, and while waiting for an operand.
+        aborted: Why the plan was aborted, or None; asked before each launch, and after `abort` in each wait.
         waiting: Called when an operand's method has not ended yet; None: it never will, since ordered actors run
             methods in order.
         operands: The operands of an imperative call, in the order of the keys; None: they are in the store.
@@ -152,7 +152,7 @@ class Execution:
         return Outcome(outputs=made.made() if made else (), ended=ended)
 
     def abort(self) -> None:
-        """Ends its waits, now and later; any thread may call it."""
+        """Ends its waits, once `aborted` says why; any thread may call it."""
         self._launches.abort()
         self._instruments.store.wake()
 
@@ -224,7 +224,7 @@ class Execution:
 
     def _run(self, schedule: KernelSchedule) -> None:
         self._step.at = self._where
-        with self._instruments.store.writing(schedule.ranges, self._launches.reason, self.program.timeout_s):
+        with self._instruments.store.writing(schedule.ranges, self._launches.aborted, self.program.timeout_s):
             for scheduled in schedule.bundles:
                 self._under_way = scheduled
                 if len(schedule.bundles) > 1:

@@ -30,19 +30,13 @@ class LaunchSequence:
     seq: int  # the number of the first launch
     aborted: Callable[[], str | None]  # why the plan was aborted, or None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _stopped: bool = False
     _number: int = 0  # of the latest launch, counted from the first
     opened: _Open | None = None  # the communicator and its launch; None: the controller carries the agreement
     _wakes: Callable[[int], None] | None = None  # of what is open
 
-    def reason(self) -> str | None:
-        """Why the program has to stop; None where it may go on."""
-        reason = self.aborted()
-        return "the plan was aborted" if reason is None and self._stopped else reason
-
     def patience(self) -> Patience:
         """What ends a wait for a device."""
-        return Patience(self.reason, self.program.timeout_s)
+        return Patience(self.aborted, self.program.timeout_s)
 
     def begin(self) -> None:
         """Opens the launch of the agreement; raises GroupBrokenError where this participant has no such group."""
@@ -153,9 +147,8 @@ class LaunchSequence:
         return () if self._number else self.program.places_of(ranks)
 
     def abort(self) -> None:
-        """Wakes this participant if it waits in a launch, and lets it begin no other; any thread may call it."""
+        """Wakes this participant if it waits in a launch, once `aborted` says why; any thread may call it."""
         with self._lock:
-            self._stopped = True
             wake, seq = self._wakes, self.seq + self._number
         if wake is not None:
             wake(seq)
@@ -169,7 +162,7 @@ class LaunchSequence:
         return () if opened is None else opened[0].end(opened[1], ok)
 
     def _check(self) -> None:
-        reason = self.reason()
+        reason = self.aborted()
         if reason is not None:
             raise PlanAbortedError(detail=reason)
 

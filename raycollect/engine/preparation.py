@@ -192,10 +192,10 @@ class Preparation:
             self.instruments.recorder.add("waiting", self.seq, key.hex())
             self._step.at = "waits for an operand's method"
             with self.spans.waiting("an operand"):
-                found = store.wait(key, lambda: self.launches.reason() is not None)
+                found = store.wait(key, lambda: self.launches.aborted() is not None)
             self._step.at = _PREPARES
             if isinstance(found, Absence) and found.state is State.ABSENT:
-                raise PlanAbortedError(detail=self.launches.reason() or "aborted while waiting for an operand")
+                raise PlanAbortedError(detail=self.launches.aborted() or "aborted while waiting for an operand")
         if isinstance(found, Container):
             return found
         return missing(found)

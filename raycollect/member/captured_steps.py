@@ -264,13 +264,13 @@ class CapturedStep:
             ring.waited("a method", began_s, seq)
 
     def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
-        reason, aborted = self._closed or self._broken, self._sequencer.aborted
+        reason = self._closed or self._broken
         if reason:
             raise PlanAbortedError(detail=reason)
         results = self.runner.run(
             seq,
             payload,
-            aborted=partial(aborted.get, seq),
+            aborted=self._sequencer.aborted,
             exchange=self._make_exchange,
             landed=partial(self._answer, seq, number, b""),
             step=step,

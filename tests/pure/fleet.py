@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,7 @@ class Convoy:
         self.waiting: Callable[[Key], None] | None = None
         self.seq = 1
         self.executions: dict[int, Execution] = {}
+        self._aborts: dict[int, str] = {}  # by participant
         self._threads = ThreadPoolExecutor(self.count)
 
     def close(self) -> None:
@@ -275,6 +277,7 @@ class Convoy:
         """Starts the programs of a plan, as they come off the wire; by participant."""
         star = LocalWorld(len(planned.participants), "star")
         self.executions = {}
+        aborts = self._aborts = {}
         for position, name in enumerate(planned.participants):
             one = int(name.removeprefix("actor-"))
             communicators = self.communicators[one]
@@ -291,7 +294,7 @@ class Convoy:
                     staging=self.staging[one],
                 ),
                 seq=self.seq,
-                aborted=lambda: None,
+                aborted=partial(aborts.get, one),
                 waiting=self.waiting,
                 exchange=_Star(star, position),
             )
@@ -305,13 +308,18 @@ class Convoy:
         futures = self.start(plan(requests, rosters, staging=staging))
         return {one: future.result(WAIT_S) for one, future in futures.items()}
 
+    def abort(self, one: int) -> None:
+        """Aborts the plan under way on a participant."""
+        self._aborts[one] = "the plan was aborted"
+        self.executions[one].abort()
+
     def _run_one(self, one: int) -> Outcome:
         executions = self.executions
         outcome = executions[one].run()
         if outcome.error is not None and not isinstance(outcome.error, RefusedError):
-            for other, execution in executions.items():
+            for other in executions:
                 if other != one:
-                    execution.abort()
+                    self.abort(other)
         return outcome
 
 

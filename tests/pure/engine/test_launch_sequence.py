@@ -87,6 +87,7 @@ def test_an_abort_between_two_launches_is_not_lost() -> None:
     launches, communicators = _launches(_program(1), aborted)
     launches.begin()
     launches.meet(b"")
+    aborted.append("no more")
     launches.abort()
     assert communicators["g0"].story[-1] == ("abort", 50)
     with pytest.raises(PlanAbortedError):

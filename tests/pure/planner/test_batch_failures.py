@@ -135,7 +135,7 @@ def test_an_abort_between_two_launches_is_not_lost() -> None:
         futures = convoy.start(plan(requests, convoy.rosters))
         assert hold.came.wait(WAIT_S)
         assert futures[0].result(WAIT_S).error is None, "it had no other launch"
-        convoy.executions[1].abort()
+        convoy.abort(1)
         hold.go.set()
         error = futures[1].result(WAIT_S).error
         assert isinstance(error, PlanAbortedError)
@@ -151,7 +151,7 @@ def test_an_abort_before_the_run_lets_it_begin_nothing() -> None:
         convoy.faults = hold = HoldAt(point="start", rank=0)
         futures = convoy.start(plan(allreduces(convoy, values), convoy.rosters * 2))
         assert hold.came.wait(WAIT_S)
-        convoy.executions[0].abort()
+        convoy.abort(0)
         hold.go.set()
         for future in futures.values():
             assert isinstance(future.result(WAIT_S).error, PlanAbortedError)

@@ -274,7 +274,7 @@ def test_an_abort_ends_the_wait_for_a_method() -> None:
         convoy.waiting = lambda key: waits.set()
         futures = convoy.start(planned)
         assert waits.wait(WAIT_S)
-        convoy.executions[0].abort()
+        convoy.abort(0)
         for future in futures.values():
             assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
 
