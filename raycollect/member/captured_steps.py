@@ -20,8 +20,7 @@ from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
 from raycollect.core.model import Key, Segment
-from raycollect.engine.preparation import missing
-from raycollect.engine.program_operands import MissingOperand
+from raycollect.engine.program_operands import MissingOperand, missing
 from raycollect.engine.progress import BytesDone
 from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (

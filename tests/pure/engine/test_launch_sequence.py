@@ -53,7 +53,16 @@ def _launches(program: Any, aborted: list[str], exchange: Any = None) -> tuple[L
     def find(group_id: str) -> Communicator:
         return communicators.setdefault(group_id, Noted())  # type: ignore[return-value]
 
-    made = LaunchSequence(program, find, exchange, seq=50, aborted=lambda: aborted[0] if aborted else None)
+    unused: Any = None
+    made = LaunchSequence(
+        program,
+        find,
+        exchange,
+        seq=50,
+        aborted=lambda: aborted[0] if aborted else None,
+        instruments=unused,
+        spans=unused,
+    )
     return made, communicators
 
 
