@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from raycollect.engine.instruments import POINTS, Instruments
 from raycollect.engine.run_cache import RunShapes
 from raycollect.errors import KernelError, RefusedError
 from raycollect.observe import Recorder
-from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan
+from raycollect.planner import Membership, Plan, Request, decode_program, encode_program, plan
 from raycollect.pos import Container, Store
 from tests.pure.meaning import REDUCTIONS
 
@@ -243,12 +244,12 @@ class Convoy:
         make: Callable[[int], Sequence[Communicator]] | None = None,
     ) -> None:
         self.count = 1 + max(one for group in groups for one in group)
-        self.rosters: list[Roster] = []
+        self.memberships: list[Membership] = []
         self.communicators: list[dict[str, Communicator]] = [{} for _ in range(self.count)]
         for at, group in enumerate(groups):
             spec = GroupSpec(name=f"group-{at}", group_id=f"id-{at}", backend="local", world_size=len(group))
-            members = tuple(f"actor-{one}" for one in group)
-            self.rosters.append(Roster(spec=spec, members=members, topology=Topology(hosts=(0,) * len(group))))
+            participants = tuple(f"actor-{one}" for one in group)
+            self.memberships.append(replace(Membership.alone(spec), participants=participants))
             for one, communicator in zip(group, (make or _local)(len(group)), strict=True):
                 self.communicators[one][spec.group_id] = communicator
         self.stores = [Store() for _ in range(self.count)]
@@ -302,10 +303,10 @@ class Convoy:
         return {one: self._threads.submit(self._run_one, one) for one in self.executions}
 
     def run(
-        self, requests: Sequence[Request], rosters: Sequence[Roster], staging: int = 32 << 20
+        self, requests: Sequence[Request], memberships: Sequence[Membership], staging: int = 32 << 20
     ) -> dict[int, Outcome]:
         """Plans and runs requests; by participant."""
-        futures = self.start(plan(requests, rosters, staging=staging))
+        futures = self.start(plan(requests, memberships, staging=staging))
         return {one: future.result(WAIT_S) for one, future in futures.items()}
 
     def abort(self, one: int) -> None:
