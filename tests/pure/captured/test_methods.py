@@ -23,6 +23,7 @@ from raycollect.errors import (
     UnsupportedError,
     from_wire,
 )
+from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import participant
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
@@ -244,6 +245,7 @@ def here() -> Iterator[Lease]:
         actor="Worker(ab)",
         actor_id="ab",
         instruments=SimpleNamespace(store=Store(), recorder=Recorder(lambda: 0.0)),
+        process_groups=ProcessGroups(),
         method_lock=threading.Lock(),
         finished_calls=FinishedCalls(),
         is_ordered=True,
