@@ -20,7 +20,7 @@ from benchmarks.fan_out_shape import CONTROLLER, PLACE_NBYTES, build
 from raycollect.channel.messages import Done, Order
 from raycollect.channel.protocol import Connection
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, task_key
-from raycollect.planner import STAGING_NBYTES, Request, Roster, Ticket, Topology, encode_order, encode_program, plan
+from raycollect.planner import STAGING_NBYTES, Membership, Request, Ticket, Topology, encode_order, encode_program, plan
 
 WORLD = 1024
 PER_HOST = 16
@@ -104,10 +104,10 @@ def payloads() -> tuple[list[bytes], list[bytes]]:
     """What the controller sends, directly and by the tree, for an allreduce over 64 hosts none of which is its own."""
     hosts = [at // PER_HOST for at in range(WORLD)]
     spec = GroupSpec(name="g", group_id="g", backend="tcp", world_size=WORLD, ops=("allreduce",))
-    roster = Roster(spec=spec, members=tuple(map(str, range(WORLD))), topology=Topology.of(hosts))
+    membership = Membership(spec=spec, participants=tuple(map(str, range(WORLD))), topology=Topology.of(hosts))
     operands = tuple((rank, task_key(rank.to_bytes(24), 1), None) for rank in range(WORLD))
     asked = Request(kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM)
-    planned = plan([asked], [roster], staging=STAGING_NBYTES)
+    planned = plan([asked], [membership], staging=STAGING_NBYTES)
     programs = [encode_program(planned.program(at)) for at in range(WORLD)]
     own = [encode_order(Ticket(1, 0), list(planned.sources(at)), b"") for at in range(WORLD)]  # type: ignore[arg-type]
     direct = [head + program for head, program in zip(own, programs, strict=True)]

@@ -25,8 +25,8 @@ from raycollect.core.model import RANK_ORDER, OpKind
 from raycollect.planner import ALGORITHMS, passes
 from raycollect.planner.algorithms import build, route
 from raycollect.planner.ir import Part
+from raycollect.planner.membership import Membership
 from raycollect.planner.setting import Setting
-from raycollect.planner.topology import Roster
 from tests.hosts.cluster import Cluster, outside
 from tests.hosts.namespaces import shaping_objection
 
@@ -229,15 +229,15 @@ def uneven(choice: Choice) -> Iterator[Record]:
     """Times of all algorithms, by force, and of the one that is chosen, on links drawn at random."""
     possible: list[str] = []
 
-    def routed(part: Part, roster: Roster) -> Part:
+    def routed(part: Part, membership: Membership) -> Part:
         """Takes the algorithm whose name the group's name begins with."""
-        name = roster.spec.name.split()[1]
+        name = membership.spec.name.split()[1]
         if name == "auto":
-            setting, kind = Setting.of(part, roster), part.request.kind
+            setting, kind = Setting.of(part, membership), part.request.kind
             rows = [row for row in ALGORITHMS.values() if row.serves(setting) and kind in _TIMED]
             possible[:] = [row.name for row in rows]
-            return route(part, roster)
-        return build(part, roster, ALGORITHMS[name])
+            return route(part, membership)
+        return build(part, membership, ALGORITHMS[name])
 
     passes.route = routed
     with _crew() as actors:

@@ -17,7 +17,7 @@ from raycollect import planner
 from raycollect.core.model import Address, GroupSpec, Member, OpKind, ReduceOp
 from raycollect.driver import dispatch
 from raycollect.driver.dispatch import RequestKey, prepare
-from raycollect.group.membership import Membership
+from raycollect.group.membership import membership_of
 
 NAME = "plan"
 TITLE = "from calls to their encoded programs"
@@ -62,7 +62,7 @@ class Planner:
             )
             for rank in range(ranks)
         )
-        self._group = Membership(spec=spec, members=members)
+        self._group = membership_of(spec, members)
         self._kind, self._count = kind, count
         self._last: tuple[bytes, ...] = ()
 

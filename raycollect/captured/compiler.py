@@ -15,8 +15,7 @@ from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage, StepPlan
 from raycollect.engine.step_program import Collective, Given, Invocation, StepProgram, captured_key
 from raycollect.errors import RefusedError, Violation, anew, refusal
-from raycollect.group.membership import Membership
-from raycollect.planner import Source
+from raycollect.planner import Membership, Source
 
 _LAST_STEP = (1 << 32) - 1
 

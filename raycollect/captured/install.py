@@ -37,8 +37,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.errors.text import listed
-from raycollect.group.membership import Membership
-from raycollect.planner import Source
+from raycollect.planner import Membership, Source
 from raycollect.pos.handle import Handle
 
 GRACE_S = 1.0  # how long others may take to report their errors after the first error, in seconds

@@ -22,7 +22,7 @@ from raycollect.driver.pending import Pending
 from raycollect.driver.requests import Ref
 from raycollect.engine.step_program import CAPTURE_NBYTES, captured_key
 from raycollect.errors import CaptureMembersError
-from raycollect.group.membership import Membership
+from raycollect.planner import Membership
 
 
 def follow(block: Recording, controller: Controller) -> bytes:

@@ -15,8 +15,7 @@ from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
 from raycollect.errors import BatchError, Violation, refusal, wrong_argument
-from raycollect.group.membership import Membership
-from raycollect.planner import STAGING_NBYTES
+from raycollect.planner import STAGING_NBYTES, Membership
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
 

@@ -21,8 +21,7 @@ from raycollect.driver.work import Work, wait_for
 from raycollect.errors import Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type
 from raycollect.group import membership as groups
-from raycollect.group.membership import Membership
-from raycollect.planner import STAGING_NBYTES, GpuLists, root_parameter
+from raycollect.planner import STAGING_NBYTES, GpuLists, Membership, root_parameter
 
 _PARTS: dict[OpKind, tuple[str, str]] = {
     OpKind.ALLREDUCE: ("tensor_refs", ""),

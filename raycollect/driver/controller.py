@@ -24,10 +24,10 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
 from raycollect.errors import PlanAbortedError, UnknownGroupError
-from raycollect.group.membership import Membership
 from raycollect.group.process_groups import ProcessGroups, places
 from raycollect.observe import Tracer
 from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
+from raycollect.planner import Membership
 from raycollect.pos import fetch
 
 _MOST_LINKS = 256  # for how many plans it is known who takes part

@@ -11,7 +11,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import ProtocolError, RaycollectError, to_wire
 from raycollect.group.coordinator import Coordinator, Orders
-from raycollect.group.membership import Membership
+from raycollect.planner import Membership
 
 
 class Coordinators:
@@ -69,9 +69,9 @@ class Coordinators:
         """Sends a coordinator's messages; a result that is too long for a frame fails its calls."""
         for rank, message in outgoing:
             try:
-                self._peers.deliver(membership.roster.members, [(rank, message)])
+                self._peers.deliver(membership.participants, [(rank, message)])
             except ProtocolError as exc:
                 if not isinstance(message, Met):
                     raise
                 denial = Deny(group_id=message.group_id, communicator=message.communicator, call=0, error=to_wire(exc))
-                self._peers.deliver(membership.roster.members, [(rank, denial)])
+                self._peers.deliver(membership.participants, [(rank, denial)])

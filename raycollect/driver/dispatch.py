@@ -39,9 +39,10 @@ from raycollect.errors import (
     kept,
     refusal,
 )
-from raycollect.group.membership import DATA, Membership
+from raycollect.group.membership import DATA
 from raycollect.planner import (
     GpuLists,
+    Membership,
     Plan,
     Request,
     Reshard,
@@ -124,7 +125,7 @@ class DispatchPlan:
 def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs."""
     try:
-        planned = plan([one.request() for one in asked], [one.group.roster for one in asked], staging=staging)
+        planned = plan([one.request() for one in asked], [one.group for one in asked], staging=staging)
     except RefusedError:
         raise _refusal(asked) from None
     positions = range(len(planned.participants))
@@ -146,7 +147,7 @@ def _refusal(asked: Sequence[RequestKey]) -> RefusedError:
     found: list[Violation] = []
     for number, one in enumerate(asked):
         try:
-            plan_part(one.request(), one.group.roster)
+            plan_part(one.request(), one.group)
         except RefusedError as exc:
             if len(asked) == 1:
                 return kept(exc)

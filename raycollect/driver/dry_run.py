@@ -165,7 +165,7 @@ class _Estimated:
             root=request.root,
             gives=sides[0],
             takes=sides[1],
-            one_device=not self._plan.rosters[number].spec.memory,
+            one_device=not self._plan.memberships[number].spec.memory,
         )
 
     def _check_layouts(self, number: int, rank: int, violations: list[Violation]) -> None:
@@ -201,7 +201,7 @@ class _Estimated:
 
     def _held(self, number: int, rank: int, source: Source) -> tuple[Structure, tuple[TensorInfo, ...]]:
         if isinstance(source, Made):
-            return self._made[source.request, self._plan.rosters[number].members[rank]]
+            return self._made[source.request, self._plan.memberships[number].participants[rank]]
         handle = self._handles[source]
         return handle.structure, handle.infos
 
@@ -211,13 +211,15 @@ class _Estimated:
             if part.request.reshard is not None:
                 if part.outputs(rank):
                     made_here = made_of(decode_half(part.template(rank).boxes).dst)
-                    self._made[number, self._plan.rosters[number].members[rank]] = made_here
+                    self._made[number, self._plan.memberships[number].participants[rank]] = made_here
                 continue
             role = next((buffer.role for buffer in part.template(rank).buffers if buffer.is_output), None)
             given = specs[at].gives
             if part.request.lists is not None:
                 if role is not None:
-                    self._made[number, self._plan.rosters[number].members[rank]] = self._made_list(number, rank, role)
+                    self._made[number, self._plan.memberships[number].participants[rank]] = self._made_list(
+                        number, rank, role
+                    )
                 continue
             if role is Role.LEARNED:
                 made = agreement.learn(specs, at, root)
@@ -225,7 +227,7 @@ class _Estimated:
                 continue
             else:
                 made = given if role is Role.LIKE else given.item(at)
-            self._made[number, self._plan.rosters[number].members[rank]] = (made.structure, made.tensors)
+            self._made[number, self._plan.memberships[number].participants[rank]] = (made.structure, made.tensors)
 
     def _made_list(self, number: int, rank: int, role: Role) -> gpu_lists.Held:
         part = self._plan.parts[number]

@@ -17,8 +17,7 @@ from raycollect.errors import (
     RefusedError,
     Violation,
 )
-from raycollect.group.membership import Membership
-from raycollect.planner import Made, Plan
+from raycollect.planner import Made, Membership, Plan
 from raycollect.planner.ir import Operands
 
 RankNames = list[tuple[int, str]]  # (rank, actor)

@@ -17,9 +17,9 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InvalidGroupError, UnknownGroupError
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
-from raycollect.group.membership import Membership
 from raycollect.group.rank_table import Place, RankTable
 from raycollect.member import init
+from raycollect.planner import Membership
 from raycollect.planner.wording import counted, named
 
 _log = logging.getLogger("raycollect")

@@ -12,7 +12,8 @@ from raycollect.core.model import Member
 from raycollect.driver.participants import Participants
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import a_type, listed, shown
-from raycollect.group.membership import Membership, is_participant
+from raycollect.group.membership import is_participant
+from raycollect.planner import Membership
 
 ANSWER_S = 2.0
 """How long a member that is said to be dead may take to show that it lives, in seconds."""

@@ -31,7 +31,8 @@ from raycollect.errors import (
 )
 from raycollect.group import cluster_registry, link_costs, measured_links
 from raycollect.group.declaration import Declaration
-from raycollect.group.membership import Membership, inner_groups, placed, unknown
+from raycollect.group.membership import inner_groups, membership_of, placed, unknown
+from raycollect.planner import Membership
 
 _log = logging.getLogger("raycollect")
 
@@ -260,12 +261,12 @@ class Groups:
         choice = _choose_backend(declaration, members, deadline_s)
         spec = declaration.spec(secrets.token_hex(8), choice.backend)
         spec = placed(spec, [member.machine for member in members])
-        membership = Membership(
-            spec=spec,
-            members=members,
+        membership = membership_of(
+            spec,
+            members,
+            link_costs.current(),
             is_derived=is_derived,
             epoch=0 if old is None else old.epoch + 1,
-            costs=link_costs.current(),
             chosen=choice.why,
             timeout_s=declaration.plan_timeout_s,
         )
@@ -351,7 +352,7 @@ def _joined(
     probe = measured_links.turns(membership, known)
     told = peers.join([membership], deadline_s, probe, replaces)
     links.add(membership, told)
-    return replace(membership, costs=replace(membership.costs, pairs=links.of(membership)))
+    return replace(membership, topology=membership.topology.on_links(links.of(membership)))
 
 
 def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.Choice:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 
-from raycollect.group.membership import Membership
+from raycollect.planner import Membership
 
 
 class HeldGroups:

@@ -12,7 +12,8 @@ from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Key
 from raycollect.errors import Violation
 from raycollect.errors.text import a_type, listed
-from raycollect.group.membership import Membership, is_participant
+from raycollect.group.membership import is_participant
+from raycollect.planner import Membership
 from raycollect.pos.handle import Handle
 
 

@@ -44,8 +44,8 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import listed
 from raycollect.group.coordinator import Orders
-from raycollect.group.membership import Membership
 from raycollect.observe.timeline_session import TimelineSession
+from raycollect.planner import Membership
 
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages

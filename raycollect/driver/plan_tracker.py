@@ -35,10 +35,9 @@ from raycollect.errors import (
     RaycollectError,
     RefusedError,
 )
-from raycollect.group.membership import Membership
 from raycollect.observe import Label, Place, Ring
 from raycollect.observe.trace import PLAN, RUN
-from raycollect.planner import Plan
+from raycollect.planner import Membership, Plan
 
 if TYPE_CHECKING:
     from raycollect.driver.step_runs import StepRuns

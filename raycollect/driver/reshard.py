@@ -18,8 +18,7 @@ from raycollect.driver.pending import Pending
 from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
 from raycollect.driver.work import Work
 from raycollect.errors import Violation
-from raycollect.group.membership import Membership
-from raycollect.planner import Reshard
+from raycollect.planner import Membership, Reshard
 from raycollect.planner.layout import Layout
 from raycollect.planner.reshard.request import Named
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from raycollect.core.model import Key, Member
 from raycollect.errors import RefusedError
-from raycollect.group.membership import Membership
-from raycollect.planner import Plan
+from raycollect.planner import Membership, Plan
 
 
 class Stage(NamedTuple):
@@ -58,7 +57,7 @@ class StepPlan(Plan):
         return cls(
             requests=tuple(request for plan in plans for request in plan.requests),
             parts=tuple(part for plan in plans for part in plan.parts),
-            rosters=tuple(roster for plan in plans for roster in plan.rosters),
+            memberships=tuple(membership for plan in plans for membership in plan.memberships),
             participants=tuple(participants),
             order=(),
             alone=(),

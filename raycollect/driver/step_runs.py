@@ -33,7 +33,7 @@ from raycollect.errors import (
     kept,
 )
 from raycollect.errors.text import listed
-from raycollect.group.membership import Membership
+from raycollect.planner import Membership
 
 _SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
 

@@ -8,34 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from raycollect.backends import arrays
-from raycollect.core.kernel_progress import KernelProgress
-from raycollect.core.model import Kernel, Key, Launch
-from raycollect.core.protocols import Communicator, Exchange, NoFaults, Reaching, Together
+from raycollect.core.model import Kernel, Key
+from raycollect.core.protocols import Communicator, Exchange, Reaching
 from raycollect.engine.batch_agreement import BatchAgreement, is_batch
-from raycollect.engine.device_staging import transfer
+from raycollect.engine.device_staging import home_of
+from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.instruments import Instruments
-from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle, Scheduler
+from raycollect.engine.kernel_schedule import KernelSchedule, ScheduledBundle, Scheduler
 from raycollect.engine.launch_sequence import LaunchSequence
-from raycollect.engine.preparation import Preparation
-from raycollect.engine.program_operands import MissingOperand
-from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
-from raycollect.engine.run_cache import RunCache
+from raycollect.engine.program_operands import MissingOperand, ProgramOperands, missing
+from raycollect.engine.progress import BytesDone
+from raycollect.engine.run_cache import RunCache, places_of, single
 from raycollect.engine.spans import timed
 from raycollect.errors import (
     FaultError,
     KernelError,
+    PlanAbortedError,
     RaycollectError,
     RefusedError,
+    Violation,
     kept,
     refusal,
 )
+from raycollect.errors.text import too_large
 from raycollect.observe import Recorder, run_steps
-from raycollect.observe.run_steps import RunStep, calls
-from raycollect.planner import Local, Program
-from raycollect.pos import Container
+from raycollect.observe.run_steps import RunStep
+from raycollect.planner import Domain, Program
+from raycollect.pos import Absence, Container, State
+
+_PREPARES = "looks at its operands"
 
 Keep = Callable[[Sequence[Container]], None]
 """Takes the outputs of a program, before another participant can report that this one has ended; may raise
@@ -52,12 +57,12 @@ class Outcome:
 
 
 class Execution:
-    """One run of one program.
+    """One run of one program: finds its operands, prepares, agrees, and has its launches run what follows.
 
     Args:
         communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
         seq: The plan's number in its controller's order; its launches take the numbers from there on.
-        aborted: Why the plan was aborted, or None; asked before each launch, and while waiting for an operand.
+        aborted: Why the plan was aborted, or None; asked before each launch, and after `abort` in each wait.
         waiting: Called when an operand's method has not ended yet; None: it never will, since ordered actors run
             methods in order.
         operands: The operands of an imperative call, in the order of the keys; None: they are in the store.
@@ -86,35 +91,26 @@ class Execution:
         meeting: str = "",
     ) -> None:
         self.program: Program = program
+        self._keys = keys
+        self._communicators = communicators
         self._instruments = instruments
-        self._faults = None if type(instruments.faults) is NoFaults else instruments.faults
-        self._met = met
+        self._waiting = waiting
+        self._values = held if operands is None else operands  # None: they are in the store
+        self._given = operands is not None
         self._keep = keep
-        self._seq = seq
         self._timed = timed(instruments.tracer.ring, program, seq, meeting)
-        self._launches = LaunchSequence(program, communicators, exchange, seq=seq, aborted=aborted)
-        self._preparation = Preparation(
-            program,
-            keys,
-            communicators,
-            instruments,
-            self._launches,
-            self._timed,
-            seq=seq,
-            waiting=waiting,
-            values=held if operands is None else operands,
-            given=operands is not None,
-            recalled=None if met is None else met[0],
+        self._launches = LaunchSequence(
+            program, communicators, exchange, seq=seq, aborted=aborted, instruments=instruments, spans=self._timed
         )
-        self._under_way: ScheduledBundle | None = None
-        self._schedule: KernelSchedule | None = None  # once all have agreed
-        self._move: LaunchStep | None = None  # the latest that was begun
-        self._left = 0  # how many of its kernels have not ended
-        self._packs = False  # whether a kernel has worked in the staging
-        self._writes = False  # whether the step under way may have changed what it writes
-        self._kernel_progress: KernelProgress | None = None  # of the thread that runs it
-        self._step: RunStep  # of the same
-        self._byte_map: ByteMap | None = None  # once somebody has asked how far it is
+        # What the last run on the same operands found out; None: nothing, or it holds no more
+        self._recalled: RunCache | None = None if met is None else met[0]
+        self._brought: tuple[bytes, ...] | None = None if met is None else met[1]
+        self._found: Sequence[Container | MissingOperand] = ()  # the operands, once they were looked for
+        self._places: tuple[Any, ...] = ()  # where they lay before the agreement; empty: not remembered
+        self._operands: ProgramOperands | None = None  # buffers and checks; None while the last run's results serve
+        self._first: Kernel | None = None  # that the backend prepared before the agreement
+        self._buffer: FusionBuffer | None = None  # reserved
+        self._step: RunStep  # of the thread that runs it
 
     def run(self) -> Outcome:
         """Runs it; a failure is an outcome, never an exception."""
@@ -124,26 +120,24 @@ class Execution:
         return outcome
 
     def _run_all(self) -> Outcome:
-        self._record("start", self.program.name)
-        self._step = run_steps.here()
-        self._kernel_progress = self._step.kernels
-        self._kernel_progress.cover()
+        launches, step = self._launches, run_steps.here()
+        launches.record("start", self.program.name)
+        launches.kernel_progress, self._step = step.kernels, step
+        step.kernels.cover()
         outputs: tuple[Container, ...] = ()
         ended: tuple[int, ...] = ()
         ok = False
         try:
-            self._launches.begin()
-            self._at("start")
-            self._preparation.run(self._step)
-            self._at("before_check")
-            with self._timed.check() if self._met is None else nullcontext():  # else `FastPath` has noted it
-                schedule = self._schedule = self._agree()
-            self._at("after_check")
-            with self._timed.calls(schedule):
-                self._run(schedule)
-            self._at("end")
-            made = self._preparation.operands
-            outputs = made.made() if made else ()
+            launches.begin()
+            launches.reach("start")
+            self._prepare()
+            launches.reach("before_check")
+            with self._timed.check() if self._brought is None else nullcontext():  # else `FastPath` has noted it
+                schedule = launches.schedule = self._agree()
+            launches.reach("after_check")
+            launches.run(schedule, step)
+            launches.reach("end")
+            outputs = self._operands.made() if self._operands else ()
             if outputs and self._keep is not None:
                 self._keep(outputs)
             ok = True
@@ -152,64 +146,195 @@ class Execution:
         except MemoryError as exc:
             return Outcome(error=self._located(KernelError(detail=f"out of memory: {exc}")))
         finally:
-            self._step.at = ""  # else it would keep what this object holds
-            if not ok:
-                self._launches.forsake(self._owed())
-            ended = self._launches.end(ok=ok)
-            buffer = self._preparation.buffer
-            if buffer is not None and (ok or not self._packs):
-                buffer.give()
-        self._record("done")
+            step.at = ""  # else it would keep what this object holds
+            ended = launches.end(ok=ok)
+            if self._buffer is not None and (ok or not launches.packs):
+                self._buffer.give()
+        launches.record("done")
         return Outcome(outputs=outputs, ended=ended)
 
     def abort(self) -> None:
-        """Ends its waits, now and later; any thread may call it."""
+        """Ends its waits, once `aborted` says why; any thread may call it."""
         self._launches.abort()
         self._instruments.store.wake()
 
     def bytes_done(self) -> BytesDone:
         """Returns its progress; any thread may call it."""
-        schedule, kernel_progress = self._schedule, self._kernel_progress
-        if schedule is None or kernel_progress is None:
-            return NOWHERE
-        if self._byte_map is None:
-            self._byte_map = ByteMap(schedule)
-        move = self._move  # before how many are left: the other way round, a move would seem done as it begins
-        left = self._left
-        return self._byte_map.at(move, left, kernel_progress.part)
+        return self._launches.bytes_done()
+
+    def _prepare(self) -> None:
+        """Finds the operands and prepares the first round of the agreement, or recalls the last run."""
+        self._step.at = _PREPARES
+        values = tuple([self._find(key) for key in self._keys]) if self._values is None else self._values
+        self._found = values
+        if self._recalled is None and MissingOperand not in map(type, values):
+            self._recalled = self._recall(values)  # type: ignore[arg-type]
+        if self._recalled is None:
+            self._make_ready(0)
+        else:
+            self._buffer, self._first = self._recalled.block, self._recalled.first
+
+    def _recall(self, values: Sequence[Container]) -> RunCache | None:
+        program, store = self.program, self._instruments.store
+        known = None if self._given else RunCache.recall(program, values, store)
+        if known is None:
+            known = self._instruments.shapes.recall(program, values, store, given=self._given)
+            if known is not None and not self._given:
+                known.remember(values)
+        return known
+
+    def _make_ready(self, round_index: int) -> None:
+        """Prepares the tasks that come in a round of the agreement; before the last round, the staging too."""
+        operands = self._operands or self._look()
+        if round_index:
+            operands.ready(round_index, self._found, self._instruments.store)
+        if round_index == self.program.rounds - 1 and not operands.has_violations:
+            self._allocate_stand_ins(operands)
+            self._reserve(operands)
+            self._first = None if operands.has_violations else operands.first()
+            if self._first is not None:
+                self._stage(operands, self._first)
+
+    def _current_operands(self) -> ProgramOperands:
+        """The operands, looked at anew where something is not as in the last run after all.
+
+        Raises:
+            KernelError: An operand has changed since the agreement heard of it.
+        """
+        if self._operands is not None:
+            return self._operands
+        operands = self._look()
+        if self._recalled is not None and self._recalled.places != self._places:
+            raise KernelError(detail="an operand was changed while the plan waited in the consistency check")
+        return operands
+
+    def _refuse(self, violations: Sequence[Violation]) -> None:
+        """Notes for the agreement what is wrong besides the operands."""
+        self._recalled = None
+        rank = self.program.shares[self.program.tasks[0].share].rank
+        self._current_operands().violate([replace(v, rank=rank) if v.rank < 0 else v for v in violations])
+
+    def _remember(self, arrival: bytes, blobs: tuple[bytes, ...], schedule: KernelSchedule) -> None:
+        """Remembers the run with its operands, if it can be repeated; stand-ins are too large to keep."""
+        operands = self._operands
+        if self._places and operands is not None and operands.staging_buffers is None:
+            cache = RunCache(
+                program=self.program,
+                places=self._places,
+                ranges=operands.ranges,
+                arrival=arrival,
+                first=self._first,
+                blobs=blobs,
+                schedule=schedule,
+                block=self._buffer,
+            )
+            containers = self._containers()
+            if not self._given:  # else nothing finds them again
+                cache.remember(containers)
+            self._instruments.shapes.remember(cache, containers, given=self._given)
+
+    def _look(self) -> ProgramOperands:
+        home = partial(_home_of, self._communicators)  # a method would be a cycle, which keeps tensors
+        operands = ProgramOperands(
+            self.program, self._instruments.allocate, self._keys, given=self._given, home_of=home
+        )
+        containers = self._containers()
+        if operands.is_repeatable and (not self._given or single(containers) is not None):
+            try:
+                self._places = places_of(containers)  # before the agreement: later changes must be noticed
+            except TypeError:  # a tensor has no memory any more, which the agreement hears of
+                self._places = ()
+        operands.ready(0, self._found, self._instruments.store)
+        self._operands = operands
+        return operands
+
+    def _containers(self) -> list[Container]:
+        return [one for one in self._found if isinstance(one, Container)]
+
+    def _reserve(self, operands: ProgramOperands) -> None:
+        # Which tensors are packed follows from all ranks' sizes; what this rank stages of them, from its own sizes,
+        # which are known before the last round. The others' sizes only bound it.
+        nbytes = operands.room()
+        if not nbytes or self._buffer is not None:
+            return
+        try:
+            self._buffer = self._instruments.staging.take(nbytes, self.program.staging, self._instruments.allocate)
+        except MemoryError as exc:
+            self._refuse([_no_memory(exc, f"{nbytes} bytes")])
+
+    def _allocate_stand_ins(self, operands: ProgramOperands) -> None:
+        try:
+            operands.lift()
+        except RaycollectError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - of the library that makes memory on a device
+            self._refuse([_no_memory(exc, "room for tensors that lie elsewhere than the backend works")])
+
+    def _stage(self, operands: ProgramOperands, kernel: Kernel) -> None:
+        # What the backend refuses, all ranks hear of in the agreement.
+        opened = self._launches.opened
+        if opened is None:
+            return
+        buffers = operands.staging_buffers
+        copies = buffers.staging_copies([(kernel.src, kernel.dst)]) if buffers is not None else None
+        if copies is not None:
+            with self._timed.staging("load stand-ins"):
+                copies.load(self._launches.patience())
+            self._launches.is_loaded = True
+        communicator, launch = opened
+        try:
+            communicator.stage(launch, kernel)
+        except RefusedError as exc:
+            self._refuse(exc.violations)
+
+    def _find(self, key: Key) -> Container | MissingOperand:
+        store = self._instruments.store
+        found = store.look(key)
+        if type(found) is Absence and found.state is State.ABSENT and self._waiting:
+            self._waiting(key)
+            self._instruments.recorder.add("waiting", self._launches.seq, key.hex())
+            self._step.at = "waits for an operand's method"
+            with self._timed.waiting("an operand"):
+                found = store.wait(key, lambda: self._launches.aborted() is not None)
+            self._step.at = _PREPARES
+            if isinstance(found, Absence) and found.state is State.ABSENT:
+                raise PlanAbortedError(detail=self._launches.aborted() or "aborted while waiting for an operand")
+        if isinstance(found, Container):
+            return found
+        return missing(found)
 
     def _agree(self) -> KernelSchedule:
         self._step.at = "in the consistency check"
-        clock, program, preparation = self._instruments.clock, self.program, self._preparation
+        clock, program, launches = self._instruments.clock, self.program, self._launches
         brought: tuple[bytes, ...] | None = None
         blobs: tuple[bytes, ...] = ()
         came_s = clock()
-        known = preparation.recalled
+        known = self._recalled
         self._show_boxes(known)
         if known is not None:
-            self._record("check")
+            launches.record("check")
             arrival, brought = known.arrival, self._meet_again(known)
-            if brought is None and preparation.recalled is not None:
+            if brought is None and self._recalled is not None:
                 return known.schedule
         agreement = BatchAgreement(program)
         for round_index in range(program.rounds):
             if round_index:
-                preparation.make_ready(round_index)
+                self._make_ready(round_index)
             if brought is None:
-                arrival = preparation.current_operands().arrival(round_index)
-                self._record("check")
-                brought = self._launches.meet(arrival)
+                arrival = self._current_operands().arrival(round_index)
+                launches.record("check")
+                brought = launches.meet(arrival)
             blobs, brought = brought, None
             violations = agreement.meet(blobs)
             if violations:
                 raise refusal(program.name, "", violations)
-            if round_index + 1 < program.rounds and preparation.operands is not None:
-                preparation.operands.learn(round_index, agreement.verdicts)
-        self._record("agreed", f"after {clock() - came_s:.6f} s")
-        mine = preparation.current_operands()
-        scheduler = Scheduler(program, mine.operands, preparation.buffer, preparation.first, mine.staging_buffers)
+            if round_index + 1 < program.rounds and self._operands is not None:
+                self._operands.learn(round_index, agreement.verdicts)
+        launches.record("agreed", f"after {clock() - came_s:.6f} s")
+        mine = self._current_operands()
+        scheduler = Scheduler(program, mine.operands, self._buffer, self._first, mine.staging_buffers)
         schedule = scheduler.write(agreement.verdicts, alone=agreement.conflict)
-        preparation.remember(arrival, blobs, schedule)
+        self._remember(arrival, blobs, schedule)
         return schedule
 
     def _show_boxes(self, known: RunCache | None) -> None:
@@ -219,172 +344,23 @@ class Execution:
             return
         communicator, launch = opened
         if isinstance(communicator, Reaching):
-            moves = known.schedule.bundles[0].moves if known is not None and self._met is None else ()
+            moves = known.schedule.bundles[0].moves if known is not None and self._brought is None else ()
             communicator.show_boxes(launch, next((move.boxes for move in moves if move.boxes is not None), None))
 
     def _meet_again(self, known: RunCache) -> tuple[bytes, ...] | None:
         """Meets the others; None where all brought what they did in the last run, or nothing was brought yet."""
-        if self._met is not None:
-            return self._met[1]
-        self._record("check")
+        if self._brought is not None:
+            return self._brought
+        self._launches.record("check")
         try:
             return self._launches.again(known.first, known.arrival, known.blobs)
         except RefusedError as exc:  # before anything was brought
-            self._preparation.refuse(exc.violations)
+            self._refuse(exc.violations)
             return None
 
-    def _run(self, schedule: KernelSchedule) -> None:
-        self._step.at = self._where
-        with self._instruments.store.writing(schedule.ranges, self._launches.reason, self.program.timeout_s):
-            for scheduled in schedule.bundles:
-                self._under_way = scheduled
-                if len(schedule.bundles) > 1:
-                    self._record("bundle", f"{scheduled.share.op} of {scheduled.tasks}")
-                with self._timed.bundle(scheduled):
-                    self._run_bundle(scheduled)
-                self._under_way = None
-
-    def _where(self, first: int, is_named: bool) -> str:
-        """Where the run is, for a person; `first` is the number of the program's first call."""
-        schedule, scheduled, program = self._schedule, self._under_way, self.program
-        if schedule is None or scheduled is None:
-            return "waits for readers of what it writes"
-        bundles = schedule.bundles
-        if len(program.tasks) == 1 and is_named and not program.tasks[0].request:
-            return f"in its kernels ({scheduled.share.op})"
-        if len(bundles) == 1 and not is_named:
-            return "in its kernels"
-        at = next(at for at, one in enumerate(bundles) if one is scheduled)
-        planned = [one.tasks for one in program.bundles]
-        is_planned = (
-            len(planned) == len(bundles) and scheduled.share is program.shares[program.tasks[planned[at][0]].share]
-        )
-        tasks = planned[at] if is_planned else (at,)  # else one after the other
-        which = f"bundle {at + 1} of {len(bundles)}: " if len(bundles) > 1 else ""
-        return f"in {which}{scheduled.share.op} of {calls([first + program.tasks[one].request for one in tasks])}"
-
-    def _run_bundle(self, scheduled: ScheduledBundle) -> None:
-        # If it fails after it has begun, what it writes is dirty, and nothing else.
-        store = self._instruments.store
-        is_kept = self.program.commits or scheduled.share.template.is_listed  # by kernels
-        self._writes = False
-        try:
-            for move in scheduled.moves:
-                if move.commits:
-                    self._at("before_commit")
-                    self._launches.commit()
-                    self._writes, is_kept = True, False
-                    self._at("after_commit")
-                    continue
-                if not move.kernels:
-                    self._move_here(move)
-                    continue
-                communicator, launch = self._launches.at(move.number, move.group_id, move.ranks)
-                if move.staging_copies is None:
-                    self._writes = not is_kept
-                    self._launch(communicator, launch, move)
-                else:
-                    self._carry(communicator, launch, move, is_kept=is_kept)
-        except BaseException:
-            if self._writes:
-                store.mark_dirty(scheduled.ranges, scheduled.owners)
-            raise
-        finally:
-            if scheduled.versioned and self._writes:
-                arrays.raise_versions(scheduled.versioned)
-        store.mark_written(scheduled.dense)
-
-    def _move_here(self, move: LaunchStep) -> None:
-        # Copies of this rank alone, or work between its GPUs.
-        self._writes = self._writes or any(one.kind is Local.SPREAD for one in move.crossings) or bool(move.copies)
-        with self._timed.staging(move.crossings[0].kind.value if move.crossings else "copy"):
-            patience = self._launches.patience()
-            for target, source in move.copies:
-                transfer(target, source, patience)
-            for crossing in move.crossings:
-                crossing.run(patience)
-
-    def _carry(self, communicator: Communicator, launch: Launch, move: LaunchStep, *, is_kept: bool) -> None:
-        # On stand-ins: until all kernels have ended, tensors that have one are unchanged.
-        staging_copies = move.staging_copies
-        assert staging_copies is not None  # as the caller has seen
-        self._writes = not is_kept and (self._writes or not staging_copies.is_whole)
-        self._left, self._move = len(move.kernels), move
-        if not self._preparation.is_loaded:
-            with self._timed.staging("load stand-ins"):
-                staging_copies.load(self._launches.patience())
-        self._preparation.is_loaded = False
-        self._launch(communicator, launch, move)
-        self._writes = not is_kept
-        with self._timed.staging("unload stand-ins"):
-            staging_copies.unload(self._launches.patience())
-
-    def _launch(self, communicator: Communicator, launch: Launch, move: LaunchStep) -> None:
-        # Together where the backend can, else by `move.instead`, else one by one.
-        kernels = move.kernels
-        self._left, self._move = len(kernels), move
-        if move.boxes is not None:
-            if isinstance(communicator, Reaching):
-                self._at("before_kernel")
-                self._packs = True
-                with self._timed.kernels(self._under_way, move):
-                    if communicator.launch_boxes(launch, move.boxes):
-                        kernels = ()
-                        self._ended(0)
-        elif len(kernels) > 1 and isinstance(communicator, Together):
-            self._at("before_kernel")
-            with self._timed.kernels(self._under_way, move):
-                while kernels and (count := communicator.launch_together(launch, kernels)):
-                    kernels = kernels[count:]
-                    self._ended(len(kernels))
-        if not kernels:
-            self._at("after_kernel")
-            return
-        if move.instead and len(kernels) == len(move.kernels):
-            for other in move.instead:
-                self._launch(communicator, launch, other)
-            return
-        for kernel in kernels:
-            self._at("before_kernel")
-            if move.packed is not None:
-                self._packs = True
-                with self._timed.staging("pack"):
-                    move.packed.load()
-            with self._timed.kernels(self._under_way, move, first=len(move.kernels) - self._left, count=1):
-                communicator.launch(launch, kernel).wait(self.program.timeout_s)
-            self._ended(self._left - 1)
-            if move.packed is not None:
-                with self._timed.staging("unpack"):
-                    move.packed.unload()
-            self._at("after_kernel")
-
-    def _ended(self, left: int) -> None:
-        if self._kernel_progress is not None:
-            self._kernel_progress.cover()
-        self._left = left
-
-    def _owed(self) -> list[Kernel]:
-        """The kernels of the open launch that this rank has not ended; others may wait in them."""
-        if self._schedule is None:
-            return []
-        moves = [
-            one for scheduled in self._schedule.bundles for move in scheduled.moves for one in (move, *move.instead)
-        ]
-        latest = self._move
-        number = 0 if latest is None else latest.number
-        at = next((at for at, move in enumerate(moves) if move is latest), -1)
-        begun = () if latest is None else latest.kernels[len(latest.kernels) - self._left :]
-        return [*begun, *(kernel for move in moves[at + 1 :] if move.number == number for kernel in move.kernels)]
-
     def _located(self, error: RaycollectError) -> RaycollectError:
-        return located(error, self.program, self._under_way, self._instruments.recorder, self._seq)
-
-    def _record(self, what: str, detail: str = "") -> None:
-        self._instruments.recorder.add(what, self._seq, detail)
-
-    def _at(self, point: str) -> None:
-        if self._faults is not None:
-            self._faults.at(point, self._seq, self.program.agreement.rank)
+        launches = self._launches
+        return located(error, self.program, launches.bundle, self._instruments.recorder, launches.seq)
 
 
 def located(
@@ -399,3 +375,11 @@ def located(
         if share and error.rank < 0 and isinstance(error, KernelError):
             error.rank = share.rank
     return kept(error)  # its frames would keep the tensors alive
+
+
+def _no_memory(exc: BaseException, expected: str) -> Violation:
+    return Violation(kind="allocation", rank=-1, field="staging", found=too_large(exc), expected=expected)
+
+
+def _home_of(communicators: Callable[[str], Communicator], domain: Domain) -> str:
+    return home_of(domain.memory, communicators(domain.group_id))

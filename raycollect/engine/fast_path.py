@@ -46,9 +46,8 @@ class FastPath:
     meeting: str = ""  # the name of that call in timelines; see `Label`
     _seq: int = 0  # of the next run, or the one under way
     _keys: Sequence[Key] = ()  # of its operands
-    _aborted: Callable[[], str | None] | None = None  # why it was aborted, or None
+    _aborted: Callable[[], str | None] | None = None  # why it was aborted, or None; None: it never is
     _landed: Callable[[], None] | None = None  # called when all has gone well, and it has not left the launch yet
-    _stopped: bool = False
     _communicator: Communicator | None = None  # while a run is under way
     _full: Execution | None = None
     _ring: Ring | None = None  # that has seen a run
@@ -107,11 +106,11 @@ class FastPath:
         aborted: Callable[[], str | None] | None = None,
         landed: Callable[[], None] | None = None,
     ) -> None:
-        """Sets the next run: its number, for `abort`, the keys of its operands, and why it was aborted.
+        """Sets the next run: its number, the keys of its operands, and what says why it was aborted.
 
         `landed` is called when all has gone well, before this participant has left the launch; or not at all.
         """
-        self._seq, self._keys, self._aborted, self._landed, self._stopped = seq, keys, aborted, landed, False
+        self._seq, self._keys, self._aborted, self._landed = seq, keys, aborted, landed
 
     def run(self) -> Outcome:
         """Runs it on operands that fit; a failure is an outcome, never an exception."""
@@ -131,8 +130,8 @@ class FastPath:
         try:
             communicator = self._communicator = self.communicators(program.agreement.group_id)
             # An abort from here on finds the communicator.
-            if self._stopped or (self._aborted is not None and self._aborted() is not None):
-                raise PlanAbortedError(detail=self._reason() or "")
+            if self._aborted is not None and (reason := self._aborted()) is not None:
+                raise PlanAbortedError(detail=reason)
             step.at = "in the consistency check"
             try:
                 brought = meet_again(communicator, launch, self.first, self.known.arrival, self.known.blobs)
@@ -168,8 +167,10 @@ class FastPath:
         return Outcome(ended=program.places_of(ended) if ended and landed is None else ())
 
     def abort(self) -> None:
-        """Ends the waits of the run that is ready or under way; any thread may call it, until the next is ready."""
-        self._stopped = True
+        """Ends the waits of the run that is ready or under way, once `aborted` says why.
+
+        Any thread may call it, until the next run is ready.
+        """
         full, communicator = self._full, self._communicator
         if full is not None:
             full.abort()
@@ -204,7 +205,7 @@ class FastPath:
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
         store = self.instruments.store
-        with store.writing(scheduled.ranges, self._reason, launch.timeout_s):
+        with store.writing(scheduled.ranges, self._aborted or _never, launch.timeout_s):
             try:
                 completion = communicator.launch(launch, scheduled.moves[0].kernels[0])
                 if completion is not DONE:
@@ -218,10 +219,6 @@ class FastPath:
             if store.dirty:
                 store.mark_written(scheduled.dense)
 
-    def _reason(self) -> str | None:
-        reason = None if self._aborted is None else self._aborted()
-        return "the plan was aborted" if reason is None and self._stopped else reason
-
     def _in_full(self, brought: tuple[bytes, ...] | None) -> Execution:
         program, communicator = self.program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
@@ -234,10 +231,14 @@ class FastPath:
             ),
             self.instruments,
             seq=self._seq,
-            aborted=self._reason,
+            aborted=self._aborted or _never,
             operands=self.held if self.given else None,
             held=None if self.given else self.held,
             met=None if brought is None else (self.known, brought),
             meeting=self.meeting,
         )
         return self._full
+
+
+def _never() -> None:
+    """Says of a run that nobody aborts it."""

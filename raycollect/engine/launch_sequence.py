@@ -1,7 +1,8 @@
-"""The launches of one program under way: which one is open, and how an abort reaches it.
+"""The launches of one program under way: which one is open, what runs in it, and how an abort reaches it.
 
 A program begins its launches in ascending order; the first is that of the agreement. One is open at a time: it is ended
-when the next one begins, or when the program ends, whatever happened.
+when the next one begins, or when the program ends, whatever happened. A failure among the kernels leaves exactly the
+tensors being written dirty (P4).
 """
 
 from __future__ import annotations
@@ -11,38 +12,46 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from raycollect.backends import arrays
+from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Launch
-from raycollect.core.protocols import Communicator, Exchange, Forsaking
-from raycollect.engine.device_staging import Patience
+from raycollect.core.protocols import Communicator, Exchange, Forsaking, NoFaults, Reaching, Together
+from raycollect.engine.device_staging import Patience, transfer
+from raycollect.engine.instruments import Instruments
+from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
+from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
+from raycollect.engine.spans import Timed
 from raycollect.errors import GroupBrokenError, PlanAbortedError
-from raycollect.planner import Program
+from raycollect.observe.run_steps import RunStep, calls
+from raycollect.planner import Local, Program
 
 _Open = tuple[Communicator, Launch]
 
 
 @dataclass(slots=True, eq=False)
 class LaunchSequence:
-    """The launches of one run of a program."""
+    """The launches of one run of a program. Any thread may call `abort` and `bytes_done`."""
 
     program: Program
     communicators: Callable[[str], Communicator]  # group id -> this participant's end of that group
     exchange: Exchange | None  # how the participants meet where they have no group in common
     seq: int  # the number of the first launch
     aborted: Callable[[], str | None]  # why the plan was aborted, or None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _stopped: bool = False
-    _number: int = 0  # of the latest launch, counted from the first
+    instruments: Instruments
+    spans: Timed  # the timeline of the run
     opened: _Open | None = None  # the communicator and its launch; None: the controller carries the agreement
+    schedule: KernelSchedule | None = None  # once all have agreed
+    bundle: ScheduledBundle | None = None  # that is under way
+    is_loaded: bool = False  # whether the stand-ins of the first kernel hold what it reads
+    packs: bool = False  # whether a kernel has worked in the staging
+    kernel_progress: KernelProgress | None = None  # of the thread that runs it
+    _move: LaunchStep | None = None  # the latest that was begun
+    _left: int = 0  # how many of its kernels have not ended
+    _writes: bool = False  # whether it may have changed what it writes
+    _byte_map: ByteMap | None = None  # once somebody has asked how far it is
+    _number: int = 0  # of the latest launch, counted from the first
     _wakes: Callable[[int], None] | None = None  # of what is open
-
-    def reason(self) -> str | None:
-        """Why the program has to stop; None where it may go on."""
-        reason = self.aborted()
-        return "the plan was aborted" if reason is None and self._stopped else reason
-
-    def patience(self) -> Patience:
-        """What ends a wait for a device."""
-        return Patience(self.reason, self.program.timeout_s)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
         """Opens the launch of the agreement; raises GroupBrokenError where this participant has no such group."""
@@ -88,6 +97,50 @@ class LaunchSequence:
             return None if blobs == expected else blobs
         self._check()
         return meet_again(*opened, kernel, arrival, expected)
+
+    def run(self, schedule: KernelSchedule, step: RunStep) -> None:
+        """Runs what all have agreed on; `step` is of this thread."""
+        step.at = self._where
+        with (
+            self.spans.calls(schedule),
+            self.instruments.store.writing(schedule.ranges, self.aborted, self.program.timeout_s),
+        ):
+            for scheduled in schedule.bundles:
+                self.bundle = scheduled
+                if len(schedule.bundles) > 1:
+                    self.record("bundle", f"{scheduled.share.op} of {scheduled.tasks}")
+                with self.spans.bundle(scheduled):
+                    self._run_bundle(scheduled)
+                self.bundle = None
+
+    def end(self, *, ok: bool) -> tuple[int, ...]:
+        """Ends the open launch.
+
+        Returns:
+            The places of those who are known to have run all of their programs; empty where others may have more to do.
+        """
+        if not ok:
+            self._forsake()
+        ranks = self._close(ok=ok)
+        return () if self._number else self.program.places_of(ranks)
+
+    def abort(self) -> None:
+        """Wakes this participant if it waits in a launch, once `aborted` says why; any thread may call it."""
+        with self._lock:
+            wake, seq = self._wakes, self.seq + self._number
+        if wake is not None:
+            wake(seq)
+
+    def bytes_done(self) -> BytesDone:
+        """Returns its progress; any thread may call it."""
+        schedule, kernel_progress = self.schedule, self.kernel_progress
+        if schedule is None or kernel_progress is None:
+            return NOWHERE
+        if self._byte_map is None:
+            self._byte_map = ByteMap(schedule)
+        move = self._move  # before how many are left: the other way round, a move would seem done as it begins
+        left = self._left
+        return self._byte_map.at(move, left, kernel_progress.part)
 
     def at(self, number: int, group_id: str, ranks: Sequence[int]) -> _Open:
         """Returns the communicator of a launch, after all have begun it.
@@ -137,28 +190,151 @@ class LaunchSequence:
         with self._lock:
             self._wakes = wake
 
-    def forsake(self, kernels: Sequence[Kernel]) -> None:
+    def patience(self) -> Patience:
+        """What ends a wait for a device."""
+        return Patience(self.aborted, self.program.timeout_s)
+
+    def record(self, what: str, detail: str = "") -> None:
+        """Records an event of the run, for error reports."""
+        self.instruments.recorder.add(what, self.seq, detail)
+
+    def reach(self, point: str) -> None:
+        """The run has come to a place where tests inject faults."""
+        faults = self.instruments.faults
+        if type(faults) is not NoFaults:
+            faults.at(point, self.seq, self.program.agreement.rank)
+
+    def _run_bundle(self, scheduled: ScheduledBundle) -> None:
+        # If it fails after it has begun, what it writes is dirty, and nothing else.
+        store = self.instruments.store
+        is_kept = self.program.commits or scheduled.share.template.is_listed  # by kernels
+        self._writes = False
+        try:
+            for move in scheduled.moves:
+                if move.commits:
+                    self.reach("before_commit")
+                    self.commit()
+                    self._writes, is_kept = True, False
+                    self.reach("after_commit")
+                    continue
+                if not move.kernels:
+                    self._move_here(move)
+                    continue
+                communicator, launch = self.at(move.number, move.group_id, move.ranks)
+                if move.staging_copies is None:
+                    self._writes = not is_kept
+                    self._launch_kernels(communicator, launch, move)
+                else:
+                    self._carry(communicator, launch, move, is_kept=is_kept)
+        except BaseException:
+            if self._writes:
+                store.mark_dirty(scheduled.ranges, scheduled.owners)
+            raise
+        finally:
+            if scheduled.versioned and self._writes:
+                arrays.raise_versions(scheduled.versioned)
+        store.mark_written(scheduled.dense)
+
+    def _move_here(self, move: LaunchStep) -> None:
+        # Copies of this rank alone, or work between its GPUs.
+        self._writes = self._writes or any(one.kind is Local.SPREAD for one in move.crossings) or bool(move.copies)
+        with self.spans.staging(move.crossings[0].kind.value if move.crossings else "copy"):
+            patience = self.patience()
+            for target, source in move.copies:
+                transfer(target, source, patience)
+            for crossing in move.crossings:
+                crossing.run(patience)
+
+    def _carry(self, communicator: Communicator, launch: Launch, move: LaunchStep, *, is_kept: bool) -> None:
+        # On stand-ins: until all kernels have ended, tensors that have one are unchanged.
+        staging_copies = move.staging_copies
+        assert staging_copies is not None  # as the caller has seen
+        self._writes = not is_kept and (self._writes or not staging_copies.is_whole)
+        self._left, self._move = len(move.kernels), move
+        if not self.is_loaded:
+            with self.spans.staging("load stand-ins"):
+                staging_copies.load(self.patience())
+        self.is_loaded = False
+        self._launch_kernels(communicator, launch, move)
+        self._writes = not is_kept
+        with self.spans.staging("unload stand-ins"):
+            staging_copies.unload(self.patience())
+
+    def _launch_kernels(self, communicator: Communicator, launch: Launch, move: LaunchStep) -> None:
+        # Together where the backend can, else by `move.instead`, else one by one.
+        kernels = move.kernels
+        self._left, self._move = len(kernels), move
+        if move.boxes is not None:
+            if isinstance(communicator, Reaching):
+                self.reach("before_kernel")
+                self.packs = True
+                with self.spans.kernels(self.bundle, move):
+                    if communicator.launch_boxes(launch, move.boxes):
+                        kernels = ()
+                        self._ended(0)
+        elif len(kernels) > 1 and isinstance(communicator, Together):
+            self.reach("before_kernel")
+            with self.spans.kernels(self.bundle, move):
+                while kernels and (count := communicator.launch_together(launch, kernels)):
+                    kernels = kernels[count:]
+                    self._ended(len(kernels))
+        if not kernels:
+            self.reach("after_kernel")
+            return
+        if move.instead and len(kernels) == len(move.kernels):
+            for other in move.instead:
+                self._launch_kernels(communicator, launch, other)
+            return
+        for kernel in kernels:
+            self.reach("before_kernel")
+            if move.packed is not None:
+                self.packs = True
+                with self.spans.staging("pack"):
+                    move.packed.load()
+            with self.spans.kernels(self.bundle, move, first=len(move.kernels) - self._left, count=1):
+                communicator.launch(launch, kernel).wait(self.program.timeout_s)
+            self._ended(self._left - 1)
+            if move.packed is not None:
+                with self.spans.staging("unpack"):
+                    move.packed.unload()
+            self.reach("after_kernel")
+
+    def _ended(self, left: int) -> None:
+        if self.kernel_progress is not None:
+            self.kernel_progress.cover()
+        self._left = left
+
+    def _where(self, first: int, is_named: bool) -> str:
+        """Where the run is, for a person; `first` is the number of the program's first call."""
+        schedule, scheduled, program = self.schedule, self.bundle, self.program
+        if schedule is None or scheduled is None:
+            return "waits for readers of what it writes"
+        bundles = schedule.bundles
+        if len(program.tasks) == 1 and is_named and not program.tasks[0].request:
+            return f"in its kernels ({scheduled.share.op})"
+        if len(bundles) == 1 and not is_named:
+            return "in its kernels"
+        at = next(at for at, one in enumerate(bundles) if one is scheduled)
+        planned = [one.tasks for one in program.bundles]
+        is_planned = (
+            len(planned) == len(bundles) and scheduled.share is program.shares[program.tasks[planned[at][0]].share]
+        )
+        tasks = planned[at] if is_planned else (at,)  # else one after the other
+        which = f"bundle {at + 1} of {len(bundles)}: " if len(bundles) > 1 else ""
+        return f"in {which}{scheduled.share.op} of {calls([first + program.tasks[one].request for one in tasks])}"
+
+    def _forsake(self) -> None:
         """Tells the backend that others may wait in kernels of the open launch that this rank will not end."""
-        opened = self.opened
-        if kernels and opened is not None and isinstance(opened[0], Forsaking):
-            opened[0].forsake(opened[1], kernels)
-
-    def end(self, *, ok: bool) -> tuple[int, ...]:
-        """Ends the open launch.
-
-        Returns:
-            The places of those who are known to have run all of their programs; empty where others may have more to do.
-        """
-        ranks = self._close(ok=ok)
-        return () if self._number else self.program.places_of(ranks)
-
-    def abort(self) -> None:
-        """Wakes this participant if it waits in a launch, and lets it begin no other; any thread may call it."""
-        with self._lock:
-            self._stopped = True
-            wake, seq = self._wakes, self.seq + self._number
-        if wake is not None:
-            wake(seq)
+        opened, schedule, latest = self.opened, self.schedule, self._move
+        if opened is None or schedule is None or not isinstance(opened[0], Forsaking):
+            return
+        moves = [one for scheduled in schedule.bundles for move in scheduled.moves for one in (move, *move.instead)]
+        number = 0 if latest is None else latest.number
+        at = next((at for at, move in enumerate(moves) if move is latest), -1)
+        begun = () if latest is None else latest.kernels[len(latest.kernels) - self._left :]
+        owed = [*begun, *(kernel for move in moves[at + 1 :] if move.number == number for kernel in move.kernels)]
+        if owed:
+            opened[0].forsake(opened[1], owed)
 
     def _launch(self) -> Launch:
         return Launch(seq=self.seq, ranks=self.program.agreement.ranks, timeout_s=self.program.timeout_s)
@@ -169,7 +345,7 @@ class LaunchSequence:
         return () if opened is None else opened[0].end(opened[1], ok)
 
     def _check(self) -> None:
-        reason = self.reason()
+        reason = self.aborted()
         if reason is not None:
             raise PlanAbortedError(detail=reason)
 

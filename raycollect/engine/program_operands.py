@@ -20,7 +20,7 @@ from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
-from raycollect.pos import Container, Range, Store
+from raycollect.pos import Absence, Container, Range, State, Store
 from raycollect.pos.extents import Extents
 
 _EVERYWHERE = [(0, 1 << 64)]
@@ -33,6 +33,25 @@ class MissingOperand:
     kind: str
     found: str
     expected: str
+
+
+# State of the store -> (kind of violation, what was found, what was expected).
+_ABSENCES: dict[State, tuple[str, str, str]] = {
+    State.ABSENT: (
+        "lost",
+        "not there: its method never ran here, in this process (a restarted actor has lost what it held)",
+        "a value that its method returned",
+    ),
+    State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
+    State.BY_VALUE: ("not_tensor", "{}, returned by value", "a tensor, or a list, tuple or dict of tensors"),
+    State.FREED: ("freed", "freed", "a tensor that is still held"),
+}
+
+
+def missing(found: Absence) -> MissingOperand:
+    """Why a store has no operand."""
+    kind, text, expected = _ABSENCES[found.state]
+    return MissingOperand(kind, text.format(found.detail or "a value that is not kept"), expected)
 
 
 class ProgramOperands:

@@ -62,8 +62,8 @@ class MethodCall:
     ) -> None:
         """Calls the method, and puts what it returns into its slot."""
         runner = self._runner
-        if (reason := aborted()) is not None or runner.is_stopped:
-            raise PlanAbortedError(detail=reason or "the run was aborted")
+        if (reason := aborted()) is not None:
+            raise PlanAbortedError(detail=reason)
         slots = runner.slots
         for slot, packed in self._fresh:
             slots[slot] = unpack_value(packed)

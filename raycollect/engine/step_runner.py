@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raycollect.backends import arrays
@@ -34,6 +35,8 @@ from raycollect.pos.store import weak
 
 # Calls a method: its name, its arguments by place and by name.
 Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]
+
+_ABORTED = "the run was aborted"
 
 _READ_IT = "let it return plain values and arrays, and read other things with an ordinary method"
 
@@ -69,7 +72,7 @@ class StepRunner:
         self._runs = 0
         self._lock = threading.Lock()  # guards what follows
         self._seq = 0  # the run under way; 0: none
-        self.is_stopped: bool = False  # whether it was aborted
+        self._aborted: dict[int, str] = {}  # why runs were aborted, by their numbers
         self._is_over = False  # whether all that come are aborted
         self._execution: Execution | FastPath | None = None
         self._at = 0  # which action is under way
@@ -86,7 +89,7 @@ class StepRunner:
         seq: int,
         arguments: bytes,
         *,
-        aborted: Callable[[], str | None],
+        aborted: dict[int, str],
         exchange: Exchanges = lambda program, seq: None,
         landed: Callable[[], None] | None = None,
         step: RunStep | None = None,
@@ -96,7 +99,8 @@ class StepRunner:
         Args:
             seq: The run's number in its controller's order.
             arguments: What `pack_values` made of the run's arguments.
-            aborted: Why the run was aborted, or None; asked before each method, and by plans before each launch.
+            aborted: Why runs were aborted, by their numbers; looked at before each method, and by plans before each
+                launch. `abort` notes the run there.
             exchange: See `Exchanges`.
             landed: Called where there are no results, as soon as all visible work is done; or not at all.
             step: The slot of this thread, if the caller has it at hand.
@@ -106,20 +110,23 @@ class StepRunner:
         """
         step_program = self.step_program
         with self._lock:
-            self._seq, self.is_stopped = seq, self._is_over
+            self._seq, self._aborted = seq, aborted
+            if self._is_over:
+                aborted.setdefault(seq, _ABORTED)
         self._runs += 1
         self.run8 = self._runs.to_bytes(8, "little")
         if step_program.returns:
             landed = None
         if step is None:
             step = run_steps.here()
+        why = partial(aborted.get, seq)
         try:
             if step_program.arguments or arguments:
                 self._take(arguments)
             for at, action in enumerate(self._actions):
                 self._execution = None  # the last one may keep tensors
                 self._at, step.action, step.at = at, action, ""
-                action.do(seq, aborted, exchange, landed if action is self._final else None)
+                action.do(seq, why, exchange, landed if action is self._final else None)
             return self._results() if step_program.returns else b""
         finally:
             step.action = None  # else it would keep the values
@@ -131,7 +138,7 @@ class StepRunner:
         with self._lock:
             if not self._seq or seq not in (0, self._seq):
                 return
-            self.is_stopped = True
+            self._aborted.setdefault(self._seq, _ABORTED)  # who aborts the run has said why, who ends all has not
             if self._execution is not None:  # under the lock: a `FastPath` is the next run's, too
                 self._execution.abort()
 
@@ -168,8 +175,9 @@ class StepRunner:
     def begin(self, execution: Execution | FastPath) -> None:
         """Notes which plan is under way; raises PlanAbortedError where the run was aborted."""
         with self._lock:  # an abort comes either before, and is seen here, or after, and finds the plan
-            if self.is_stopped:
-                raise PlanAbortedError(detail="the run was aborted")
+            reason = self._aborted.get(self._seq)
+            if reason is not None:
+                raise PlanAbortedError(detail=reason)
             self._execution = execution
 
     def operand(self, slot: int) -> Container | MissingOperand:

@@ -25,7 +25,7 @@ from raycollect.core import ray_internals, threads
 from raycollect.core.codec import Codec
 from raycollect.errors import ProtocolError, RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
-from raycollect.group.membership import Membership
+from raycollect.planner import Membership
 
 MOST_RECORD_NBYTES = 64 << 20
 """The longest record; that of a group of 100,000 members takes a third of it."""

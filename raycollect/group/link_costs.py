@@ -16,7 +16,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,6 @@ class Costs:
     inside: Link = INSIDE
     between: Link = BETWEEN
     measured: tuple[Measured, ...] = ()
-    # The links between hosts one by one, as members have measured them: two hosts of a group, by number -> their link
-    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     @classmethod
     def of(cls, measured: Iterable[Measured]) -> Costs:

@@ -15,8 +15,8 @@ from raycollect.core.codec import Codec
 from raycollect.errors import ProtocolError
 from raycollect.group import cluster_registry
 from raycollect.group.link_costs import FILE, MEASURED
-from raycollect.group.membership import ROUTED, Membership
-from raycollect.planner import Link
+from raycollect.group.membership import ROUTED
+from raycollect.planner import Link, Membership
 from raycollect.planner.pairs import tournament
 
 _PREFIX = b"links/"
@@ -35,7 +35,7 @@ class MeasuredLinks:
 
     def of(self, membership: Membership) -> dict[Pair, Link]:
         """The links between the hosts of a group, as far as they are known, and nobody has said what they cost."""
-        keys = _keys(membership) if membership.costs.between.source != FILE else {}
+        keys = _keys(membership) if membership.topology.between.source != FILE else {}
         missing = [key for key in keys.values() if key not in self._known]
         for key, entry in cluster_registry.look_up(missing).items():
             link = _link(entry)
@@ -45,7 +45,7 @@ class MeasuredLinks:
 
     def add(self, membership: Membership, told: Mapping[int, Sequence[Sequence[float]]]) -> None:
         """Keeps what members have told: by rank, each (other rank, seconds, bytes per second)."""
-        keys, hosts, new = _keys(membership), membership.roster.topology.hosts, dict[bytes, bytes]()
+        keys, hosts, new = _keys(membership), membership.topology.hosts, dict[bytes, bytes]()
         for rank, links in told.items():
             for other, *numbers in links:
                 there, link = hosts[int(other)] if other in range(len(hosts)) else hosts[rank], _link(numbers)
@@ -57,9 +57,9 @@ class MeasuredLinks:
 
 def turns(membership: Membership, known: Mapping[Pair, Link]) -> dict[int, tuple[int, ...]]:
     """Who measures which links: for ranks that do, by turn the other rank, or -1. One rank of a host works for it."""
-    if membership.spec.backend not in ROUTED or membership.costs.between.source == FILE:
+    if membership.spec.backend not in ROUTED or membership.topology.between.source == FILE:
         return {}
-    agents = [ranks[0] for ranks in membership.roster.topology.groups()]
+    agents = [ranks[0] for ranks in membership.topology.groups()]
     found: dict[int, list[int]] = {}
     for turn, one, other in tournament(len(agents)):
         if (one, other) not in known:
@@ -70,7 +70,7 @@ def turns(membership: Membership, known: Mapping[Pair, Link]) -> dict[int, tuple
 
 
 def _keys(membership: Membership) -> dict[Pair, bytes]:
-    groups = membership.roster.topology.groups()
+    groups = membership.topology.groups()
     machines = [membership.members[ranks[0]].machine for ranks in groups]
     return {
         (one, other): _key(machines[one], machines[other])

@@ -1,10 +1,10 @@
-"""Which actor is which rank of a group."""
+"""Groups as a controller forms them, and the groups inside them."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from raycollect import backends
@@ -13,7 +13,7 @@ from raycollect.engine import device_staging
 from raycollect.errors import UnknownGroupError
 from raycollect.errors.text import a_type
 from raycollect.group.link_costs import Costs
-from raycollect.planner import Inner, Roster, Topology
+from raycollect.planner import Membership, Topology
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
 
@@ -33,61 +33,23 @@ _BY_HOST = ("tcp", "gloo", "torch:gloo")
 """The backends whose own kernels go host by host; those of libraries only in what travels on their mesh (`meshed`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Membership:
-    """A group with its members, as its controller knows it."""
-
-    spec: GroupSpec
-    members: tuple[Member, ...]  # by rank
-    # The groups inside it, which only its plans use: for each host that of its ranks, by number; last that of each
-    # host's lowest rank; or none
-    inner: tuple[Membership, ...] = ()
-    is_derived: bool = False  # whether it was derived from refs, so that nobody gave its name
-    epoch: int = 0  # how often the group was rebuilt
-    costs: Costs = field(default_factory=Costs, repr=False)  # what moving bytes between the members costs
-    chosen: str = ""  # why "auto" has picked its backend; empty if the user did
-    # How long ranks wait for each other in the driver's calls that do not say, in seconds
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    roster: Roster = field(init=False, repr=False)  # what the planner sees; members are named by their actors' ids
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "roster", self._roster())
-
-    def rank_of(self, actor_id: str) -> int:
-        """The rank of an actor; -1: it is no member."""
-        return self.roster.rank_of(actor_id)
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether Ray gave each member a GPU."""
-        return all("GPU" in dict(member.accelerators) for member in self.members)
-
-    @property
-    def tree(self) -> tuple[Membership, ...]:
-        """The group and those inside it."""
-        return (self, *self.inner)
-
-    def _roster(self) -> Roster:
-        ranks = {member.actor_id: member.rank for member in self.members}
-        inner = [
-            Inner(spec=one.spec, ranks=tuple(ranks[member.actor_id] for member in one.members)) for one in self.inner
-        ]
-        return Roster(
-            spec=self.spec,
-            members=tuple(ranks),
-            topology=Topology.of(
-                [member.machine for member in self.members], inside=self.costs.inside, between=self.costs.between
-            ).on_links(self.costs.pairs),
-            hosts=tuple(inner[:-1]),
-            leaders=inner[-1] if inner else None,
-            bitwise=backends.get(self.spec.backend, self.spec.name).bitwise and self.spec.in_rank_order,
-            chosen=self.chosen if self.has_gpus else "",
-        )
+def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | None = None, **more: Any) -> Membership:
+    """A group with these members, by rank; `more` are other fields of `Membership`."""
+    costs = costs or Costs()
+    topology = Topology.of([one.machine for one in members], inside=costs.inside, between=costs.between)
+    return Membership(
+        spec=spec,
+        participants=tuple([one.actor_id for one in members]),
+        members=tuple(members),
+        topology=topology,
+        bitwise=backends.get(spec.backend, spec.name).bitwise and spec.in_rank_order,
+        **more,
+    )
 
 
 def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     """The groups inside a group over several hosts, as `Membership.inner` has them."""
-    spec, topology = membership.spec, membership.roster.topology
+    spec, topology = membership.spec, membership.topology
     everybody = all(member.participant for member in membership.members)
     if spec.backend not in ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
         return ()
@@ -109,7 +71,7 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
         )
         members = tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks))
         inner = placed(inner, [member.machine for member in members])
-        found.append(Membership(spec=inner, members=members, costs=membership.costs))
+        found.append(membership_of(inner, members))
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""All groups that this process is a member of, and what their calls run with."""
+"""All groups that this process is a member of, and what their calls and plans run with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from raycollect.channel import Hub
-from raycollect.core.protocols import NoFaults
+from raycollect.core.protocols import Communicator, NoFaults
 from raycollect.engine.instruments import Instruments
-from raycollect.errors import GroupExistsError
+from raycollect.errors import GroupBrokenError, GroupExistsError
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.process_group import ProcessGroup
 from raycollect.observe import Place, Recorder
@@ -19,7 +20,12 @@ from raycollect.pos import Store, tensors
 
 
 class ProcessGroups:
-    """The groups of one process. Any thread may call it; no look-up waits for a group that is being formed."""
+    """The groups of one process. Any thread may call it; no look-up waits for a group that is being formed.
+
+    Attributes:
+        by_id: Those that the controller with the lease has this process join, groups inside a group too: they have no
+            name here, as only plans use them.
+    """
 
     _current: ProcessGroups | None = None
     _making = threading.Lock()
@@ -43,6 +49,7 @@ class ProcessGroups:
         self.notices: dict[str, CoordinatorServer] = {}  # those that tell others why a group of that name did not form
         self.drives: Callable[[str], bool] = lambda name: False  # whether this process has declared such a group
         self._pid = os.getpid()
+        self.by_id: dict[str, ProcessGroup] = {}
         self._process_groups: dict[str, ProcessGroup] = {}
         self._claimed: set[str] = set()
         self._hub: Hub | None = None
@@ -90,22 +97,67 @@ class ProcessGroups:
             self._process_groups[process_group.name] = process_group
 
     def adopt(self, process_group: ProcessGroup, before: ProcessGroup | None = None) -> None:
-        """Adds a group that the driver declares, in the place of `before`; GroupExistsError: its name is taken."""
-        with self._lock:
-            if before is not None and self._process_groups.get(process_group.name) is before:
-                self._process_groups[process_group.name] = process_group  # a call finds one of the two at any time
-                return
-        with self.request(process_group.name):
-            self.add(process_group)
+        """Adds a group that a controller declares, in the place of `before`; GroupExistsError: its name is taken."""
+        name, spec = process_group.name, process_group.spec
+        if not spec.parent:  # else only plans use it
+            with self._lock:
+                is_next = before is not None and self._process_groups.get(name) is before
+                if is_next:
+                    self._process_groups[name] = process_group  # a call finds one of the two at any time
+            if not is_next:
+                with self.request(name):
+                    self.add(process_group)
+        self.by_id[spec.group_id] = process_group
 
     def remove(self, process_group: ProcessGroup) -> None:
-        """Forgets a group, which has ended."""
+        """Forgets a group, which members' calls can't use any more."""
         with self._lock:
             if self._process_groups.get(process_group.name) is process_group:
                 del self._process_groups[process_group.name]
         self.instruments.shapes.forget(process_group.spec.group_id)
 
+    # ------------------------------------------------------------------------------------------ of the controller
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all groups of the controller say that this actor's methods come one by one."""
+        return all(one.ordered for one in tuple(self.by_id.values()))
+
+    def communicator(self, group_id: str) -> Communicator:
+        """What plans of a group run on; GroupBrokenError if there is none."""
+        group = self.by_id.get(group_id)
+        communicator = None if group is None else group.plans.communicator
+        if communicator is not None:
+            return communicator
+        if group is not None:
+            raise group.plans.why_none()
+        raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
+
+    def received(self, message: Any) -> None:
+        """A message of the hub of a group."""
+        group = self.by_id.get(message.group_id)
+        if group is not None:
+            group.received(message)
+
+    def end(self, process_group: ProcessGroup, reason: str) -> None:
+        """Forgets a group, whose plans fail from now on, and closes it."""
+        group_id, ring = process_group.spec.group_id, self.instruments.tracer.ring
+        self.by_id.pop(group_id, None)
+        if ring is not None:  # it still tells of the group
+            ring.groups[group_id] = Place.of(process_group.spec, process_group.rank)
+        self.close(process_group, reason)
+
+    def close(self, process_group: ProcessGroup, reason: str) -> None:
+        """Lets go of all that a group holds here. Never waits; may be called twice."""
+        self.remove(process_group)
+        process_group.close(reason)
+        process_group.plans.close(reason)
+
+    def places(self) -> dict[str, Place]:
+        """The groups, by id, for timelines."""
+        return {one.spec.group_id: Place.of(one.spec, one.rank) for one in (*self.all(), *tuple(self.by_id.values()))}
+
 
 def places() -> dict[str, Place]:
-    """The groups, by id, for timelines."""
-    return {one.spec.group_id: Place.of(one.spec, one.rank) for one in ProcessGroups.current().all()}
+    """The groups of this process, by id, for timelines."""
+    return ProcessGroups.current().places()

@@ -20,8 +20,7 @@ from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
 from raycollect.core.model import Key, Segment
-from raycollect.engine.preparation import missing
-from raycollect.engine.program_operands import MissingOperand
+from raycollect.engine.program_operands import MissingOperand, missing
 from raycollect.engine.progress import BytesDone
 from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (
@@ -264,13 +263,13 @@ class CapturedStep:
             ring.waited("a method", began_s, seq)
 
     def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
-        reason, aborted = self._closed or self._broken, self._sequencer.aborted
+        reason = self._closed or self._broken
         if reason:
             raise PlanAbortedError(detail=reason)
         results = self.runner.run(
             seq,
             payload,
-            aborted=partial(aborted.get, seq),
+            aborted=self._sequencer.aborted,
             exchange=self._make_exchange,
             landed=partial(self._answer, seq, number, b""),
             step=step,

@@ -34,9 +34,8 @@ from raycollect.errors import (
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.member_communicator import LAST_S
 from raycollect.group.process_group import ProcessGroup
-from raycollect.member import introspection
+from raycollect.member import introspection, joining
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
-from raycollect.member.joined_groups import JoinedGroups
 from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.recording_agent import RecordingAgent
 from raycollect.member.reporter import Reporter
@@ -70,12 +69,12 @@ class Lease:
         self._sequencer = PlanSequencer()
         self._reporter = Reporter(link, runtime, self._sequencer)
         self._bell = bell
-        self._groups = JoinedGroups(controller, runtime, self._reporter)
+        self._groups = runtime.process_groups
         self._running: dict[int, Execution | FastPath] = {}  # by the plan's number
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._tracer = Tracer.current()
-        self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer, self._groups)
+        self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer)
         self.plan_queue: PlanQueue = PlanQueue(
             self._store,
             self._sequencer,
@@ -87,13 +86,12 @@ class Lease:
 
     def end(self, reason: str) -> None:
         """Ends all that the controller drives, even if a part of that fails. Never waits."""
-        groups = self._groups.take_all()
         for seq in self._sequencer.close(reason):
             threads.survives(self._wake, seq)
         threads.survives(self._captures.close, reason)
         threads.survives(self.plan_queue.close)
-        for group in groups:
-            threads.survives(self._groups.close, group, reason)
+        for group in tuple(self._groups.by_id.values()):
+            threads.survives(self._groups.end, group, reason)
         self._recording.end()
 
     # ------------------------------------------------------------------------------------------ programs
@@ -403,8 +401,8 @@ def _measure(lease: Lease, message: messages.Measure) -> None:
 
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
-    messages.Join: lambda lease, message: lease._groups.join(message),
-    messages.Leave: lambda lease, message: lease._groups.leave(message),
+    messages.Join: lambda lease, message: joining.join(lease._groups, lease._reporter, message),
+    messages.Leave: lambda lease, message: joining.leave(lease._groups, message),
     messages.Abort: Lease._abort,
     messages.Arrivals: Lease._arrivals,
     messages.Survey: lambda lease, message: lease._reporter.tell(introspection.survey(message, lease._store)),
@@ -445,6 +443,6 @@ _FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
     **dict.fromkeys((messages.Abort, messages.Arrivals, messages.Go), Lease._stopped),
     messages.Gone: Lease._broken,
     **dict.fromkeys((messages.Leave, messages.Forget), lambda lease, message, error: None),  # nobody waits for that
-    messages.Join: lambda lease, message, error: lease._groups.fail_join(message, error),
+    messages.Join: lambda lease, message, error: joining.fail_join(lease._groups, lease._reporter, message, error),
 }
 """How to end what a message asked for if taking it in failed, so that whoever waits for it gets an error."""

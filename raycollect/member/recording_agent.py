@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Collect, Collected, Record, Tick, Ticked
 from raycollect.core import threads
-from raycollect.member.joined_groups import JoinedGroups
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Ring, Tracer
@@ -27,14 +26,11 @@ PART_NBYTES = 512 << 10
 class RecordingAgent:
     """One controller's recording in this process. Its methods are for the channel's thread, and never wait."""
 
-    def __init__(
-        self, controller: str, runtime: Runtime, reporter: Reporter, sequencer: PlanSequencer, groups: JoinedGroups
-    ) -> None:
+    def __init__(self, controller: str, runtime: Runtime, reporter: Reporter, sequencer: PlanSequencer) -> None:
         self._controller = controller
         self._runtime = runtime
         self._reporter = reporter
         self._sequencer = sequencer
-        self._groups = groups
         self._tracer = Tracer.current()
         self._publisher: Publisher | None = None
 
@@ -43,7 +39,7 @@ class RecordingAgent:
         ring = self._tracer.begin(self._controller, min(max(message.limit, 1), MOST))
         self._end_publishing()
         if ring is not None and message.metrics:
-            self._publisher = Publisher(ring, self._groups.places)
+            self._publisher = Publisher(ring, self._runtime.process_groups.places)
         self._tell_time(message.request, "" if ring is not None else "it records a timeline of its own")
 
     def tick(self, message: Tick) -> None:
@@ -78,7 +74,8 @@ class RecordingAgent:
             if ring is not None:
                 self._sequencer.settle(SETTLE_S)  # a plan that has answered early has yet to note its end
                 found = ring.read()
-                packed = encode_recorded(found._replace(groups={**found.groups, **self._groups.places()}))
+                places = self._runtime.process_groups.places()
+                packed = encode_recorded(found._replace(groups={**found.groups, **places}))
             for at in range(0, max(len(packed), 1), PART_NBYTES):
                 part = packed[at : at + PART_NBYTES]
                 self._reporter.tell(Collected(request=request, payload=part, more=at + PART_NBYTES < len(packed)))

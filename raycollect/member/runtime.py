@@ -278,11 +278,13 @@ class Runtime:
                 error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
                 link.send(Refused(error=to_wire(error)))
                 return
-            before, self._lease = self._lease, Lease(controller, description, link, self, bell, order_bell)
+            before = self._lease
+        if before is not None:  # first: the groups of this process are then those of the new one
+            before.end("its controller came anew")
+        with self._lock:
+            self._lease = Lease(controller, description, link, self, bell, order_bell)
             self._lenders.open(_lender(link))
             keeping = sorted(self._keeping)
-        if before is not None:
-            before.end("its controller came anew")
         link.send(Welcome())
         for method in keeping:
             link.send(Keeps(method=method))

@@ -1,6 +1,6 @@
 """The planner: requests become a verified `Plan`. Pure: no ray, numpy, clock or environment.
 
-`plan(requests, rosters)` validates, lowers, routes and verifies the form of each request, then schedules all of them.
+`plan(requests, memberships)` validates, lowers, routes and verifies the form of each request, then schedules them.
 
 Names are loaded on first use: a participant runs programs, and needs no algorithm, cost or proof for it.
 """
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raycollect.planner.ir import Together as Together
     from raycollect.planner.listed import LISTS_BACKEND as LISTS_BACKEND
     from raycollect.planner.lower import SUBSTITUTES as SUBSTITUTES
+    from raycollect.planner.membership import Membership as Membership
     from raycollect.planner.passes import plan as plan
     from raycollect.planner.passes import plan_part as plan_part
     from raycollect.planner.prediction import Cluster as Cluster
@@ -48,9 +49,7 @@ if TYPE_CHECKING:
     from raycollect.planner.template import Template as Template
     from raycollect.planner.topology import BETWEEN as BETWEEN
     from raycollect.planner.topology import INSIDE as INSIDE
-    from raycollect.planner.topology import Inner as Inner
     from raycollect.planner.topology import Link as Link
-    from raycollect.planner.topology import Roster as Roster
     from raycollect.planner.topology import Topology as Topology
     from raycollect.planner.validate import brought as brought
     from raycollect.planner.validate import root_parameter as root_parameter
@@ -65,12 +64,13 @@ _NAMES = {
     "ir": "GpuLists Made Part Plan Request Source Together",
     "listed": "LISTS_BACKEND",
     "lower": "SUBSTITUTES",
+    "membership": "Membership",
     "passes": "plan plan_part",
     "prediction": "Cluster Prediction predict",
     "program": "STAGING_NBYTES Bundle Domain Program Share Task Ticket",
     "reshard.request": "Reshard",
     "template": "CROSSINGS Buffer Choice Local Role Step Template",
-    "topology": "BETWEEN INSIDE Inner Link Roster Topology",
+    "topology": "BETWEEN INSIDE Link Topology",
     "validate": "brought root_parameter",
     "wire": "decode_order decode_program encode_order encode_program",
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from raycollect.core.model import OpKind
 from raycollect.planner.ir import Part
+from raycollect.planner.membership import Membership
 from raycollect.planner.report import Act
 from raycollect.planner.template import Local, Step, Template
-from raycollect.planner.topology import Roster
 from raycollect.planner.wording import PEER, ranks_words, reduce_op_words
 
 
-def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:
+def acts(part: Part, membership: Membership, way: int, base: int) -> tuple[Act, ...]:
     """What the ranks do for a request by one algorithm; ranks with the same steps are together."""
     by_template: dict[int, list[int]] = {}
     for rank, index in zip(part.ranks, part.parts, strict=True):
@@ -19,7 +19,7 @@ def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:
     found: dict[tuple[str, ...], list[int]] = {}
     for index, ranks in by_template.items():
         template = part.templates[index]
-        words = _Words(part, roster, template, ranks[0])
+        words = _Words(part, membership, template, ranks[0])
         steps = tuple(
             words.step(step) + (f" (launch {base + step.at})" if several or base else "") for step in template.ways[way]
         )
@@ -30,12 +30,11 @@ def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:
 class _Words:
     """Describes the steps of ranks that have the same template."""
 
-    def __init__(self, part: Part, roster: Roster, template: Template, rank: int) -> None:
+    def __init__(self, part: Part, membership: Membership, template: Template, rank: int) -> None:
         self._part = part
         self._template = template
         self._rank = rank
-        inner = (*roster.hosts, roster.leaders)
-        self._names = {one.spec.group_id: one.spec.name for one in inner if one is not None}
+        self._names = {one.spec.group_id: one.spec.name for one in membership.inner}
 
     def step(self, step: Step) -> str:
         """One step, such as ``"reduce sum to rank 0 inside default/host-0"``."""

@@ -15,9 +15,9 @@ from raycollect.core.model import OpKind
 from raycollect.planner import hierarchical, pairs
 from raycollect.planner.cost import Cost, Line, priced
 from raycollect.planner.ir import Part
+from raycollect.planner.membership import Membership
 from raycollect.planner.setting import Setting, Written
 from raycollect.planner.template import NATIVE, Buffer, Choice, Template
-from raycollect.planner.topology import Roster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class Algorithm:
     needs: tuple[OpKind, ...] = ()  # the operations that the backend must have
     cost: Callable[[Setting], Cost]
     # Writes the steps of each rank; None: the backend's own kernel
-    write: Callable[[Part, Roster], Written] | None = None
+    write: Callable[[Part, Membership], Written] | None = None
     is_possible: Callable[[Setting], bool] = lambda setting: True  # whether it works for this group and request
     stepwise: frozenset[OpKind] = frozenset()  # the operations that it folds in several kernels (`Choice.stepwise`)
     scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()  # the buffers that a rank needs in addition
     # The inner groups that it uses (`Part.levels`)
-    levels: Callable[[Roster], tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]] = lambda roster: ()
+    levels: Callable[[Membership], tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]] = lambda membership: ()
     # The most ranks for which it is considered: the steps of some grow with the square of the ranks
     at_most: int = 1 << 30
 
@@ -92,67 +92,67 @@ STAND_INS: dict[OpKind, Algorithm] = {kind: row for kind in OpKind for row in _R
 """Operation that a backend lacks -> the algorithm that stands in, where the backend can send and receive."""
 
 
-def stand_in(part: Part, roster: Roster) -> Part:
+def stand_in(part: Part, membership: Membership) -> Part:
     """Replaces a kernel that the backend lacks by sends and receives."""
-    return build(part, roster, STAND_INS[part.request.kind])
+    return build(part, membership, STAND_INS[part.request.kind])
 
 
-def build(part: Part, roster: Roster, algorithm: Algorithm) -> Part:
+def build(part: Part, membership: Membership, algorithm: Algorithm) -> Part:
     """Replaces a part's own kernel by the steps of one algorithm, which must be possible."""
     if algorithm.write is None:
         return part
-    written = algorithm.write(part, roster)
+    written = algorithm.write(part, membership)
     mine = [part.templates[index] for index in part.parts]
     templates = [
         replace(one, buffers=(*one.buffers, *algorithm.scratch(one)), steps=steps, others=())
         for one, steps in zip(mine, written, strict=True)
     ]
     choices = (_choice(algorithm, part, written, 0),)
-    return part.over(templates, choices=choices, levels=algorithm.levels(roster))
+    return part.over(templates, choices=choices, levels=algorithm.levels(membership))
 
 
-def route(part: Part, roster: Roster) -> Part:
+def route(part: Part, membership: Membership) -> Part:
     """Adds the algorithms that are cheaper than the backend's own kernel for some sizes."""
     request = part.request
-    if roster.topology.host_count == 1 or request.kind.value not in request.group.ops or part.rounds > 1:
+    if membership.topology.host_count == 1 or request.kind.value not in request.group.ops or part.rounds > 1:
         return part
-    found = _others(part, roster)
+    found = _others(part, membership)
     if not found:
         return part
-    setting = Setting.of(part, roster)
+    setting = Setting.of(part, membership)
     rows = [_ROWS[0], *(row for row in found if row.is_possible(setting))]
     taken = [(rows[at], start) for at, start in envelope([row.cost(setting).line for row in rows])]
     if taken[0] == (_ROWS[0], 0):
         del taken[0]  # the first choice already
     if not taken:
         return part
-    return _with_others(part, roster, taken)
+    return _with_others(part, membership, taken)
 
 
-def rivals(part: Part, roster: Roster) -> tuple[str, ...]:
+def rivals(part: Part, membership: Membership) -> tuple[str, ...]:
     """Algorithms that are possible for a part but cost more than its choices at any size."""
-    if roster.topology.host_count == 1 or part.rounds > 1:
+    if membership.topology.host_count == 1 or part.rounds > 1:
         return ()  # there the planner does not look for any
-    setting, mine = Setting.of(part, roster), {choice.name for choice in part.choices}
-    return tuple(row.name for row in _others(part, roster) if row.name not in mine and row.is_possible(setting))
+    setting, mine = Setting.of(part, membership), {choice.name for choice in part.choices}
+    return tuple(row.name for row in _others(part, membership) if row.name not in mine and row.is_possible(setting))
 
 
-def _others(part: Part, roster: Roster) -> list[Algorithm]:
+def _others(part: Part, membership: Membership) -> list[Algorithm]:
     """The algorithms besides the backend's own kernel, where the setting allows them."""
     kind, ops = part.request.kind, part.request.group.ops
-    rows = [row for row in _ROWS[1:] if kind in row.kinds and roster.spec.world_size <= row.at_most]
+    rows = [row for row in _ROWS[1:] if kind in row.kinds and membership.spec.world_size <= row.at_most]
     return [row for row in rows if all(one.value in ops for one in row.needs)]
 
 
-def _with_others(part: Part, roster: Roster, taken: Sequence[tuple[Algorithm, int]]) -> Part:
+def _with_others(part: Part, membership: Membership, taken: Sequence[tuple[Algorithm, int]]) -> Part:
     own: Written = tuple(part.templates[index].steps for index in part.parts)
-    ways = [own if row.write is None else row.write(part, roster) for row, _ in taken]
+    ways = [own if row.write is None else row.write(part, membership) for row, _ in taken]
     choices = [_choice(row, part, way, start) for (row, start), way in zip(taken, ways, strict=True)]
     templates = [
         replace(part.templates[index], others=tuple(way[place] for way in ways))
         for place, index in enumerate(part.parts)
     ]
-    levels = next((found for row, _ in taken if (found := row.levels(roster))), ())
+    levels = next((found for row, _ in taken if (found := row.levels(membership))), ())
     return part.over(templates, choices=(NATIVE, *choices), levels=levels)
 
 

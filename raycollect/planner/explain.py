@@ -149,7 +149,7 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
         time_s=max((lane.bars[-1].ends_s for lane in lanes), default=0.0),
         nbytes_inside=sum(row.way.nbytes_inside for row in rows),
         nbytes_between=sum(row.way.nbytes_between for row in rows),
-        links=tuple(dict.fromkeys(link for roster in plan.rosters for link in _links(roster.topology))),
+        links=tuple(dict.fromkeys(link for membership in plan.memberships for link in _links(membership.topology))),
     )
 
 
@@ -184,20 +184,21 @@ class _Bundle:
         self.calls = together.requests  # places in the plan
         self.first = first
         self.numbers = tuple(first + number for number in self.calls)  # for the user
-        self.part, self.roster = plan.parts[self.calls[0]], plan.rosters[self.calls[0]]
+        self.part, self.membership = plan.parts[self.calls[0]], plan.memberships[self.calls[0]]
         self.nbytes = sum(sizes.nbytes(number) for number in self.calls)  # given by a rank to all of them
         infos = [info for number in self.calls for info in sizes.given(number)]
         # Whether it has floats of less than 32 bits
         self.narrow = any(info.itemsize < 4 and "float" in info.dtype for info in infos)
         self.taken = max(at for at, choice in enumerate(self.part.choices) if at == 0 or self._may(choice))
         self.base = together.base[self.taken]  # the launch of its first steps
-        self.members = tuple(plan.positions[self.roster.members[rank]] for rank in self.part.ranks)  # positions
+        participants = self.membership.participants
+        self.members = tuple(plan.positions[participants[rank]] for rank in self.part.ranks)  # positions
         staged = [one for number in self.calls for one in sizes.staged(number)]
-        on_device = self.roster.spec.memory not in ("", "cpu")  # where nothing is packed
+        on_device = self.membership.spec.memory not in ("", "cpu")  # where nothing is packed
         staging = 0 if on_device else plan.staging
-        self.packing = packing(self.part.request.kind, self.roster.spec.backend, staged, staging)
+        self.packing = packing(self.part.request.kind, self.membership.spec.backend, staged, staging)
         self.tensors = len(staged)  # per rank, in pieces: per piece
-        self.costs = tuple(price(self.part, self.roster, choice.name) for choice in self.part.choices)
+        self.costs = tuple(price(self.part, self.membership, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
         begun = max(alone + self.packing.kernels + min(self.packing.together, 1), 1) - 1  # kernels after the first one
         more_s = begun * self.costs[0].line.fixed_s
@@ -231,13 +232,13 @@ class _Bundle:
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
-        return acts(self.part, self.roster, self.taken, self.base)
+        return acts(self.part, self.membership, self.taken, self.base)
 
     def groups(self) -> list[GroupSpec]:
         """The groups over which it runs; of the hosts' groups only one, as a rank is in one of them."""
         steps = [step for template in self.part.templates for step in template.ways[self.taken]]
-        inner = [one.spec for one in (*self.roster.hosts[:1], self.roster.leaders) if one is not None]
-        return [self.roster.spec, *(inner if any(step.level for step in steps) else [])]
+        inner = [one.spec for one in (*self.membership.inner[:1], *self.membership.inner[-1:])]
+        return [self.membership.spec, *(inner if any(step.level for step in steps) else [])]
 
     @property
     def bits(self) -> str:
@@ -245,8 +246,8 @@ class _Bundle:
         request = self.part.request
         if not request.op:
             return ""
-        by_host = not self.roster.spec.in_rank_order
-        if self.roster.bitwise or (by_host and (self.narrow or request.kind in PREFIXES)):
+        by_host = not self.membership.spec.in_rank_order
+        if self.membership.bitwise or (by_host and (self.narrow or request.kind in PREFIXES)):
             return "the left fold in rank order"
         return "the left fold over hosts, in rank order inside each" if by_host else "equal on all ranks"
 
@@ -272,7 +273,7 @@ class _Bundle:
         if request.reshard is not None:
             return "boxes go from the nearest rank that holds them and has the least to send"
         if request.kind.value in request.group.ops:
-            others = rivals(self.part, self.roster)
+            others = rivals(self.part, self.membership)
             return f"cheaper at any size than {' or '.join(others)}" if others else "the only one here"
         if choice.name != NATIVE.name:
             return f"backend {request.group.backend} has no {request.kind.value}"
@@ -282,16 +283,16 @@ class _Bundle:
 
 
 def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[int, ...], begins_s: float) -> Row:
-    part, roster = bundle.part, bundle.roster
+    part, membership = bundle.part, bundle.membership
     given, nbytes = sizes.given(number), sizes.nbytes(number)
     made, scratch = sizes.extra(number)
     moved = sizes.moved(number)
     return Row(
         call=bundle.first + number,
         op=op_words(part.request),
-        group=roster.spec.name,
-        backend=roster.spec.backend,
-        chosen=roster.chosen,
+        group=membership.spec.name,
+        backend=membership.spec.backend,
+        chosen=membership.chosen if membership.has_gpus else "",  # else there was nothing to choose
         ranks=part.ranks,
         tensors=len(given),
         dtypes=tuple(dict.fromkeys(info.dtype for info in given)),

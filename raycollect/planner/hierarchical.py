@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.cost import FREE, Cost, beside, launch, priced
 from raycollect.planner.ir import Part
+from raycollect.planner.membership import Membership
 from raycollect.planner.setting import Setting, Written
 from raycollect.planner.template import Step
-from raycollect.planner.topology import Roster
 
 _HOST, _LEADERS = 1, 2
 
@@ -38,10 +38,10 @@ def is_possible(setting: Setting) -> bool:
     return layout.contiguous or not setting.bitwise
 
 
-def levels(roster: Roster) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
+def levels(membership: Membership) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
     """The inner groups, as `Part.levels`."""
-    leaders = () if roster.leaders is None else (roster.leaders,)
-    return tuple(tuple((inner.spec.group_id, inner.ranks) for inner in level) for level in (roster.hosts, leaders))
+    found = tuple((inner.spec.group_id, membership.ranks_of(inner)) for inner in membership.inner)
+    return found[:-1], found[-1:]
 
 
 def cost(setting: Setting) -> Cost:
@@ -84,9 +84,9 @@ def _inside(setting: Setting, kind: OpKind, ranks: int) -> Cost:
 class _StepWriter:
     """Collects the steps of all ranks, launch by launch; `at` is the launch that is being written."""
 
-    def __init__(self, part: Part, roster: Roster) -> None:
+    def __init__(self, part: Part, membership: Membership) -> None:
         self.steps: dict[int, list[Step]] = {rank: [] for rank in part.ranks}
-        self.hosts = roster.topology.groups()
+        self.hosts = membership.topology.groups()
         self.at = 0
         self._op = part.request.op
         templates = {rank: part.template(rank) for rank in part.ranks}
@@ -130,12 +130,12 @@ class _StepWriter:
                 self._now[rank] = self._result[rank]
 
 
-def write(part: Part, roster: Roster) -> Written:
+def write(part: Part, membership: Membership) -> Written:
     """Writes the steps of each rank."""
-    writer = _StepWriter(part, roster)
+    writer = _StepWriter(part, membership)
     if part.request.kind is OpKind.BROADCAST:
-        _broadcast(writer, part.request.root, roster.topology.hosts[part.request.root])
-    elif roster.bitwise:
+        _broadcast(writer, part.request.root, membership.topology.hosts[part.request.root])
+    elif membership.bitwise:
         _fold_host_by_host(writer)
     else:
         _fold_side_by_side(writer)

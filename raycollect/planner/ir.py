@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Any
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
+from raycollect.planner.membership import Membership
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task
 from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.template import NATIVE, Choice, Role, Template
-from raycollect.planner.topology import Roster
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Part:
                 found.append((dst, writes_dst))
         return found
 
-    def domains(self, rank: int, roster: Roster | None = None) -> tuple[Domain, ...]:
+    def domains(self, rank: int, membership: Membership | None = None) -> tuple[Domain, ...]:
         """The groups in which one rank takes part, by level; an empty one where it has none."""
         group = self.request.group
         found = [Domain(group_id=group.group_id, rank=rank, ranks=self.ranks, memory=group.memory)]
@@ -144,7 +144,7 @@ class Part:
                 found.append(Domain(group_id="", rank=-1, ranks=()))
                 continue
             group_id, ranks = mine
-            memory = "" if roster is None else roster.memory_of(group_id)
+            memory = "" if membership is None else membership.memory_of(group_id)
             found.append(
                 Domain(group_id=group_id, rank=ranks.index(rank), ranks=tuple(range(len(ranks))), memory=memory)
             )
@@ -165,14 +165,14 @@ class Plan:
 
     requests: tuple[Request, ...]
     parts: tuple[Part, ...]  # the part of each; requests of one form share it
-    rosters: tuple[Roster, ...] = field(repr=False)  # the group of each
-    participants: tuple[str, ...]  # their names (`Roster.members`), by position
+    memberships: tuple[Membership, ...] = field(repr=False)  # the group of each
+    participants: tuple[str, ...]  # their names (`Membership.participants`), by position
     order: tuple[Together, ...]  # what runs together, in the one global order
     alone: tuple[int, ...]  # for each request, where its launches begin if nothing may be reordered
     brought: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
     rounds: int  # how many rounds of agreement there are
-    # The roster of a group that has all participants; None: they agree through the controller
-    agreement: Roster | None = field(repr=False)
+    # A group that has all participants; None: they agree through the controller
+    agreement: Membership | None = field(repr=False)
     width: int  # how many launches there may be, that of the agreement included
     staging: int = STAGING_NBYTES  # see `Program.staging`
 
@@ -215,9 +215,9 @@ class Plan:
         """See `Program.everyone`."""
         known: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         found = []
-        for part, roster in zip(self.parts, self.rosters, strict=True):
+        for part, membership in zip(self.parts, self.memberships, strict=True):
             if id(part) not in known:
-                places = tuple(self.positions[roster.members[rank]] for rank in part.ranks)
+                places = tuple(self.positions[membership.participants[rank]] for rank in part.ranks)
                 known[id(part)] = (part.ranks, places)
             found.append(known[id(part)])
         whole = tuple(range(len(self.participants)))
@@ -228,11 +228,11 @@ class Plan:
         """For each position: (request, rank) of the requests that it takes part in."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.participants]
         lists: dict[tuple[int, int], list[tuple[list[tuple[int, int]], int]]] = {}
-        for number, (part, roster) in enumerate(zip(self.parts, self.rosters, strict=True)):
-            mine = lists.get((id(part), id(roster)))
+        for number, (part, membership) in enumerate(zip(self.parts, self.memberships, strict=True)):
+            mine = lists.get((id(part), id(membership)))
             if mine is None:
-                mine = [(found[self.positions[roster.members[rank]]], rank) for rank in part.ranks]
-                lists[id(part), id(roster)] = mine
+                mine = [(found[self.positions[membership.participants[rank]]], rank) for rank in part.ranks]
+                lists[id(part), id(membership)] = mine
             for one, rank in mine:
                 one.append((number, rank))
         return tuple(map(tuple, found))
@@ -279,7 +279,7 @@ class Plan:
             part = self.parts[number]
             share = shares.setdefault((id(part), rank), len(written))
             if share == len(written):
-                written.append(_share(part, rank, self.rosters[number]))
+                written.append(_share(part, rank, self.memberships[number]))
             _, src, dst = self.requests[number].operands[part.places[rank]]
             inputs = tuple(
                 -1 - task_of[one.request] if isinstance(one, Made) else keys.setdefault(one, len(keys))
@@ -349,11 +349,11 @@ class Plan:
         return tuple(one for one in (src, dst) if one is not None)
 
 
-def _share(part: Part, rank: int, roster: Roster) -> Share:
+def _share(part: Part, rank: int, membership: Membership) -> Share:
     request = part.request
     return Share(
         op=request.kind.value,
-        domains=part.domains(rank, roster),
+        domains=part.domains(rank, membership),
         root=request.root,
         reduce_op=request.op,
         template=part.template(rank),

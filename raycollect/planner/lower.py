@@ -9,8 +9,8 @@ from raycollect.core.model import PIECES, PREFIXES, OpKind
 from raycollect.errors import Violation, refusal
 from raycollect.planner.algorithms import STAND_INS, stand_in
 from raycollect.planner.ir import Operands, Part, Request
+from raycollect.planner.membership import Membership
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
-from raycollect.planner.topology import Roster
 
 _OPERAND = Buffer(role=Role.OPERAND)
 _LEARNED = Buffer(role=Role.LEARNED)
@@ -129,7 +129,7 @@ SUBSTITUTES: dict[OpKind, tuple[tuple[OpKind, ...], _Part]] = {
 """Operation that a backend lacks -> the operations that it is made of instead, and how."""
 
 
-def lower(request: Request, roster: Roster) -> Part:
+def lower(request: Request, membership: Membership) -> Part:
     """Chooses buffers and kernels for each rank.
 
     Raises:
@@ -138,7 +138,7 @@ def lower(request: Request, roster: Roster) -> Part:
     write = _writer(request)
     written = [(write or _own)(request, operands) for operands in request.operands]
     part = Part(request=request, templates=(), parts=()).over(written)
-    return part if write else stand_in(part, roster)
+    return part if write else stand_in(part, membership)
 
 
 def _writer(request: Request) -> _Part | None:

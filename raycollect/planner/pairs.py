@@ -27,9 +27,9 @@ from typing import TypeVar
 from raycollect.core.model import OpKind
 from raycollect.planner.cost import FREE, Cost, Layout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
+from raycollect.planner.membership import Membership
 from raycollect.planner.setting import Setting, Written
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
-from raycollect.planner.topology import Roster
 
 _T = TypeVar("_T")
 
@@ -68,12 +68,12 @@ def _placed(steps: list[Step]) -> tuple[Step, ...]:
     return tuple(placed)
 
 
-def tree(part: Part, roster: Roster) -> Written:
+def tree(part: Part, membership: Membership) -> Written:
     """Writes a broadcast as a binomial tree over the hosts, then one inside each."""
     root, writer = part.request.root, _StepWriter(part)
-    hosts = [_rotated(ranks, root) for ranks in roster.topology.groups()]
+    hosts = [_rotated(ranks, root) for ranks in membership.topology.groups()]
     buffer = {rank: part.template(rank).result for rank in part.ranks}
-    first = [ranks[0] for ranks in _rotated(hosts, hosts[roster.topology.hosts[root]])]
+    first = [ranks[0] for ranks in _rotated(hosts, hosts[membership.topology.hosts[root]])]
     begin = depth(len(first))
     edges = [(at, a, b) for at, a, b in _binomial(first)]
     edges += [(begin + at, a, b) for ranks in hosts for at, a, b in _binomial(ranks)]
@@ -102,9 +102,9 @@ def tree_cost(setting: Setting) -> Cost:
     return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
 
 
-def ring(part: Part, roster: Roster) -> Written:
+def ring(part: Part, membership: Membership) -> Written:
     """Writes an allgather in which each rank sends on what it got last, in the order of the hosts."""
-    order = [rank for ranks in roster.topology.groups() for rank in ranks]
+    order = [rank for ranks in membership.topology.groups() for rank in ranks]
     writer, world, phases = _StepWriter(part), len(order), len(_phases(len(order)))
     for rank in part.ranks:
         template = part.template(rank)
@@ -136,7 +136,7 @@ def ring_cost(setting: Setting) -> Cost:
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
 
 
-def pairwise(part: Part, roster: Roster) -> Written:
+def pairwise(part: Part, membership: Membership) -> Written:
     """Writes an all-to-all, gather or scatter in which ranks meet pair by pair."""
     writer = _StepWriter(part)
     _PAIRWISE[part.request.kind](part, writer)

@@ -17,10 +17,10 @@ from raycollect.planner.algorithms import route
 from raycollect.planner.ir import Part, Plan, Request
 from raycollect.planner.listed import listed
 from raycollect.planner.lower import committed, lower
+from raycollect.planner.membership import Membership
 from raycollect.planner.program import STAGING_NBYTES
 from raycollect.planner.reshard.lowering import resharded
 from raycollect.planner.schedule import schedule
-from raycollect.planner.topology import Roster
 from raycollect.planner.validate import brought, validate
 from raycollect.planner.verify import verify
 from raycollect.planner.verify_order import verify_order
@@ -29,12 +29,12 @@ _TIMEOUT_S = 60.0
 """Stands for the time limit in forms, which do not depend on it."""
 
 
-def plan(requests: Sequence[Request], rosters: Sequence[Roster] = (), *, staging: int = STAGING_NBYTES) -> Plan:
+def plan(requests: Sequence[Request], memberships: Sequence[Membership] = (), *, staging: int = STAGING_NBYTES) -> Plan:
     """Plans the requests of one call, or of a batch.
 
     Args:
         requests: The requests, bound to ranks, in program order.
-        rosters: The group of each; by default that of `Roster.alone`.
+        memberships: The group of each; by default that of `Membership.alone`.
         staging: The bytes of staging in which tensors may travel packed; 0: none does.
 
     Returns:
@@ -44,14 +44,14 @@ def plan(requests: Sequence[Request], rosters: Sequence[Roster] = (), *, staging
         RefusedError: A request makes no sense, or its backend can't do it; has all reasons.
         InternalError: The plan would be wrong (a bug of ours).
     """
-    given = tuple(rosters) or tuple(_unknown(request.group) for request in requests)
-    parts = [plan_part(request, roster) for request, roster in zip(requests, given, strict=True)]
+    given = tuple(memberships) or tuple(_unknown(request.group) for request in requests)
+    parts = [plan_part(request, membership) for request, membership in zip(requests, given, strict=True)]
     planned = schedule(requests, parts, given, staging)
     verify_order(planned)
     return planned
 
 
-def plan_part(request: Request, roster: Roster | None = None) -> Part:
+def plan_part(request: Request, membership: Membership | None = None) -> Part:
     """Plans one request by itself; returns the same object for all requests of one form.
 
     Raises:
@@ -63,27 +63,27 @@ def plan_part(request: Request, roster: Roster | None = None) -> Part:
     )
     form = replace(request, operands=operands, timeout_s=_TIMEOUT_S if 0 < request.timeout_s < math.inf else -1.0)
     try:
-        return _planned(form, roster or _unknown(request.group))
+        return _planned(form, membership or _unknown(request.group))
     except RefusedError:
         validate(request)  # says it of the request itself
         raise
 
 
 @lru_cache(maxsize=1024)
-def _planned(form: Request, roster: Roster) -> Part:
+def _planned(form: Request, membership: Membership) -> Part:
     validate(form)
     if form.reshard is not None:  # which proves itself
-        return resharded(form, form.reshard, roster)
+        return resharded(form, form.reshard, membership)
     if form.lists is not None:
         plain = replace(form, lists=None, operands=brought(form, 0), inplace=True, snapshot=False)
-        part = listed(route(lower(plain, roster), roster), form)
+        part = listed(route(lower(plain, membership), membership), form)
     else:
-        part = route(lower(replace(form, inplace=form.inplace and not form.snapshot), roster), roster)
+        part = route(lower(replace(form, inplace=form.inplace and not form.snapshot), membership), membership)
         part = committed(part, form) if form.snapshot else part
-    verify(part, bitwise=roster.bitwise)
+    verify(part, bitwise=membership.bitwise)
     return part
 
 
 @lru_cache(maxsize=256)
-def _unknown(spec: GroupSpec) -> Roster:
-    return Roster.alone(spec)
+def _unknown(spec: GroupSpec) -> Membership:
+    return Membership.alone(spec)

@@ -10,9 +10,9 @@ from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
 from raycollect.planner.ir import Part
+from raycollect.planner.membership import Membership
 from raycollect.planner.setting import Setting
 from raycollect.planner.template import NATIVE
-from raycollect.planner.topology import Roster
 
 TOGETHER = frozenset({"shm"})
 """The backends that run kernels together (`raycollect.core.protocols.Together`)."""
@@ -42,22 +42,22 @@ def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], stagin
     )
 
 
-def price(part: Part, roster: Roster, name: str) -> Cost:
+def price(part: Part, membership: Membership, name: str) -> Cost:
     """The cost of one of a part's algorithms."""
     if name == NATIVE.name:
-        return _own(part, roster)
-    return ALGORITHMS[name].cost(Setting.of(part, roster))
+        return _own(part, membership)
+    return ALGORITHMS[name].cost(Setting.of(part, membership))
 
 
-def _own(part: Part, roster: Roster) -> Cost:
+def _own(part: Part, membership: Membership) -> Cost:
     """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
-    hosts = roster.topology.hosts
-    place = replace(roster.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
-    layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=roster.bitwise)
+    hosts = membership.topology.hosts
+    place = replace(membership.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
+    layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=membership.bitwise)
     kinds = dict.fromkeys(
         OpKind.SEND if step.kind is OpKind.RECV else step.kind
         for template in part.templates
         for step in template.steps
         if isinstance(step.kind, OpKind)
     )
-    return sum((priced(kind, roster.spec.backend, layout) for kind in kinds), FREE)
+    return sum((priced(kind, membership.spec.backend, layout) for kind in kinds), FREE)

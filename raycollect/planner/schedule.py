@@ -12,17 +12,19 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from raycollect.planner.ir import Made, Part, Plan, Request, Together
+from raycollect.planner.membership import Membership
 from raycollect.planner.template import NATIVE
-from raycollect.planner.topology import Roster
 
 
-def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequence[Roster], staging: int) -> Plan:
+def schedule(
+    requests: Sequence[Request], parts: Sequence[Part], memberships: Sequence[Membership], staging: int
+) -> Plan:
     """Makes the plan of a batch; parts of one form must be the same object."""
-    participants, agreement = _participants(parts, rosters)
+    participants, agreement = _participants(parts, memberships)
     order = _bundled(requests, parts)
     at_agreement = [
-        agreement is roster and len(part.ranks) == len(participants)
-        for part, roster in zip(parts, rosters, strict=True)
+        agreement is membership and len(part.ranks) == len(participants)
+        for part, membership in zip(parts, memberships, strict=True)
     ]
     together, width = _numbered(order, parts, at_agreement)
     alone = [0] * len(parts)
@@ -32,7 +34,7 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
     return Plan(
         requests=tuple(requests),
         parts=tuple(parts),
-        rosters=tuple(rosters),
+        memberships=tuple(memberships),
         participants=participants,
         order=together,
         alone=tuple(alone),
@@ -44,18 +46,20 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
     )
 
 
-def _participants(parts: Sequence[Part], rosters: Sequence[Roster]) -> tuple[tuple[str, ...], Roster | None]:
+def _participants(
+    parts: Sequence[Part], memberships: Sequence[Membership]
+) -> tuple[tuple[str, ...], Membership | None]:
     """All participants, and a group that has all of them: in the order of its ranks, else in that of the requests."""
     found: dict[str, None] = {}
     seen = set[tuple[int, int]]()
-    for part, roster in zip(parts, rosters, strict=True):
-        if (id(part), id(roster)) not in seen:
-            seen.add((id(part), id(roster)))
-            found.update(dict.fromkeys(roster.members[rank] for rank in part.ranks))
-    for roster in dict.fromkeys(rosters):
-        ranks = [roster.rank_of(one) for one in found]
+    for part, membership in zip(parts, memberships, strict=True):
+        if (id(part), id(membership)) not in seen:
+            seen.add((id(part), id(membership)))
+            found.update(dict.fromkeys(membership.participants[rank] for rank in part.ranks))
+    for membership in dict.fromkeys(memberships):
+        ranks = [membership.rank_of(one) for one in found]
         if min(ranks) >= 0:
-            return tuple(roster.members[rank] for rank in sorted(ranks)), roster
+            return tuple(membership.participants[rank] for rank in sorted(ranks)), membership
     return tuple(found), None
 
 

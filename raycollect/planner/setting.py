@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.cost import Layout
 from raycollect.planner.ir import Part
+from raycollect.planner.membership import Membership
 from raycollect.planner.template import Step
-from raycollect.planner.topology import Inner, Roster
 
 Written = tuple[tuple[Step, ...], ...]
 """For each rank that takes part, ascending: its steps by some algorithm."""
 
-_INNER_OPS = {
-    "hosts": (OpKind.REDUCE, OpKind.BROADCAST),
-    "leaders": (OpKind.REDUCE, OpKind.BROADCAST, OpKind.ALLREDUCE),
-}
+_HOST_OPS = OpKind.REDUCE, OpKind.BROADCAST
+_LEADER_OPS = *_HOST_OPS, OpKind.ALLREDUCE
+"""What the groups inside a group have to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,31 +28,25 @@ class Setting:
     op: ReduceOp | None = None
     hosts: str = ""  # the backend of the hosts' groups; empty where there are none
     leaders: str = ""  # the backend of the leaders' group; empty where there is none
-    bitwise: bool = True  # see `Roster.bitwise`
+    bitwise: bool = True  # see `Membership.bitwise`
     root_leads: bool = True  # whether the root is the lowest rank of its host
 
     @classmethod
-    def of(cls, part: Part, roster: Roster) -> Setting:
+    def of(cls, part: Part, membership: Membership) -> Setting:
         """The setting of one part."""
-        request, groups = part.request, roster.topology.groups()
-        leaders = tuple(ranks[0] for ranks in groups)
-        fits = (
-            roster.leaders is not None
-            and _serves(roster.leaders, leaders, "leaders")
-            and len(roster.hosts) == len(groups)
-            and all(_serves(inner, ranks, "hosts") for inner, ranks in zip(roster.hosts, groups, strict=True))
+        request, groups = part.request, membership.topology.groups()
+        leaders, inner = tuple(ranks[0] for ranks in groups), membership.inner
+        fits = [membership.ranks_of(one) for one in inner] == [*groups, leaders] and all(
+            one.spec.world_size == 1 or all(op.value in one.spec.ops for op in ops)
+            for one, ops in zip(inner, [*[_HOST_OPS] * len(groups), _LEADER_OPS], strict=True)
         )
         return cls(
             kind=request.kind,
-            backend=roster.spec.backend,
-            layout=Layout.of(roster.topology, request.root, rank_order=roster.bitwise),
+            backend=membership.spec.backend,
+            layout=Layout.of(membership.topology, request.root, rank_order=membership.bitwise),
             op=request.op,
-            hosts=roster.hosts[0].spec.backend if fits else "",
-            leaders=roster.leaders.spec.backend if fits and roster.leaders else "",
-            bitwise=roster.bitwise,
+            hosts=inner[0].spec.backend if fits else "",
+            leaders=inner[-1].spec.backend if fits else "",
+            bitwise=membership.bitwise,
             root_leads=request.root < 0 or request.root in leaders,
         )
-
-
-def _serves(inner: Inner, ranks: tuple[int, ...], level: str) -> bool:
-    return inner.ranks == ranks and (len(ranks) == 1 or all(op.value in inner.spec.ops for op in _INNER_OPS[level]))

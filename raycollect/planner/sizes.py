@@ -34,7 +34,7 @@ class Sizes:
 
     def moved(self, number: int) -> Moved | None:
         """What a reshard moves; None for other requests."""
-        part, hosts = self._plan.parts[number], self._plan.rosters[number].topology.hosts
+        part, hosts = self._plan.parts[number], self._plan.memberships[number].topology.hosts
         reshard = part.request.reshard
         if reshard is None:
             return None
@@ -128,7 +128,7 @@ class Sizes:
     def _memory(self, number: int, rank: int, step: Step) -> str:
         if not isinstance(step.kind, OpKind):
             return ""
-        return self._plan.parts[number].domains(rank, self._plan.rosters[number])[step.level].memory
+        return self._plan.parts[number].domains(rank, self._plan.memberships[number])[step.level].memory
 
     def _elsewhere(self, number: int, rank: int, index: int, memory: str) -> Infos:
         if index < 0 or not memory:
@@ -156,8 +156,8 @@ class Sizes:
     def _held(self, number: int, rank: int, source: Source) -> Infos:
         if not isinstance(source, Made):
             return self._given[source]
-        earlier = self._plan.rosters[source.request]
-        participant = self._plan.rosters[number].members[rank]
+        earlier = self._plan.memberships[source.request]
+        participant = self._plan.memberships[number].participants[rank]
         return self.made(source.request, earlier.rank_of(participant))
 
     def _output(self, number: int, rank: int, template: Template) -> Infos:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from raycollect.core.model import GroupSpec
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -111,48 +109,3 @@ class Topology:
     def is_contiguous(self) -> bool:
         """Whether the ranks of each host are consecutive, so that folding host by host is folding in rank order."""
         return list(self.hosts) == sorted(self.hosts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inner:
-    """A group inside a group, which only plans use; `ranks` are the outer group's ranks that are its ranks 0, 1, ..."""
-
-    spec: GroupSpec
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Roster:
-    """A group as the planner sees it. Made once per group and compared by identity: it is part of cache keys."""
-
-    spec: GroupSpec
-    members: tuple[str, ...]  # the name of each rank's participant, the same in all groups
-    topology: Topology
-    # For each host the group of its ranks, by the number of the host; empty where there are none
-    hosts: tuple[Inner, ...] = ()
-    # The group of each host's lowest rank, by the number of the host; None where there is none
-    leaders: Inner | None = None
-    # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
-    bitwise: bool = True
-    chosen: str = ""  # why the group has this backend, if nobody named one and there were others; or empty
-    _ranks: dict[str, int] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.spec.world_size == len(self.members) == len(self.topology.hosts):
-            raise ValueError(f"a group of {self.spec.world_size} has {len(self.members)} members")
-        object.__setattr__(self, "_ranks", {one: rank for rank, one in enumerate(self.members)})
-
-    @classmethod
-    def alone(cls, spec: GroupSpec) -> Roster:
-        """The roster of a group of which only the size is known: as if on one host, participants named by rank."""
-        count = spec.world_size
-        return cls(spec=spec, members=tuple(map(str, range(count))), topology=Topology(hosts=(0,) * count))
-
-    def memory_of(self, group_id: str) -> str:
-        """Where a group inside it works; see `GroupSpec.memory`."""
-        inner = (*self.hosts, self.leaders)
-        return next((one.spec.memory for one in inner if one is not None and one.spec.group_id == group_id), "")
-
-    def rank_of(self, participant: str) -> int:
-        """The rank of a participant; -1 if it is no member."""
-        return self._ranks.get(participant, -1)

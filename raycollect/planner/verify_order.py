@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from raycollect.errors import InternalError
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
-from raycollect.planner.topology import Roster
+from raycollect.planner.membership import Membership
 
 
 def verify_order(plan: Plan) -> None:
@@ -35,23 +35,26 @@ def verify_order(plan: Plan) -> None:
 
 
 def _participants_problem(plan: Plan) -> str:
-    counts = {len(column) for column in (plan.requests, plan.parts, plan.rosters, plan.alone, plan.brought)}
+    counts = {len(column) for column in (plan.requests, plan.parts, plan.memberships, plan.alone, plan.brought)}
     if len(counts) > 1:
         return f"has columns of {sorted(counts)} rows"
     places = {one: at for at, one in enumerate(plan.participants)}
     if len(places) < len(plan.participants):
         return "has a participant twice"
-    for part, roster in _distinct(plan):
-        strangers = [rank for rank in part.ranks if roster.members[rank] not in places]
+    for part, membership in _distinct(plan):
+        strangers = [rank for rank in part.ranks if membership.participants[rank] not in places]
         if strangers:
-            return f"lacks the participants of ranks {strangers} of group {roster.spec.name!r}"
+            return f"lacks the participants of ranks {strangers} of group {membership.spec.name!r}"
     if plan.agreement is not None and any(plan.agreement.rank_of(one) < 0 for one in plan.participants):
         return f"has participants that are no members of the consistency check's group {plan.agreement.spec.name!r}"
     return ""
 
 
-def _distinct(plan: Plan) -> list[tuple[Part, Roster]]:
-    found = {(id(part), id(roster)): (part, roster) for part, roster in zip(plan.parts, plan.rosters, strict=True)}
+def _distinct(plan: Plan) -> list[tuple[Part, Membership]]:
+    found = {
+        (id(part), id(membership)): (part, membership)
+        for part, membership in zip(plan.parts, plan.memberships, strict=True)
+    }
     return list(found.values())
 
 
@@ -62,7 +65,7 @@ def _requests_problem(plan: Plan) -> str:
     for together in plan.order:
         if not together.requests or list(together.requests) != sorted(together.requests):
             return f"has requests {together.requests} together, not in their order"
-        if len({(id(plan.parts[number]), id(plan.rosters[number])) for number in together.requests}) > 1:
+        if len({(id(plan.parts[number]), id(plan.memberships[number])) for number in together.requests}) > 1:
             return f"has requests {together.requests} of several forms together"
         if len(together.base) != len(plan.parts[together.requests[0]].choices):
             return f"has {len(together.base)} places for the algorithms of request {together.requests[0]}"
@@ -100,9 +103,9 @@ def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> st
 def _launch_problem(plan: Plan) -> str:
     highest, shared = 0, None  # the newest launch, and who may go on using it
     for together in plan.order:
-        part, roster = plan.parts[together.requests[0]], plan.rosters[together.requests[0]]
+        part, membership = plan.parts[together.requests[0]], plan.memberships[together.requests[0]]
         who = _who(part) if len(part.choices) == 1 and part.width == 1 else None
-        at_agreement = plan.agreement is roster and _is_whole(part, roster, plan.participants)
+        at_agreement = plan.agreement is membership and _is_whole(part, membership, plan.participants)
         for base, choice in zip(together.base, part.choices, strict=True):
             if base == 0 and highest == 0 and at_agreement and choice.width == 1:
                 continue
@@ -137,8 +140,9 @@ def _last(together: Together, part: Part) -> int:
     return max(base + choice.width - 1 for base, choice in zip(together.base, part.choices, strict=True))
 
 
-def _is_whole(part: Part, roster: Roster, participants: Sequence[str]) -> bool:
-    return len(part.ranks) == len(participants) and {roster.members[rank] for rank in part.ranks} == set(participants)
+def _is_whole(part: Part, membership: Membership, participants: Sequence[str]) -> bool:
+    there = {membership.participants[rank] for rank in part.ranks}
+    return len(part.ranks) == len(participants) and there == set(participants)
 
 
 def _rounds_problem(plan: Plan) -> str:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import OpKind
-from raycollect.planner import Link, Made, Plan, Request, Roster, Source, plan, plan_part
-from tests.pure.rosters import request, roster
+from raycollect.planner import Link, Made, Membership, Plan, Request, Source, plan, plan_part
+from tests.pure.memberships import membership, request
 
 SLOW = Link(latency_s=1e-3, bandwidth=1e7)
 KINDS = (
@@ -26,7 +26,7 @@ KINDS = (
 )
 
 
-def _rosters(chance: random.Random) -> list[Roster]:
+def _memberships(chance: random.Random) -> list[Membership]:
     """Groups that share participants; a participant is on one host, whatever the group."""
     people = [f"p{number}" for number in range(chance.randint(2, 7))]
     host = {one: chance.randrange(3) for one in people}
@@ -40,7 +40,7 @@ def _rosters(chance: random.Random) -> list[Roster]:
         given_ops = {} if ops is None else {"ops": ops}
         bitwise = chance.random() < 0.5
         found.append(
-            roster(
+            membership(
                 places,
                 group_id=f"g{number}",
                 members=members,
@@ -53,29 +53,31 @@ def _rosters(chance: random.Random) -> list[Roster]:
     return found
 
 
-def _batch(chance: random.Random, rosters: Sequence[Roster], count: int) -> tuple[list[Request], list[Roster]]:
+def _batch(
+    chance: random.Random, memberships: Sequence[Membership], count: int
+) -> tuple[list[Request], list[Membership]]:
     """Requests over few refs, so that many depend on each other."""
     made: dict[str, list[int]] = {}  # participant -> the requests that make something for it
     requests, chosen = [], []
     while len(requests) < count:
-        of = chance.choice(rosters)
+        of = chance.choice(memberships)
         kind = chance.choice(KINDS)
         if kind is OpKind.SEND and of.spec.world_size == 1:
             continue
         asked = _asked(chance, of, kind, made)
         for rank, _, _ in asked.operands:
             if plan_part(asked, of).outputs(rank):
-                made.setdefault(of.members[rank], []).append(len(requests))
+                made.setdefault(of.participants[rank], []).append(len(requests))
         requests.append(asked)
         chosen.append(of)
     return requests, chosen
 
 
-def _asked(chance: random.Random, of: Roster, kind: OpKind, made: dict[str, list[int]]) -> Request:
+def _asked(chance: random.Random, of: Membership, kind: OpKind, made: dict[str, list[int]]) -> Request:
     root, peer = chance.sample(range(of.spec.world_size), 2) if of.spec.world_size > 1 else (0, -1)
 
     def source(rank: int) -> Source:
-        person = of.members[rank]
+        person = of.participants[rank]
         if made.get(person) and chance.random() < 0.3:
             return Made(chance.choice(made[person]))
         return f"{person}.{chance.randrange(3)}"
@@ -92,12 +94,12 @@ def _asked(chance: random.Random, of: Roster, kind: OpKind, made: dict[str, list
 
 def random_plan(seed: int) -> Plan:
     chance = random.Random(seed)
-    rosters = _rosters(chance)
-    requests, chosen = _batch(chance, rosters, chance.randint(1, 12))
+    memberships = _memberships(chance)
+    requests, chosen = _batch(chance, memberships, chance.randint(1, 12))
     return plan(requests, chosen)
 
 
-def sums(of: Roster, count: int) -> list[Request]:
+def sums(of: Membership, count: int) -> list[Request]:
     """Allreduces of tensors that have nothing to do with each other."""
     asked = request(OpKind.ALLREDUCE, of)
     return [

@@ -27,7 +27,7 @@ from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.instruments import Instruments
 from raycollect.observe import Recorder
-from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan
+from raycollect.planner import Membership, Plan, Request, Topology, decode_program, encode_program, plan
 from raycollect.pos import Container, Store, tensors
 from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Worker
 from tests.pure.conformance import BACKENDS, is_absent, put_in_place
@@ -165,9 +165,9 @@ class Part:
 
 def _planned(scene: Scene, spec: GroupSpec) -> Plan:
     """The plan, which all ranks make alike."""
-    roster = Roster(
+    membership = Membership(
         spec=replace(spec, memory=memory_of(spec.backend)),
-        members=tuple(map(str, range(scene.world))),
+        participants=tuple(map(str, range(scene.world))),
         topology=Topology(hosts=(0,) * scene.world),
     )
     requests = []
@@ -192,7 +192,7 @@ def _planned(scene: Scene, spec: GroupSpec) -> Plan:
         requests.append(
             Request(
                 kind=call.kind,
-                group=roster.spec,
+                group=membership.spec,
                 operands=operands,
                 op=call.op,
                 root=call.root,
@@ -201,7 +201,7 @@ def _planned(scene: Scene, spec: GroupSpec) -> Plan:
                 timeout_s=WAIT_S,
             )
         )
-    return plan(requests, [roster] * len(requests), staging=scene.staging)
+    return plan(requests, [membership] * len(requests), staging=scene.staging)
 
 
 def _key(call: int, side: int) -> Key:

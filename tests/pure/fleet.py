@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from raycollect.engine.instruments import POINTS, Instruments
 from raycollect.engine.run_cache import RunShapes
 from raycollect.errors import KernelError, RefusedError
 from raycollect.observe import Recorder
-from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan
+from raycollect.planner import Membership, Plan, Request, decode_program, encode_program, plan
 from raycollect.pos import Container, Store
 from tests.pure.meaning import REDUCTIONS
 
@@ -244,12 +246,12 @@ class Convoy:
         make: Callable[[int], Sequence[Communicator]] | None = None,
     ) -> None:
         self.count = 1 + max(one for group in groups for one in group)
-        self.rosters: list[Roster] = []
+        self.memberships: list[Membership] = []
         self.communicators: list[dict[str, Communicator]] = [{} for _ in range(self.count)]
         for at, group in enumerate(groups):
             spec = GroupSpec(name=f"group-{at}", group_id=f"id-{at}", backend="local", world_size=len(group))
-            members = tuple(f"actor-{one}" for one in group)
-            self.rosters.append(Roster(spec=spec, members=members, topology=Topology(hosts=(0,) * len(group))))
+            participants = tuple(f"actor-{one}" for one in group)
+            self.memberships.append(replace(Membership.alone(spec), participants=participants))
             for one, communicator in zip(group, (make or _local)(len(group)), strict=True):
                 self.communicators[one][spec.group_id] = communicator
         self.stores = [Store() for _ in range(self.count)]
@@ -260,6 +262,7 @@ class Convoy:
         self.waiting: Callable[[Key], None] | None = None
         self.seq = 1
         self.executions: dict[int, Execution] = {}
+        self._aborts: dict[int, str] = {}  # by participant
         self._threads = ThreadPoolExecutor(self.count)
 
     def close(self) -> None:
@@ -277,6 +280,7 @@ class Convoy:
         """Starts the programs of a plan, as they come off the wire; by participant."""
         star = LocalWorld(len(planned.participants), "star")
         self.executions = {}
+        aborts = self._aborts = {}
         for position, name in enumerate(planned.participants):
             one = int(name.removeprefix("actor-"))
             communicators = self.communicators[one]
@@ -293,7 +297,7 @@ class Convoy:
                     staging=self.staging[one],
                 ),
                 seq=self.seq,
-                aborted=lambda: None,
+                aborted=partial(aborts.get, one),
                 waiting=self.waiting,
                 exchange=_Star(star, position),
             )
@@ -301,19 +305,24 @@ class Convoy:
         return {one: self._threads.submit(self._run_one, one) for one in self.executions}
 
     def run(
-        self, requests: Sequence[Request], rosters: Sequence[Roster], staging: int = 32 << 20
+        self, requests: Sequence[Request], memberships: Sequence[Membership], staging: int = 32 << 20
     ) -> dict[int, Outcome]:
         """Plans and runs requests; by participant."""
-        futures = self.start(plan(requests, rosters, staging=staging))
+        futures = self.start(plan(requests, memberships, staging=staging))
         return {one: future.result(WAIT_S) for one, future in futures.items()}
+
+    def abort(self, one: int) -> None:
+        """Aborts the plan under way on a participant."""
+        self._aborts[one] = "the plan was aborted"
+        self.executions[one].abort()
 
     def _run_one(self, one: int) -> Outcome:
         executions = self.executions
         outcome = executions[one].run()
         if outcome.error is not None and not isinstance(outcome.error, RefusedError):
-            for other, execution in executions.items():
+            for other in executions:
                 if other != one:
-                    execution.abort()
+                    self.abort(other)
         return outcome
 
 

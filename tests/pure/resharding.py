@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raycollect.core.model import GroupSpec, OpKind
 from raycollect.engine.packed_boxes import unfold
-from raycollect.planner import Request, Reshard, Roster, Topology
+from raycollect.planner import Membership, Request, Reshard, Topology
 from raycollect.planner.layout import Layout, Region, fused_layouts, layout
 from raycollect.planner.reshard.request import local_tensors
 
@@ -41,11 +41,11 @@ def request_of(reshard: Reshard, group: GroupSpec, *, made: bool = False, **argu
     return Request(kind=OpKind.ALLTOALL, group=group, operands=operands, reshard=reshard, **arguments)
 
 
-def roster_of(world: int, hosts: Sequence[int] = ()) -> Roster:
+def membership_of(world: int, hosts: Sequence[int] = ()) -> Membership:
     """A group on some hosts."""
     spec = GroupSpec(name="group", group_id="id", backend="local", world_size=world)
-    return Roster(
-        spec=spec, members=tuple(map(str, range(world))), topology=Topology(hosts=tuple(hosts) or (0,) * world)
+    return Membership(
+        spec=spec, participants=tuple(map(str, range(world))), topology=Topology(hosts=tuple(hosts) or (0,) * world)
     )
 
 

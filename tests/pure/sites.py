@@ -21,6 +21,7 @@ from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.engine.instruments import Instruments
 from raycollect.errors import RaycollectError
+from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.wait_monitor import WaitMonitor
@@ -154,6 +155,7 @@ class Site:
             method_lock=self.turn,
             finished_calls=FinishedCalls(),
             instruments=Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic),
+            process_groups=ProcessGroups(),
             watch=WaitMonitor(),
             keep_output=self.store.put,
             task_of=lambda seq: None,

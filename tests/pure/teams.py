@@ -196,7 +196,7 @@ class Team:
         results = self.replays[rank].run(
             seq,
             pack_values(arguments),
-            aborted=lambda: self.aborts[rank].get(seq),
+            aborted=self.aborts[rank],
             exchange=lambda program, at: self.exchanges(rank, program, at),
         )
         return unpack_values(results)

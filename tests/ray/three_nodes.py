@@ -202,11 +202,11 @@ def open_groups(self):
     return 0 if lease is None else len(lease._groups.by_id)
 
 
-def forced(part, roster):
+def forced(part, membership):
     """Routes host by host, whatever it costs."""
-    if roster.leaders is None or part.request.kind not in ALGORITHMS["hierarchical"].kinds:
+    if not membership.inner or part.request.kind not in ALGORITHMS["hierarchical"].kinds:
         return part
-    return build(part, roster, ALGORITHMS["hierarchical"])
+    return build(part, membership, ALGORITHMS["hierarchical"])
 
 
 def _host_by_host(workers, backend, routed):
@@ -220,7 +220,7 @@ def _host_by_host(workers, backend, routed):
         assert algorithm(kind, values[0].nbytes, root=3 if kind is OpKind.BROADCAST else -1) == "hierarchical", backend
     if OpKind.ALLREDUCE in routed:
         (row,) = col.plan(col.allreduce_refs, refs).rows
-        topology = Controller.current().groups.named("default").roster.topology
+        topology = Controller.current().groups.named("default").topology
         native = priced(OpKind.ALLREDUCE, backend, Layout.of(topology, rank_order=backend == "tcp"))
         _, between = native.traffic(row.nbytes)
         assert row.algorithm == "hierarchical"
@@ -262,11 +262,13 @@ def _host_by_host(workers, backend, routed):
 
 def algorithm(kind, nbytes, *, root):
     """The algorithm of an operation of group "default" for so many bytes."""
-    roster = Controller.current().groups.named("default").roster
-    operands = [(rank, 0, None) if root in (rank, -1) else (rank, None, 0) for rank in range(roster.spec.world_size)]
+    membership = Controller.current().groups.named("default")
+    operands = [
+        (rank, 0, None) if root in (rank, -1) else (rank, None, 0) for rank in range(membership.spec.world_size)
+    ]
     op = ReduceOp.SUM if kind is OpKind.ALLREDUCE else None
-    request = Request(kind=kind, group=roster.spec, operands=tuple(operands), op=op, root=root)
-    return [choice.name for choice in plan_part(request, roster).choices if choice.at_least <= nbytes][-1]
+    request = Request(kind=kind, group=membership.spec, operands=tuple(operands), op=op, root=root)
+    return [choice.name for choice in plan_part(request, membership).choices if choice.at_least <= nbytes][-1]
 
 
 def node_dies(cluster):

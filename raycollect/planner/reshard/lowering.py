@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from raycollect.core.model import OpKind
 from raycollect.errors import InternalError, Violation, wrong_argument
 from raycollect.planner.ir import Operands, Part, Request
+from raycollect.planner.membership import Membership
 from raycollect.planner.reshard.halves import encode_halves
 from raycollect.planner.reshard.matching import faults
 from raycollect.planner.reshard.proof import problem_of
@@ -16,7 +17,6 @@ from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.reshard.rounds import halves_of
 from raycollect.planner.reshard.routes import routes
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
-from raycollect.planner.topology import Roster
 
 
 def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, ...]:
@@ -45,21 +45,21 @@ def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, .
     return (*found, *faults(reshard))
 
 
-def resharded(request: Request, reshard: Reshard, roster: Roster) -> Part:
+def resharded(request: Request, reshard: Reshard, membership: Membership) -> Part:
     """Plans a reshard without violations.
 
     Raises:
         InternalError: The plan would be wrong (a bug of ours); nothing of it is sent.
     """
     with _no_collection():
-        packed = _packed(reshard, roster)
+        packed = _packed(reshard, membership)
     targets = set(reshard.dst_ranks)
     templates = [_template(request, one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
     return Part(request=request, templates=(), parts=()).over(templates)
 
 
-def _packed(reshard: Reshard, roster: Roster) -> dict[int, bytes]:
-    halves = halves_of(reshard, routes(reshard, roster.topology.hosts))
+def _packed(reshard: Reshard, membership: Membership) -> dict[int, bytes]:
+    halves = halves_of(reshard, routes(reshard, membership.topology.hosts))
     problem = problem_of(reshard, halves)
     if problem:
         raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")

@@ -100,8 +100,8 @@ class Fleet:
             controller.groups.coordinators.open(membership)
             for member in membership.members:
                 found[member.actor].group_ids.add(membership.spec.group_id)
-        first = plan([asked(left, (0, 1, 2)).request()], [left.roster])
-        second = plan([asked(right, (4, 3)).request(), asked(left, (0, 1, 2)).request()], [right.roster, left.roster])
+        first = plan([asked(left, (0, 1, 2)).request()], [left])
+        second = plan([asked(right, (4, 3)).request(), asked(left, (0, 1, 2)).request()], [right, left])
         assert second.agreement is None
         participants = (*first.participants, right.members[0].actor_id)
         places = {one: at for at, one in enumerate(participants)}

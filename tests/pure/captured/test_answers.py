@@ -50,9 +50,7 @@ class Told:
                 noted.append("answer")
 
             try:
-                return team.replays[rank].run(
-                    seq, pack_values(()), aborted=lambda: team.aborts[rank].get(seq), landed=landed
-                )
+                return team.replays[rank].run(seq, pack_values(()), aborted=team.aborts[rank], landed=landed)
             except RaycollectError as exc:
                 return exc
 

@@ -89,7 +89,7 @@ def test_a_replaced_actor_is_exchanged_and_ranks_that_moved_are_followed(monkeyp
     change.apply(step, AFTER)
     (asked,) = step.asked
     assert (asked.root, asked.peer, asked.operands) == (2, 1, ((1, 1, None), (2, 0, None)))
-    assert asked.group.roster.members == (f"{9:032x}", f"{8:032x}", f"{5:032x}")
+    assert asked.group.participants == (f"{9:032x}", f"{8:032x}", f"{5:032x}")
     assert [call.actor._actor_id.hex() for call in step.calls] == [call.made.actor_id for call in step.calls]
     assert [call.made.actor_id for call in step.calls] == [f"{5:032x}", f"{8:032x}"]
     assert [call.made.key for call in step.calls] == [captured_key(AFTER, 0, at) for at in range(2)]

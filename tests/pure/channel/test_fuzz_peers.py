@@ -26,6 +26,7 @@ from raycollect.channel.messages import (
     Free,
     Freed,
     Join,
+    Joined,
     Message,
     Order,
     Refused,
@@ -313,6 +314,20 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     for thread in _threads("raycollect-order") - before:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
+
+
+def test_a_controller_that_comes_anew_finds_nothing_of_the_groups_that_it_had(participant: Runtime, hub: Hub) -> None:
+    """Its first connection may be there still."""
+    for group_id in ("one", "the next"):
+        caller = Caller()
+        link = hub.connect(participant._server.address, {"controller": "me", "description": "a test"}, caller, LIMIT_S)
+        caller.hear(Welcome)
+        spec = asdict(GroupSpec(name="g", group_id=group_id, backend="shm", world_size=1))
+        link.send(Join(request=1, group=spec, rank=0, members=[{"actor": "W", "ordered": True}]))
+        assert caller.hear(Joined).error is None
+        assert set(participant.process_groups.by_id) == {group_id}
+    link.close()
+    asks(participant, hub)
 
 
 def _threads(name: str) -> set[threading.Thread]:

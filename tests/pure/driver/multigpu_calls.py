@@ -17,8 +17,8 @@ from raycollect.errors import (
 )
 from raycollect.planner import (
     GpuLists,
+    Membership,
     Request,
-    Roster,
 )
 from tests.fake_cupy import Fake, installed
 from tests.pure.fleet import Convoy
@@ -97,12 +97,14 @@ def refused(outcomes: Sequence[Outcome], error: type[RefusedError]) -> str:
 def convoy(gpus: Gpus) -> Iterator[Convoy]:
     """The same ranks, for programs of whole batches."""
     made = Convoy([range(WORLD)], lambda _: gpus.fleet.communicators)
-    (roster,) = made.rosters
-    made.rosters = [replace(roster, spec=replace(roster.spec, backend="nccl", memory="cuda"), bitwise=False)]
+    (membership,) = made.memberships
+    made.memberships = [
+        replace(membership, spec=replace(membership.spec, backend="nccl", memory="cuda"), bitwise=False)
+    ]
     yield made
     made.close()
 
 
-def asked(roster: Roster, kind: OpKind, sources: Sequence[Any], **more: Any) -> Request:
+def asked(membership: Membership, kind: OpKind, sources: Sequence[Any], **more: Any) -> Request:
     operands = tuple((rank, one, None) for rank, one in enumerate(sources))
-    return Request(kind=kind, group=roster.spec, operands=operands, timeout_s=20.0, **({"lists": LISTS} | more))
+    return Request(kind=kind, group=membership.spec, operands=operands, timeout_s=20.0, **({"lists": LISTS} | more))

@@ -19,7 +19,7 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import KernelError, PlanAbortedError, ProtocolError, from_wire
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
-from raycollect.group.membership import Membership
+from raycollect.planner import Membership
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 
 WAIT_S = 20.0

@@ -9,7 +9,7 @@ import pytest
 from raycollect.core.model import OpKind
 from raycollect.planner.picture import MOST_BUNDLES, MOST_COLUMNS, MOST_MOVES
 from tests.pure.driver.shown_html import read
-from tests.pure.planner.test_render import SHOWN, broadcast, gathering, info, roster, send, told
+from tests.pure.planner.test_render import SHOWN, broadcast, gathering, info, membership, send, told
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -25,7 +25,7 @@ def arrows(shown):
 
 @pytest.mark.parametrize("world", range(2, 8))
 def test_each_message_is_an_arrow(world):
-    there = roster([0] * world, backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
+    there = membership([0] * world, backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
     drawn = arrows(told([gathering(OpKind.ALLTOALL, there)], there, {"x": info(world * 10)})._repr_html_())
     messages = world * (world - 1)
     assert len(drawn) == min(messages, MOST_MOVES)
@@ -36,7 +36,7 @@ def test_each_message_is_an_arrow(world):
 
 
 def test_a_message_goes_from_its_sender_to_its_receiver_with_its_bytes():
-    there = roster([0] * 4)
+    there = membership([0] * 4)
     shown = told([send(there, 3, 1)], there, {"x": info(1 << 18)})._repr_html_()
     ((_, drawn),) = re.findall(r"<g><title>(.*?)</title>(.*?)</g>", shown)
     columns = dict(zip("13", re.findall(r'<text x="(\d+)" y="15" text-anchor="middle">', shown), strict=True))
@@ -48,7 +48,7 @@ def test_a_message_goes_from_its_sender_to_its_receiver_with_its_bytes():
 
 @pytest.mark.parametrize("root", range(3))
 def test_broadcast_is_drawn_as_one_line_with_a_head_per_receiver(root):
-    there = roster([0] * 3)
+    there = membership([0] * 3)
     shown = told([broadcast(there, root)], there, {"x": info(100)})._repr_html_()
     assert arrows(shown) == [(f"broadcast from rank {root}", 1, 2)]
 
@@ -62,12 +62,12 @@ def test_steps_within_a_host_are_drawn_dashed():
 
 
 def test_a_thousand_ranks_and_many_calls_are_a_picture_of_a_page():
-    there = roster([host for host in range(128) for _ in range(8)], backend="tcp", inner=True)
+    there = membership([host for host in range(128) for _ in range(8)], backend="tcp", inner=True)
     shown = told([broadcast(there)], there, {"x": info(1 << 20)})._repr_html_()
     read(shown)
     assert f"and {1024 - MOST_COLUMNS} more ranks" in shown
     assert len(shown) < 60_000
-    there = roster([0] * 2, backend="tcp")
+    there = membership([0] * 2, backend="tcp")
     requests = [broadcast(there, at % 2, at) for at in range(60)]
     many = told(requests, there, {at: info(1 << 20) for at in range(60)}, staging=0)
     bundles = {row.bundle for row in many.rows}

@@ -43,7 +43,7 @@ __all__ = ["convoy", "gpus"]  # fixtures
 def kept(convoy: Convoy, kind: OpKind, lists: Sequence[Any], **more: Any) -> Request:
     """A request of lists that the participants hold; rank 1 is the root, if there is one."""
     keys = [convoy.keep(rank, row) for rank, row in enumerate(lists)]
-    found = asked(convoy.rosters[0], kind, keys, root=-1 if kind is OpKind.ALLREDUCE else 1, **more)
+    found = asked(convoy.memberships[0], kind, keys, root=-1 if kind is OpKind.ALLREDUCE else 1, **more)
     if kind is not OpKind.BROADCAST:
         return replace(found, op=ReduceOp.SUM)
     operands = tuple((rank, key, None) if rank == 1 else (rank, None, key) for rank, key in enumerate(keys))
@@ -58,7 +58,7 @@ def test_failure_before_the_write_leaves_the_lists_unchanged(
     lists = gpus.lists([2, 0])
     before = [host(row) for row in lists]
     convoy.faults = fault = FailAt(point=point, rank=2)
-    outcomes = convoy.run([kept(convoy, kind, lists)], convoy.rosters)
+    outcomes = convoy.run([kept(convoy, kind, lists)], convoy.memberships)
     assert fault.consumed == 1
     assert isinstance(outcomes[2].error, KernelError)
     assert all(outcome.error is not None for outcome in outcomes.values())
@@ -73,7 +73,7 @@ def test_all_ranks_have_their_results_or_keep_what_they_had(gpus: Gpus, convoy: 
     expected = [host(row) for row in lists]
     total = everyone(2).sum(axis=0)
     request = kept(convoy, kind, lists, snapshot=True)
-    for outcome in convoy.run([request], convoy.rosters).values():
+    for outcome in convoy.run([request], convoy.memberships).values():
         assert outcome.error is None, outcome.error
     if kind is OpKind.ALLREDUCE:
         expected = [[total] * 2] * WORLD
@@ -81,7 +81,7 @@ def test_all_ranks_have_their_results_or_keep_what_they_had(gpus: Gpus, convoy: 
         expected[1][0] = total
     same(lists, expected)
     convoy.faults = fault = FailAt(point="before_commit", rank=2)
-    outcomes = convoy.run([request], convoy.rosters)
+    outcomes = convoy.run([request], convoy.memberships)
     assert fault.consumed == 1
     assert all(outcome.error is not None for outcome in outcomes.values())
     same(lists, expected)

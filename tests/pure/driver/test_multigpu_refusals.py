@@ -42,7 +42,7 @@ from raycollect.planner import (
 from raycollect.planner.explain import explain
 from raycollect.planner.listed import listed
 from raycollect.planner.verify import verify
-from tests.pure import rosters
+from tests.pure import memberships
 from tests.pure.driver.multigpu_calls import LISTS, Gpus, gpus, refused, values
 from tests.pure.fleet import contain
 from tests.pure.mixed import WORLD, host, same
@@ -264,13 +264,13 @@ def test_kernels_on_the_lists_themselves_are_caught() -> None:
         verify(replace(plain, templates=(replace(other, steps=(step, *other.steps)),)), bitwise=False)
 
 
-@pytest.mark.parametrize(("name", "kind"), [one for one in rosters.MADE if one[1] in KINDS])
+@pytest.mark.parametrize(("name", "kind"), [one for one in memberships.MADE if one[1] in KINDS])
 def test_lists_go_by_other_algorithms_too(name: str, kind: OpKind) -> None:
     """None of them is cheaper on NCCL so far."""
-    there = rosters.roster("aabbc", bitwise=False, backend="nccl")
-    plain = rosters.request(kind, there)
+    there = memberships.membership("aabbc", bitwise=False, backend="nccl")
+    plain = memberships.request(kind, there)
     one = replace(plain, lists=LISTS)
-    made = rosters.built(name, there, plain)
+    made = memberships.built(name, there, plain)
     assert made is not None
     part = listed(made, one)
     verify(part, bitwise=False)

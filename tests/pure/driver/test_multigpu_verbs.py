@@ -184,7 +184,7 @@ def test_a_program_runs_again_and_again_on_the_same_lists(gpus: Gpus) -> None:
 
 @every_seed
 def test_a_batch_of_lists_and_of_plain_tensors(gpus: Gpus, convoy: Convoy) -> None:
-    (there,) = convoy.rosters
+    (there,) = convoy.memberships
     first, second = gpus.lists([2, 0, 3], (5,)), gpus.lists([1, 0, 2], (5,))
     plain = [gpus.put(np.arange(4.0) + rank, rank) for rank in range(WORLD)]
     keys = [[convoy.keep(rank, side[rank]) for rank in range(WORLD)] for side in (first, second, plain)]

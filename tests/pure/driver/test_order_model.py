@@ -40,7 +40,8 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import MismatchError, TensorLostError
 from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.group.membership import DATA, PROGRAM, Membership
+from raycollect.group.membership import DATA, PROGRAM
+from raycollect.planner import Membership
 from raycollect.pos import Absence
 from tests.pure.driver.test_plan_tracker_batches import group
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values

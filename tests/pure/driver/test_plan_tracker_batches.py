@@ -25,8 +25,8 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.group.membership import Membership, inner_groups
-from raycollect.planner import Made, plan
+from raycollect.group.membership import inner_groups, membership_of
+from raycollect.planner import Made, Membership, plan
 
 SEQ = 40
 
@@ -50,7 +50,7 @@ def group(name: str, numbers: Sequence[int], *, machines: str = "", backend: str
     spec = GroupSpec(name=name, group_id=f"id of {name}", backend=backend, world_size=len(numbers))
     places = machines or "m" * len(numbers)
     members = tuple(member(number, rank, places[rank]) for rank, number in enumerate(numbers))
-    made = Membership(spec=spec, members=members)
+    made = membership_of(spec, members)
     return replace(made, inner=inner_groups(made))
 
 
@@ -67,7 +67,7 @@ def asked(membership: Membership, sources: Sequence[Any], **changes: Any) -> Req
 
 def flying(*calls: RequestKey, refs: int = 10) -> PlanTracker:
     groups = [one.group for one in calls]
-    planned = plan([one.request() for one in calls], [one.roster for one in groups])
+    planned = plan([one.request() for one in calls], groups)
     return PlanTracker(SEQ, planned, groups, {key(at): object() for at in range(refs)})
 
 
@@ -312,14 +312,12 @@ def test_there_are_groups_inside_where_some_share_a_host_and_some_do_not(
 ) -> None:
     whole = group("whole", range(len(machines)), machines=machines, backend=backend)
     assert [one.spec.world_size for one in whole.inner] == worlds
-    roster = whole.roster
-    assert roster.bitwise == (backend == "tcp")
+    assert whole.bitwise == (backend == "tcp")
     if not worlds:
-        assert (roster.hosts, roster.leaders) == ((), None)
         return
-    assert [one.ranks for one in roster.hosts] == [roster.topology.on(host) for host in range(len(worlds) - 1)]
-    assert roster.leaders is not None
-    assert roster.leaders.ranks == tuple(machines.index(machine) for machine in dict.fromkeys(machines))
+    *hosts, leaders = map(whole.ranks_of, whole.inner)
+    assert hosts == list(whole.topology.groups())
+    assert leaders == tuple(machines.index(machine) for machine in dict.fromkeys(machines))
     assert [one.spec.backend for one in whole.inner] == ["shm"] * (len(worlds) - 1) + [backend]
     assert all(one.spec.parent == whole.spec.group_id for one in whole.inner)
     assert len({one.spec.group_id for one in whole.tree}) == len(whole.tree)

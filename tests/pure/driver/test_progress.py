@@ -13,8 +13,8 @@ from raycollect.core import kernel_progress
 from raycollect.core.kernel_progress import LENT, KernelProgress
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator, Together
-from raycollect.engine.execution import Execution
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
+from raycollect.engine.launch_sequence import LaunchSequence
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
 from raycollect.pos import tensors
 from tests.pure.communicators import ThreadTeam
@@ -165,13 +165,13 @@ def test_a_barrier_has_no_bytes() -> None:
 
 def test_execution_can_be_queried_at_every_point(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[tuple[str, int], BytesDone] = {}
-    at = Execution._at
+    reach = LaunchSequence.reach
 
-    def asks(self: Execution, point: str) -> None:
+    def asks(self: LaunchSequence, point: str) -> None:
         found[point, self.program.agreement.rank] = self.bytes_done()
-        at(self, point)
+        reach(self, point)
 
-    monkeypatch.setattr(Execution, "_at", asks)
+    monkeypatch.setattr(LaunchSequence, "reach", asks)
     one = fleet(2)
     one.must(OpKind.ALLREDUCE, one.keep_all(numbers(0, 2, (100,))))
     for rank in range(2):

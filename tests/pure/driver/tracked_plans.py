@@ -11,8 +11,8 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
     PlanAbortedError,
 )
-from raycollect.group.membership import Membership
-from raycollect.planner import Request, plan
+from raycollect.group.membership import membership_of
+from raycollect.planner import Membership, Request, plan
 
 SEQ = 7
 
@@ -39,7 +39,7 @@ def group_of(world: int, name: str = "ring", group_id: str = "0123", first: int 
     """A group of the actors from `first` on."""
     spec = GroupSpec(name=name, group_id=group_id, backend="gloo", world_size=world)
     members = tuple(replace(member_of(first + rank), rank=rank) for rank in range(world))
-    return Membership(spec=spec, members=members)
+    return membership_of(spec, members)
 
 
 def refs_of(count: int) -> dict[Key, Any]:
@@ -59,7 +59,7 @@ def tracked(world: int = 4, ranks: tuple[int, int] | None = None) -> PlanTracker
 
 
 def flying(requests: list[Request], memberships: list[Membership], refs: dict[Key, Any]) -> PlanTracker:
-    planned = plan(requests, [membership.roster for membership in memberships])
+    planned = plan(requests, memberships)
     return PlanTracker(SEQ, planned, memberships, refs)
 
 

@@ -23,8 +23,8 @@ from raycollect.planner import Domain, Request, decode_program, encode_program, 
 from raycollect.pos import Container
 from tests.fake_cupy import Fake
 from tests.pure.fleet import launched
+from tests.pure.memberships import membership
 from tests.pure.mixed import DTYPES, WORLD, Mixed, same, seeds
-from tests.pure.rosters import roster
 
 # ---------------------------------------------------------------------------------------------- how it is known
 
@@ -76,12 +76,10 @@ def test_a_call_brings_what_its_caller_has_enqueued_on_a_stream_of_its_own(
 
 @pytest.mark.parametrize("memory", ["", "cpu", "cuda"])
 def test_a_program_says_where_each_of_its_groups_works(memory: str) -> None:
-    there = roster([0, 0, 1, 1], backend="gloo", bitwise=False)
-    inner = tuple(replace(one, spec=replace(one.spec, memory="cpu")) for one in there.hosts)
-    leaders = there.leaders
-    assert leaders is not None
-    leaders = replace(leaders, spec=replace(leaders.spec, memory=memory))
-    there = replace(there, spec=replace(there.spec, memory=memory), hosts=inner, leaders=leaders)
+    there = membership([0, 0, 1, 1], backend="gloo", bitwise=False)
+    levels = ["cpu", "cpu", memory]
+    inner = tuple(replace(one, spec=replace(one.spec, memory=of)) for one, of in zip(there.inner, levels, strict=True))
+    there = replace(there, spec=replace(there.spec, memory=memory), inner=inner)
     operands = tuple((rank, rank, None) for rank in range(4))
     asked = Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=operands, op=ReduceOp.SUM)
     planned = plan([asked], [there])

@@ -35,7 +35,7 @@ def pair() -> Iterator[Convoy]:
 
 
 def _request(pair: Convoy, kind: OpKind, operands: Any, **arguments: Any) -> Request:
-    return Request(kind=kind, group=pair.rosters[0].spec, operands=operands, timeout_s=WAIT_S, **arguments)
+    return Request(kind=kind, group=pair.memberships[0].spec, operands=operands, timeout_s=WAIT_S, **arguments)
 
 
 class LateFor:
@@ -55,7 +55,7 @@ def test_memory_that_changed_while_a_run_waited_at_the_check_is_not_remembered(p
     tensor, other = Rebound(np.ones(3)), np.ones(3)
     keys = [pair.keep(0, tensor), pair.keep(1, other)]
     request = _request(pair, OpKind.ALLREDUCE, ((0, keys[0], None), (1, keys[1], None)), op=ReduceOp.SUM)
-    planned = plan([request], pair.rosters)
+    planned = plan([request], pair.memberships)
     pair.faults = late = LateFor()
     running = pair.start(planned)
     assert late.looked.wait(WAIT_S)
@@ -75,7 +75,7 @@ def test_memory_that_changed_before_a_second_look_is_an_error(pair: Convoy) -> N
     tensor, other = Rebound(np.ones(3)), np.ones(3)
     keys = [pair.keep(0, tensor), pair.keep(1, other)]
     request = _request(pair, OpKind.BROADCAST, ((0, keys[0], None), (1, None, keys[1])), root=0)
-    planned = plan([request], pair.rosters)
+    planned = plan([request], pair.memberships)
     assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
     other.setflags(write=False)
     pair.faults = late = LateFor()
@@ -98,10 +98,10 @@ def test_dirt_is_excused_only_by_what_comes_before_in_the_batch(pair: Convoy) ->
     reads = _request(pair, OpKind.BROADCAST, ((0, at, None), (1, None, Made(0))), root=0)
     writes = _request(pair, OpKind.BROADCAST, ((0, None, at), (1, source, None)), root=1)
     for requests in ([makes, reads], [makes, reads, writes]):
-        for outcome in pair.run(requests, pair.rosters * len(requests)).values():
+        for outcome in pair.run(requests, pair.memberships * len(requests)).values():
             assert isinstance(outcome.error, TensorDirtyError)
             assert [violation.call for violation in outcome.error.violations] == [1]
         np.testing.assert_array_equal(dirty, np.full(3, -999.0))
-    for outcome in pair.run([makes, writes, reads], pair.rosters * 3).values():
+    for outcome in pair.run([makes, writes, reads], pair.memberships * 3).values():
         assert outcome.error is None
     np.testing.assert_array_equal(dirty, whole)

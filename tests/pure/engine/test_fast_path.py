@@ -85,7 +85,7 @@ def body_loop(communicator: Communicator, step_program: bytes, size: int, shared
         replay = StepRunner(script, [pinned(tensor)], Actor().invoke, instruments, lambda _: communicator)
         for at in range(runs):
             tensor[:] = np.arange(size) * (rank + 1) + at
-            replay.run(first + at, b"", aborted=lambda: None)
+            replay.run(first + at, b"", aborted={})
             np.testing.assert_array_equal(tensor, np.arange(size) * (world * (world + 1) / 2) + world * at)
     finally:
         FastPath.run = run  # type: ignore[method-assign]

@@ -33,8 +33,6 @@ __all__ = ["loop", "repeats"]  # fixtures
 def test_an_abort_ends_the_run_whenever_it_comes(
     loop: MakeLoop, repeats: list[int], monkeypatch: pytest.MonkeyPatch, when: str, backend: str
 ) -> None:
-    """Only of the abort that comes before the run does the ledger know."""
-
     def scenario() -> Any:
         one = loop(backend, [np.ones(140_001) for _ in range(2)])
         team = one.team
@@ -53,7 +51,7 @@ def test_an_abort_ends_the_run_whenever_it_comes(
             elif when == "entering":
                 for cls in (FastPath, Execution):
                     run = cls.run
-                    patch.setattr(cls, "run", lambda self, *args, run=run: (self.abort(), run(self, *args))[1])
+                    patch.setattr(cls, "run", lambda self, run=run: (abort(), run(self))[1])
             elif when != "after":
                 for name in ("again", "agree") if when == "in the consistency check" else ("launch",):
                     one.odd[0].hooks[name] = one.odd[1].hooks[name] = abort
@@ -85,10 +83,10 @@ def test_an_abort_before_what_is_done_in_full_has_begun(loop: MakeLoop, monkeypa
     monkeypatch.setattr(FastPath, "_in_full", aborted)
     begun: list[str | None] = []
     run = Execution.run
-    monkeypatch.setattr(Execution, "run", lambda self: (begun.append(self._launches.reason()), run(self))[1])
+    monkeypatch.setattr(Execution, "run", lambda self: (begun.append(self._launches.aborted()), run(self))[1])
     one.values[0].resize(7, refcheck=False)
     assert all(error is not None for error in one.run())
-    assert sorted(map(str, begun)) == ["None", "the plan was aborted"]
+    assert sorted(map(str, begun)) == ["None", "the run was aborted"]
     one.values[0].resize(3, refcheck=False)
     one.must()
 

@@ -197,7 +197,7 @@ def _run(
         requests.append(
             Request(
                 kind=kind,
-                group=convoy.rosters[0].spec,
+                group=convoy.memberships[0].spec,
                 operands=tuple(
                     (
                         rank,
@@ -213,7 +213,7 @@ def _run(
                 timeout_s=WAIT_S,
             )
         )
-    planned = plan(requests, convoy.rosters * len(calls), staging=staging)
+    planned = plan(requests, convoy.memberships * len(calls), staging=staging)
     found = []
     for _ in range(2):  # the second one as remembered, where nothing is made
         outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
@@ -303,12 +303,12 @@ def test_the_tensors_of_one_list_travel_together(world: int) -> None:
         keys = [convoy.keep(rank, value) for rank, value in enumerate(values)]
         request = Request(
             kind=OpKind.ALLREDUCE,
-            group=convoy.rosters[0].spec,
+            group=convoy.memberships[0].spec,
             operands=tuple((rank, key, None) for rank, key in enumerate(keys)),
             op=ReduceOp.SUM,
             timeout_s=WAIT_S,
         )
-        assert all(one.error is None for one in convoy.run([request], convoy.rosters).values())
+        assert all(one.error is None for one in convoy.run([request], convoy.memberships).values())
         assert [kernel.src.size for kernel in kernels] == [7, 2, 1 << 15]
         for value in values:
             for got, right in zip(value, expected, strict=True):

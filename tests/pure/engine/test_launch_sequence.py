@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from raycollect.core.model import GroupSpec, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine.launch_sequence import LaunchSequence
 from raycollect.errors import GroupBrokenError, PlanAbortedError
-from raycollect.planner import Request, Roster, Topology, plan
+from raycollect.planner import Membership, Request, plan
 
 TIMEOUT_S = 3.0
 
@@ -36,15 +37,15 @@ class Noted:
 
 def _program(groups: int, position: int = 0) -> Any:
     """Allreduces on several groups of two, all of which have participant 0; the others are different ones."""
-    requests, rosters = [], []
+    requests, memberships = [], []
     for at in range(groups):
         spec = GroupSpec(name=f"g{at}", group_id=f"g{at}", backend="local", world_size=2)
-        rosters.append(Roster(spec=spec, members=("hub", f"other {at}"), topology=Topology(hosts=(0, 0))))
+        memberships.append(replace(Membership.alone(spec), participants=("hub", f"other {at}")))
         operands = ((0, f"a{at}", None), (1, f"b{at}", None))
         requests.append(
             Request(kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM, timeout_s=TIMEOUT_S)
         )
-    return plan(requests, rosters).program(position)
+    return plan(requests, memberships).program(position)
 
 
 def _launches(program: Any, aborted: list[str], exchange: Any = None) -> tuple[LaunchSequence, dict[str, Noted]]:
@@ -53,7 +54,16 @@ def _launches(program: Any, aborted: list[str], exchange: Any = None) -> tuple[L
     def find(group_id: str) -> Communicator:
         return communicators.setdefault(group_id, Noted())  # type: ignore[return-value]
 
-    made = LaunchSequence(program, find, exchange, seq=50, aborted=lambda: aborted[0] if aborted else None)
+    unused: Any = None
+    made = LaunchSequence(
+        program,
+        find,
+        exchange,
+        seq=50,
+        aborted=lambda: aborted[0] if aborted else None,
+        instruments=unused,
+        spans=unused,
+    )
     return made, communicators
 
 
@@ -87,6 +97,7 @@ def test_an_abort_between_two_launches_is_not_lost() -> None:
     launches, communicators = _launches(_program(1), aborted)
     launches.begin()
     launches.meet(b"")
+    aborted.append("no more")
     launches.abort()
     assert communicators["g0"].story[-1] == ("abort", 50)
     with pytest.raises(PlanAbortedError):

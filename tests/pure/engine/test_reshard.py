@@ -19,7 +19,7 @@ from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import AliasError, LayoutError, ReadOnlyError
-from raycollect.planner import Reshard, Roster, Topology, plan
+from raycollect.planner import Membership, Reshard, Topology, plan
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
 from raycollect.planner.reshard.bounds import least_between
@@ -32,8 +32,8 @@ from tests.pure.resharding import (
     bound,
     empty_of,
     held_by,
+    membership_of,
     request_of,
-    roster_of,
     scenes,
     whole_tensors,
 )
@@ -61,16 +61,16 @@ def run(
     **arguments: Any,
 ) -> dict[int, Any]:
     """Runs a reshard; sides are by their own ranks. Returns the outcomes by rank of the group."""
-    known = convoy.rosters[0]
+    known = convoy.memberships[0]
     places = Topology(hosts=tuple(hosts) or known.topology.hosts)
-    roster = Roster(spec=known.spec, members=known.members, topology=places)
+    membership = Membership(spec=known.spec, participants=known.participants, topology=places)
     keys: dict[int, Any] = {}
     for side, ranks, odd in ((src, reshard.src_ranks, 0), (dst or {}, reshard.dst_ranks, 1)):
         for at, value in side.items():
             keys[2 * ranks[at] + odd] = convoy.keep(ranks[at], value)
-    asked = request_of(reshard, roster.spec, made=dst is None, **arguments)
+    asked = request_of(reshard, membership.spec, made=dst is None, **arguments)
     operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in asked.operands)
-    return convoy.run([replace(asked, operands=operands)], [roster])
+    return convoy.run([replace(asked, operands=operands)], [membership])
 
 
 @given(scenes(), st.sampled_from(["local", "shm", "shm, in place", "tcp"]), st.integers(1, 3), st.integers(0, 99))
@@ -349,8 +349,8 @@ def test_what_is_written_in_part_stays_dirty() -> None:
 
 
 def test_tensors_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    roster = roster_of(3)
-    planned = plan([request_of(bound({"": CUT}, {"": FULL}, range(3), range(3)), roster.spec)], [roster])
+    membership = membership_of(3)
+    planned = plan([request_of(bound({"": CUT}, {"": FULL}, range(3), range(3)), membership.spec)], [membership])
     buffers = ReshardBuffers(planned.program(0).shares[0], np.empty)
     monkeypatch.setattr("raycollect.backends.arrays.memory", lambda tensor: object.__new__(DeviceArray))
     buffers.bind(0, contain(np.ones((2, 4), np.float32)))

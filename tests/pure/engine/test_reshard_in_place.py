@@ -76,8 +76,8 @@ def operands_of(reshard: Reshard, group: GroupSpec, keys: Mapping[int, Any]) -> 
 
 def start(convoy: Convoy, reshard: Reshard, keys: Mapping[int, Any]) -> dict[int, Any]:
     """Runs it; the errors by rank."""
-    (roster,) = convoy.rosters
-    outcomes = convoy.run([operands_of(reshard, roster.spec, keys)], [roster])
+    (membership,) = convoy.memberships
+    outcomes = convoy.run([operands_of(reshard, membership.spec, keys)], [membership])
     return {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error is not None}
 
 
@@ -160,12 +160,12 @@ def test_ranks_that_do_nothing_else_in_a_batch_show_nothing_before_the_agreement
     whole = whole_tensors(SRC, 3)
     given, taken = shared(held_by(SRC, whole)), empty_of(DST)
     keys = keep(convoy, RESHARD, given, taken)
-    (roster,) = convoy.rosters
+    (membership,) = convoy.memberships
     sent, received = np.arange(4.0), np.zeros(4)
     ends = ((0, convoy.keep(0, sent), None), (1, None, convoy.keep(1, received)))
-    send = Request(kind=OpKind.SEND, group=roster.spec, operands=ends, root=0, peer=1)
+    send = Request(kind=OpKind.SEND, group=membership.spec, operands=ends, root=0, peer=1)
     for _ in range(3):
-        outcomes = convoy.run([operands_of(RESHARD, roster.spec, keys), send], [roster, roster])
+        outcomes = convoy.run([operands_of(RESHARD, membership.spec, keys), send], [membership, membership])
         assert [outcome.error for outcome in outcomes.values()] == [None] * WORLD
         check(taken, whole)
     np.testing.assert_array_equal(received, sent)

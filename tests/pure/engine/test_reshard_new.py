@@ -19,7 +19,7 @@ from raycollect.planner.reshard.held import made_of
 from raycollect.planner.template import Local, Role
 from tests.pure.engine.test_reshard import convoy_of, must, run
 from tests.pure.fleet import FailAt
-from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, request_of, roster_of, scenes, whole_tensors
+from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, membership_of, request_of, scenes, whole_tensors
 
 ROWS = layout([4, 2], mesh={"r": 2}, spec=("r",))
 WHOLE = layout([4, 2], mesh={"r": 2})
@@ -96,9 +96,11 @@ def test_what_is_in_no_region_of_a_half_written_target_is_not_taken_over(argumen
 
 
 def test_operands_are_written_behind_the_commit_alone() -> None:
-    roster = roster_of(3)
-    asked = request_of(bound({"": ROWS}, {"": layout([4, 2], mesh={"r": 1})}, (0, 1), (2,)), roster.spec, snapshot=True)
-    planned = plan([asked], [roster])
+    membership = membership_of(3)
+    asked = request_of(
+        bound({"": ROWS}, {"": layout([4, 2], mesh={"r": 1})}, (0, 1), (2,)), membership.spec, snapshot=True
+    )
+    planned = plan([asked], [membership])
     part = planned.parts[0]
     for rank in range(3):
         template = part.template(rank)

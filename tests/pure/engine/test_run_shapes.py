@@ -12,8 +12,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind
-from raycollect.engine import preparation
-from raycollect.engine.execution import Outcome
+from raycollect.engine.execution import Execution, Outcome
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
 from tests.pure.fleet import Fleet
 
@@ -41,13 +40,13 @@ def run(fleet: Fleet, request: pytest.FixtureRequest) -> Run:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Each time that a rank had to look at its operands."""
     found: list[Any] = []
-    look = preparation.Preparation._look
+    look = Execution._look
 
-    def noted(self: preparation.Preparation) -> Any:
+    def noted(self: Execution) -> Any:
         found.append(self.program)
         return look(self)
 
-    monkeypatch.setattr(preparation.Preparation, "_look", noted)
+    monkeypatch.setattr(Execution, "_look", noted)
     return found
 
 

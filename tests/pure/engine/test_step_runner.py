@@ -125,7 +125,7 @@ def test_without_results_nothing_is_packed(team: MakeTeam) -> None:
     script.call("note")
     one = team(1, [script])
     one.actors[0].methods = {"note": object}
-    assert one.capture()[0].run(1, b"", aborted=lambda: None) == b""
+    assert one.capture()[0].run(1, b"", aborted={}) == b""
 
 
 @pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, 3)])
@@ -134,7 +134,7 @@ def test_the_arguments_are_counted(team: MakeTeam, arguments: tuple[int, ...]) -
     script.argument()
     one = team(1, [script])
     with pytest.raises(ProtocolError, match=f"{len(arguments)} arguments for a captured step that takes 1"):
-        one.capture()[0].run(1, pack_values(arguments), aborted=lambda: None)
+        one.capture()[0].run(1, pack_values(arguments), aborted={})
 
 
 def test_the_values_of_refs_are_counted(team: MakeTeam) -> None:

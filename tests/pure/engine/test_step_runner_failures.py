@@ -243,7 +243,7 @@ def test_an_abort_just_before_a_plan_begins_is_seen(team: MakeTeam) -> None:
         return star
 
     with pytest.raises(PlanAbortedError):
-        replay.run(1, b"", aborted=lambda: None, exchange=exchange)
+        replay.run(1, b"", aborted={}, exchange=exchange)
     assert star.seqs == [], "the other never comes there"
 
 
@@ -263,5 +263,5 @@ def test_plans_are_decoded_once(team: MakeTeam, monkeypatch: pytest.MonkeyPatch)
     (replay,) = one.capture()
     monkeypatch.setattr("raycollect.engine.step_actions.decode_program", None)
     for seq in (1, 2, 3):
-        assert unpack_values(replay.run(seq, b"", aborted=lambda: None)) == ()
+        assert unpack_values(replay.run(seq, b"", aborted={})) == ()
     assert type(replay.slots[0]) is Container

@@ -12,8 +12,8 @@ from raycollect.core.model import Address, GroupSpec, Member
 from raycollect.group import cluster_registry
 from raycollect.group.link_costs import FILE, MEASURED, Costs
 from raycollect.group.measured_links import MeasuredLinks, turns
-from raycollect.group.membership import Membership
-from raycollect.planner import Link
+from raycollect.group.membership import membership_of
+from raycollect.planner import Link, Membership
 
 SLOW = Link(latency_s=1e-3, bandwidth=1e7)
 
@@ -35,7 +35,7 @@ def membership(places: str, backend: str = "tcp", costs: Costs | None = None) ->
         for rank, place in enumerate(places)
     ]
     spec = GroupSpec(name="g", group_id="1", backend=backend, world_size=len(places))
-    return Membership(spec=spec, members=tuple(members), costs=costs or Costs())
+    return membership_of(spec, members, costs)
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +112,8 @@ def test_an_entry_of_another_version_is_no_link(entry: bytes, store: dict[bytes,
 
 def test_a_group_reckons_with_its_links(store: dict[bytes, Any]) -> None:
     pairs = {(0, 1): SLOW, (0, 2): Link(latency_s=0.0, bandwidth=1e9), (1, 2): Link(latency_s=0.0, bandwidth=1e9)}
-    topology = membership("aabbc", costs=Costs(pairs=pairs)).roster.topology
+    topology = membership("aabbc").topology.on_links(pairs)
     assert topology.pairs is not None
     assert topology.pairs.slowest() == (0, 1)
     assert topology.between == Link(latency_s=1e-3, bandwidth=2e7), "of what a host sends, half goes over a link"
-    assert membership("aaa", costs=Costs(pairs=pairs)).roster.topology.pairs is None
+    assert membership("aaa").topology.on_links(pairs).pairs is None

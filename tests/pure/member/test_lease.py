@@ -74,6 +74,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
         link = SimpleNamespace(send=lambda message: None)
         premises = SimpleNamespace(
             instruments=Instruments(store=pos.Store(), recorder=Recorder(time.monotonic), clock=time.monotonic),
+            process_groups=ProcessGroups(),
             task_of=lambda seq: None,
             method_lock=threading.Lock(),
             finished_calls=FinishedCalls(),

@@ -22,12 +22,12 @@ def convoy_of(groups: Sequence[Sequence[int]]) -> Iterator[Convoy]:
 
 def allreduces(convoy: Convoy, values: Sequence[Sequence[Any]], group: int = 0) -> list[Request]:
     """For each list of values, by rank, an allreduce of them."""
-    roster = convoy.rosters[group]
-    members = [int(name.removeprefix("actor-")) for name in roster.members]
+    membership = convoy.memberships[group]
+    members = [int(name.removeprefix("actor-")) for name in membership.participants]
     return [
         Request(
             kind=OpKind.ALLREDUCE,
-            group=roster.spec,
+            group=membership.spec,
             operands=tuple((rank, convoy.keep(members[rank], value), None) for rank, value in enumerate(of_call)),
             op=ReduceOp.SUM,
             timeout_s=WAIT_S,

@@ -7,9 +7,10 @@ from dataclasses import replace
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
-from raycollect.planner import Inner, Link, Made, Request, Roster, Topology, plan
+from raycollect.planner import Link, Made, Membership, Request, Topology, plan
 from raycollect.planner.explain import Planned, explain, explain_step
 from raycollect.planner.report import Invoked, Methods
+from tests.pure.memberships import part_of
 
 
 def group(name, count, backend="shm", ops=None):
@@ -17,22 +18,20 @@ def group(name, count, backend="shm", ops=None):
     return GroupSpec(name=name, group_id=f"id of {name}", backend=backend, world_size=count, **given)
 
 
-def roster(hosts, *, name="default", backend="shm", bitwise=True, inner=False, ops=None, first=0):
+def membership(hosts, *, name="default", backend="shm", bitwise=True, inner=False, ops=None, first=0):
     """A group whose rank r is on host ``hosts[r]``; its members are named by their numbers from `first` on."""
     topology = Topology.of(
         hosts, inside=Link(latency_s=1e-5, bandwidth=8e9), between=Link(latency_s=5e-5, bandwidth=1e9)
     )
     spec = group(name, len(hosts), backend, ops)
-    members = tuple(f"member {first + rank}" for rank in range(len(hosts)))
+    participants = tuple(f"member {first + rank}" for rank in range(len(hosts)))
+    made = Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise)
+    if not inner:
+        return made
     groups = [topology.on(host) for host in range(topology.host_count)]
-    leaders = tuple(ranks[0] for ranks in groups)
-    made = {
-        "hosts": tuple(
-            Inner(spec=group(f"{name}/host-{host}", len(ranks)), ranks=ranks) for host, ranks in enumerate(groups)
-        ),
-        "leaders": Inner(spec=group(f"{name}/leaders", len(leaders), backend), ranks=leaders),
-    }
-    return Roster(spec=spec, members=members, topology=topology, bitwise=bitwise, **(made if inner else {}))
+    leaders = part_of(made, group(f"{name}/leaders", len(groups), backend), [ranks[0] for ranks in groups])
+    inside = [part_of(made, group(f"{name}/host-{at}", len(ranks)), ranks) for at, ranks in enumerate(groups)]
+    return replace(made, inner=(*inside, leaders))
 
 
 def info(size, dtype="float32", itemsize=4):
@@ -62,25 +61,25 @@ def send(there, root, peer, tag="x", into=None):
     return Request(kind=OpKind.SEND, group=there.spec, operands=tuple(operands), root=root, peer=peer)
 
 
-def told(requests, rosters, held, **more):
+def told(requests, memberships, held, **more):
     """The explanation of a plan in which a source ``(tag, rank)`` holds ``held[tag]``."""
-    rosters = rosters if isinstance(rosters, list) else [rosters] * len(requests)
-    planned = plan(requests, rosters, **more)
+    memberships = memberships if isinstance(memberships, list) else [memberships] * len(requests)
+    planned = plan(requests, memberships, **more)
     return explain(planned, {source: held[source[0]] for source in planned.uses()})
 
 
 def native():
-    there = roster([0] * 4)
+    there = membership([0] * 4)
     return told([allreduce(there)], there, {"x": info(1 << 18)})
 
 
 def hierarchical():
-    there = roster([0] * 3 + [1] * 3 + [2] * 2, backend="gloo", bitwise=False, inner=True)
+    there = membership([0] * 3 + [1] * 3 + [2] * 2, backend="gloo", bitwise=False, inner=True)
     return told([allreduce(there)], there, {"x": info(1 << 24)})
 
 
 def mixed():
-    there = roster([0, 0, 1, 1], backend="tcp")
+    there = membership([0, 0, 1, 1], backend="tcp")
     requests = [
         broadcast(there, 1, "weights"),
         send(there, 0, 3, "message"),
@@ -92,7 +91,7 @@ def mixed():
 
 
 def dependent():
-    there = roster([0] * 2)
+    there = membership([0] * 2)
     pieces = Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=each(there, lambda _: Made(0)), op=ReduceOp.MIN)
     requests = [
         gathering(OpKind.ALLGATHER, there),
@@ -105,7 +104,7 @@ def dependent():
 
 
 def overlapping():
-    left, right = roster([0, 0], name="left <&>"), roster([0, 0], name="right", first=1)
+    left, right = membership([0, 0], name="left <&>"), membership([0, 0], name="right", first=1)
     requests = [broadcast(left, 0, at) for at in range(100)] + [broadcast(right, 1, at) for at in range(100, 150)]
     return told(requests, [left] * 100 + [right] * 50, {at: info(1024) for at in range(150)}, staging=100 << 10)
 
@@ -116,13 +115,12 @@ def on(device, size, library="cupy"):
 
 def working_in(memory, there):
     """The same group, and those inside it, with a backend that works in some memory."""
-    inner = [replace(one, spec=replace(one.spec, memory=memory)) for one in there.hosts]
-    leaders = there.leaders and replace(there.leaders, spec=replace(there.leaders.spec, memory=memory))
-    return replace(there, spec=replace(there.spec, memory=memory), hosts=tuple(inner), leaders=leaders)
+    inner = tuple(replace(one, spec=replace(one.spec, memory=memory)) for one in there.inner)
+    return replace(there, spec=replace(there.spec, memory=memory), inner=inner)
 
 
 def brought():
-    there = working_in("cpu", roster([0] * 4))
+    there = working_in("cpu", membership([0] * 4))
     requests = [allreduce(there, "gradient"), gathering(OpKind.ALLGATHER, there, "loss"), send(there, 1, 0, "row")]
     planned = plan(requests, [there] * 3)
     held = {("gradient", rank): on(device, 1 << 20) for rank, device in enumerate(["cuda:0", "cuda:1", "cuda:0"])}
@@ -148,7 +146,7 @@ def captured(first, requests, there, held, fixed=0):
 
 
 def step():
-    there = roster([0] * 6, name="digits")
+    there = membership([0] * 6, name="digits")
     asked = [gathering(OpKind.ALLGATHER, there), allreduce(there, "x", ReduceOp.MAX)]
     stages = [
         methods(0, ("gradient", 6)),

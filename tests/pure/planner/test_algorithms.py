@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from raycollect.core.model import PIECES, OpKind, ReduceOp
 from raycollect.planner import (
-    Inner,
     Link,
     Local,
+    Membership,
     Part,
     Role,
-    Roster,
     Step,
     decode_program,
     encode_program,
@@ -31,7 +30,7 @@ from raycollect.planner.template import NATIVE
 from raycollect.planner.verify import verify
 from tests.pure.counting import counted_part
 from tests.pure.meaning import folded, meaning
-from tests.pure.rosters import ALL_OPS, MADE, built, names, own, request, roster
+from tests.pure.memberships import ALL_OPS, MADE, built, membership, names, own, part_of, request
 
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=11)
 
@@ -49,7 +48,7 @@ def test_whatever_is_possible_is_right(
     places: list[int], bitwise: bool, made: tuple[str, OpKind], root: int, given_: bool, inplace: bool
 ) -> None:
     name, kind = made
-    of = roster(places, bitwise=bitwise)
+    of = membership(places, bitwise=bitwise)
     asked = request(kind, of, root % len(places), given=given_, inplace=inplace)
     part = built(name, of, asked)
     if part is not None:
@@ -178,7 +177,7 @@ def test_memory_holds_what_the_operation_means(
     """Also where outputs are the memory of inputs; bit for bit where elements are folded in rank order."""
     (name, kind), world = made, len(places)
     root %= world
-    of = roster(places, bitwise=bitwise)
+    of = membership(places, bitwise=bitwise)
     part = built(name, of, request(kind, of, root, inplace=in_place))
     if part is None:
         return
@@ -209,7 +208,7 @@ def _pairs(found: Any, meant: Any) -> Iterator[tuple[Any, Any]]:
 def test_the_bytes_that_they_say_are_those_of_their_steps(
     places: list[int], backend: str, bitwise: bool, root: int
 ) -> None:
-    of = roster(places, backend=backend, bitwise=bitwise)
+    of = membership(places, backend=backend, bitwise=bitwise)
     for name, kind in MADE:
         asked = request(kind, of, root % len(places))
         part = built(name, of, asked)
@@ -229,7 +228,7 @@ def _launches(part: Part) -> int:
 
 @pytest.mark.parametrize("world", range(1, 10))
 def test_pairs_meet_side_by_side_in_as_few_launches_as_they_say(world: int) -> None:
-    of = roster("a" * world)
+    of = membership("a" * world)
     rounds = world - 1 + world % 2 if world > 1 else 0
     for kind, name, expected in (
         (OpKind.ALLTOALL, "pairwise", rounds),
@@ -250,7 +249,7 @@ def test_pairs_meet_side_by_side_in_as_few_launches_as_they_say(world: int) -> N
 @pytest.mark.parametrize("bitwise", [True, False])
 def test_a_hierarchy_has_the_launches_that_it_needs(bitwise: bool) -> None:
     for places, chained in (("aab", 4), ("aabb", 5), ("abb", 4), ("aaabbbccc", 7), ("abcc", 5)):
-        of = roster(places, bitwise=bitwise, backend="tcp" if bitwise else "gloo")
+        of = membership(places, bitwise=bitwise, backend="tcp" if bitwise else "gloo")
         part = built("hierarchical", of, request(OpKind.ALLREDUCE, of))
         assert part is not None
         assert _launches(part) == (chained if bitwise else 3)
@@ -260,31 +259,32 @@ def test_a_hierarchy_has_the_launches_that_it_needs(bitwise: bool) -> None:
             assert spread is not None
             assert _launches(spread) == expected
             assert not spread.choices[0].stepwise
-    of = roster("aabb")
+    of = membership("aabb")
     far = built("hierarchical", of, request(OpKind.BROADCAST, of, 3))
     assert far is not None
     assert _launches(far) == 3, "a root that does not lead its host gives to that first"
 
 
 def test_where_a_hierarchy_is_not_possible() -> None:
-    def possible(of: Roster, **changes: Any) -> bool:
+    def possible(of: Membership, **changes: Any) -> bool:
         asked = request(OpKind.ALLREDUCE, of, **changes)
         return ALGORITHMS["hierarchical"].serves(Setting.of(own(of, asked), of))
 
-    assert possible(roster("aabb"))
-    assert not possible(roster("aaaa")), "one host"
-    assert not possible(roster("abcd")), "one rank on each"
-    assert not possible(roster("aabb", inner=False)), "no inner groups"
-    assert not possible(roster("aabb"), op=ReduceOp.AVG), "an average of averages is another one"
-    assert not possible(roster("aabb", bitwise=False), op=ReduceOp.AVG)
-    assert not possible(roster("abab")), "host by host would not be rank by rank"
-    assert possible(roster("abab", backend="gloo", bitwise=False))
-    assert not possible(roster("aabb", bitwise=False)), "what tcp does itself goes host by host"
-    other = roster("aabb")
+    assert possible(membership("aabb"))
+    assert not possible(membership("aaaa")), "one host"
+    assert not possible(membership("abcd")), "one rank on each"
+    assert not possible(membership("aabb", inner=False)), "no inner groups"
+    assert not possible(membership("aabb"), op=ReduceOp.AVG), "an average of averages is another one"
+    assert not possible(membership("aabb", bitwise=False), op=ReduceOp.AVG)
+    assert not possible(membership("abab")), "host by host would not be rank by rank"
+    assert possible(membership("abab", backend="gloo", bitwise=False))
+    assert not possible(membership("aabb", bitwise=False)), "what tcp does itself goes host by host"
+    other = membership("aabb")
+    *hosts, leaders = other.inner
     for broken in (
-        replace(other, hosts=other.hosts[:1]),
-        replace(other, leaders=Inner(spec=other.hosts[0].spec, ranks=(1, 3))),
-        replace(other, leaders=Inner(spec=replace(other.hosts[0].spec, ops=("allreduce",)), ranks=(0, 2))),
+        replace(other, inner=(hosts[0], leaders)),
+        replace(other, inner=(*hosts, part_of(other, leaders.spec, (1, 3)))),
+        replace(other, inner=(*hosts, part_of(other, replace(leaders.spec, ops=("allreduce",)), (0, 2)))),
     ):
         assert not possible(broken)
 
@@ -296,7 +296,7 @@ def test_on_one_host_there_is_one_way() -> None:
     for places in ("a", "aa", "a" * 16):
         for kind in OpKind:
             if kind not in (OpKind.SEND, OpKind.RECV):
-                of = roster(places, backend="tcp")
+                of = membership(places, backend="tcp")
                 part = plan_part(request(kind, of), of)
                 assert names(part) == [NATIVE.name]
                 assert part.levels == ()
@@ -314,7 +314,7 @@ def test_the_cheapest_is_taken_at_every_size(
     hosts: int, ranks: int, backend: str, slow: float, latency_s: float, size: int
 ) -> None:
     between = Link(latency_s=latency_s, bandwidth=slow)
-    of = roster([host for host in range(hosts) for _ in range(ranks)], backend=backend, between=between)
+    of = membership([host for host in range(hosts) for _ in range(ranks)], backend=backend, between=between)
     for kind in (OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.ALLTOALL):
         part = plan_part(request(kind, of), of)
         verify(part)
@@ -331,7 +331,7 @@ def test_the_cheapest_is_taken_at_every_size(
 
 
 def test_slow_links_between_hosts_make_hierarchies() -> None:
-    of = roster("aaaaaaaabbbbbbbb")
+    of = membership("aaaaaaaabbbbbbbb")
     part = plan_part(request(OpKind.ALLREDUCE, of), of)
     assert names(part)[-1] == "hierarchical"
     assert [[group_id for group_id, _ in level] for level in part.levels] == [["g/0", "g/1"], ["g/leaders"]]
@@ -343,23 +343,23 @@ def test_slow_links_between_hosts_make_hierarchies() -> None:
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER])
 def test_nothing_is_cheaper_than_a_backend_that_goes_host_by_host(kind: OpKind) -> None:
     for places in ("aabb", "aaaaaaaabbbbbbbb", "abcc"):
-        of = roster(places, bitwise=False)
+        of = membership(places, bitwise=False)
         assert names(plan_part(request(kind, of), of)) == ["native"]
 
 
 def test_what_is_learned_at_the_check_or_made_of_others_has_one_way() -> None:
-    of = roster("aaaaaaaabbbbbbbb")
+    of = membership("aaaaaaaabbbbbbbb")
     assert names(plan_part(request(OpKind.ALLGATHER, of, given=False), of)) == ["native"]
-    lacking = roster("aaaaaaaabbbbbbbb", ops=tuple(op for op in ALL_OPS if op != "allreduce"))
+    lacking = membership("aaaaaaaabbbbbbbb", ops=tuple(op for op in ALL_OPS if op != "allreduce"))
     assert names(plan_part(request(OpKind.ALLREDUCE, lacking), lacking)) == ["native"]
-    mute = roster("aaaaaaaabbbbbbbb", ops=tuple(op for op in ALL_OPS if op not in ("send", "recv")))
+    mute = membership("aaaaaaaabbbbbbbb", ops=tuple(op for op in ALL_OPS if op not in ("send", "recv")))
     assert "ring" not in names(plan_part(request(OpKind.ALLGATHER, mute), mute))
 
 
 @pytest.mark.parametrize("kind", STAND_INS)
 def test_a_backend_that_sends_and_receives_does_the_rest_on_any_hosts(kind: OpKind) -> None:
     for places in ("a", "ab", "aab", "abab", "aaabbbc"):
-        of = roster(places, ops=("send", "recv"))
+        of = membership(places, ops=("send", "recv"))
         for root in range(len(places)):
             for given_ in (True, False):
                 part = plan_part(request(kind, of, root, given=given_), of)
@@ -368,7 +368,7 @@ def test_a_backend_that_sends_and_receives_does_the_rest_on_any_hosts(kind: OpKi
 
 def test_a_large_group_is_planned_without_rings() -> None:
     """Their steps grow with the square of the ranks."""
-    of = roster([rank // 8 for rank in range(512)])
+    of = membership([rank // 8 for rank in range(512)])
     part = plan_part(request(OpKind.ALLGATHER, of), of)
     assert names(part) == ["native"]
     part = plan_part(request(OpKind.ALLREDUCE, of), of)

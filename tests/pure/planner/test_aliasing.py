@@ -323,13 +323,13 @@ def test_calls_of_a_batch_that_meet_in_memory_keep_their_order(seed: int, mix: s
         _request(kind, convoy, [convoy.keep(rank, views[rank][at]) for rank in range(2)])
         for at, (kind, _) in enumerate(calls)
     ]
-    outcomes = convoy.run(requests, convoy.rosters * len(requests))
+    outcomes = convoy.run(requests, convoy.memberships * len(requests))
     assert {outcome.error for outcome in outcomes.values()} == {None}
     np.testing.assert_array_equal(values, expected)
 
 
 def _request(kind: OpKind, convoy: Convoy, keys: Sequence[Any]) -> Request:
-    spec = convoy.rosters[0].spec
+    spec = convoy.memberships[0].spec
     if kind is OpKind.BROADCAST:
         operands: Any = ((0, keys[0], None), (1, None, keys[1]))
         return Request(kind=kind, group=spec, operands=operands, root=0, timeout_s=WAIT_S)
@@ -345,7 +345,7 @@ def test_one_call_of_a_batch_that_meets_itself_refuses_all_of_it(name: str, conv
         [convoy.keep(rank, [cut(value) for cut in CUTS[name][1]]) for rank, value in enumerate(values)],
     ]
     requests = [_request(OpKind.ALLREDUCE, convoy, of_call) for of_call in keys]
-    outcomes = convoy.run(requests, convoy.rosters * 2)
+    outcomes = convoy.run(requests, convoy.memberships * 2)
     for outcome in outcomes.values():
         assert type(outcome.error) is AliasError
         assert {violation.call for violation in outcome.error.violations} == {1}

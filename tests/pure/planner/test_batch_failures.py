@@ -26,7 +26,7 @@ def test_a_dirty_tensor_may_be_read_after_a_call_of_the_batch_has_written_it_who
     with convoy_of([[0, 1]]) as convoy:
         values = [np.arange(4.0), np.zeros(4)]
         keys = [convoy.keep(one, value) for one, value in enumerate(values)]
-        spec = convoy.rosters[0].spec
+        spec = convoy.memberships[0].spec
         convoy.stores[1].mark_dirty([arrays.byte_range(values[1])], [arrays.owner(values[1])])
         over = Request(
             kind=OpKind.BROADCAST,
@@ -42,9 +42,9 @@ def test_a_dirty_tensor_may_be_read_after_a_call_of_the_batch_has_written_it_who
             op=ReduceOp.SUM,
             timeout_s=WAIT_S,
         )
-        for outcome in convoy.run([use, over], convoy.rosters * 2).values():
+        for outcome in convoy.run([use, over], convoy.memberships * 2).values():
             assert isinstance(outcome.error, TensorDirtyError)
-        for outcome in convoy.run([over, use], convoy.rosters * 2).values():
+        for outcome in convoy.run([over, use], convoy.memberships * 2).values():
             assert outcome.error is None
         np.testing.assert_array_equal(values, [[0, 2, 4, 6]] * 2)
         assert convoy.stores[1].statistics().dirty == 0
@@ -60,7 +60,7 @@ def test_a_fault_in_the_middle_leaves_exactly_what_was_being_written_dirty(point
         sums = _calls(convoy, OpKind.ALLREDUCE, [[of[row] for of in keys] for row in (0, 2)])
         copies = _calls(convoy, OpKind.BROADCAST, [[of[row] for of in keys] for row in (1, 3)])
         requests, rows = [sums[0], copies[0], sums[1], copies[1]], [(0, 2), (1, 3)]
-        planned = plan(requests, convoy.rosters * 4, staging=0)
+        planned = plan(requests, convoy.memberships * 4, staging=0)
         assert [together.requests for together in planned.order] == rows
         convoy.faults = fault = FailAt(point=point, rank=1, nth=nth)
         outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
@@ -87,7 +87,7 @@ def _calls(convoy: Convoy, kind: OpKind, keys: Sequence[Sequence[Key]]) -> list[
     return [
         Request(
             kind=kind,
-            group=convoy.rosters[0].spec,
+            group=convoy.memberships[0].spec,
             operands=tuple(
                 (rank, None, key) if rank and root == 0 else (rank, key, None) for rank, key in enumerate(of)
             ),
@@ -103,14 +103,14 @@ def test_a_fault_in_a_fused_kernel_makes_all_of_its_tensors_dirty() -> None:
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(3), np.ones(3)] for _ in range(4)]
         convoy.faults = fault = FailAt(point="after_kernel", rank=0)
-        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * 4)
+        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 4)
         assert fault.consumed == 1
         assert isinstance(outcomes[0].error, KernelError)
         for of_call in values:
             assert convoy.stores[0].is_dirty([arrays.byte_range(of_call[0])])
         convoy.faults = FailAt(point="start", rank=9)
         again = [[np.full(3, 2.0), np.full(3, 3.0)] for _ in range(4)]
-        assert all(one.error is None for one in convoy.run(allreduces(convoy, again), convoy.rosters * 4).values())
+        assert all(one.error is None for one in convoy.run(allreduces(convoy, again), convoy.memberships * 4).values())
         np.testing.assert_array_equal(again, np.full((4, 2, 3), 5.0))
 
 
@@ -120,7 +120,7 @@ def test_a_fault_outside_of_the_kernels_leaves_nothing_dirty(point: str) -> None
         values = [[np.ones(2), np.ones(2)], [np.ones(2), np.ones(2)]]
         requests = allreduces(convoy, values[:1], 0) + allreduces(convoy, values[1:], 1)
         convoy.faults = fault = FailAt(point=point, rank=1)
-        outcomes = convoy.run(requests, convoy.rosters)
+        outcomes = convoy.run(requests, convoy.memberships)
         assert fault.consumed == 1
         assert isinstance(outcomes[1].error, KernelError)
         assert convoy.stores[1].statistics().dirty == 0
@@ -132,10 +132,10 @@ def test_an_abort_between_two_launches_is_not_lost() -> None:
         values = [[np.ones(2), np.ones(2)], [np.ones(2), np.ones(2)]]
         requests = allreduces(convoy, values[:1], 0) + allreduces(convoy, values[1:], 1)
         convoy.faults = hold = HoldAt(point="after_kernel", rank=1)
-        futures = convoy.start(plan(requests, convoy.rosters))
+        futures = convoy.start(plan(requests, convoy.memberships))
         assert hold.came.wait(WAIT_S)
         assert futures[0].result(WAIT_S).error is None, "it had no other launch"
-        convoy.executions[1].abort()
+        convoy.abort(1)
         hold.go.set()
         error = futures[1].result(WAIT_S).error
         assert isinstance(error, PlanAbortedError)
@@ -149,9 +149,9 @@ def test_an_abort_before_the_run_lets_it_begin_nothing() -> None:
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(2), np.ones(2)]] * 2
         convoy.faults = hold = HoldAt(point="start", rank=0)
-        futures = convoy.start(plan(allreduces(convoy, values), convoy.rosters * 2))
+        futures = convoy.start(plan(allreduces(convoy, values), convoy.memberships * 2))
         assert hold.came.wait(WAIT_S)
-        convoy.executions[0].abort()
+        convoy.abort(0)
         hold.go.set()
         for future in futures.values():
             assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
@@ -168,6 +168,6 @@ def test_a_group_that_is_not_there_is_an_outcome() -> None:
                 raise gone
 
         convoy.communicators[2] = Missing()
-        outcomes = convoy.run(requests, convoy.rosters)
+        outcomes = convoy.run(requests, convoy.memberships)
         assert outcomes[2].error is gone
         assert isinstance(outcomes[1].error, (PlanAbortedError, CollectiveTimeoutError))

@@ -25,7 +25,7 @@ from raycollect.errors import (
     ProtocolError,
     TensorFreedError,
 )
-from raycollect.planner import Inner, Part, Request, Roster, Topology, plan, plan_part
+from raycollect.planner import Membership, Part, Request, Topology, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.schedule import schedule
 from raycollect.planner.template import NATIVE
@@ -38,28 +38,27 @@ HOSTS = (2, 1, 3)
 
 
 @contextmanager
-def _hosts(*, bitwise: bool = True) -> Iterator[tuple[Convoy, Roster]]:
+def _hosts(*, bitwise: bool = True) -> Iterator[tuple[Convoy, Membership]]:
     """Six participants on three hosts, with the groups of the hosts and that of their leaders."""
     ends = list(accumulate(HOSTS, initial=0))
     ranks = [tuple(range(lo, hi)) for lo, hi in pairwise(ends)]
     leaders = tuple(of[0] for of in ranks)
     with convoy_of([range(ends[-1]), leaders, *ranks]) as convoy:
-        outer, lead, *hosts = convoy.rosters
+        outer, lead, *hosts = convoy.memberships
         places = [host for host, count in enumerate(HOSTS) for _ in range(count)]
-        roster = replace(
+        membership = replace(
             outer,
             topology=Topology.of(places),
-            hosts=tuple(Inner(spec=one.spec, ranks=of) for one, of in zip(hosts, ranks, strict=True)),
-            leaders=Inner(spec=lead.spec, ranks=leaders),
+            inner=(*hosts, lead),
             bitwise=bitwise,
         )
-        yield convoy, roster
+        yield convoy, membership
 
 
-def _with_choice(request: Request, roster: Roster, name: str, at_least: int) -> Part:
+def _with_choice(request: Request, membership: Membership, name: str, at_least: int) -> Part:
     """The part of a request with one algorithm beside the native one."""
     native = replace(plan_part(request), choices=(NATIVE,))
-    other = build(native, roster, ALGORITHMS[name])
+    other = build(native, membership, ALGORITHMS[name])
     templates = tuple(replace(native.template(rank), others=(other.template(rank).steps,)) for rank in native.ranks)
     choices = (NATIVE, replace(other.choices[0], at_least=at_least))
     parts = tuple(range(len(templates)))
@@ -73,13 +72,13 @@ def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle_and_not_for_narrow_float
     dtype: str, size: int, levels: int, inplace: bool, bitwise: bool
 ) -> None:
     """Two calls of 4 x 8 bytes reach the 64 from which on the hosts are gone through."""
-    with _hosts(bitwise=bitwise) as (convoy, roster):
+    with _hosts(bitwise=bitwise) as (convoy, membership):
         rng = np.random.default_rng(size)
         values = [[rng.integers(0, 9, size).astype(dtype) for _ in range(6)] for _ in range(2)]
         expected = [sum(of_call) for of_call in values]
         requests = [replace(one, inplace=inplace) for one in allreduces(convoy, values)]
-        part = _with_choice(requests[0], roster, "hierarchical", 64)
-        planned = schedule(requests, [part] * 2, [roster] * 2, 32 << 20)
+        part = _with_choice(requests[0], membership, "hierarchical", 64)
+        planned = schedule(requests, [part] * 2, [membership] * 2, 32 << 20)
         kernels = _heard(convoy, 5)
         outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
         for at, right in enumerate(expected):
@@ -98,8 +97,8 @@ def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> N
     team = ThreadTeam("tcp", world)
     convoy = Convoy([range(world)], lambda world_size: team.communicators)
     try:
-        spec = replace(convoy.rosters[0].spec, ops=("send", "recv"))
-        roster = replace(convoy.rosters[0], spec=spec)
+        spec = replace(convoy.memberships[0].spec, ops=("send", "recv"))
+        membership = replace(convoy.memberships[0], spec=spec)
         root = 0 if kind in (OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER) else -1
         requests, meant, takes = [], [], []
         for call in range(3):
@@ -116,7 +115,7 @@ def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> N
                 for rank in range(world)
             )
             requests.append(Request(kind=kind, group=spec, operands=operands, root=root, timeout_s=WAIT_S))
-        planned = plan(requests, [roster] * 3)
+        planned = plan(requests, [membership] * 3)
         assert planned.width > 1 or world == 2
         outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
         for rank in range(world):
@@ -146,7 +145,7 @@ def test_independent_calls_of_one_form_are_one_kernel(count: int) -> None:
         values = [[np.full(5, 1.0 + call), np.full(5, 2.0 * call)] for call in range(count)]
         expected = [sum(of_call) for of_call in values]
         kernels = _heard(convoy, 0)
-        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * count)
+        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * count)
         assert all(outcome.error is None for outcome in outcomes.values())
         assert [kernel.src.size for kernel in kernels] == [5 * count]
         for of_call, right in zip(values, expected, strict=True):
@@ -158,7 +157,7 @@ def test_hidden_aliases_on_one_participant_end_the_fusion_on_all() -> None:
         shared, mine = np.ones(4), [np.ones(4), np.ones(4)]
         kernels = _heard(convoy, 0)
         values = [[mine[0], shared], [mine[1], shared]]
-        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * 2)
+        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2)
         assert all(outcome.error is None for outcome in outcomes.values())
         assert len(kernels) == 2
         np.testing.assert_array_equal(mine, [[2] * 4, [3] * 4])
@@ -170,7 +169,7 @@ def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -
         values = [[np.ones(3), np.ones(3)] for _ in range(3)]
         requests = allreduces(convoy, values)
         kernels = _heard(convoy, 0)
-        planned = plan(requests, convoy.rosters * 3)
+        planned = plan(requests, convoy.memberships * 3)
         for turn in range(3):
             assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
             np.testing.assert_array_equal(values, np.full((3, 2, 3), 2.0 ** (turn + 1)))
@@ -193,7 +192,7 @@ def test_the_first_operand_does_not_keep_the_memory_of_the_others() -> None:
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(3), np.ones(3)] for _ in range(3)]
         requests = allreduces(convoy, values)
-        assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 3).values())
+        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 3).values())
         convoy.executions = {}
         alive = weakref.ref(values[2][0])
         convoy.stores[0].free([requests[2].operands[0][1]])  # type: ignore[list-item]
@@ -206,7 +205,7 @@ def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> 
     """Each operand remembers but a few programs, and forgets all of them at once."""
     with convoy_of([[0, 1]]) as convoy:
         shared = [convoy.keep(one, np.zeros(2)) for one in range(2)]
-        spec, expected = convoy.rosters[0].spec, 0.0
+        spec, expected = convoy.memberships[0].spec, 0.0
         batches = []
         for _ in range(12):
             mine = [[np.ones(2), np.ones(2)]]
@@ -215,7 +214,7 @@ def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> 
             second = Request(
                 kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM, timeout_s=20.0 + len(batches)
             )
-            batches.append((plan([first, second], convoy.rosters * 2), mine))
+            batches.append((plan([first, second], convoy.memberships * 2), mine))
         for turn in range(3):
             for planned, mine in batches:
                 assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
@@ -229,9 +228,9 @@ def test_a_tensor_whose_storage_was_given_back_is_refused_though_the_batch_ran_b
     with convoy_of([[0, 1]]) as convoy:
         values = [[torch.ones(3), torch.ones(3)] for _ in range(2)]
         requests = allreduces(convoy, values)
-        assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 2).values())
+        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 2).values())
         values[1][0].untyped_storage().resize_(0)
-        for outcome in convoy.run(requests, convoy.rosters * 2).values():
+        for outcome in convoy.run(requests, convoy.memberships * 2).values():
             assert isinstance(outcome.error, NotATensorError)
             assert {(violation.call, violation.rank) for violation in outcome.error.violations} == {(1, 0)}
 
@@ -248,18 +247,18 @@ def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
         values = [[np.ones(3), np.ones(3)] for _ in range(4)]
         requests = allreduces(convoy, values)
         for _ in range(3):
-            assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 4).values())
+            assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 4).values())
             assert len(sizes) == 2, "one each, and remembered"
         convoy.faults = FailAt(point="before_check", rank=0)
-        assert isinstance(convoy.run(requests, convoy.rosters * 4)[0].error, KernelError)
+        assert isinstance(convoy.run(requests, convoy.memberships * 4)[0].error, KernelError)
         convoy.faults = FailAt(point="start", rank=9)
-        assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 4).values())
+        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 4).values())
         assert len(sizes) == 2, "no kernel has worked in it"
         convoy.faults = FailAt(point="after_kernel", rank=0)
-        assert isinstance(convoy.run(requests, convoy.rosters * 4)[0].error, KernelError)
+        assert isinstance(convoy.run(requests, convoy.memberships * 4)[0].error, KernelError)
         convoy.faults = FailAt(point="start", rank=9)
         fresh = [[np.ones(3), np.ones(3)] for _ in range(4)]
-        assert all(one.error is None for one in convoy.run(allreduces(convoy, fresh), convoy.rosters * 4).values())
+        assert all(one.error is None for one in convoy.run(allreduces(convoy, fresh), convoy.memberships * 4).values())
         assert len(sizes) > 2
 
 
@@ -270,11 +269,11 @@ def test_an_abort_ends_the_wait_for_a_method() -> None:
         operands = ((0, absent, None), requests[1].operands[1])
         requests[1] = replace(requests[1], operands=operands)
         waits = threading.Event()
-        planned = plan(requests, convoy.rosters * 2)
+        planned = plan(requests, convoy.memberships * 2)
         convoy.waiting = lambda key: waits.set()
         futures = convoy.start(planned)
         assert waits.wait(WAIT_S)
-        convoy.executions[0].abort()
+        convoy.abort(0)
         for future in futures.values():
             assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
 
@@ -284,10 +283,10 @@ def test_who_ended_is_told_by_places_only_where_all_ran_in_the_checks_launch() -
         for communicators in convoy.communicators:
             for name, inner in list(communicators.items()):
                 communicators[name] = _Ending(inner)  # type: ignore[assignment]
-        one = convoy.run(allreduces(convoy, [[np.ones(1), np.ones(1)]] * 2, 1), [convoy.rosters[1]] * 2)
+        one = convoy.run(allreduces(convoy, [[np.ones(1), np.ones(1)]] * 2, 1), [convoy.memberships[1]] * 2)
         assert {at: outcome.ended for at, outcome in one.items()} == {1: (0, 1), 2: (0, 1)}
         both = allreduces(convoy, [[np.ones(1), np.ones(1)]], 0) + allreduces(convoy, [[np.ones(1), np.ones(1)]], 1)
-        for outcome in convoy.run(both, convoy.rosters).values():
+        for outcome in convoy.run(both, convoy.memberships).values():
             assert outcome.ended == ()
 
 

@@ -180,7 +180,7 @@ def _requests(convoy: Convoy, groups: list[list[int]], memories: list[Memory], c
         requests.append(
             Request(
                 kind=call.kind,
-                group=convoy.rosters[call.group].spec,
+                group=convoy.memberships[call.group].spec,
                 operands=tuple((rank, source(rank, call.gives), source(rank, call.takes)) for rank in ranks),
                 op=ReduceOp.SUM if call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE) else None,
                 root=call.root,
@@ -204,7 +204,7 @@ def test_a_batch_does_what_its_calls_do_one_after_the_other(batch: Any, staging:
     meant = _meant(groups, copies, calls)
     with convoy_of(groups) as convoy:
         requests = _requests(convoy, groups, memories, calls)
-        planned = plan(requests, [convoy.rosters[call.group] for call in calls], staging=staging)
+        planned = plan(requests, [convoy.memberships[call.group] for call in calls], staging=staging)
         outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
         for outcome in outcomes.values():
             assert outcome.error is None, outcome.error
@@ -269,7 +269,7 @@ def test_one_thing_wrong_in_one_call_is_refused_everywhere_and_touches_nothing(
         spoil(convoy, group[1], memories[group[1]], call)
         before = [_copy(memory) for memory in memories]
         requests = _with_keys(convoy, groups, memories, calls)
-        outcomes = convoy.run(requests, [convoy.rosters[one.group] for one in calls])
+        outcomes = convoy.run(requests, [convoy.memberships[one.group] for one in calls])
         for outcome in outcomes.values():
             assert type(outcome.error) is error_type, outcome.error
             assert outcome.error.op == "batch"
@@ -286,7 +286,7 @@ def _with_keys(convoy: Convoy, groups: list[list[int]], memories: list[Memory], 
     return [
         Request(
             kind=OpKind.ALLREDUCE,
-            group=convoy.rosters[call.group].spec,
+            group=convoy.memberships[call.group].spec,
             operands=tuple(
                 (rank, memories[one].keys[call.gives[rank]], None) for rank, one in enumerate(groups[call.group])
             ),
@@ -300,7 +300,7 @@ def _with_keys(convoy: Convoy, groups: list[list[int]], memories: list[Memory], 
 def test_all_that_is_wrong_in_all_calls_is_in_one_error() -> None:
     with convoy_of([[0, 1]]) as convoy:
         requests = allreduces(convoy, [[np.ones(2), np.ones(3)], [np.ones(2), np.ones(2)], [np.ones(1), np.ones(4)]])
-        outcomes = convoy.run(requests, convoy.rosters * 3)
+        outcomes = convoy.run(requests, convoy.memberships * 3)
         errors = [outcome.error for outcome in outcomes.values()]
     assert str(errors[0]) == str(errors[1])
     assert isinstance(errors[0], MismatchError)
@@ -311,15 +311,15 @@ def test_a_read_only_operand_and_a_staging_that_holds_no_element_are_refused() -
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(2), np.ones(2)] for _ in range(2)]
         values[1][0].flags.writeable = False
-        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * 2)
+        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2)
         assert {type(outcome.error) for outcome in outcomes.values()} == {ReadOnlyError}
         values = [[np.ones(2), np.ones(2)], [np.ones(2, "int16"), np.ones(2, "int16")]]
-        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * 2, staging=4)
+        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2, staging=4)
         for outcome in outcomes.values():
             assert isinstance(outcome.error, InvalidArgumentError)
             found = [(violation.call, violation.rank, violation.field) for violation in outcome.error.violations]
             assert found == [(0, 0, "staging_nbytes"), (0, 1, "staging_nbytes")]
-        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * 2, staging=8)
+        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2, staging=8)
         assert all(outcome.error is None for outcome in outcomes.values())
 
 
@@ -338,14 +338,14 @@ def test_no_memory_for_staging_on_one_is_a_refusal_on_all() -> None:
             return arrays.empty(info)
 
         convoy.allocate = on_one
-        outcomes = convoy.run(requests, convoy.rosters * 3)
+        outcomes = convoy.run(requests, convoy.memberships * 3)
         for outcome in outcomes.values():
             assert isinstance(outcome.error, AllocationError)
             assert ": staging is too large for the memory that is left (" in str(outcome.error)
             assert len(outcome.error.violations) == 1
         np.testing.assert_array_equal(values, np.ones((3, 2, 2)))
         convoy.allocate = arrays.empty
-        assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 3).values())
+        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 3).values())
 
 
 def test_staging_that_can_not_be_had_between_two_rounds_is_told_in_the_last_one() -> None:
@@ -363,16 +363,16 @@ def test_staging_that_can_not_be_had_between_two_rounds_is_told_in_the_last_one(
         requests = allreduces(convoy, values)
         sent = Request(
             kind=OpKind.SEND,
-            group=convoy.rosters[0].spec,
+            group=convoy.memberships[0].spec,
             operands=((0, convoy.keep(0, np.ones(3)), None), (1, None, None)),
             root=0,
             peer=1,
             timeout_s=WAIT_S,
         )
         requests.append(sent)
-        outcomes = convoy.run(requests, convoy.rosters * 4)
+        outcomes = convoy.run(requests, convoy.memberships * 4)
         assert {type(outcome.error) for outcome in outcomes.values()} == {AllocationError}
         np.testing.assert_array_equal(values, np.ones((3, 2, 2)))
-        outcomes = convoy.run(requests, convoy.rosters * 4)
+        outcomes = convoy.run(requests, convoy.memberships * 4)
         assert all(outcome.error is None for outcome in outcomes.values())
         np.testing.assert_array_equal(values, np.full((3, 2, 2), 2.0))

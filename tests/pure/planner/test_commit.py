@@ -39,7 +39,7 @@ def come(tracker: PlanTracker, at: int) -> list[tuple[int, Any]]:
 def test_nothing_that_was_given_is_overwritten_before_the_commit(kind, root, machines):
     membership = group("team", tuple(range(len(machines) or 3)), machines=machines)
     one = asked(membership, range(membership.spec.world_size), kind=kind, root=root, snapshot=True)
-    part = plan_part(one.request(), membership.roster)
+    part = plan_part(one.request(), membership)
     for rank in part.ranks:
         template = part.template(rank)
         is_target = kind is OpKind.ALLREDUCE or rank == root
@@ -50,7 +50,7 @@ def test_nothing_that_was_given_is_overwritten_before_the_commit(kind, root, mac
             assert kinds[at + 1 :] == [Local.COPY] * is_target
             written = {step.dst for step in way[:at]} - {-1}
             assert all(template.buffers[index].role is not Role.OPERAND for index in written)
-    planned = plan([one.request()], [membership.roster])
+    planned = plan([one.request()], [membership])
     program = planned.program(0)
     assert program.commits
     assert not program.makes
@@ -70,12 +70,12 @@ def test_where_nothing_that_is_read_is_overwritten_it_is_refused(changes, what):
     membership = group("team", (0, 1))
     one = asked(membership, (0, 1), snapshot=True, **changes)
     with pytest.raises(InvalidArgumentError, match=what):
-        plan_part(one.request(), membership.roster)
+        plan_part(one.request(), membership)
 
 
 def test_a_plan_that_overwrites_too_early_does_not_leave_the_planner():
     membership = group("team", (0, 1))
-    part = plan_part(asked(membership, (0, 1), snapshot=True).request(), membership.roster)
+    part = plan_part(asked(membership, (0, 1), snapshot=True).request(), membership)
     (template,) = part.templates
     kernel, commit, copy = template.steps
     for wrong, why in (
@@ -90,11 +90,11 @@ def test_a_plan_that_overwrites_too_early_does_not_leave_the_planner():
 def test_a_plan_with_one_can_be_told_apart():
     membership = group("team", (0, 1))
     plans: list[Plan] = [
-        plan([asked(membership, (0, 1), snapshot=given).request()], [membership.roster]) for given in (True, False)
+        plan([asked(membership, (0, 1), snapshot=given).request()], [membership]) for given in (True, False)
     ]
     assert [one.commits for one in plans] == [True, False]
     assert [one.is_idempotent for one in plans] == [False, False]
-    new = plan([asked(membership, (0, 1), inplace=False).request()], [membership.roster])
+    new = plan([asked(membership, (0, 1), inplace=False).request()], [membership])
     assert new.is_idempotent
 
 

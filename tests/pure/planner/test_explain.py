@@ -22,13 +22,13 @@ from tests.pure.planner.explained import (
     gathering,
     hierarchical,
     info,
+    membership,
     methods,
     methods_only,
     mixed,
     native,
     on,
     overlapping,
-    roster,
     send,
     step,
     told,
@@ -49,7 +49,7 @@ def test_rows_are_the_calls_in_their_order():
 
 
 def test_sizes_of_what_is_made_follow_from_the_operations():
-    there = roster([0] * 3)
+    there = membership([0] * 3)
     gather = Request(kind=OpKind.GATHER, group=there.spec, root=1, operands=each(there, lambda r: ("x", r)))
     taken = ((0, None, None), (1, None, None), (2, ("y", 2), None))
     scatter = Request(kind=OpKind.SCATTER, group=there.spec, root=2, operands=taken)
@@ -71,14 +71,14 @@ def test_sizes_of_what_is_made_follow_from_the_operations():
 
 
 def test_uneven_pieces_are_counted_by_the_rank_that_gives_most():
-    there = roster([0] * 2)
+    there = membership([0] * 2)
     planned = plan([gathering(OpKind.ALLGATHER, there)], [there])
     found = explain(planned, {("x", 0): info(5), ("x", 1): info(9)})
     assert (found.rows[0].nbytes, found.rows[0].made_nbytes) == (36, 56)
 
 
 def test_what_an_operand_holds_has_to_be_known():
-    there = roster([0] * 2)
+    there = membership([0] * 2)
     with pytest.raises(KeyError):
         explain(plan([allreduce(there)], [there]), {("x", 0): info(5)})
 
@@ -96,7 +96,7 @@ def test_what_ranks_bring_to_where_the_backend_works_is_told_by_rank():
 
 
 def test_what_lies_in_the_host_is_brought_to_a_backend_on_gpus_where_nothing_is_packed():
-    there = working_in("cuda", roster([0] * 3, backend="nccl", bitwise=False))
+    there = working_in("cuda", membership([0] * 3, backend="nccl", bitwise=False))
     requests = [allreduce(there, tag) for tag in "ab"] + [broadcast(there, 2, "c")]
     planned = plan(requests, [there] * 3)
     given = {source: info(100) if source[1] == 1 else on("cuda:0", 100) for source in planned.uses()}
@@ -110,7 +110,7 @@ def test_what_lies_in_the_host_is_brought_to_a_backend_on_gpus_where_nothing_is_
 
 
 def test_each_step_of_an_algorithm_brings_what_it_works_on():
-    there = working_in("cpu", roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True))
+    there = working_in("cpu", membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True))
     planned = plan([allreduce(there)], [there])
     found = explain(planned, {("x", rank): on("cuda:0", 1 << 24) for rank in range(6)})
     assert found.rows[0].algorithm == "hierarchical"
@@ -122,21 +122,21 @@ def test_each_step_of_an_algorithm_brings_what_it_works_on():
 
 
 def test_nothing_is_told_to_be_brought_where_the_backend_takes_tensors_wherever_they_are():
-    there = roster([0] * 2)
+    there = membership([0] * 2)
     found = explain(plan([allreduce(there)], [there]), {("x", rank): on("cuda:0", 9) for rank in range(2)})
     assert found.rows[0].brought == ()
     assert "stand-ins" not in found.explain()
 
 
 def test_what_can_not_be_cut_is_refused():
-    there = roster([0] * 3)
+    there = membership([0] * 3)
     planned = plan([gathering(OpKind.ALLTOALL, there)], [there])
     with pytest.raises(ValueError, match="can't be cut into 3 pieces"):
         explain(planned, {("x", rank): info(10) for rank in range(3)})
 
 
 def test_the_cheaper_algorithm_is_taken_from_its_size_on_and_the_times_say_so():
-    there = roster([0] * 3 + [1] * 3 + [2] * 3, backend="gloo", bitwise=False, inner=True)
+    there = membership([0] * 3 + [1] * 3 + [2] * 3, backend="gloo", bitwise=False, inner=True)
     choices = plan([allreduce(there)], [there]).parts[0].choices
     assert len(choices) > 1
     limit = choices[1].at_least
@@ -147,7 +147,7 @@ def test_the_cheaper_algorithm_is_taken_from_its_size_on_and_the_times_say_so():
 
 
 def test_narrow_floats_do_not_take_what_folds_by_steps():
-    there = roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
+    there = membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
     (wide,) = told([allreduce(there)], there, {"x": info(1 << 26)}).rows
     (narrow,) = told([allreduce(there)], there, {"x": info(1 << 27, "float16", 2)}).rows
     assert (wide.algorithm, narrow.algorithm) == ("hierarchical", "native")
@@ -155,7 +155,7 @@ def test_narrow_floats_do_not_take_what_folds_by_steps():
 
 
 def test_calls_of_a_bundle_choose_by_their_bytes_together():
-    there = roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
+    there = membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
     limit = plan([allreduce(there)], [there]).parts[0].choices[1].at_least
     held = {tag: info(limit // 8 // 4) for tag in range(9)}
     alone = told([allreduce(there, 0)], there, held).rows
@@ -167,7 +167,7 @@ def test_calls_of_a_bundle_choose_by_their_bytes_together():
 def test_why_there_is_one_way():
     (lonely,) = native().rows
     assert lonely.why == "the only one here"
-    there = roster([0] * 2, backend="half", ops=[OpKind.GATHER, OpKind.BROADCAST])
+    there = membership([0] * 2, backend="half", ops=[OpKind.GATHER, OpKind.BROADCAST])
     (made_of,) = told([gathering(OpKind.ALLGATHER, there)], there, {"x": info(3)}).rows
     assert made_of.why == "backend half has no allgather: broadcast and gather instead"
     assert [len(act.steps) for act in made_of.acts] == [2, 2]
@@ -180,7 +180,7 @@ def test_bits_are_told_of_reductions_only():
 
 
 def test_between_hosts_of_several_ranks_only_scans_are_told_to_fold_in_rank_order():
-    there = roster([0, 0, 1, 1], backend="tcp", bitwise=False)
+    there = membership([0, 0, 1, 1], backend="tcp", bitwise=False)
     there = replace(there, spec=replace(there.spec, hosts=(0, 0, 1, 1)))
     bits = {
         kind: told([replace(allreduce(there), kind=kind)], there, {"x": info(9)}).rows[0].bits
@@ -208,7 +208,7 @@ def test_times_go_on_where_all_who_take_part_are_free():
 
 
 def test_independent_groups_run_side_by_side():
-    left, right = roster([0, 0], name="left"), roster([0, 0], name="right", first=2)
+    left, right = membership([0, 0], name="left"), membership([0, 0], name="right", first=2)
     both = told([allreduce(left), allreduce(right, "y")], [left, right], {"x": info(1000), "y": info(1000)})
     alone = told([allreduce(left)], left, {"x": info(1000)})
     assert both.time_s == pytest.approx(alone.time_s)
@@ -216,14 +216,14 @@ def test_independent_groups_run_side_by_side():
 
 
 def test_many_parts_of_ranks_are_counted():
-    there = roster([0] * 9, backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
+    there = membership([0] * 9, backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
     found = told([gathering(OpKind.ALLTOALL, there)], there, {"x": info(9)})
     assert len(found.rows[0].acts) > MOST_ACTS
     assert f"and {len(found.rows[0].acts) - MOST_ACTS} more parts" in found.explain()
 
 
 def test_what_links_cost_and_who_says_so_is_told():
-    there = roster([0, 0, 1, 1, 2])
+    there = membership([0, 0, 1, 1, 2])
     slow = Link(latency_s=1e-3, bandwidth=1e7, source="measured")
     fast = replace(slow, bandwidth=1e9)
     there = replace(there, topology=there.topology.on_links({(0, 1): fast, (0, 2): fast, (1, 2): slow}))
@@ -232,12 +232,12 @@ def test_what_links_cost_and_who_says_so_is_told():
     assert (between.place, between.source, between.slowest) == ("between", "measured", "rank 2 and rank 4")
     shown = told([allreduce(there)], there, {"x": info(1)}).explain()
     assert "1 ms and 0.02 GB/s, measured; the slowest is between those of rank 2 and rank 4" in shown
-    alone = roster([0, 1])
+    alone = membership([0, 1])
     assert [one.place for one in told([allreduce(alone)], alone, {"x": info(1)}).links] == ["between"]
 
 
 def test_a_thousand_ranks_are_told_in_few_lines():
-    there = roster([host for host in range(128) for _ in range(8)], backend="gloo", bitwise=False, inner=True)
+    there = membership([host for host in range(128) for _ in range(8)], backend="gloo", bitwise=False, inner=True)
     shown = told([allreduce(there)], there, {"x": info(1 << 20)}).explain()
     assert "0, 8, 16" in shown
     assert ", ...:" in shown
@@ -257,7 +257,7 @@ def test_a_thousand_ranks_are_told_in_few_lines():
 def test_the_chunks_of_a_backend_are_those_that_it_says(backend, module, chunks):
     if backend.startswith("torch:"):
         pytest.importorskip("torch")
-    there = roster([0] * 2, backend=backend)
+    there = membership([0] * 2, backend=backend)
     memory = told([allreduce(there)], there, {"x": info(1)}).memory
     expected = chunks * import_module(f"raycollect.backends.{module}").CHUNK_NBYTES
     assert memory.chunks == (("default", expected),)
@@ -277,7 +277,7 @@ def test_the_calls_of_a_step_are_numbered_over_all_stages():
 
 
 def test_a_stage_is_as_the_plan_alone_but_for_its_numbers():
-    there = roster([0, 0, 1, 1], backend="tcp")
+    there = membership([0, 0, 1, 1], backend="tcp")
     requests = [broadcast(there, 1, "a"), allreduce(there, "a"), allreduce(there, "b")]
     held = {"a": info(100), "b": info(7)}
     (_, stage) = explain_step([methods(0, ("begin", 3)), captured(3, requests, there, held)], 4).stages

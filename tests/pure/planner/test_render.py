@@ -27,12 +27,12 @@ from tests.pure.planner.explained import (
     gathering,
     hierarchical,
     info,
+    membership,
     methods_only,
     mixed,
     native,
     on,
     overlapping,
-    roster,
     send,
     step,
     told,
@@ -44,31 +44,31 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def fused():
-    there = roster([0] * 4)
+    there = membership([0] * 4)
     tags = ["a", "b", "c", "d", "large"]
     held = {tag: info(1000 + at) for at, tag in enumerate(tags)} | {"large": info(1 << 20)}
     return told([allreduce(there, tag) for tag in tags], there, held)
 
 
 def in_order():
-    there = roster([0] * 3 + [1] * 3 + [2] * 2, backend="tcp", inner=True)
+    there = membership([0] * 3 + [1] * 3 + [2] * 2, backend="tcp", inner=True)
     requests = [broadcast(there, 4, "large"), broadcast(there, 0, "small")]
     return told(requests, there, {"large": info(1 << 24), "small": info(10)})
 
 
 def pairwise():
-    there = roster([0] * 3, backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
+    there = membership([0] * 3, backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
     return told([gathering(OpKind.ALLTOALL, there)], there, {"x": info(300)})
 
 
 def ring():
-    there = roster([0, 0, 1], backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
+    there = membership([0, 0, 1], backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
     return told([gathering(OpKind.ALLGATHER, there)], there, {"x": info(300)})
 
 
 def several_gpus():
     """Lists with a tensor of each of two GPUs; some outputs are made, and the group works on one of the GPUs."""
-    there = working_in("cuda", roster([0] * 2, backend="nccl", bitwise=False))
+    there = working_in("cuda", membership([0] * 2, backend="nccl", bitwise=False))
     lists = GpuLists(src_tensor=1, dst_tensor=1)
     requests = [
         replace(allreduce(there, "gradient"), lists=lists),
@@ -83,7 +83,7 @@ def several_gpus():
 
 def resharded():
     """A norm that all hold, and a matrix from rows on one host to columns on both; rank 1 gives and takes."""
-    there = roster([0, 0, 1, 1], backend="tcp")
+    there = membership([0, 0, 1, 1], backend="tcp")
     src = {"norm": layout([64], mesh={"tp": 2}), "up": layout([256, 64], mesh={"tp": 2}, spec=("tp",))}
     dst = {"norm": layout([64], mesh={"tp": 3}), "up": layout([256, 64], mesh={"dp": 3}, spec=())}
     request = request_of(bound(src, dst, (0, 1), (1, 2, 3)), there.spec)

@@ -23,7 +23,7 @@ from raycollect.planner.reshard.held import made_of
 from raycollect.planner.reshard.proof import problem_of
 from raycollect.planner.reshard.rounds import halves_of
 from raycollect.planner.reshard.routes import routes
-from tests.pure.resharding import bound, request_of, roster_of, scenes
+from tests.pure.resharding import bound, membership_of, request_of, scenes
 
 ROWS = layout([8, 6], mesh={"tp": 2}, spec=("tp",))
 COLUMNS = layout([8, 6], mesh={"tp": 3}, spec=(None, "tp"))
@@ -137,9 +137,9 @@ def test_a_wrong_plan_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(wrong for what, wrong in mutants(halves_of(reshard, found)) if what == "transfer dropped")
 
     monkeypatch.setattr(lowering, "halves_of", lossy)
-    roster = roster_of(5)
+    membership = membership_of(5)
     with pytest.raises(InternalError, match="does not write"):
-        plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), roster.spec)], [roster])
+        plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), membership.spec)], [membership])
 
 
 def test_columns_of_different_lengths_are_refused() -> None:
@@ -239,9 +239,9 @@ def test_equal_forms_are_planned_once() -> None:
 
 def refused(src: Mapping[str, Layout], dst: Mapping[str, Layout], *ranks: Any) -> list[tuple[str, str, str]]:
     src_ranks, dst_ranks = ranks or ((0, 1), (2, 3, 4))
-    roster = roster_of(5)
+    membership = membership_of(5)
     with pytest.raises(LayoutError) as caught:
-        plan([request_of(bound(src, dst, src_ranks, dst_ranks), roster.spec)], [roster])
+        plan([request_of(bound(src, dst, src_ranks, dst_ranks), membership.spec)], [membership])
     assert caught.value.op == "reshard"
     return [(one.field, one.found, one.expected) for one in caught.value.violations]
 
@@ -303,18 +303,18 @@ def test_a_side_without_layouts_is_told() -> None:
 
 
 def test_gpu_groups_and_backends_without_alltoall_are_refused() -> None:
-    roster = roster_of(5)
+    membership = membership_of(5)
     spec = GroupSpec(name="g", group_id="id", backend="nccl", world_size=5, memory="cuda", ops=("allreduce",))
     with pytest.raises(UnsupportedError, match="works on GPUs") as caught:
-        plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), spec)], [replace(roster, spec=spec)])
+        plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), spec)], [replace(membership, spec=spec)])
     assert len(caught.value.violations) == 2
 
 
 def test_operands_of_other_ranks_are_refused() -> None:
-    roster = roster_of(5)
-    asked = request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), roster.spec)
+    membership = membership_of(5)
+    asked = request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), membership.spec)
     with pytest.raises(RefusedError, match="one per rank of either side"):
-        plan([replace(asked, operands=asked.operands[1:])], [roster])
+        plan([replace(asked, operands=asked.operands[1:])], [membership])
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03"])
@@ -327,17 +327,17 @@ def test_malformed_halves_are_refused(data: bytes) -> None:
 
 
 def test_programs_come_back_from_the_wire() -> None:
-    roster = roster_of(5)
-    found = plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), roster.spec)], [roster])
+    membership = membership_of(5)
+    found = plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), membership.spec)], [membership])
     assert found.name == "reshard"
     for position in range(5):
         assert decode_program(encode_program(found.program(position))) == found.program(position)
 
 
 def test_an_explanation_tells_bytes_beside_the_least_rounds_staging_and_owners() -> None:
-    roster = roster_of(5, (0, 0, 1, 1, 1))
+    membership = membership_of(5, (0, 0, 1, 1, 1))
     reshard = bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4))
-    found = plan([request_of(reshard, roster.spec, made=True)], [roster])
+    found = plan([request_of(reshard, membership.spec, made=True)], [membership])
     held = {2 * rank: made_of(decode_half(found.parts[0].template(rank).boxes).src)[1] for rank in (0, 1)}
     told = explain(found, held)
     (row,) = told.rows

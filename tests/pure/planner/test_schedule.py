@@ -26,7 +26,7 @@ from raycollect.planner import (
     plan,
 )
 from tests.pure.batches import KINDS, random_plan, sums
-from tests.pure.rosters import request, roster
+from tests.pure.memberships import membership, request
 
 _SEEDS = st.integers(0, 1 << 32)
 
@@ -46,10 +46,9 @@ class _Launch:
 def _names(whole: Plan) -> dict[str, tuple[str, ...]]:
     """Group id -> its members, also of inner groups."""
     found = {}
-    for of in whole.rosters:
-        found[of.spec.group_id] = of.members
-        for inner in (*of.hosts, *([of.leaders] if of.leaders else [])):
-            found[inner.spec.group_id] = tuple(of.members[rank] for rank in inner.ranks)
+    for of in whole.memberships:
+        found[of.spec.group_id] = of.participants
+        found.update({inner.spec.group_id: inner.participants for inner in of.inner})
     return found
 
 
@@ -136,7 +135,7 @@ def _seen(whole: Plan, person: str, order: Sequence[int]) -> dict[int, list[Any]
     held: dict[Source, Any] = {}
     found = {}
     for number in order:
-        asked, part, of = whole.requests[number], whole.parts[number], whole.rosters[number]
+        asked, part, of = whole.requests[number], whole.parts[number], whole.memberships[number]
         rank = of.rank_of(person)
         _, src, dst = asked.operands[part.places[rank]]
         given = [one for one in (src, dst) if one is not None]
@@ -173,18 +172,18 @@ def test_everyone_knows_who_brings_what_to_the_check(seed: int) -> None:
         everyone = program.everyone or [(program.agreement.ranks, tuple(range(len(program.agreement.ranks))))] * len(
             whole.requests
         )
-        for (ranks, places), part, of in zip(everyone, whole.parts, whole.rosters, strict=True):
+        for (ranks, places), part, of in zip(everyone, whole.parts, whole.memberships, strict=True):
             assert len(ranks) == len(places)
             if program.everyone:
                 assert ranks == part.ranks
-            assert [whole.participants[place] for place in places] == [of.members[rank] for rank in part.ranks]
+            assert [whole.participants[place] for place in places] == [of.participants[rank] for rank in part.ranks]
 
 
 # ---------------------------------------------------------------------------------------------- what it does
 
 
 def test_what_is_alike_and_independent_runs_together() -> None:
-    of = roster("aaaa")
+    of = membership("aaaa")
     whole = plan(sums(of, 20), [of] * 20)
     assert whole.order == (Together(requests=tuple(range(20)), base=(0,)),)
     assert (whole.width, whole.alone) == (1, (0,) * 20)
@@ -195,7 +194,7 @@ def test_what_is_alike_and_independent_runs_together() -> None:
 
 
 def test_what_uses_a_result_runs_after_it() -> None:
-    of = roster("aaa")
+    of = membership("aaa")
     first, second = sums(of, 2)
     whole = plan([first, second, first, second], [of] * 4)
     assert [together.requests for together in whole.order] == [(0, 1), (2, 3)]
@@ -207,7 +206,7 @@ def test_what_uses_a_result_runs_after_it() -> None:
 
 
 def test_readers_of_one_value_run_together_and_writers_after_them() -> None:
-    of = roster("aaa")
+    of = membership("aaa")
     write = sums(of, 1)[0]
     read = replace(write, inplace=False)
     whole = plan([read, read, write, read], [of] * 4)
@@ -215,15 +214,15 @@ def test_readers_of_one_value_run_together_and_writers_after_them() -> None:
 
 
 def test_groups_that_share_participants_have_launches_of_their_own() -> None:
-    left = roster("aa", group_id="left", members=("x", "y"))
-    right = roster("aa", group_id="right", members=("y", "z"))
+    left = membership("aa", group_id="left", members=("x", "y"))
+    right = membership("aa", group_id="right", members=("y", "z"))
     whole = plan([*sums(left, 1), *sums(right, 1)], [left, right])
     assert whole.participants == ("x", "y", "z")
     assert whole.agreement is None
     assert [together.base for together in whole.order] == [(1,), (2,)]
     assert [len(whole.program(position).tasks) for position in range(3)] == [1, 2, 1]
     assert whole.program(1).agreement.group_id == ""
-    around = roster("aaa", group_id="around", members=("z", "x", "y"))
+    around = membership("aaa", group_id="around", members=("z", "x", "y"))
     asked = [replace(one, operands=tuple((rank, f"{rank}!", None) for rank in range(3))) for one in sums(around, 1)]
     whole = plan([*asked, *sums(left, 1)], [around, left])
     assert whole.participants == ("z", "x", "y")
@@ -232,7 +231,7 @@ def test_groups_that_share_participants_have_launches_of_their_own() -> None:
 
 
 def test_shapes_that_are_learned_are_known_before_they_are_used() -> None:
-    of = roster("aaa")
+    of = membership("aaa")
     learn = request(OpKind.ALLGATHER, of, given=False)
     spread = Request(kind=OpKind.ALLTOALL, group=of.spec, operands=tuple((rank, Made(0), None) for rank in range(3)))
     again = replace(spread, operands=tuple((rank, Made(1), None) for rank in range(3)))
@@ -243,7 +242,7 @@ def test_shapes_that_are_learned_are_known_before_they_are_used() -> None:
 
 
 def test_alternatives_have_launches_of_their_own_and_the_native_way_the_checks() -> None:
-    of = roster("aaaabbbb")
+    of = membership("aaaabbbb")
     whole = plan(sums(of, 3), [of] * 3)
     (together,) = whole.order
     assert [choice.name for choice in whole.parts[0].choices] == ["native", "hierarchical"]

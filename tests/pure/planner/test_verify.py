@@ -12,11 +12,11 @@ from raycollect.errors import InternalError
 from raycollect.planner import ALGORITHMS, Local, Part, Step, plan_part
 from raycollect.planner.algorithms import build
 from raycollect.planner.verify import verify
-from tests.pure.rosters import MADE, built, names, own, request, roster
+from tests.pure.memberships import MADE, built, membership, names, own, request
 
 
 def test_folding_in_another_grouping_is_caught_where_bits_count() -> None:
-    of = roster("aabb", backend="gloo", bitwise=False)
+    of = membership("aabb", backend="gloo", bitwise=False)
     part = built("hierarchical", of, request(OpKind.ALLREDUCE, of))
     assert part is not None
     verify(part, bitwise=False)
@@ -26,7 +26,7 @@ def test_folding_in_another_grouping_is_caught_where_bits_count() -> None:
 
 def test_folding_in_another_order_is_caught_where_bits_count() -> None:
     """A chain over hosts whose ranks alternate."""
-    of = roster("abab")
+    of = membership("abab")
     part = build(own(of, request(OpKind.ALLREDUCE, of)), of, ALGORITHMS["hierarchical"])
     verify(part, bitwise=False)
     with pytest.raises(InternalError, match="leaves"):
@@ -35,7 +35,7 @@ def test_folding_in_another_order_is_caught_where_bits_count() -> None:
 
 @pytest.mark.parametrize("bitwise", [True, False])
 def test_an_average_of_averages_is_caught(bitwise: bool) -> None:
-    of = roster("aabb", bitwise=bitwise)
+    of = membership("aabb", bitwise=bitwise)
     part = build(own(of, request(OpKind.ALLREDUCE, of, op=ReduceOp.AVG)), of, ALGORITHMS["hierarchical"])
     with pytest.raises(InternalError):
         verify(part, bitwise=bitwise)
@@ -59,7 +59,7 @@ def _with(part: Part, rank: int, steps: tuple[Step, ...]) -> Part:
 @pytest.mark.parametrize(("name", "kind"), MADE)
 @pytest.mark.parametrize("places", ["aabb", "aaabb"])
 def test_every_broken_step_is_caught(name: str, kind: OpKind, places: str) -> None:
-    of = roster(places)
+    of = membership(places)
     part = built(name, of, request(kind, of, 1))
     assert part is not None
     verify(part)
@@ -84,7 +84,7 @@ def test_every_broken_step_is_caught(name: str, kind: OpKind, places: str) -> No
 
 
 def test_a_rank_in_two_launches_at_once_is_caught() -> None:
-    of = roster("aaaa")
+    of = membership("aaaa")
     part = built("tree", of, request(OpKind.BROADCAST, of))
     assert part is not None
     flat = tuple(
@@ -95,7 +95,7 @@ def test_a_rank_in_two_launches_at_once_is_caught() -> None:
 
 
 def test_launches_that_go_back_or_beyond_the_last_are_caught() -> None:
-    of = roster("aaaa")
+    of = membership("aaaa")
     part = built("tree", of, request(OpKind.BROADCAST, of))
     assert part is not None
     (choice,) = part.choices
@@ -109,7 +109,7 @@ def test_launches_that_go_back_or_beyond_the_last_are_caught() -> None:
 
 
 def test_every_way_is_verified() -> None:
-    of = roster("aaaaaaaabbbbbbbb")
+    of = membership("aaaaaaaabbbbbbbb")
     part = plan_part(request(OpKind.ALLREDUCE, of), of)
     assert names(part) == ["native", "hierarchical"]
     for at, template in enumerate(part.templates):

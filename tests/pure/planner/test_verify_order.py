@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind
 from raycollect.errors import InternalError
-from raycollect.planner import Made, Plan, Request, Roster, Together, plan
+from raycollect.planner import Made, Membership, Plan, Request, Together, plan
 from raycollect.planner.verify_order import verify_order
 from tests.pure.batches import SLOW, random_plan, sums
-from tests.pure.rosters import request, roster
+from tests.pure.memberships import membership, request
 
 
 def _good() -> Plan:
     """Dependent and independent requests over overlapping groups, with alternatives and learned shapes."""
-    wide = roster("aaaabbbb", group_id="wide", members=tuple("stuvwxyz"), between=SLOW)
-    few = roster("aa", group_id="few", members=("t", "s"))
+    wide = membership("aaaabbbb", group_id="wide", members=tuple("stuvwxyz"), between=SLOW)
+    few = membership("aa", group_id="few", members=("t", "s"))
     first, second = sums(wide, 2)
     learn = Request(kind=OpKind.ALLGATHER, group=few.spec, operands=((0, "1.0", None), (1, "0.0", None)))
     turn = Request(kind=OpKind.ALLTOALL, group=few.spec, operands=tuple((rank, Made(3), None) for rank in range(2)))
@@ -54,8 +54,8 @@ def _rebased(whole: Plan, at: int, base: tuple[int, ...]) -> Plan:
     return replace(whole, order=tuple(order))
 
 
-def _stranger(whole: Plan) -> Roster:
-    return roster("aa", group_id="others", members=("s", "nobody"))
+def _stranger(whole: Plan) -> Membership:
+    return membership("aa", group_id="others", members=("s", "nobody"))
 
 
 GOOD = _good()
@@ -133,7 +133,7 @@ def test_a_broken_order_is_caught(name: str) -> None:
 
 
 def test_a_writer_not_after_a_reader_is_caught() -> None:
-    of = roster("aaa")
+    of = membership("aaa")
     write = sums(of, 1)[0]
     whole = plan([replace(write, inplace=False), write], [of] * 2)
     verify_order(_reorder(whole, (0,), (1,)))
@@ -142,10 +142,10 @@ def test_a_writer_not_after_a_reader_is_caught() -> None:
 
 
 def test_all_in_the_checks_launch_alone_only_where_each_has_one() -> None:
-    of = roster("aaa")
+    of = membership("aaa")
     good = plan(sums(of, 3), [of] * 3)
     verify_order(good)
-    two = roster("aaa", group_id="two")
+    two = membership("aaa", group_id="two")
     wrong = plan([*sums(of, 1), *sums(two, 1)], [of, two])
     with pytest.raises(InternalError):
         verify_order(replace(wrong, alone=(0, 0)))
@@ -160,7 +160,7 @@ def test_taking_two_that_depend_on_each_other_together_is_caught(seed: int) -> N
         first, second = whole.order[at : at + 2]
         if whole.parts[first.requests[0]] is not whole.parts[second.requests[0]]:
             continue
-        if whole.rosters[first.requests[0]] is not whole.rosters[second.requests[0]]:
+        if whole.memberships[first.requests[0]] is not whole.memberships[second.requests[0]]:
             continue
         both = Together(requests=tuple(sorted((*first.requests, *second.requests))), base=first.base)
         with pytest.raises(InternalError):

@@ -14,7 +14,7 @@ from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
 from raycollect.planner.pricing import packing
 from raycollect.planner.sizes import Sizes
 from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
-from tests.pure.planner.explained import allreduce, info, roster, told
+from tests.pure.planner.explained import allreduce, info, membership, told
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -36,7 +36,7 @@ def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, backend):
 
 
 def test_large_tensors_of_one_machine_are_told_to_run_together():
-    there = roster([0] * 2, backend="shm")
+    there = membership([0] * 2, backend="shm")
     requests = [allreduce(there, tag) for tag in "abcd"]
     found = told(requests, there, {"a": info(10), "b": info(1 << 20), "c": info(10_000), "d": info(20)})
     assert {(row.packed, row.together) for row in found.rows} == {((2, 4, 1), 2)}
@@ -44,7 +44,7 @@ def test_large_tensors_of_one_machine_are_told_to_run_together():
 
 
 def test_without_staging_nothing_is_packed():
-    there = roster([0] * 2)
+    there = membership([0] * 2)
     requests = [allreduce(there, tag) for tag in "ab"]
     held = {tag: info(10) for tag in "ab"}
     assert [row.packed for row in told(requests, there, held).rows] == [(2, 2, 1)] * 2
@@ -92,7 +92,7 @@ def test_counts_in_words(count, noun, words):
 
 
 def test_kernels_that_are_not_packed_cost_their_start():
-    there = roster([0] * 2)
+    there = membership([0] * 2)
     requests = [allreduce(there, tag) for tag in range(10)]
     held = {tag: info(10) for tag in range(10)}
     packed, loose = told(requests, there, held), told(requests, there, held, staging=0)
@@ -109,7 +109,7 @@ def test_the_staging_of_a_tensor_is_what_the_executor_counts(kind, seed):
 
     rng = random.Random(seed)
     count = rng.randrange(2, 6)
-    there = roster([0] * count)
+    there = membership([0] * count)
     sizes = [rng.randrange(50) for _ in range(count)]  # of the piece of, or for, each rank
     in_pieces = kind in PIECED[2:]
     whole = tuple(info(size)[0] for size in sizes)
@@ -129,7 +129,7 @@ def test_the_staging_of_a_tensor_is_what_the_executor_counts(kind, seed):
 def test_narrow_floats_are_those_that_are_folded_wider(dtype):
     from raycollect.backends import folds
 
-    there = roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
+    there = membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
     itemsize = np.dtype(dtype).itemsize
     (row,) = told([allreduce(there)], there, {"x": info((1 << 28) // itemsize, dtype, itemsize)}).rows
     assert (row.algorithm == "native") == folds.is_widened(np.dtype(dtype))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.fan_out_shape import CONTROLLER, DEGREE, MOST_DIRECT, PLACE_NBYTES, Fanout, Sent, build
 from raycollect.core.model import KEY_NBYTES, OpKind
 from raycollect.planner import STAGING_NBYTES, Ticket, encode_order, encode_program, plan
-from tests.pure.rosters import request, roster
+from tests.pure.memberships import membership, request
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
@@ -131,7 +131,7 @@ def test_each_message_has_equal_programs_once(hosts: list[int], degree: int, dat
 def test_1024_ranks(name: str) -> None:
     hosts, controller_host, depth, messages = SHAPES[name]
     assert len(hosts) == 1024
-    of = roster(hosts, inner=False)
+    of = membership(hosts, inner=False)
     made = plan([request(OpKind.ALLREDUCE, of)], [of], staging=STAGING_NBYTES)
     programs = [encode_program(made.program(at)) for at in range(1024)]
     own = [len(encode_order(Ticket(1, 0), [], b"")) + KEY_NBYTES * len(made.sources(at)) for at in range(1024)]

@@ -1,12 +1,13 @@
-"""Rosters as tests need them: which rank is on which host, and the inner groups that go with it."""
+"""Memberships as tests need them: which rank is on which host, and the inner groups that go with it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
-from raycollect.planner import ALGORITHMS, Inner, Part, Request, Roster, Topology, brought
+from raycollect.planner import ALGORITHMS, Membership, Part, Request, Topology, brought
 from raycollect.planner.algorithms import build
 from raycollect.planner.lower import lower
 from raycollect.planner.setting import Setting
@@ -23,7 +24,7 @@ def spec(group_id: str, world: int, backend: str, ops: tuple[str, ...] = ALL_OPS
     return GroupSpec(name=group_id, group_id=group_id, backend=backend, world_size=world, ops=ops)
 
 
-def roster(
+def membership(
     places: Sequence[object],
     *,
     group_id: str = "g",
@@ -33,26 +34,36 @@ def roster(
     bitwise: bool = True,
     ops: tuple[str, ...] = ALL_OPS,
     **links: Any,
-) -> Roster:
+) -> Membership:
     """A group whose rank r is on the host `places[r]`, by default with groups of each host and of the leaders."""
     topology = Topology.of(places, **links)
     groups = topology.groups()
-    hosts = tuple(
-        Inner(spec=spec(f"{group_id}/{number}", len(ranks), "shm"), ranks=ranks) for number, ranks in enumerate(groups)
-    )
-    leaders = Inner(spec=spec(f"{group_id}/leaders", len(groups), backend), ranks=tuple(ranks[0] for ranks in groups))
-    return Roster(
+    outer = Membership(
         spec=spec(group_id, len(places), backend, ops),
-        members=tuple(members) or tuple(map(str, range(len(places)))),
+        participants=tuple(members) or tuple(map(str, range(len(places)))),
         topology=topology,
-        hosts=hosts if inner else (),
-        leaders=leaders if inner else None,
         bitwise=bitwise,
     )
+    if not inner:
+        return outer
+    inside = [part_of(outer, spec(f"{group_id}/{at}", len(ranks), "shm"), ranks) for at, ranks in enumerate(groups)]
+    leaders = spec(f"{group_id}/leaders", len(groups), backend)
+    return replace(outer, inner=(*inside, part_of(outer, leaders, [ranks[0] for ranks in groups])))
+
+
+def part_of(outer: Membership, spec: GroupSpec, ranks: Sequence[int]) -> Membership:
+    """A group inside another one, of these ranks of that."""
+    return replace(Membership.alone(spec), participants=tuple(outer.participants[rank] for rank in ranks))
 
 
 def request(
-    kind: OpKind, of: Roster, root: int = 0, *, given: bool = True, op: ReduceOp = ReduceOp.SUM, inplace: bool = True
+    kind: OpKind,
+    of: Membership,
+    root: int = 0,
+    *,
+    given: bool = True,
+    op: ReduceOp = ReduceOp.SUM,
+    inplace: bool = True,
 ) -> Request:
     """A request that makes sense, for all kinds but SEND; `given`: whoever may bring an output does."""
     bare = Request(
@@ -70,12 +81,12 @@ def request(
     return Request(kind=kind, group=of.spec, operands=operands, op=bare.op, root=bare.root, inplace=inplace)
 
 
-def own(of: Roster, asked: Request) -> Part:
+def own(of: Membership, asked: Request) -> Part:
     """The backend's own way, without any other."""
     return lower(asked, of)
 
 
-def built(name: str, of: Roster, asked: Request) -> Part | None:
+def built(name: str, of: Membership, asked: Request) -> Part | None:
     """A request done by one algorithm; None where that is not possible."""
     native, algorithm = own(of, asked), ALGORITHMS[name]
     return build(native, of, algorithm) if algorithm.serves(Setting.of(native, of)) else None

@@ -1,0 +1,89 @@
+"""Joining and leaving groups, as a controller says."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from raycollect.channel.messages import Join, Joined, Leave
+from raycollect.core import ray_internals, threads
+from raycollect.core.model import GroupSpec
+from raycollect.errors import GroupExistsError, InternalError, ProtocolError, to_wire
+from raycollect.group.member_communicator import MemberCommunicator
+from raycollect.group.process_group import ProcessGroup
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member.reporter import Reporter
+
+CHANGED = "the members of the group have changed: call again, with the current rank and world size"
+
+
+def join(groups: ProcessGroups, reporter: Reporter, message: Join) -> None:
+    """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""
+    spec = _read_spec(message)
+    if spec.group_id in groups.by_id:  # nothing would ever release what the first one holds
+        raise ProtocolError(detail="a group is joined once")
+    made, before = _made(spec, reporter, message), groups.by_id.get(message.replaces)
+    try:
+        groups.adopt(made, before)
+    except GroupExistsError as exc:
+        reporter.tell(Joined(request=message.request, error=to_wire(exc)))
+        return
+    if before is not None:
+        groups.end(before, CHANGED)
+    threads.apart(threads.survives, _connect, made, reporter, message)
+
+
+def fail_join(groups: ProcessGroups, reporter: Reporter, message: Join, error: InternalError) -> None:
+    """Gives up a group that could not be joined, and tells why."""
+    group = groups.by_id.get(str(message.group.get("group_id")))
+    if group is not None:
+        groups.end(group, error.detail)
+    reporter.tell(Joined(request=message.request, error=to_wire(error)))
+
+
+def leave(groups: ProcessGroups, message: Leave) -> None:
+    """Forgets a group; plans of it that still come fail."""
+    group = groups.by_id.get(message.group_id)
+    if group is not None:
+        groups.end(group, "the group was destroyed")
+
+
+def _made(spec: GroupSpec, reporter: Reporter, message: Join) -> ProcessGroup:
+    members = message.members
+
+    def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
+        name, ranks = communicator.name, communicator.ranks
+        return reporter.waiting(spec.group_id, name, op, ranks, seq=0, call=lambda: communicator.call)
+
+    return ProcessGroup(
+        spec,
+        message.rank,
+        reporter.link.send,
+        members=[member["actor"] for member in members],
+        actor_ids=[str(member.get("actor_id", "")) for member in members],
+        ordered=bool(members[message.rank]["ordered"]),
+        host=ray_internals.node_address(),
+        declared=True,
+        watch=watch,
+    )
+
+
+def _connect(group: ProcessGroup, reporter: Reporter, message: Join) -> None:
+    try:
+        error = group.plans.connect(message.probe)
+    except Exception as exc:  # noqa: BLE001 - the library is not ours
+        error = threads.failed(f"joining group {group.name!r}", exc)
+    failed = None if error is None else to_wire(error)
+    reporter.tell(Joined(request=message.request, error=failed, links=group.plans.links))
+
+
+def _read_spec(message: Join) -> GroupSpec:
+    try:
+        spec = GroupSpec(**message.group)
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(detail=f"malformed group: {exc}") from exc
+    named = [isinstance(member.get("actor"), str) and "ordered" in member for member in message.members]
+    if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
+        raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
+    if not all(-1 <= other < spec.world_size and other != message.rank for other in message.probe):
+        raise ProtocolError(detail=f"rank {message.rank} of {spec.world_size} can't measure links to {message.probe}")
+    return spec

@@ -1,0 +1,62 @@
+"""Who is which rank of a group, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raycollect.core.model import GroupSpec, Member
+from raycollect.planner.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Membership:
+    """A group as it was formed. Compared by identity: it is part of the keys of caches."""
+
+    spec: GroupSpec
+    participants: tuple[str, ...]  # the name of each rank's participant, the same in all groups: its actor's id
+    topology: Topology
+    # The groups inside it, which only its plans use: for each host that of its ranks, by the number of the host; last
+    # that of each host's lowest rank; or none
+    inner: tuple[Membership, ...] = ()
+    # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
+    bitwise: bool = True
+    chosen: str = ""  # why "auto" has picked its backend; empty if the user did
+    members: tuple[Member, ...] = ()  # by rank, as its controller knows them; empty where it only plans
+    is_derived: bool = False  # whether it was derived from refs, so that nobody gave its name
+    epoch: int = 0  # how often the group was rebuilt
+    # How long ranks wait for each other in the driver's calls that do not say, in seconds
+    timeout_s: float = 60.0
+    _ranks: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.spec.world_size == len(self.participants) == len(self.topology.hosts):
+            raise ValueError(f"a group of {self.spec.world_size} has {len(self.participants)} members")
+        object.__setattr__(self, "_ranks", {one: rank for rank, one in enumerate(self.participants)})
+
+    @classmethod
+    def alone(cls, spec: GroupSpec) -> Membership:
+        """A group of which only the size is known: as if on one host, participants named by rank."""
+        count = spec.world_size
+        return cls(spec=spec, participants=tuple(map(str, range(count))), topology=Topology(hosts=(0,) * count))
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether Ray gave each member a GPU."""
+        return all("GPU" in dict(member.accelerators) for member in self.members)
+
+    @property
+    def tree(self) -> tuple[Membership, ...]:
+        """The group and those inside it."""
+        return (self, *self.inner)
+
+    def rank_of(self, participant: str) -> int:
+        """The rank of a participant; -1: it is no member."""
+        return self._ranks.get(participant, -1)
+
+    def memory_of(self, group_id: str) -> str:
+        """Where a group inside it works; see `GroupSpec.memory`."""
+        return next((one.spec.memory for one in self.inner if one.spec.group_id == group_id), "")
+
+    def ranks_of(self, inner: Membership) -> tuple[int, ...]:
+        """The ranks here of those who are the ranks 0, 1, ... of a group inside it."""
+        return tuple([self._ranks[one] for one in inner.participants])
