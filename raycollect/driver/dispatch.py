@@ -85,19 +85,7 @@ class RequestKey(NamedTuple):
 
     def request(self) -> Request:
         """The same as a `Request`."""
-        return Request(
-            kind=self.kind,
-            group=self.group.spec,
-            operands=self.operands,
-            op=self.op,
-            root=self.root,
-            peer=self.peer,
-            inplace=self.inplace,
-            timeout_s=self.timeout_s,
-            snapshot=self.snapshot,
-            lists=self.lists,
-            reshard=self.reshard,
-        )
+        return Request(**{**self._asdict(), "group": self.group.spec})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +257,10 @@ class Submission:
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
-        found = [_settled(one, tracker) for one in self.results]
+        found = [
+            [made(one, tracker) for one in result] if isinstance(result, list) else made(result, tracker)
+            for result in self.results
+        ]
         return found if self.is_batch else found[0]
 
     def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
@@ -287,12 +278,6 @@ class Submission:
                 detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
                 raise RetryError(op=name, detail=detail)
         return replace(self, asked=tuple([one._replace(group=now[one.group]) for one in self.asked]))
-
-
-def _settled(result: Any, tracker: PlanTracker) -> Any:
-    if isinstance(result, list):
-        return [made(one, tracker) for one in result]
-    return made(result, tracker)
 
 
 def made(one: Any, tracker: PlanTracker) -> Any:
