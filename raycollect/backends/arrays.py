@@ -147,6 +147,13 @@ def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, 
     return tuple(DeviceArray(row) if isinstance(array, DeviceArray) else row for row in rows)
 
 
+def box_of(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
+    """A box of an array, as a view."""
+    place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # a view where there are none, too
+    found: Array = array[place]
+    return found
+
+
 def _torch_type() -> Any:
     # None while torch is not imported, or only in part.
     return getattr(sys.modules.get("torch"), "Tensor", None)

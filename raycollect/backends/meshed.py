@@ -26,6 +26,8 @@ from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedEr
 MESH_UP_TO_NBYTES: tuple[tuple[int, int], ...] = ((4, 64 << 20), (1 << 30, 4 << 20))
 ANSWER_S = 1.0  # How long ranks may take to answer after a kernel's time limit; the others are named
 _REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG)
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 # gloo's messages for a connection whose other end is gone; the rank and the cause come from elsewhere
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|read error|write error", re.IGNORECASE)
@@ -37,6 +39,14 @@ def descriptors(world_size: int) -> int:
     gloo ends the process if one of its threads can't open one.
     """
     return 2 * world_size + 8
+
+
+def is_as_numpy(op: ReduceOp, dtype: str) -> bool:
+    """Tells whether a library that has the dtype, and reduces by a ring, gives what numpy gives.
+
+    Not so for MIN and MAX of floats: whether a comparison keeps a NaN depends on its place in the ring.
+    """
+    return op in _ARITHMETIC or (op in _ORDERED and not dtype.startswith("float"))
 
 
 class Meshed(Exchanged):

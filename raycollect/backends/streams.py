@@ -156,6 +156,17 @@ def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
         pause(time.monotonic() - began_s)
 
 
+def has_drained(has_ended: Callable[[], bool], limit_s: float) -> bool:
+    """Waits until a device is done, after a failure; False where it is not in time. Raises what `has_ended` raises."""
+    began_s = time.monotonic()
+    while not has_ended():
+        waited_s = time.monotonic() - began_s
+        if waited_s > limit_s:
+            return False
+        pause(waited_s)
+    return True
+
+
 def pause(waited_s: float) -> None:
     """Sleeps between two queries of a device that has been waited for so long; not at first."""
     if waited_s > _SPIN_S:

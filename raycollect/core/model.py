@@ -168,6 +168,13 @@ class TensorInfo:
             return self
         return replace(self, device=other.device, library=other.library)
 
+    def piece(self, count: int) -> TensorInfo | None:
+        """A piece of so many along the first dimension, one row without it; None: the tensor can't be cut so."""
+        if not self.shape or self.shape[0] % count:
+            return None
+        rows, rest = self.shape[0] // count, self.shape[1:]
+        return replace(self, shape=rest if rows == 1 and rest else (rows, *rest))
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)} on {self.device}"
 

@@ -47,9 +47,7 @@ class _LibC:
         return function
 
 
-@cache
-def _libc() -> _LibC:
-    return _LibC()
+_libc = cache(_LibC)
 
 
 class Semaphore:

@@ -54,10 +54,12 @@ class Call:
 
     Attributes:
         name: The operation in messages; empty: that of its kind.
+        is_of_all: Whether a list of refs has one of each rank.
         sent: What was sent, and for which group; None: nothing, or in a batch.
     """
 
     name = ""
+    is_of_all = True
     sent: RequestKey | None = None
 
     def __init__(
@@ -105,7 +107,8 @@ class Call:
         self._raise()
         src, dst = (self._bound.get(name, {}) for name in _PARTS[self._kind])
         if self._kind is OpKind.BROADCAST:  # the root only sends, and the others only receive
-            src, dst = _split(src, root)
+            dst = {rank: one for rank, one in src.items() if rank != root}
+            src = {rank: one for rank, one in src.items() if rank == root}
         self._record(
             range(self._membership.spec.world_size), src, dst, root=root, inplace=inplace, snapshot=snapshot and inplace
         )
@@ -145,24 +148,22 @@ class Call:
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch.stand_in(given)
-            if type(ref) is Pending:
-                one: Operand | Violation = self._read_pending(ref, position)
+            one: Operand | Violation
+            if type(ref) is Pending and ref.is_of(self._request_list):
+                one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
+            elif type(ref) is Pending:
+                one = operand_binding.operand(ref.ref, position)
             elif is_handle(ref) and self._makes(name, position):
                 one = Operand(ref=None, key=None, actor_id=ref._actor_id.hex())
             elif self._driver_rank is not None and (mine := self._driver_rank.operand(ref)) is not None:
                 one = mine
             else:
                 one = operand_binding.operand(ref, position)
-            if type(one) is Operand:
+            if isinstance(one, Operand):
                 read.append(one)
-            elif isinstance(one, Violation):
+            else:
                 self._violations.append(one)
         return read
-
-    def _read_pending(self, pending: Pending, position: int) -> Operand | Violation:
-        if pending.is_of(self._request_list):
-            return Operand(ref=pending, key=pending.key, actor_id=pending.actor_id)
-        return operand_binding.operand(pending.ref, position)
 
     def _makes(self, name: str, position: int) -> bool:
         """Whether an actor handle may stand there, for an output to be made on that actor."""
@@ -188,7 +189,7 @@ class Call:
         return controller.groups.derive(actor_ids, limit_s)
 
     def _bind(self, name: str, operands: list[Operand], *, alone: bool) -> dict[int, Operand]:
-        whole = name != _SINGLE and self._kind is not OpKind.SEND
+        whole = self.is_of_all and name != _SINGLE and self._kind is not OpKind.SEND
         bound = operand_binding.bind(operands, self._membership, whole=whole)
         if isinstance(bound, dict):
             return bound
@@ -278,8 +279,3 @@ class Call:
         if holder is not None and holder.ref is not None:
             return holder.ref if holder.given is None else holder.given
         return self._request_list.promise(self._membership.members[rank].actor_id)
-
-
-def _split(operands: Mapping[int, Operand], root: int) -> tuple[dict[int, Operand], dict[int, Operand]]:
-    others = {rank: one for rank, one in operands.items() if rank != root}
-    return {rank: one for rank, one in operands.items() if rank == root}, others

@@ -86,19 +86,7 @@ class RequestKey(NamedTuple):
 
     def request(self) -> Request:
         """The same as a `Request`."""
-        return Request(
-            kind=self.kind,
-            group=self.group.spec,
-            operands=self.operands,
-            op=self.op,
-            root=self.root,
-            peer=self.peer,
-            inplace=self.inplace,
-            timeout_s=self.timeout_s,
-            snapshot=self.snapshot,
-            lists=self.lists,
-            reshard=self.reshard,
-        )
+        return Request(**{**self._asdict(), "group": self.group.spec})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +166,7 @@ def send_prepared(
         refs: The operands, by the places that the programs name.
         bell: The controller's, where the calling thread has claimed it, and waits for the plan.
     """
-    planned, keys = prepared.plan, tuple(refs)
+    planned = prepared.plan
     with controller.dispatching:
         peers = controller.links(prepared.groups, planned.participants)
         by_channel = prepared.fits_channel
@@ -190,37 +178,51 @@ def send_prepared(
         with _NOTHING_HELD if by_channel else all_held(list(filter(None, map(_CALLS, peers)))):
             tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs)
             controller.register(tracker)
-            rings = bell is not None
             if bell is not None:
                 tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
             if together:
                 _start_barrier(controller, tracker, peers)
-            for at, peer in enumerate(peers):
-                outputs = prepared.outputs[at]
-                ticket = Ticket(tracker.seq, peer.last_seq)
-                order = encode_order(ticket, list(map(keys.__getitem__, prepared.sources[at])), prepared.programs[at])
-                made: Sequence[Any] = ()
-                try:
-                    if by_channel:
-                        peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
-                    elif prepared.fits_channel:
-                        peer.submit_in_order(order, tracker, at, rings=rings)
-                    else:
-                        made = peer.submit(order, len(outputs))
-                except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
-                    error = peer.unsent(exc, tracker.member(at).rank)
-                    controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
-                    return tracker
-                except BaseException:  # a signal: this one may have been sent
-                    interrupted = PlanAbortedError(detail="interrupted while it was sent")
-                    controller.send(tracker, tracker.fail(interrupted, unsent=range(at + 1, len(peers))))
-                    controller.send(tracker, tracker.done(at, interrupted, ()))
-                    retrieve_errors(tracker.made.values())
-                    raise
-                peer.last_seq = tracker.seq
-                if outputs:
-                    tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
+            _send_parts(controller, prepared, tracker, peers, tuple(refs), by_channel=by_channel, together=together)
     return tracker
+
+
+def _send_parts(
+    controller: Controller,
+    prepared: DispatchPlan,
+    tracker: PlanTracker,
+    peers: Sequence[ParticipantLink],
+    keys: Sequence[Key],
+    *,
+    by_channel: bool,
+    together: bool,
+) -> None:
+    """Sends each participant its part; if one can't be sent, the plan ends for all."""
+    rings = tracker.bell is not None
+    for at, peer in enumerate(peers):
+        outputs = prepared.outputs[at]
+        ticket = Ticket(tracker.seq, peer.last_seq)
+        order = encode_order(ticket, list(map(keys.__getitem__, prepared.sources[at])), prepared.programs[at])
+        made: Sequence[Any] = ()
+        try:
+            if by_channel:
+                peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
+            elif prepared.fits_channel:
+                peer.submit_in_order(order, tracker, at, rings=rings)
+            else:
+                made = peer.submit(order, len(outputs))
+        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
+            error = peer.unsent(exc, tracker.member(at).rank)
+            controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
+            return
+        except BaseException:  # a signal: this one may have been sent
+            interrupted = PlanAbortedError(detail="interrupted while it was sent")
+            controller.send(tracker, tracker.fail(interrupted, unsent=range(at + 1, len(peers))))
+            controller.send(tracker, tracker.done(at, interrupted, ()))
+            retrieve_errors(tracker.made.values())
+            raise
+        peer.last_seq = tracker.seq
+        if outputs:
+            tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
 
 
 def _may_wait(controller: Controller, participants: Iterable[str], refs: Iterable[Any]) -> bool:
@@ -270,7 +272,10 @@ class Submission:
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
-        found = [_settled(one, tracker) for one in self.results]
+        found = [
+            [made(one, tracker) for one in result] if isinstance(result, list) else made(result, tracker)
+            for result in self.results
+        ]
         return found if self.is_batch else found[0]
 
     def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
@@ -288,12 +293,6 @@ class Submission:
                 detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
                 raise RetryError(op=name, detail=detail)
         return replace(self, asked=tuple([one._replace(group=now[one.group]) for one in self.asked]))
-
-
-def _settled(result: Any, tracker: PlanTracker) -> Any:
-    if isinstance(result, list):
-        return [made(one, tracker) for one in result]
-    return made(result, tracker)
 
 
 def made(one: Any, tracker: PlanTracker) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
+from raycollect.core.model import PIECES, TENSOR, Structure
 from raycollect.driver import held_values
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
@@ -21,8 +21,9 @@ from raycollect.driver.dispatch import Submission, explained, prepare
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, RefusedError, Violation, refusal
-from raycollect.planner import Made, Part, Plan, Role, Source, gpu_lists
+from raycollect.planner import Made, Plan, Role, Source, gpu_lists
 from raycollect.planner.explain import Explanation, explain
+from raycollect.planner.gpu_lists import Held
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import faults_of, made_of
 from raycollect.pos.handle import Handle
@@ -116,7 +117,7 @@ class _Estimated:
     def __init__(self, plan: Plan, handles: Mapping[Source, Handle]) -> None:
         self._plan = plan
         self._handles = handles
-        self._made: dict[tuple[int, str], tuple[Structure, tuple[TensorInfo, ...]]] = {}
+        self._made: dict[tuple[int, str], Held] = {}
         self._violations: list[Violation] = []
 
     def judge(self) -> None:
@@ -142,8 +143,12 @@ class _Estimated:
         if not violations:
             violations += agreement.decide(part.ranks, [Arrival(spec=spec) for spec in specs])
         self._violations += _numbered(violations, number, self._plan)
-        if not violations:
-            self._make(number, part, specs)
+        if violations:
+            return
+        for at, rank in enumerate(part.ranks):
+            made = self._output(number, at, specs)
+            if made is not None:
+                self._made[number, self._plan.memberships[number].participants[rank]] = made
 
     def _spec(self, number: int, rank: int, violations: list[Violation]) -> Spec:
         request, part = self._plan.requests[number], self._plan.parts[number]
@@ -183,7 +188,7 @@ class _Estimated:
         template, world = part.template(rank), len(part.ranks)
         given = [source for source in request.operands[part.places[rank]][1:] if source is not None]
         found: list[Side | None] = []
-        before: gpu_lists.Held | None = None
+        before: Held | None = None
         for index, gives in ((template.src, True), (template.dst, False)):
             if index < 0 or template.buffers[index].role is not Role.OPERAND:
                 found.append(None)
@@ -199,37 +204,31 @@ class _Estimated:
             before = held
         return found
 
-    def _held(self, number: int, rank: int, source: Source) -> tuple[Structure, tuple[TensorInfo, ...]]:
+    def _held(self, number: int, rank: int, source: Source) -> Held:
         if isinstance(source, Made):
             return self._made[source.request, self._plan.memberships[number].participants[rank]]
         handle = self._handles[source]
         return handle.structure, handle.infos
 
-    def _make(self, number: int, part: Part, specs: Sequence[Spec]) -> None:
-        root = part.places.get(part.request.root, -1)
-        for at, rank in enumerate(part.ranks):
-            if part.request.reshard is not None:
-                if part.outputs(rank):
-                    made_here = made_of(decode_half(part.template(rank).boxes).dst)
-                    self._made[number, self._plan.memberships[number].participants[rank]] = made_here
-                continue
-            role = next((buffer.role for buffer in part.template(rank).buffers if buffer.is_output), None)
-            given = specs[at].gives
-            if part.request.lists is not None:
-                if role is not None:
-                    self._made[number, self._plan.memberships[number].participants[rank]] = self._made_list(
-                        number, rank, role
-                    )
-                continue
-            if role is Role.LEARNED:
-                made = agreement.learn(specs, at, root)
-            elif role is None or given is None:
-                continue
-            else:
-                made = given if role is Role.LIKE else given.item(at)
-            self._made[number, self._plan.memberships[number].participants[rank]] = (made.structure, made.tensors)
+    def _output(self, number: int, at: int, specs: Sequence[Spec]) -> Held | None:
+        part = self._plan.parts[number]
+        request, rank, given = part.request, part.ranks[at], specs[at].gives
+        role = next((buffer.role for buffer in part.template(rank).buffers if buffer.is_output), None)
+        if role is None:
+            return None
+        if request.reshard is not None:
+            return made_of(decode_half(part.template(rank).boxes).dst)
+        if request.lists is not None:
+            return self._made_list(number, rank, role)
+        if role is Role.LEARNED:
+            made = agreement.learn(specs, at, part.places.get(request.root, -1))
+        elif given is None:
+            return None
+        else:
+            made = given if role is Role.LIKE else given.item(at)
+        return made.structure, made.tensors
 
-    def _made_list(self, number: int, rank: int, role: Role) -> gpu_lists.Held:
+    def _made_list(self, number: int, rank: int, role: Role) -> Held:
         part = self._plan.parts[number]
         source = self._plan.requests[number].operands[part.places[rank]][1]
         assert source is not None  # who makes a list gives one
@@ -237,18 +236,14 @@ class _Estimated:
         return held if role is Role.LIKE else gpu_lists.made(part.request.kind, held[1], len(part.ranks))
 
 
-def _side(
-    held: tuple[Structure, tuple[TensorInfo, ...]], count: int, rank: int, name: str, violations: list[Violation]
-) -> Side | None:
+def _side(held: Held, count: int, rank: int, name: str, violations: list[Violation]) -> Side | None:
     structure, infos = held
     if not count:
         return Side(structure=structure, tensors=infos)
     if structure.kind in ("list", "tuple") and len(structure.items) == count:
         if len({item.count for item in structure.items}) == 1:
             return Side(structure=Structure("list", (), structure.items), tensors=infos)
-    elif structure.kind == "tensor" and infos[0].shape and infos[0].shape[0] % count == 0:
-        rows, *rest = infos[0].shape
-        piece = replace(infos[0], shape=tuple(rest) if rows == count and rest else (rows // count, *rest))
+    elif structure.kind == "tensor" and (piece := infos[0].piece(count)) is not None:
         return Side(structure=Structure("list", (), (TENSOR,) * count), tensors=(piece,) * count, loose=True)
     kind, found, expected = agreement.piece_fault(structure, infos, count)
     violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected))

@@ -72,7 +72,13 @@ def bind(
         else:
             ranked[rank] = one
     if whole and not found:
-        found = [_absent(one.rank, one.actor) for one in membership.members if one.rank not in ranked]
+        found = [
+            Violation(
+                kind="missing", rank=one.rank, field="operand", found="missing", expected="one ref", actor=one.actor
+            )
+            for one in membership.members
+            if one.rank not in ranked
+        ]
     return found or ranked
 
 
@@ -87,10 +93,6 @@ def _second_ref(one: Operand, rank: int, actor: str = "") -> Violation:
     return Violation(
         kind="duplicate", rank=rank, field="ref", found=found, expected="one per actor", actor=actor, ref=_hex(one)
     )
-
-
-def _absent(rank: int, actor: str) -> Violation:
-    return Violation(kind="missing", rank=rank, field="operand", found="missing", expected="one ref", actor=actor)
 
 
 def _outsider(one: Operand, membership: Membership) -> Violation:

@@ -228,22 +228,10 @@ class Participants:
         waiting: dict[int, _Joining] = {}
         try:
             for membership in memberships:
-                members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
                 asked = {next(self._requests): _Joining(member) for member in membership.members}
                 waiting.update(asked)
                 self._joining.update(asked)
-                with self.inviting:
-                    for request, joining in asked.items():
-                        rank = joining.member.rank
-                        join = Join(
-                            request=request,
-                            group=asdict(membership.spec),
-                            rank=rank,
-                            members=members,
-                            replaces=replaces,
-                            probe=(probe or {}).get(rank, ()),
-                        )
-                        self.leased(joining.member.actor_id, [membership]).send(join)
+                self._invite(membership, asked, probe or {}, replaces)
             late = [one for one in waiting.values() if not one.settled.wait(max(deadline_s - monotonic(), 0))]
         finally:
             for request in waiting:
@@ -260,6 +248,21 @@ class Participants:
                 missing=tuple(one.member.rank for one in late),
             )
         return {one.member.rank: one.links for one in waiting.values() if one.links}
+
+    def _invite(
+        self,
+        membership: Membership,
+        asked: Mapping[int, _Joining],
+        probe: Mapping[int, tuple[int, ...]],
+        replaces: str,
+    ) -> None:
+        spec = asdict(membership.spec)
+        members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
+        with self.inviting:
+            for request, joining in asked.items():
+                rank, found = joining.member.rank, probe.get(joining.member.rank, ())
+                join = Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found)
+                self.leased(joining.member.actor_id, [membership]).send(join)
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""

@@ -104,16 +104,14 @@ class Progress:
         """The participant that is far behind the others or keeps them waiting, if any."""
         ahead = max((one.fraction for one in self.ranks), default=0.0)
         some_begun = any(one.has_begun for one in self.ranks)
+
+        def is_behind(one: RankProgress) -> bool:
+            return (some_begun and not one.has_begun) or ahead - one.fraction > FAR_BEHIND
+
         late = [
-            one
-            for one in self.ranks
-            if not one.has_ended and (not one.answers or (one.is_heard and self._is_behind(one, ahead, some_begun)))
+            one for one in self.ranks if not one.has_ended and (not one.answers or (one.is_heard and is_behind(one)))
         ]
         return min(late, key=lambda one: (one.answers, one.has_begun, one.fraction, one.rank), default=None)
-
-    @staticmethod
-    def _is_behind(one: RankProgress, ahead: float, some_begun: bool) -> bool:
-        return (some_begun and not one.has_begun) or ahead - one.fraction > FAR_BEHIND
 
     def __str__(self) -> str:
         if not self.total_nbytes:

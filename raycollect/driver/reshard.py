@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, overload
 
 from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind
-from raycollect.driver import held_values, operand_binding, own_tensors
+from raycollect.driver import held_values, own_tensors
 from raycollect.driver.call import Call
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
@@ -17,7 +16,6 @@ from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
 from raycollect.driver.work import Work
-from raycollect.errors import Violation
 from raycollect.planner import Membership, Reshard
 from raycollect.planner.layout import Layout
 from raycollect.planner.reshard.request import Named
@@ -100,6 +98,7 @@ class ReshardCall(Call):
     """One call of `reshard_refs`."""
 
     name = "reshard"
+    is_of_all = False
 
     def __init__(self, group_name: GroupLike, timeout_s: float | None, *, src_refs: Any, dst_refs: Any) -> None:
         super().__init__(OpKind.ALLTOALL, group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
@@ -164,14 +163,3 @@ class ReshardCall(Call):
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         actors = {one.actor_id: one for side in operands.values() for one in side}
         return super()._find({"refs": list(actors.values())})
-
-    def _bind(self, name: str, operands: list[Operand], *, alone: bool) -> dict[int, Operand]:
-        bound = operand_binding.bind(operands, self._membership)
-        if isinstance(bound, dict):
-            return bound
-        self._violations += [_of(name, one) for one in bound]
-        return {}
-
-
-def _of(name: str, violation: Violation) -> Violation:
-    return replace(violation, field=f"{violation.field} of {name}")

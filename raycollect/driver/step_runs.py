@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from math import inf
 from time import monotonic
 from typing import Any
@@ -80,15 +79,22 @@ class StepRuns:
 
     def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> PlanTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
+        limit_s = inf if timeout_s is None else timeout_s
         while True:
             with self.controller.dispatching:
                 if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
                     self._check()
                 oldest = self._oldest() if self._under_way else None
                 if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                    is_fenced = fence or (bool(self.controller.under_way) and self._is_held_up())
-                    return self._send(arguments, is_fenced, inf if timeout_s is None else timeout_s)
+                    return self._begin(arguments, fence, limit_s)
             oldest.wait(None)
+
+    def _begin(self, arguments: Sequence[bytes], fence: bool, limit_s: float) -> PlanTracker:
+        if not fence and not (self.controller.under_way and self._is_held_up()):
+            return self._send(arguments, self.doorbell, limit_s)
+        # Held before there is a run, so that a signal that comes in this wait leaves none behind
+        with all_held([one.calls for one, _ in self._links if one.calls is not None]):
+            return self._send(arguments, None, limit_s, fence=True)
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
@@ -125,32 +131,21 @@ class StepRuns:
                     return True
         return False
 
-    def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> PlanTracker:
-        controller, doorbell = self.controller, None if fence else self.doorbell
+    def _send(
+        self, arguments: Sequence[bytes], doorbell: Doorbell | None, limit_s: float, *, fence: bool = False
+    ) -> PlanTracker:
+        controller, tracker = self.controller, None
         self.begun += 1
-        at, tracker = 0, None
         try:
             number = doorbell.begin() if doorbell is not None and self.in_slots else 0
-            rings = doorbell.runs if doorbell is not None else []
             seq = next(controller.numbers)
-            tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, timeout_s)
+            tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, limit_s)
             tracker.is_fenced = fence
             controller.register(tracker)
             self._under_way.append(tracker)
-            with all_held([one.calls for one, _ in self._links if one.calls is not None]) if fence else nullcontext():
-                try:
-                    for at, (peer, slot) in enumerate(self._links):
-                        predecessor, payload = peer.last_seq, arguments[at]
-                        if fence:
-                            self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
-                        elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
-                            peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
-                        peer.last_seq = seq
-                finally:
-                    if doorbell is not None and number:
-                        doorbell.ring(number)
-        except BaseException as exc:
-            self._stop_short(tracker, at, exc)
+            self._tell(tracker, arguments, doorbell)
+        except BaseException as exc:  # also a signal: who was told of the run hears that it has ended
+            self._stop_short(tracker, exc)
             if tracker is None or not isinstance(exc, Exception):
                 raise
             return tracker
@@ -160,15 +155,32 @@ class StepRuns:
                     controller.send(tracker, tracker.lost(at, "its connection has ended"))
         return tracker
 
-    def _stop_short(self, tracker: PlanTracker | None, at: int, exc: BaseException) -> None:
-        """Ends a run that could not be sent from a position on; after a signal the step, too."""
+    def _tell(self, tracker: PlanTracker, arguments: Sequence[bytes], doorbell: Doorbell | None) -> None:
+        seq, number, rings = tracker.seq, tracker.number, [] if doorbell is None else doorbell.runs
+        try:
+            for at, (peer, slot) in enumerate(self._links):
+                predecessor, payload = peer.last_seq, arguments[at]
+                if tracker.is_fenced:
+                    self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
+                elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
+                    peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
+                peer.last_seq = seq
+        finally:  # where a signal came in the middle, those who were told are woken, too
+            if doorbell is not None and number:
+                doorbell.ring(number)
+
+    def _stop_short(self, tracker: PlanTracker | None, exc: BaseException) -> None:
+        """Ends a run that could not be sent to all; after a signal the step, too."""
         is_signal = not isinstance(exc, Exception)
         if is_signal or tracker is None:  # it is not known who was told of it
             self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
-        if tracker is not None:
-            self.controller.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, len(self._links))))
-            if is_signal:
-                self._links[at][0].send(Abort(seq=tracker.seq, reason="it was interrupted as it began"))
+        if tracker is None:
+            return
+        last = len(self._links) - 1
+        at = next((at for at, (peer, _) in enumerate(self._links) if peer.last_seq != tracker.seq), last)
+        self.controller.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, last + 1)))
+        if is_signal:
+            self._links[at][0].send(Abort(seq=tracker.seq, reason="it was interrupted as it began"))
 
     def _unsent(self, at: int, exc: BaseException) -> RaycollectError:
         group, member = self.step_plan.homes[at]
@@ -283,12 +295,15 @@ class StepRuns:
 
     def let_go_idle(self) -> bool:
         """`close` for who holds `dispatching`; does nothing and returns False where a run is under way."""
-        return self.is_idle and (self.let_go() or True)
-
-    def let_go(self) -> bool:
-        """`close` for who holds `dispatching`; False where it was closed before."""
-        if self.is_closed:
+        if not self.is_idle:
             return False
+        self.let_go()
+        return True
+
+    def let_go(self) -> None:
+        """`close` for who holds `dispatching`."""
+        if self.is_closed:
+            return
         self.is_closed = True
         for tracker in tuple(self._under_way):
             tracker.resolved  # noqa: B018 - so that those that have ended have ended well
@@ -300,4 +315,3 @@ class StepRuns:
         self._links, self._fences = [], {}  # which hold the actors
         if self.doorbell is not None:
             self.doorbell.close()
-        return True

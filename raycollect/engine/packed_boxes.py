@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import folds
-from raycollect.backends.arrays import Array
+from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert
 from raycollect.core.boxes import BoxRound
 from raycollect.core.boxes import Give as GivenBox
@@ -25,13 +25,6 @@ from raycollect.planner.reshard.halves import Half, LocalBoxes, aligned
 
 Find = Callable[[int, bool], Array]
 """(place of a name, whether of the targets) -> the local tensor."""
-
-
-def box_of(array: Array, at: Point, size: Point) -> Array:
-    """The box of a local tensor, as a view."""
-    place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # a view where there are none, too
-    found: Array = array[place]
-    return found
 
 
 def unfold(array: Array, axes: Axes) -> Array:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.backends.arrays import Array, DeviceArray, box_of
 from raycollect.backends.elements import convert
 from raycollect.core.boxes import BoxExchange, table_nbytes
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
-from raycollect.engine.packed_boxes import PackedBoxes, box_of, unfold
+from raycollect.engine.packed_boxes import PackedBoxes, unfold
 from raycollect.planner import Local, Step
 from raycollect.planner.reshard.halves import Half, decode_half
 from raycollect.planner.reshard.held import Fault, faults_of, made_of, places_of

@@ -133,14 +133,14 @@ class _Noted:
         ring.put(self._kind, self._name, self._began_s, ring.clock(), self._seq, self._label, failed)
 
 
-def _label_of_program(program: Program, meeting: str = "") -> Label:
+def _label_of_program(program: Program, meeting: str) -> Label:
     if len(program.tasks) == 1:
         share = program.shares[program.tasks[0].share]
         return Label(share.op, share.group_id, share.rank, len(share.ranks), 0, 0, meeting)
     return _label_of_check(program, meeting)
 
 
-def _label_of_check(program: Program, meeting: str = "") -> Label:
+def _label_of_check(program: Program, meeting: str) -> Label:
     groups = dict.fromkeys(share.group_id for share in program.shares)
     agreement = program.agreement
     return Label(
@@ -157,13 +157,13 @@ def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:
     return Label(share.op, share.group_id, share.rank, len(share.ranks), nbytes, scheduled.tasks, meeting)
 
 
-def number_of_bundle(ring: Ring, scheduled: ScheduledBundle, meeting: str = "") -> int:
+def number_of_bundle(ring: Ring, scheduled: ScheduledBundle, meeting: str) -> int:
     """Returns the number of the label of one bundle, of which later runs have the same share and verdicts."""
     known = (scheduled.share, meeting, *scheduled.agreed)  # which tell all of the label, and hold no tensor
     return ring.label_of(lambda: label_of_bundle(scheduled, meeting), *known)
 
 
-def _label_of_move(move: LaunchStep, rank: int, meeting: str = "") -> Label:
+def _label_of_move(move: LaunchStep, rank: int, meeting: str) -> Label:
     # A part of a collective, with the bytes that it reads.
     nbytes = sum(nbytes_of(one.dst if one.src is None else one.src) for one in move.kernels)
     return Label(move.kernels[0].kind.value, move.group_id, rank, len(move.ranks), nbytes, 0, meeting)

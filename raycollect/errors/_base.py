@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 _Error = TypeVar("_Error", bound="RaycollectError")
 
@@ -13,8 +13,17 @@ _Error = TypeVar("_Error", bound="RaycollectError")
 class RaycollectError(RuntimeError):
     """Base of all errors of this package; a RuntimeError, as what `ray.util.collective` raises."""
 
+    cure: ClassVar[str] = ""  # what to do about it; empty where only the detail can tell
+
     def __str__(self) -> str:
+        text, advice = self._text(), self._advice()
+        return f"{text}\nWhat to do: {advice}." if advice else text
+
+    def _text(self) -> str:
         return getattr(self, "detail", "") or summary(type(self))
+
+    def _advice(self) -> str:
+        return self.cure
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
@@ -42,6 +51,11 @@ def anew(error: _Error) -> _Error:
 def summary(cls: type) -> str:
     """The default text of an error: the first line of its class's docstring."""
     return (cls.__doc__ or cls.__name__).split("\n", 1)[0].rstrip(".")
+
+
+def culprit(rank: int, actor: str) -> str:
+    """Who is at fault, behind what is: ``", rank 1 (Trainer 7f3a)"``; empty for nobody."""
+    return (f", rank {rank}" if rank >= 0 else "") + (f" ({actor})" if actor else "")
 
 
 def _rebuild(cls: type[RaycollectError], values: dict[str, Any]) -> RaycollectError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError
 
@@ -15,7 +14,7 @@ class ChannelError(RaycollectError):
     detail: str
     peer: str = ""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.peer}: {self.detail}" if self.peer else self.detail
 
 
@@ -44,11 +43,11 @@ class HolderUnreachableError(ChannelError):
     op: str = ""
     actor: str = ""
     ref: str = ""
-    cure: ClassVar[str] = (
+    cure = (
         "call it again. If it fails again, check what the message names: file descriptors (ulimit -n) on both sides, "
         "the network between the hosts, or a holder that is stopped"
     )
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         who = f"{self.actor} at {self.peer}" if self.actor else self.peer
-        return f"{self.op} of {self.ref}: can't reach {who}: {self.detail}\nWhat to do: {self.cure}."
+        return f"{self.op} of {self.ref}: can't reach {who}: {self.detail}"

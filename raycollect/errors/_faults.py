@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from raycollect.errors._base import RaycollectError, summary
+from raycollect.errors._base import RaycollectError, culprit
 from raycollect.errors.text import listed
 
 COULD_NOT_LOOK = "could not look: "
@@ -32,20 +32,17 @@ class FaultError(RaycollectError):
     actor: str = ""
     detail: str = ""
     story: tuple[str, ...] = ()
-    cure: ClassVar[str] = ""
     _tells_story: ClassVar[bool] = True
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         where = self.op or "a plan"
         if self.group_name or not self.op:
             where += f" on group {self.group_name!r}"
-        who = f", rank {self.rank}" if self.rank >= 0 else ""
-        who += f" ({self.actor})" if self.actor else ""
-        text = f"{where}{who}: {self.detail or summary(type(self))}"
+        text = f"{where}{culprit(self.rank, self.actor)}: {super()._text()}"
         if self.story and self._tells_story:
             text += "\nWhat the rank that reported it did last:"
             text += "".join(f"\n  | {line}" for line in self.story)
-        return f"{text}\nWhat to do: {self.cure}." if self.cure else text
+        return text
 
 
 class ParticipantDiedError(FaultError):
@@ -145,13 +142,16 @@ class CollectiveTimeoutError(FaultError):
         alive = "all of them answer, but not over the library's own connections, or too slowly"
         return f"after {self.timeout_s:g} s in the kernel, with {listed(others)}: {silent if who else alive}"
 
-    def __str__(self) -> str:
-        text, cure, rest = FaultError.__str__(self).partition("\nWhat to do: ")
-        told = "\n  - " + listed(self.reports, "\n  - ") if self.reports else ""
+    def _text(self) -> str:
+        text = super()._text()
+        if self.reports:
+            text += "\n  - " + listed(self.reports, "\n  - ")
         if self.cut:
-            told += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is gone"
-            rest = "check the network between these hosts; the ranks named above may be healthy."
-        return text + told + cure + rest
+            text += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is gone"
+        return text
+
+    def _advice(self) -> str:
+        return "check the network between these hosts; the ranks named above may be healthy" if self.cut else self.cure
 
 
 class PlanAbortedError(FaultError):
@@ -185,13 +185,15 @@ class MethodError(FaultError):
         "correct the method, close the step and capture it again; this actor has done the collectives before that call"
     )
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         who = f" of {self.actor}" if self.actor else ""
         what = f"raised {self.raised}: {self.detail}" if self.raised else f"returned {self.detail}"
-        text = f"call {self.call} of the step, {self.op}{who}, {what}"
-        if self.trace:
-            text += "".join(f"\n  | {line}" for line in self.trace.splitlines())
-        return f"{text}\nWhat to do: {self.cure if self.raised else _RETURN_PLAIN}."
+        return f"call {self.call} of the step, {self.op}{who}, {what}" + "".join(
+            f"\n  | {line}" for line in self.trace.splitlines()
+        )
+
+    def _advice(self) -> str:
+        return self.cure if self.raised else _RETURN_PLAIN
 
 
 _RETURN_PLAIN = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError, summary
 
@@ -14,12 +13,10 @@ class GroupError(RaycollectError):
 
     group_name: str
     detail: str = ""
-    cure: ClassVar[str] = ""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         told = summary(type(self))
-        text = f"group {self.group_name!r}: {self.detail or told[:1].lower() + told[1:]}"
-        return f"{text}\nWhat to do: {self.cure}." if self.cure else text
+        return f"group {self.group_name!r}: {self.detail or told[:1].lower() + told[1:]}"
 
 
 class UnknownGroupError(GroupError):
@@ -78,12 +75,10 @@ class ControllerConflictError(ControlError):
 
     actor: str
     holder: str
+    cure = "let that process destroy its groups (or end), or drive the actor from there"
 
-    def __str__(self) -> str:
-        return (
-            f"{self.actor} is driven by another controller: {self.holder}.\n"
-            "What to do: let that process destroy its groups (or end), or drive the actor from there."
-        )
+    def _text(self) -> str:
+        return f"{self.actor} is driven by another controller: {self.holder}."
 
 
 @dataclass(eq=False, kw_only=True)
@@ -91,31 +86,31 @@ class SelfDrivenError(ControlError):
     """An actor asked for a plan in which it takes part itself; it would wait for itself for ever."""
 
     actor: str
+    cure = (
+        "put col.this_process() in its place, and its tensors in the place of their refs; or call from the driver or "
+        "another actor, or use the imperative API inside the members"
+    )
 
-    def __str__(self) -> str:
-        return (
-            f"{self.actor} drives a plan in which it takes part: its own method would have to end first.\n"
-            "What to do: put col.this_process() in its place, and its tensors in the place of their refs; or call from "
-            "the driver or another actor, or use the imperative API inside the members."
-        )
+    def _text(self) -> str:
+        return f"{self.actor} drives a plan in which it takes part: its own method would have to end first."
 
 
 class ForkedError(ControlError):
     """A process that was forked from one that Ray is connected in; the connection is that one's."""
 
-    def __str__(self) -> str:
-        return (
-            "this process was forked from one that is connected to Ray, and neither Ray nor raycollect work in it.\n"
-            "What to do: call from the parent; or start this process by 'spawn' (multiprocessing.get_context), or let "
-            "it join a group with init_collective_group(..., rendezvous='file:///path')."
-        )
+    cure = (
+        "call from the parent; or start this process by 'spawn' (multiprocessing.get_context), or let it join a group "
+        "with init_collective_group(..., rendezvous='file:///path')"
+    )
+
+    def _text(self) -> str:
+        return "this process was forked from one that is connected to Ray, and neither Ray nor raycollect work in it."
 
 
 class RayClientError(ControlError):
     """Ray Client (ray://) has no ObjectRef ids and no way to reach the participants."""
 
-    def __str__(self) -> str:
-        return (
-            "raycollect can't work through Ray Client (ray://): the driver must be a process of the cluster.\n"
-            "What to do: run the script on a cluster node (ray job submit), with ray.init(address='auto')."
-        )
+    cure = "run the script on a cluster node (ray job submit), with ray.init(address='auto')"
+
+    def _text(self) -> str:
+        return "raycollect can't work through Ray Client (ray://): the driver must be a process of the cluster."

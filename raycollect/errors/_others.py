@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError
 from raycollect.errors.text import listed
@@ -46,10 +45,10 @@ class CaptureBrokenError(CaptureError):
     """
 
     why: str = ""
-    cure: ClassVar[str] = "correct the cause, bring the actors to a known state, close the step and capture it again"
+    cure = "correct the cause, bring the actors to a known state, close the step and capture it again"
 
-    def __str__(self) -> str:
-        return f"{self.detail}: {self.why}\nWhat to do: {self.cure}."
+    def _text(self) -> str:
+        return f"{self.detail}: {self.why}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,10 +60,10 @@ class CaptureMembersError(CaptureError):
     """
 
     lost: tuple[str, ...] = ()
-    cure: ClassVar[str] = "close the step and capture it again, with the current members"
+    cure = "close the step and capture it again, with the current members"
 
-    def __str__(self) -> str:
-        return f"{self.detail}: {listed(self.lost, '; ')}\nWhat to do: {self.cure}."
+    def _text(self) -> str:
+        return f"{self.detail}: {listed(self.lost, '; ')}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,7 +73,7 @@ class RetryError(RaycollectError):
     op: str
     detail: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.op} can't be run again: {self.detail}"
 
 
@@ -97,12 +96,11 @@ class StoreFullError(RaycollectError):
     """The Python Object Store can't take more than `limit` entries."""
 
     limit: int
+    cure = "raycollect.free(refs) what is no longer used"
 
-    def __str__(self) -> str:
-        return (
-            f"the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is "
-            "gone.\nWhat to do: raycollect.free(refs) what is no longer used."
-        )
+    def _text(self) -> str:
+        holds = f"the Python Object Store holds {self.limit} tensors"
+        return f"{holds}, its limit while this Ray can't tell when a ref is gone."
 
 
 @dataclass(eq=False, kw_only=True)
@@ -120,14 +118,14 @@ class ArenaFullError(RaycollectError, MemoryError):
     in_use: int
     limit: int
     detail: str = ""
+    cure = (
+        "let go of tensors that are not used any more, raise RAYCOLLECT_ARENA_LIMIT before the process starts, or make "
+        "this tensor in ordinary memory (numpy.empty)"
+    )
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         why = self.detail or f"tensors take {self.in_use} of at most {self.limit} bytes"
-        return (
-            f"the arena has no room for {self.nbytes} bytes in one piece: {why}.\n"
-            "What to do: let go of tensors that are not used any more, raise RAYCOLLECT_ARENA_LIMIT before the process "
-            "starts, or make this tensor in ordinary memory (numpy.empty)."
-        )
+        return f"the arena has no room for {self.nbytes} bytes in one piece: {why}."
 
 
 @dataclass(eq=False, kw_only=True)
@@ -136,5 +134,5 @@ class InternalError(RaycollectError):
 
     detail: str
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.detail} (this is a bug of raycollect: please report it)"

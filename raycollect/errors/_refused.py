@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError
 from raycollect.errors.text import listed
@@ -67,12 +66,12 @@ class RefusedError(RaycollectError):
     op: str
     group_name: str
     violations: tuple[Violation, ...]
-    cure: ClassVar[str] = "correct the operands and call again; no tensor was touched"
+    cure = "correct the operands and call again; no tensor was touched"
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         told = listed(self.violations, "\n  - ", MOST_VIOLATIONS)
         where = f" on group {self.group_name!r}" if self.group_name else ""
-        return f"{self.op}{where} was refused:\n  - {told}\nWhat to do: {self.cure}."
+        return f"{self.op}{where} was refused:\n  - {told}"
 
 
 class ForeignRefError(RefusedError):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from raycollect.errors._base import RaycollectError, summary
+from raycollect.errors._base import RaycollectError, culprit
 
 
 @dataclass(eq=False, kw_only=True)
@@ -25,14 +24,10 @@ class VersionError(RaycollectError):
     version: str = ""
     rank: int = -1
     actor: str = ""
-    cure: ClassVar[str] = ""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         which = f"version {self.version} of {self.name!r}" if self.version else f"publication {self.name!r}"
-        who = f", rank {self.rank}" if self.rank >= 0 else ""
-        who += f" ({self.actor})" if self.actor else ""
-        text = f"{which}{who}: {self.detail or summary(type(self))}"
-        return f"{text}\nWhat to do: {self.cure}." if self.cure else text
+        return f"{which}{culprit(self.rank, self.actor)}: {super()._text()}"
 
 
 class UnknownVersionError(VersionError):
@@ -78,6 +73,4 @@ class VersionTimeoutError(VersionError):
     missing: tuple[int, ...] = ()
     timeout_s: float = 0.0
     is_shown: bool = False
-    cure: ClassVar[str] = (
-        "see what these ranks are doing; raise timeout_s if they are only busy, and call update() again"
-    )
+    cure = "see what these ranks are doing; raise timeout_s if they are only busy, and call update() again"

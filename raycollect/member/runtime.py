@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -65,7 +65,7 @@ Ray 2.60 can lose the count of what is nested in a streamed item, when the item 
 it (docs/adr/0002-ray-internals.md); without this, an item could be freed before it is first used.
 """
 
-
+_Bell = TypeVar("_Bell")
 _OVERLAP: AbstractContextManager[None] = nullcontext()
 
 
@@ -272,7 +272,8 @@ class Runtime:
         """A controller connected: it gets the lease, or hears which controller has it (P10)."""
         hello = link.hello
         controller, description = str(hello.get("controller")), str(hello.get("description"))
-        bell, order_bell = _open_bell(hello.get("bell")), _open_order_bell(hello.get("orders"))
+        bell = _within_reach(lambda: CompletionBellClient(Segment(*hello["bell"][:-1]), hello["bell"][-1]))
+        order_bell = _within_reach(lambda: OrderBellClient(Segment(*hello["orders"])))
         with self._lock:
             if self._lease is not None and self._lease.controller != controller:
                 error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
@@ -332,20 +333,11 @@ def _until_exit(do: Callable[..., Any], *args: Any) -> Any:
         raise
 
 
-def _open_bell(where: Any) -> CompletionBellClient | None:
-    """This participant's end of the controller's bell; None if there is none, or it is out of reach."""
+def _within_reach(end: Callable[[], _Bell]) -> _Bell | None:
+    """This participant's end of a bell that the controller told of; None if it told of none, or it is out of reach."""
     try:
-        *segment, slot = where
-        return CompletionBellClient(Segment(*segment), slot)
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _open_order_bell(where: Any) -> OrderBellClient | None:
-    """Where this participant may get orders; None if there is none, or it is out of reach."""
-    try:
-        return OrderBellClient(Segment(*where))
-    except (OSError, ValueError, TypeError):
+        return end()
+    except (OSError, ValueError, TypeError, LookupError):
         return None
 
 

@@ -175,12 +175,10 @@ def _flows(drawn: Sequence[_ProcessRows], origin_s: float) -> Iterator[Event]:
     """An arrow from each plan to the outermost span of each participant's part in it."""
     parts: dict[tuple[str, int], list[tuple[Slice, int, int]]] = defaultdict(list)
     for one in drawn:
+        placed = [(part, tid) for part, tid in one.placed if part.kind == PART and part.seq and not part.meeting]
         first: dict[int, tuple[Slice, int]] = {}
-        for part, tid in one.placed:
-            if part.kind == PART and part.seq and not part.meeting:
-                known = first.get(part.seq)
-                if known is None or (part.begin_s, -part.end_s) < (known[0].begin_s, -known[0].end_s):
-                    first[part.seq] = part, tid
+        for part, tid in sorted(placed, key=lambda found: (found[0].begin_s, -found[0].end_s)):
+            first.setdefault(part.seq, (part, tid))
         for seq, (part, tid) in first.items():
             parts[one.process.leader, seq].append((part, one.pid, tid))
     plans = [(one, plan, tid) for one in drawn if one.process.leads for plan, tid in one.placed if plan.kind in _PLANS]

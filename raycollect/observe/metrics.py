@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 from ray.util.metrics import Counter, Histogram
 
@@ -56,9 +56,7 @@ class RayMeters:
         self._histograms[name].observe(value, tags=dict(tags))
 
 
-@lru_cache(maxsize=1)
-def _meters() -> RayMeters:
-    return RayMeters()
+_meters = cache(RayMeters)
 
 
 class Publisher:

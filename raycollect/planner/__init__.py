@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raycollect.planner.algorithms import ALGORITHMS as ALGORITHMS
     from raycollect.planner.algorithms import STAND_INS as STAND_INS
-    from raycollect.planner.cost import Cost as Cost
     from raycollect.planner.cost import Layout as Layout
     from raycollect.planner.cost import Line as Line
     from raycollect.planner.cost import native as native
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "algorithms": "ALGORITHMS STAND_INS",
-    "cost": "Cost Layout Line native",
+    "cost": "Layout Line native",
     "ir": "GpuLists Made Part Plan Request Source Together",
     "listed": "LISTS_BACKEND",
     "lower": "SUBSTITUTES",

@@ -256,7 +256,8 @@ class Plan:
         """The sources behind the keys of a participant's program, in their order."""
         found: dict[Source, None] = {}
         for number, rank in self.involved[position]:
-            found.update(dict.fromkeys(one for one in self._given(number, rank) if type(one) is not Made))
+            _, *given = self.requests[number].operands[self.parts[number].places[rank]]
+            found.update(dict.fromkeys(one for one in given if one is not None and type(one) is not Made))
         return tuple(found)
 
     def uses(self) -> dict[Source, bool]:
@@ -331,22 +332,14 @@ class Plan:
         return tuple(Bundle(tasks=together.requests, base=together.base) for together in self.order)
 
     def _agreement(self, position: int) -> Domain:
-        if self.agreement is None:
-            return Domain(group_id="", rank=position, ranks=self._at_agreement)
-        return Domain(
-            group_id=self.agreement.spec.group_id, rank=self._at_agreement[position], ranks=self._at_agreement
-        )
+        group_id = "" if self.agreement is None else self.agreement.spec.group_id
+        return Domain(group_id=group_id, rank=self._at_agreement[position], ranks=self._at_agreement)
 
     @cached_property
     def _at_agreement(self) -> tuple[int, ...]:
         if self.agreement is None:
             return tuple(range(len(self.participants)))
         return tuple(map(self.agreement.rank_of, self.participants))
-
-    def _given(self, number: int, rank: int) -> tuple[Source, ...]:
-        part = self.parts[number]
-        _, src, dst = self.requests[number].operands[part.places[rank]]
-        return tuple(one for one in (src, dst) if one is not None)
 
 
 def _share(part: Part, rank: int, membership: Membership) -> Share:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from raycollect.core.model import GroupSpec
 from raycollect.errors import RefusedError
 from raycollect.planner.algorithms import route
 from raycollect.planner.ir import Part, Plan, Request
@@ -27,6 +26,8 @@ from raycollect.planner.verify_order import verify_order
 
 _TIMEOUT_S = 60.0
 """Stands for the time limit in forms, which do not depend on it."""
+
+_alone = lru_cache(maxsize=256)(Membership.alone)
 
 
 def plan(requests: Sequence[Request], memberships: Sequence[Membership] = (), *, staging: int = STAGING_NBYTES) -> Plan:
@@ -44,7 +45,7 @@ def plan(requests: Sequence[Request], memberships: Sequence[Membership] = (), *,
         RefusedError: A request makes no sense, or its backend can't do it; has all reasons.
         InternalError: The plan would be wrong (a bug of ours).
     """
-    given = tuple(memberships) or tuple(_unknown(request.group) for request in requests)
+    given = tuple(memberships) or tuple(_alone(request.group) for request in requests)
     parts = [plan_part(request, membership) for request, membership in zip(requests, given, strict=True)]
     planned = schedule(requests, parts, given, staging)
     verify_order(planned)
@@ -63,7 +64,7 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
     )
     form = replace(request, operands=operands, timeout_s=_TIMEOUT_S if 0 < request.timeout_s < math.inf else -1.0)
     try:
-        return _planned(form, membership or _unknown(request.group))
+        return _planned(form, membership or _alone(request.group))
     except RefusedError:
         validate(request)  # says it of the request itself
         raise
@@ -82,8 +83,3 @@ def _planned(form: Request, membership: Membership) -> Part:
         part = committed(part, form) if form.snapshot else part
     verify(part, bitwise=membership.bitwise)
     return part
-
-
-@lru_cache(maxsize=256)
-def _unknown(spec: GroupSpec) -> Membership:
-    return Membership.alone(spec)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 from raycollect.core.model import PIECES, OpKind, TensorInfo
 from raycollect.planner.gpu_lists import carried, gpus_of, made
@@ -220,11 +219,10 @@ def _piece(part: Part, held: Infos, rank: int) -> Infos:
     if len(held) % count == 0 and (len(held) > 1 or count == 1):
         each = len(held) // count
         return held[at * each : (at + 1) * each]
-    if len(held) == 1 and held[0].shape and held[0].shape[0] % count == 0:
-        (info,) = held
-        rows, rest = info.shape[0] // count, info.shape[1:]
-        return (replace(info, shape=rest if rows == 1 and rest else (rows, *rest)),)
-    raise ValueError(f"{len(held)} tensors can't be cut into {count} pieces")
+    piece = held[0].piece(count) if len(held) == 1 else None
+    if piece is None:
+        raise ValueError(f"{len(held)} tensors can't be cut into {count} pieces")
+    return (piece,)
 
 
 def _nbytes(infos: Infos) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raycollect.errors import InternalError
-from raycollect.planner.ir import Made, Part, Plan, Source, Together
+from raycollect.planner.ir import Made, Part, Plan, Source
 from raycollect.planner.membership import Membership
 
 
@@ -104,7 +104,7 @@ def _launch_problem(plan: Plan) -> str:
     highest, shared = 0, None  # the newest launch, and who may go on using it
     for together in plan.order:
         part, membership = plan.parts[together.requests[0]], plan.memberships[together.requests[0]]
-        who = _who(part) if len(part.choices) == 1 and part.width == 1 else None
+        who = (part.request.group.group_id, part.ranks) if len(part.choices) == 1 and part.width == 1 else None
         at_agreement = plan.agreement is membership and _is_whole(part, membership, plan.participants)
         for base, choice in zip(together.base, part.choices, strict=True):
             if base == 0 and highest == 0 and at_agreement and choice.width == 1:
@@ -112,7 +112,7 @@ def _launch_problem(plan: Plan) -> str:
             if base > highest or (base == highest > 0 and who is not None and who == shared):
                 continue
             return f"has launch {base} for requests {together.requests} after launch {highest}"
-        last = _last(together, part)
+        last = max(base + choice.width - 1 for base, choice in zip(together.base, part.choices, strict=True))
         if last > highest:
             highest, shared = last, who
     if highest >= plan.width:
@@ -130,14 +130,6 @@ def _sequential_launch_problem(plan: Plan) -> str:
             return f"has launch {base} for request {number} alone, where {begin} is the first one free"
         begin = base + part.width
     return f"has launch {begin - 1} of {plan.width}" if begin > plan.width else ""
-
-
-def _who(part: Part) -> tuple[str, tuple[int, ...]]:
-    return part.request.group.group_id, part.ranks
-
-
-def _last(together: Together, part: Part) -> int:
-    return max(base + choice.width - 1 for base, choice in zip(together.base, part.choices, strict=True))
 
 
 def _is_whole(part: Part, membership: Membership, participants: Sequence[str]) -> bool:

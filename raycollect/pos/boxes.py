@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raycollect.backends.arrays import Array
+from raycollect.backends.arrays import Array, box_of
 from raycollect.core.model import Segment
 from raycollect.errors import ProtocolError
 from raycollect.pos.segments import Segments
@@ -37,9 +37,7 @@ def _view(array: Any, at: Sequence[int], size: Sequence[int]) -> Array:
     for lo, count, most in zip(at, size, array.shape, strict=True):
         if lo < 0 or count < 0 or lo + count > most:
             raise ValueError(f"{count} from {lo} on, of {most}")
-    place: Any = (*(slice(lo, lo + count) for lo, count in zip(at, size, strict=True)), ...)
-    found: Array = array[place]
-    return found
+    return box_of(array, at, size)
 
 
 def located(found: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:

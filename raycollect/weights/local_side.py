@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.backends.arrays import Array, DeviceArray, box_of
 from raycollect.backends.elements import name_of
 from raycollect.core.model import TensorInfo
-from raycollect.engine.packed_boxes import box_of, unfold
+from raycollect.engine.packed_boxes import unfold
 from raycollect.errors import Violation, refusal, wrong_layout
 from raycollect.planner.reshard.held import faults_of, places_of
 from raycollect.planner.reshard.request import local_tensors

@@ -140,51 +140,35 @@ def show(state: RankState, version: Version) -> RankState:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class Event:
+    """What has become of a rank; `digests` are those of its atoms, where it says so."""
+
+    rank: int
+    digests: Digests = field(default_factory=dict)
+
+
+class Verified(Event):
     """All atoms of a rank have landed, with these digests."""
 
-    rank: int
-    digests: Digests = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(Event):
     """A rank's methods see the version."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(Event):
     """A rank of the publisher keeps its part of the version, with these digests."""
 
-    rank: int
-    digests: Digests = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class SealedPart:
+class SealedPart(Event):
     """A rank of the publisher keeps some atoms of the version, with these digests, and will seal others."""
 
-    rank: int
-    digests: Digests = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Event):
     """A rank's process is gone."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Event):
     """A rank could not do what it was told, or has not in time."""
-
-    rank: int
-
-
-Event = Verified | Shown | Sealed | SealedPart | Lost | Failed
 
 
 class Tell(enum.Enum):
@@ -254,7 +238,7 @@ def advance(state: Round, event: Event) -> tuple[Round, Tell | None]:
 
 
 def _heard(state: Round, event: Event) -> Round:
-    digests = {} if isinstance(event, Shown) else {event.rank: getattr(event, "digests", {})}
+    digests = {} if isinstance(event, Shown) else {event.rank: event.digests}
     return replace(state, waiting=state.waiting - {event.rank}, done={**state.done, **digests})
 
 
@@ -288,7 +272,7 @@ def _all_shown(state: Round) -> tuple[Round, Tell | None]:
 
 def _sealed_part(state: Round, event: Event) -> tuple[Round, Tell | None]:
     parts = dict(state.parts)
-    differing = _joined(parts, getattr(event, "digests", {}))
+    differing = _joined(parts, event.digests)
     if differing:
         return replace(state, phase=Phase.FAILED, differing=differing), None
     return replace(state, parts=parts), Tell.LAND

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.arrays import Array
+from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert
 from raycollect.core.model import Address, Key
-from raycollect.engine.packed_boxes import box_of
 from raycollect.errors import (
     RaycollectError,
     RefusedError,

@@ -143,17 +143,19 @@ class Stream:
         event = self._event(rank, ref, is_all=is_all)
         self._job.round, tell = protocol.advance(before, event)
         if tell is Tell.LAND and isinstance(event, SealedPart):
-            fresh = {atom: digest for atom, digest in event.digests.items() if atom not in before.parts}
-            for target, wanted in self._wanted.items():
-                mine = {atom: digest for atom, digest in fresh.items() if atom in wanted}
-                if mine:
-                    self._due.setdefault(target, {}).update(mine)
-                    if target not in self._landing.values():
-                        self._land(target)
+            self._sealed({atom: digest for atom, digest in event.digests.items() if atom not in before.parts})
         elif self._job.round.is_over:
             for asked in self._sealing:
                 asked.clear()
             self._landing.clear()
+
+    def _sealed(self, fresh: Mapping[Atom, bytes]) -> None:
+        for target, wanted in self._wanted.items():
+            mine = {atom: digest for atom, digest in fresh.items() if atom in wanted}
+            if mine:
+                self._due.setdefault(target, {}).update(mine)
+                if target not in self._landing.values():
+                    self._land(target)
 
     def _event(self, rank: int, ref: Any, *, is_all: bool) -> Event:
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from raycollect.backends.arrays import Array
 from raycollect.backends.capabilities import has_torch_gloo
+from raycollect.backends.meshed import is_as_numpy
 from raycollect.core.model import GroupSpec, ReduceOp
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, RaycollectError
@@ -42,13 +43,10 @@ NATIVE_OPS = {
     ReduceOp.AVG: "SUM",
 }
 
-# Floats go to numpy here: whether gloo's comparison keeps a NaN depends on its position in the ring
-ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
-
 
 def is_native(op: ReduceOp, dtype: str) -> bool:
     """Tells whether gloo itself reduces elements of that dtype, with numpy's semantics."""
-    return dtype in NATIVE_DTYPES and op in NATIVE_OPS and not (op in ORDERED and dtype.startswith("float"))
+    return dtype in NATIVE_DTYPES and is_as_numpy(op, dtype)
 
 
 class GlooLibrary:

@@ -40,7 +40,7 @@ from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.nccl.ops import folds, reduction_of
 from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
-from raycollect.backends.streams import GroupStream, captured, pause
+from raycollect.backends.streams import GroupStream, captured, has_drained, pause
 from raycollect.core import threads, timers
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
@@ -315,13 +315,9 @@ class NcclCommunicator(OnGpu):
 
     def _drain(self) -> None:
         # Waits, with a limit, until the GPU no longer uses the arrays.
-        began_s = time.monotonic()
         with suppress(Exception):  # a device that has failed writes no more
-            while not self._stream.has_ended():
-                waited_s = time.monotonic() - began_s
-                if waited_s > _DRAIN_S:
-                    return  # and keeps its memory
-                pause(waited_s)
+            if not has_drained(self._stream.has_ended, _DRAIN_S):
+                return  # and keeps its memory
         self._kept = self._launched = None
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:

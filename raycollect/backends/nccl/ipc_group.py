@@ -47,7 +47,7 @@ from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.shm.communicator import ShmCommunicator
 from raycollect.backends.shm.communicator import create as create_shm
 from raycollect.backends.shm.meeting import Meeting
-from raycollect.backends.streams import GroupStream, on_device, pause
+from raycollect.backends.streams import GroupStream, has_drained, on_device, wait
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous
 from raycollect.errors import (
@@ -191,13 +191,12 @@ class IpcCommunicator(OnGpu):
             return self._imports.shown(listings)
 
     def _wait(self, launch: Launch, until_s: float) -> None:
-        began_s = time.monotonic()
-        while not self._stream.has_ended():
+        def check() -> None:
             self._check_going(launch)
-            now_s = time.monotonic()
-            if now_s > until_s:
+            if time.monotonic() > until_s:
                 raise late(self.group_name, launch, f"end on the GPU of rank {self.rank}")
-            pause(now_s - began_s)
+
+        wait(self._stream.has_ended, check)
 
     @contextmanager
     def _inside(self) -> Iterator[Meeting]:
@@ -240,14 +239,10 @@ class IpcCommunicator(OnGpu):
 
     def _drain(self) -> bool:
         # Waits, with a limit, until the GPU uses no arrays, and closes those of others; tells whether it has stopped.
-        began_s = time.monotonic()
         try:
-            while not self._stream.has_ended():
-                waited_s = time.monotonic() - began_s
-                if waited_s > _DRAIN_S:
-                    self._is_stuck = self._is_at_others
-                    return False
-                pause(waited_s)
+            if not has_drained(self._stream.has_ended, _DRAIN_S):
+                self._is_stuck = self._is_at_others
+                return False
             with on_device(self.number):
                 self._imports.close()
         except Exception:  # noqa: BLE001 - a device that has failed does nothing more, and says so each time

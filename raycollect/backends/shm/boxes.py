@@ -153,20 +153,26 @@ class Boxes:
                     continue
                 if id(some) not in begun:
                     begun[id(some)] = len(words)
-                    for give in some:
-                        found = self._place(give)
-                        if found is None:
-                            return None
-                        array, offset = found
-                        words += (offset, *array.strides)
-                        if array is give.part:
-                            copies.append((give.part, give.box))
+                    if not self._write(some, words, copies):
+                        return None
                 words[head + 1 + place] = begun[id(some)]
             words[head] = _PACKS * bool(copies) | _PASSES_ON * one.passes_on
             packs.append(copies)
         table = np.array(words, np.int64)
         ref = self._segments.locate(boxes.table.ctypes.data, table.nbytes)
         return None if ref is None else _Offer(ranks, table, Places.of([ref]), packs)
+
+    def _write(self, gives: Sequence[Give], words: list[int], copies: _Copies) -> bool:
+        # Adds where they are read, and what has to be copied there; False: others can't read one of them.
+        for give in gives:
+            found = self._place(give)
+            if found is None:
+                return False
+            array, offset = found
+            words += (offset, *array.strides)
+            if array is give.part:
+                copies.append((give.part, give.box))
+        return True
 
     def _place(self, give: Give) -> tuple[Array, int] | None:
         # Where others read it: where it is, if they can; else in the staging.

@@ -26,7 +26,7 @@ in rank order, by `run`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -182,7 +182,7 @@ class HostRun(Run):
         if root >= 0:
             yield from self._results_to(root, slices, out)
         else:
-            yield from self._results_between(slices, out)
+            yield from self._results_between(slices, out, self._far)
             yield from self._spread_rails(rails, out)
         if dst is not None:
             dst.commit(lo, hi, out)
@@ -214,12 +214,16 @@ class HostRun(Run):
             own = out[slices[rail][self._home]]
             self._fold_hosts(op, parts[at * each : (at + 1) * each], own, own)
 
-    def _results_between(self, slices: _Spans, out: Array) -> Steps:
+    def _results_between(
+        self, slices: _Spans | Mapping[int, Mapping[int, slice]], out: Array, hosts: Collection[int]
+    ) -> Steps:
+        # What came of each slice on its host, to the other ones of some hosts.
         batch = Batch()
         for rail in self._rails:
             for host, rank in self._peers(rail):
-                self._link.send(rank, out[slices[rail][self._home]], batch)
-                self._link.receive(rank, out[slices[rail][host]], batch)
+                if host in hosts:
+                    self._link.send(rank, out[slices[rail][self._home]], batch)
+                    self._link.receive(rank, out[slices[rail][host]], batch)
         yield from _patient(batch)
 
     def _results_to(self, root: int, slices: _Spans, out: Array) -> Steps:
@@ -353,13 +357,7 @@ class HostRun(Run):
         for rail in self._rails:
             self._link.receive(root, out[slices[rail][self._home]], batch)
         yield from _patient(batch)
-        batch = Batch()
-        for rail in self._rails:
-            for host, rank in self._peers(rail):
-                if host in others:
-                    self._link.send(rank, out[slices[rail][self._home]], batch)
-                    self._link.receive(rank, out[slices[rail][host]], batch)
-        yield from _patient(batch)
+        yield from self._results_between(slices, out, others)
         yield from self._spread_rails(rails, out)
         whole.commit(lo, hi, out)
 

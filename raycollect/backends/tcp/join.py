@@ -82,7 +82,9 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
         rendezvous.put(f"tcp.at.{rank}", _ADDRESSES.encode(_Address(host, listener.getsockname()[1], name)))
         if rank == 0:
             rendezvous.put("tcp.key", secrets.token_bytes(_TAG_NBYTES))
-        where = _lower_addresses(spec, rank, rendezvous, timeout_s, until_s)
+        where, missing = gathered(_ADDRESSES, rendezvous, "tcp.at", range(rank), until_s)
+        if missing:
+            raise _absent(spec, missing, timeout_s)
         key = rendezvous.get("tcp.key", max(until_s - time.monotonic(), 0.0))
         joining = _Joining(spec, rank, key, listeners, where, host)
         try:
@@ -95,15 +97,6 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
             joining.close()
     finally:
         sockets.close(listeners)
-
-
-def _lower_addresses(
-    spec: GroupSpec, rank: int, rendezvous: Rendezvous, timeout_s: float, until_s: float
-) -> dict[int, _Address]:
-    told, missing = gathered(_ADDRESSES, rendezvous, "tcp.at", range(rank), until_s)
-    if missing:
-        raise _absent(spec, missing, timeout_s)
-    return told
 
 
 def gathered(

@@ -9,18 +9,16 @@ import numpy as np
 import torch
 
 from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.backends.meshed import is_as_numpy
 from raycollect.core.model import ReduceOp
 
 # The libraries for CPU memory reduce these as numpy does. They round 16-bit floats at each step.
 _NATIVE_DTYPES = frozenset({"int8", "uint8", "int32", "int64", "float32", "float64"})
-_NATIVE_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG})
-# Floats go to numpy here: whether a comparison keeps a NaN depends on its position in the ring
-_ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
 
 
 def is_native(op: ReduceOp, dtype: str) -> bool:
     """Tells whether the libraries for CPU memory reduce these as numpy does."""
-    return dtype in _NATIVE_DTYPES and op in _NATIVE_OPS and not (op in _ORDERED and dtype.startswith("float"))
+    return dtype in _NATIVE_DTYPES and is_as_numpy(op, dtype)
 
 
 def host_tensor(array: Array) -> Any:

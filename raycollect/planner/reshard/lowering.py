@@ -52,18 +52,14 @@ def resharded(request: Request, reshard: Reshard, membership: Membership) -> Par
         InternalError: The plan would be wrong (a bug of ours); nothing of it is sent.
     """
     with _no_collection():
-        packed = _packed(reshard, membership)
+        halves = halves_of(reshard, routes(reshard, membership.topology.hosts))
+        problem = problem_of(reshard, halves)
+        if problem:
+            raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")
+        packed = encode_halves(halves)
     targets = set(reshard.dst_ranks)
     templates = [_template(request, one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
     return Part(request=request, templates=(), parts=()).over(templates)
-
-
-def _packed(reshard: Reshard, membership: Membership) -> dict[int, bytes]:
-    halves = halves_of(reshard, routes(reshard, membership.topology.hosts))
-    problem = problem_of(reshard, halves)
-    if problem:
-        raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")
-    return encode_halves(halves)
 
 
 @contextmanager
