@@ -45,7 +45,7 @@ class ProcessGroup:
         actor_ids: The actor of each rank, where the driver declared the group.
         ordered: Whether this actor's methods come one by one, as that driver sees it.
         host: The address on which backends listen.
-        declared: Whether the driver declared the group; else its members made it.
+        controller: What names the controller that declared the group; empty: its members made it.
         watch: What is told of calls that block.
         flush: Waits until all that the hub has said is on its way, if the hub is in this process.
         leave: Called once by `close`.
@@ -68,7 +68,7 @@ class ProcessGroup:
         actor_ids: Sequence[str] = (),
         ordered: bool = True,
         host: str = "",
-        declared: bool = False,
+        controller: str = "",
         watch: WatchWait | None = None,
         flush: Callable[[], None] = lambda: None,
         leave: Callable[[], None] | None = None,
@@ -79,7 +79,7 @@ class ProcessGroup:
         self.ordered = ordered
         self.host = host
         self.timeout_s: float = spec.timeout_s
-        self.declared = declared
+        self.controller = controller
         self.send = send
         self.flush = flush
         self.plans: PlanCommunicator = PlanCommunicator(weakref.proxy(self))  # not itself: a cycle would keep memory
@@ -251,7 +251,7 @@ class ProcessGroup:
     def part(self) -> None:
         """Leaves at this process's own wish: when it returns, the controller of a declared group knows."""
         self.close()
-        if self.declared:
+        if self.controller:
             with suppress(ConnectionLostError):
                 self.send(Depart(group_id=self.spec.group_id))
                 self._parted.wait(PART_LIMIT_S)

@@ -23,8 +23,8 @@ class ProcessGroups:
     """The groups of one process. Any thread may call it; no look-up waits for a group that is being formed.
 
     Attributes:
-        by_id: Those that the controller with the lease has this process join, groups inside a group too: they have no
-            name here, as only plans use them.
+        by_id: Those that controllers have this process join, groups inside a group too: they have no name here, as
+            only plans use them. There may be two: another one's actor that is a rank of groups which it drives itself.
     """
 
     _current: ProcessGroups | None = None
@@ -116,12 +116,11 @@ class ProcessGroups:
                 del self._process_groups[process_group.name]
         self.instruments.shapes.forget(process_group.spec.group_id)
 
-    # ------------------------------------------------------------------------------------------ of the controller
+    # ------------------------------------------------------------------------------------------ of controllers
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether all groups of the controller say that this actor's methods come one by one."""
-        return all(one.ordered for one in tuple(self.by_id.values()))
+    def of(self, controller: str) -> list[ProcessGroup]:
+        """Those that a controller has this process join."""
+        return [one for one in tuple(self.by_id.values()) if one.controller == controller]
 
     def communicator(self, group_id: str) -> Communicator:
         """What plans of a group run on; GroupBrokenError if there is none."""

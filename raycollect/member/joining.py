@@ -16,12 +16,12 @@ from raycollect.member.reporter import Reporter
 CHANGED = "the members of the group have changed: call again, with the current rank and world size"
 
 
-def join(groups: ProcessGroups, reporter: Reporter, message: Join) -> None:
-    """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""
+def join(groups: ProcessGroups, controller: str, reporter: Reporter, message: Join) -> None:
+    """Joins a group of a controller, in a thread of its own; ProtocolError: the message makes no sense."""
     spec = _read_spec(message)
     if spec.group_id in groups.by_id:  # nothing would ever release what the first one holds
         raise ProtocolError(detail="a group is joined once")
-    made, before = _made(spec, reporter, message), groups.by_id.get(message.replaces)
+    made, before = _made(spec, controller, reporter, message), groups.by_id.get(message.replaces)
     try:
         groups.adopt(made, before)
     except GroupExistsError as exc:
@@ -47,7 +47,7 @@ def leave(groups: ProcessGroups, message: Leave) -> None:
         groups.end(group, "the group was destroyed")
 
 
-def _made(spec: GroupSpec, reporter: Reporter, message: Join) -> ProcessGroup:
+def _made(spec: GroupSpec, controller: str, reporter: Reporter, message: Join) -> ProcessGroup:
     members = message.members
 
     def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
@@ -62,7 +62,7 @@ def _made(spec: GroupSpec, reporter: Reporter, message: Join) -> ProcessGroup:
         actor_ids=[str(member.get("actor_id", "")) for member in members],
         ordered=bool(members[message.rank]["ordered"]),
         host=ray_internals.node_address(),
-        declared=True,
+        controller=controller,
         watch=watch,
     )
 

@@ -90,7 +90,7 @@ class Lease:
             threads.survives(self._wake, seq)
         threads.survives(self._captures.close, reason)
         threads.survives(self.plan_queue.close)
-        for group in tuple(self._groups.by_id.values()):
+        for group in self._groups.of(self.controller):
             threads.survives(self._groups.end, group, reason)
         self._recording.end()
 
@@ -99,7 +99,7 @@ class Lease:
     @property
     def is_overlapping(self) -> bool:
         """Whether the methods of this actor may overlap, or run in another order than they were submitted."""
-        return not self._runtime.is_ordered or not self._groups.is_ordered
+        return not self._runtime.is_ordered or not all(one.ordered for one in self._groups.of(self.controller))
 
     def hand_over(self, payload: bytes, submit: Callable[..., object]) -> bool:
         """Has `submit` run a plan in another thread after its predecessor; False: it has to run in the actor task."""
@@ -401,7 +401,7 @@ def _measure(lease: Lease, message: messages.Measure) -> None:
 
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
-    messages.Join: lambda lease, message: joining.join(lease._groups, lease._reporter, message),
+    messages.Join: lambda lease, message: joining.join(lease._groups, lease.controller, lease._reporter, message),
     messages.Leave: lambda lease, message: joining.leave(lease._groups, message),
     messages.Abort: Lease._abort,
     messages.Arrivals: Lease._arrivals,

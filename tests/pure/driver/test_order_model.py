@@ -168,6 +168,7 @@ class Fleet:
                 SimpleNamespace(
                     spec=membership.spec,
                     ordered=True,
+                    controller=site.lease.controller,
                     plans=SimpleNamespace(
                         communicator=LocalCommunicator(world, rank),
                         exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),

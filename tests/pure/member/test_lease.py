@@ -83,7 +83,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
         )
         here = Lease("me", "a test", cast(Any, link), cast(Any, premises))
         here._groups.by_id = {
-            one.spec.group_id: cast(Any, SimpleNamespace(ordered=says))
+            one.spec.group_id: cast(Any, SimpleNamespace(ordered=says, controller="me"))
             for one, says in zip(groups, ordered, strict=True)
         }
         keys = [key(at) for at in range(program.keys)]
@@ -139,9 +139,9 @@ def _join(**changes: Any) -> Join:
     return Join(request=1, **fields)
 
 
-def _leased(premises: Any) -> tuple[Lease, Heard]:
+def _leased(premises: Any, controller: str = "me") -> tuple[Lease, Heard]:
     heard = Heard()
-    return Lease("me", "a test", cast(Any, heard), premises), heard
+    return Lease(controller, "a test", cast(Any, heard), premises), heard
 
 
 @pytest.fixture
@@ -231,6 +231,21 @@ def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.Monk
     assert not [one for one in heard.messages if getattr(one, "error", None)]
     made.end("the test is over")
     assert groups.find("g") is None
+
+
+def test_the_end_of_one_lease_leaves_the_groups_of_another(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
+    """A driver's actor that is a rank of groups which it drives itself has two leases."""
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    drivers, _ = _leased(premises)
+    own, _ = _leased(premises, "itself")
+    drivers.received(_join())
+    own.received(_join(name="own", group_id="id of own", members=[{"actor": "W", "ordered": False}] * 2))
+    assert own.is_overlapping
+    assert not drivers.is_overlapping
+    own.end("the actor shuts down what it drives")
+    assert [one.name for one in premises.process_groups.all()] == ["g"]
+    drivers.end("the test is over")
+    assert not premises.process_groups.by_id
 
 
 def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
@@ -354,7 +369,9 @@ def test_plans_are_handed_over_where_methods_may_overlap(premises: Any, is_order
     """Also those of groups that were destroyed: they come all the same, and no event loop may wait for their turn."""
     premises.is_ordered = is_ordered
     made, _ = _leased(premises)
-    made._groups.by_id = {str(at): cast(Any, SimpleNamespace(ordered=says)) for at, says in enumerate(ordered)}
+    made._groups.by_id = {
+        str(at): cast(Any, SimpleNamespace(ordered=says, controller="me")) for at, says in enumerate(ordered)
+    }
     handed = list[Any]()
     assert made.hand_over(_plan(Ticket(1, 0)), lambda *call: handed.append(call)) == bool(handed)
     assert bool(handed) != (is_ordered and all(ordered))
