@@ -139,6 +139,7 @@ class Execution:
             launches.reach("end")
             outputs = self._operands.made() if self._operands else ()
             if outputs and self._keep is not None:
+                step.at = "keeps its outputs"
                 self._keep(outputs)
             ok = True
         except RaycollectError as exc:

@@ -280,7 +280,7 @@ class Runtime:
                 link.send(Refused(error=to_wire(error)))
                 return
             before = self._lease
-        if before is not None:  # first: the groups of this process are then those of the new one
+        if before is not None:  # first: it ends all groups of this controller
             before.end("its controller came anew")
         with self._lock:
             self._lease = Lease(controller, description, link, self, bell, order_bell)

@@ -48,7 +48,7 @@ _SILENT = "it did not answer in time"
 
 
 Groups = Callable[[], Mapping[str, Place]]
-"""Gives the groups whose calls this process can make itself, by id."""
+"""Gives the groups of this process, by id."""
 
 
 class Peer(Protocol):
