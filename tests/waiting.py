@@ -13,12 +13,12 @@ from pathlib import Path
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
     """Asks again and again until a condition holds; returns whether it came to hold in time."""
-    until_s, pause, pause_s = time.monotonic() + timeout_s, threading.Event(), 0.001
+    begun_s, pause = time.monotonic(), threading.Event()
     while not condition():
-        if time.monotonic() > until_s:
+        waited_s = time.monotonic() - begun_s
+        if waited_s > timeout_s:
             return False
-        pause.wait(pause_s)
-        pause_s = min(2 * pause_s, 0.01)
+        pause.wait(min(max(waited_s / 10, 0.001), 0.05))
     return True
 
 
