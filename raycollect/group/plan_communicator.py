@@ -26,6 +26,7 @@ class PlanCommunicator:
     Attributes:
         exchange: The agreement through the controller.
         communicator: The backend's; None before `connect` has made it, and after `close`.
+        is_over: Whether plans that begin now are refused; see `why_none`.
         links: What `connect` has measured, as in `Joined`.
     """
 
@@ -38,6 +39,7 @@ class PlanCommunicator:
 
         self.exchange: ChannelExchange = ChannelExchange(owner.spec.group_id, owner.rank, tell)
         self.communicator: Communicator | None = None
+        self.is_over: bool = False
         self.links: tuple[tuple[float, ...], ...] = ()
         self._owner = owner
         self._actor_ids = owner.actor_ids
@@ -95,6 +97,11 @@ class PlanCommunicator:
         with hub.changed:
             hub.stop = hub.stop or GroupBrokenError(group_name=self._group_name, detail=reason)
             hub.changed.notify_all()
+
+    def refuse(self, reason: str) -> None:
+        """Plans that begin from now on get no communicator."""
+        self.give_up(reason)
+        self.is_over = True
 
     def disconnect(self) -> None:
         """Closes the communicator, so that the group keeps no memory of a member that has died."""

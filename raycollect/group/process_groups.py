@@ -126,7 +126,7 @@ class ProcessGroups:
         """What plans of a group run on; GroupBrokenError if there is none."""
         group = self.by_id.get(group_id)
         communicator = None if group is None else group.plans.communicator
-        if communicator is not None:
+        if group is not None and communicator is not None and not group.plans.is_over:
             return communicator
         if group is not None:
             raise group.plans.why_none()

@@ -385,6 +385,7 @@ class Lease:
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
+        group.plans.refuse(reason)  # first: a plan either begins before it, and is aborted, or gets no communicator
         self._abort_plans(group.spec.group_id, reason)
         group.plans.disconnect()
 

@@ -41,6 +41,7 @@ from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 from tests.pure.thread_faults import apart
+from tests.waiting import wait_until
 
 WAIT_S = 10.0
 
@@ -392,3 +393,24 @@ def test_a_plan_that_was_handed_over_takes_no_place_among_those_of_a_later_contr
     assert len(handed) == 1
     assert not second._sequencer.has_ended(1)
     assert heard.messages == []
+
+
+def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
+    """Not that its communicator was closed, which is what comes of it."""
+    made = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
+    here, _ = _leased(premises)
+    here.received(_join())
+    joined = premises.process_groups.by_id["id of g"]
+    assert wait_until(lambda: joined.plans.communicator is made)
+    begun = []
+
+    def begin(*_: str) -> None:  # when those under way are aborted, and the communicator is not closed yet
+        with pytest.raises(GroupBrokenError, match=r"rank 1 \(W1\) died"):
+            here._groups.communicator("id of g")
+        begun.append(True)
+
+    monkeypatch.setattr(here, "_abort_plans", begin)
+    here._end_group(joined, "rank 1 (W1) died: killed")
+    assert begun
+    here.end("the test is over")
