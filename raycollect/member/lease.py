@@ -135,13 +135,13 @@ class Lease:
 
     def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
         ticket, keys, program, order = came
-        task = task or self._runtime.task_of(ticket.seq)
         handles, step = list[Handle | None](), run_steps.here()
         step.at, step.number = "", ticket.seq
 
         def keep(outputs: Sequence[Container]) -> None:
-            assert task is not None  # a program with outputs is an actor task, or the driver's own
-            handles.extend(self._runtime.keep_output(task_key(task, at), one) for at, one in enumerate(outputs, 1))
+            by = task or self._runtime.task_of(ticket.seq)
+            assert by is not None  # a program with outputs is an actor task, or the driver's own
+            handles.extend(self._runtime.keep_output(task_key(by, at), one) for at, one in enumerate(outputs, 1))
 
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
