@@ -7,6 +7,7 @@ do not change the bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,23 @@ def fold_with(op: ReduceOp, others: Sequence[Array], place: int, own: Array, out
     else:
         fold(op, parts, parts[0])
         out[...] = parts[0]
+
+
+def ignoring_errors() -> Callable[..., None]:
+    """Returns what calls a function as in `np.errstate(all="ignore")`, for one thread at a time.
+
+    numpy 2 keeps that state in a context variable. A context that has it is entered without a function in Python.
+    """
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        return _ignoring_errors
+    context = Context()
+    context.run(np.seterr, all="ignore")
+    return context.run
+
+
+def _ignoring_errors(function: Callable[..., None], *args: Any) -> None:
+    with np.errstate(all="ignore"):
+        function(*args)
 
 
 def is_widened(dtype: np.dtype[Any]) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -66,26 +65,36 @@ class SubmittedCalls:
         return made
 
 
-@contextmanager
-def all_held(calls: Sequence[SubmittedCalls]) -> Iterator[None]:
+class AllHeld:
     """Holds the locks of several actors, so that what is submitted takes its place on all of them at once.
 
     Who has one of these locks may want another one: Ray pickles the arguments of a call under it, and finalizers may
     run there, which make calls as well. So nobody waits for one of them for long while it has others.
     """
-    held = 0
-    try:
-        while held < len(calls):
-            if calls[held].lock.acquire(timeout=_PATIENT_S if held else -1):
-                held += 1
-            else:
-                while held:
-                    held -= 1
-                    calls[held].lock.release()
-        yield
-    finally:
-        for one in calls[:held]:
-            one.lock.release()
+
+    __slots__ = ("_calls", "_held")
+
+    def __init__(self, calls: Sequence[SubmittedCalls]) -> None:
+        self._calls = calls
+        self._held = 0
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        try:
+            while self._held < len(calls):
+                if calls[self._held].lock.acquire(timeout=_PATIENT_S if self._held else -1):
+                    self._held += 1
+                else:
+                    self.__exit__()
+        except BaseException:  # of a signal
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        calls = self._calls
+        while self._held:
+            self._held -= 1
+            calls[self._held].lock.release()
 
 
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor

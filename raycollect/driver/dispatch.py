@@ -23,7 +23,7 @@ from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Order
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
-from raycollect.core.submitted_calls import all_held
+from raycollect.core.submitted_calls import AllHeld
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink, StartBarrier
@@ -175,7 +175,7 @@ def send_prepared(
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
         # All at once: another thread's call, of which one more may need the result, would else come behind the plan on
         # one actor, and that call before it on another. First: a signal that comes in this wait leaves no plan behind.
-        with _NOTHING_HELD if by_channel else all_held(list(filter(None, map(_CALLS, peers)))):
+        with _NOTHING_HELD if by_channel else AllHeld(list(filter(None, map(_CALLS, peers)))):
             tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs)
             controller.register(tracker)
             if bell is not None:

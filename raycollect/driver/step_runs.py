@@ -12,7 +12,7 @@ from typing import Any
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
-from raycollect.core.submitted_calls import all_held
+from raycollect.core.submitted_calls import AllHeld
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
@@ -93,7 +93,7 @@ class StepRuns:
         if not fence and not (self.controller.under_way and self._is_held_up()):
             return self._send(arguments, self.doorbell, limit_s)
         # Held before there is a run, so that a signal that comes in this wait leaves none behind
-        with all_held([one.calls for one, _ in self._links if one.calls is not None]):
+        with AllHeld([one.calls for one, _ in self._links if one.calls is not None]):
             return self._send(arguments, None, limit_s, fence=True)
 
     def _oldest(self) -> PlanTracker | None:

@@ -56,6 +56,10 @@ class Outcome:
     ended: tuple[int, ...] = ()  # places of those known to have run all of the plan; see `Communicator.end`
 
 
+WELL = Outcome()
+"""Of most runs: all went well, and there is nothing to tell."""
+
+
 class Execution:
     """One run of one program: finds its operands, prepares, agrees, and has its launches run what follows.
 

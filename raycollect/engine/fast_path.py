@@ -18,7 +18,7 @@ from raycollect.backends.completion import DONE
 from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, NoFaults
-from raycollect.engine.execution import Execution, Outcome, located
+from raycollect.engine.execution import WELL, Execution, Outcome, located
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import ScheduledBundle
 from raycollect.engine.launch_sequence import meet_again
@@ -164,7 +164,7 @@ class FastPath:
                 until_s = (ended_s or ring.clock()) if kind is AGAIN else agreed_s
                 ring.entries.append((at, kind, program.name, began_s, until_s, thread, seq, label, failed, agreed_s))
         # Where this participant answers for itself, nobody asks who else has ended.
-        return Outcome(ended=program.places_of(ended) if ended and landed is None else ())
+        return Outcome(ended=program.places_of(ended)) if ended and landed is None else WELL
 
     def abort(self) -> None:
         """Ends the waits of the run that is ready or under way, once `aborted` says why.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -49,8 +49,6 @@ _SLICE_S = 0.1
 
 IDLE_S = 60.0
 """How long the thread waits at the doorbell, in seconds; whoever needs it wakes it."""
-
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 LATE = 1024
 """How many closed steps are remembered, for runs that were on their way to them."""
@@ -228,14 +226,11 @@ class CapturedStep:
             self._count += 1
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            with watched() if watched is not None else _UNWATCHED:
-                if not self._method_lock.acquire(blocking=False):
-                    self._wait_for_methods(seq)
-                try:
-                    with self._busy:
-                        self._run(seq, payload, number, step)
-                finally:
-                    self._method_lock.release()
+            if watched is None:
+                self._run(seq, payload, number, step)
+            else:
+                with watched():
+                    self._run(seq, payload, number, step)
         except RaycollectError as exc:
             error = kept(exc)  # its frames would keep values alive
         except Exception as exc:  # noqa: BLE001 - a bug
@@ -263,22 +258,27 @@ class CapturedStep:
             ring.waited("a method", began_s, seq)
 
     def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
-        reason = self._closed or self._broken
-        if reason:
-            raise PlanAbortedError(detail=reason)
-        results = self.runner.run(
-            seq,
-            payload,
-            aborted=self._sequencer.aborted,
-            exchange=self._make_exchange,
-            landed=partial(self._answer, seq, number, b""),
-            step=step,
-        )
-        if len(results) > MOST_NBYTES:
-            found = f"{len(results)} bytes, and a message carries {MOST_NBYTES}"
-            raise CaptureError(detail=f"what the step gives back takes {found}: let methods return refs instead")
-        if self._answered != seq:
-            self._answer(seq, number, results)
+        if not self._method_lock.acquire(blocking=False):
+            self._wait_for_methods(seq)
+        try:
+            with self._busy:
+                if reason := self._closed or self._broken:
+                    raise PlanAbortedError(detail=reason)
+                results = self.runner.run(
+                    seq,
+                    payload,
+                    aborted=self._sequencer.aborted,
+                    exchange=self._make_exchange,
+                    landed=partial(self._answer, seq, number, b""),
+                    step=step,
+                )
+                if len(results) > MOST_NBYTES:
+                    found = f"takes {len(results)} bytes, and a message carries {MOST_NBYTES}"
+                    raise CaptureError(detail=f"what the step gives back {found}: let methods return refs instead")
+                if self._answered != seq:
+                    self._answer(seq, number, results)
+        finally:
+            self._method_lock.release()
 
     def _answer(self, seq: int, number: int, results: bytes) -> None:
         self._answered = seq

@@ -100,6 +100,7 @@ class Store:
         self._reading: list[Sequence[Range]] = []
         self._writing: list[Sequence[Range]] = []
         self._pending: list[Sequence[Range]] = []  # of plans that wait to write
+        self._claims_waiting = 0
         self.dirty: dict[Range, Callable[[], Any]] = {}
 
     def limit(self, count: int | None) -> None:
@@ -198,7 +199,7 @@ class Store:
 
     def reading(self, ranges: Sequence[Range]) -> _Claim:
         """A context that holds off plans that write these ranges; entering waits for those that do, or are about to."""
-        return _Claim(self._lock, self._changed, self._reading, (self._writing, self._pending), ranges)
+        return _Claim(self, self._lock, self._reading, (self._writing, self._pending), ranges)
 
     def writing(
         self, ranges: Sequence[Range], aborted: Callable[[], str | None] = lambda: None, limit_s: float = math.inf
@@ -208,7 +209,7 @@ class Store:
         It raises PlanAbortedError once `aborted` says why, and CollectiveTimeoutError after `limit_s`.
         """
         against = self._writing, self._reading
-        return _Claim(self._lock, self._changed, self._writing, against, ranges, self._pending, aborted, limit_s)
+        return _Claim(self, self._lock, self._writing, against, ranges, self._pending, aborted, limit_s)
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
         """Marks ranges as half-written, as long as the owners of the memory live."""
@@ -243,8 +244,8 @@ class Store:
 class _Claim:
     """Memory ranges in use, between entering and leaving."""
 
-    _lock: AbstractContextManager[Any]  # that of the condition, which takes longer to enter
-    _changed: threading.Condition
+    _store: Store
+    _lock: AbstractContextManager[Any]  # the store's
     _mine: list[Sequence[Range]]
     _against: Sequence[list[Sequence[Range]]]
     _ranges: Sequence[Range]
@@ -264,14 +265,16 @@ class _Claim:
                 self._mine.pop()
             else:
                 _drop(self._mine, self._ranges)
-            self._changed.notify_all()
+            if self._store._claims_waiting:
+                self._store._changed.notify_all()
 
     def _has_to_wait(self) -> bool:
         return any(others and _any_overlap(self._ranges, others) for others in self._against)
 
     def _wait(self) -> None:
         """Readers that come later wait for this writer, so that a chain of readers can't hold it off."""
-        until_s = time.monotonic() + self._limit_s
+        store, until_s = self._store, time.monotonic() + self._limit_s
+        store._claims_waiting += 1
         if self._pending is not None:
             self._pending.append(self._ranges)
         try:
@@ -283,11 +286,12 @@ class _Claim:
                 if left_s <= 0:
                     detail = f"for {self._limit_s:g} s others have been reading a tensor that the plan writes"
                     raise CollectiveTimeoutError(timeout_s=self._limit_s, detail=detail)
-                self._changed.wait(min(_LOOK_S, left_s))
+                store._changed.wait(min(_LOOK_S, left_s))
         finally:
+            store._claims_waiting -= 1
             if self._pending is not None:
                 _drop(self._pending, self._ranges)
-                self._changed.notify_all()
+                store._changed.notify_all()
 
 
 def _drop(claims: list[Sequence[Range]], ranges: Sequence[Range]) -> None:

@@ -50,7 +50,7 @@ from raycollect.backends.completion import (
     source,
     transfers,
 )
-from raycollect.backends.folds import READ_FIRST, fold, is_widened
+from raycollect.backends.folds import READ_FIRST, fold, ignoring_errors, is_widened
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
 from raycollect.backends.shm.joined import Joined
 from raycollect.backends.shm.meeting import Meeting
@@ -96,6 +96,7 @@ class Staged:
         self.turn: int = 0  # how many chunks of the launch were staged
         self._first: tuple[int, list[Array]] = 0, []  # the launch for which `stage_again` staged last, and where
         self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
+        self._ignoring_errors = ignoring_errors()
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Copies the first chunk to this rank's slot, so that the agreement is also the kernel's first barrier."""
@@ -129,8 +130,7 @@ class Staged:
         else:
             staging = self._staging(once.dtype, once.size)
         parts = staging if len(once.ranks) == len(staging) else [staging[rank] for rank in once.ranks]
-        with np.errstate(all="ignore"):
-            fold(once.op, parts, kernel.dst.reshape(-1))
+        self._ignoring_errors(fold, once.op, parts, kernel.dst.reshape(-1))
         return True
 
     def run(self, meeting: Meeting, launch: Launch, kernel: Kernel, *, staged: bool, until_s: float) -> None:

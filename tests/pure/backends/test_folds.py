@@ -37,6 +37,18 @@ def test_fold_is_the_left_fold_bit_for_bit_wherever_it_is_cut(op: ReduceOp, dtyp
         assert bits(result) == bits(expected)
 
 
+@pytest.mark.parametrize("version", [np.__version__, "1.26.4"])
+def test_who_ignores_errors_is_not_warned_and_the_caller_is(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "__version__", version)
+    largest = np.full(3, np.finfo(np.float32).max)
+    out = np.empty_like(largest)
+    with np.errstate(over="raise"):
+        folds.ignoring_errors()(folds.fold, ReduceOp.SUM, [largest, largest], out)
+        assert np.isinf(out).all()
+        with pytest.raises(FloatingPointError):
+            folds.fold(ReduceOp.SUM, [largest, largest], out)
+
+
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_a_product_of_complex_numbers_is_numpys_but_for_the_last_bits(dtype: str) -> None:
     parts: Sequence[np.ndarray] = [operand(rank, dtype, 1000) for rank in range(4)]

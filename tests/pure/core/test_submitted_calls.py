@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raycollect.core.submitted_calls import SubmittedCalls, all_held
+from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
 
 WAIT_S = 30.0
 
@@ -22,13 +22,13 @@ def test_all_locks_are_held_and_given_back():
                 one.lock.release()
             return found
 
-        with all_held(calls):
+        with AllHeld(calls):
             assert other.submit(are_free).result(WAIT_S) == [False] * 3
         assert other.submit(are_free).result(WAIT_S) == [True] * 3
-        with pytest.raises(ValueError, match="within"), all_held(calls):
+        with pytest.raises(ValueError, match="within"), AllHeld(calls):
             raise ValueError("within")
         assert other.submit(are_free).result(WAIT_S) == [True] * 3
-        with all_held(()):
+        with AllHeld(()):
             pass
 
 
@@ -63,6 +63,6 @@ def test_who_holds_the_last_lock_and_wants_the_first_gets_it():
     with ThreadPoolExecutor(1) as other:
         asked = other.submit(call)
         assert holds.wait(WAIT_S)
-        with all_held([shown, last]):
+        with AllHeld([shown, last]):
             asked.result(WAIT_S)
     assert waited == [True]
