@@ -60,7 +60,7 @@ def full(shape: Shape, fill_value: Any, dtype: Any = None, *, like: object = Non
 
     Its element type is that of the value where `dtype` is None.
     """
-    value = _as_host_array(fill_value)
+    value = on_host(fill_value)
     return _filled("full", shape, value, value.dtype if dtype is None else dtype, like, library)
 
 
@@ -70,7 +70,7 @@ def array(object: Any, dtype: Any = None, *, like: object = None, library: str |
     Element type and library are those of the object where they are not given.
     """
     made = _Constructor("array", like if library or like is not None else object, library)
-    seen = _as_host_array(object)
+    seen = on_host(object)
     copy = made.allocate_array(seen.shape, seen.dtype if dtype is None else dtype)
     np.copyto(copy, seen, casting="unsafe")
     return made.finish(copy)
@@ -90,6 +90,15 @@ def allocate(info: TensorInfo) -> Any:
     except (ArenaFullError, OSError):
         return arrays.empty(info)
     return arrays.restore(memory.view(np.dtype(info.dtype)).reshape(info.shape), info.library)
+
+
+def on_host(value: Any) -> arrays.Array:
+    """A tensor of any library and device, or what numpy can make an array of, as an array; a view where possible."""
+    value = arrays.resolved(value)
+    seen = arrays.view(value)
+    if isinstance(seen, arrays.DeviceArray):
+        return arrays.copy_to_host(seen)
+    return np.asarray(value) if seen is None else seen
 
 
 class _Constructor:
@@ -148,11 +157,3 @@ def _filled(op: str, shape: Shape, value: Any, dtype: Any, like: object, library
     filled = made.allocate_array(shape, dtype)
     np.copyto(filled, value, casting="unsafe")
     return made.finish(filled)
-
-
-def _as_host_array(value: Any) -> arrays.Array:
-    value = arrays.resolved(value)
-    seen = arrays.view(value)
-    if isinstance(seen, arrays.DeviceArray):
-        return arrays.copy_to_host(seen)
-    return np.asarray(value) if seen is None else seen
