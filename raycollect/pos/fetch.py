@@ -204,6 +204,7 @@ def read(
     if local is not None:
         held = [arrays.memory(tensor) for tensor in find(local, key).tensors]
         with local.reading(list(map(arrays.byte_range, held))):
+            find(local, key)  # once more, as `_serve_read`
             for at, view in enumerate(boxes.views(held, plain)):
                 take(at, view)
         return
