@@ -67,7 +67,7 @@ def full(shape: Shape, fill_value: Any, dtype: Any = None, *, like: object = Non
 def array(object: Any, dtype: Any = None, *, like: object = None, library: str | None = None) -> Any:
     """Copies a tensor of any library and device, or what numpy can make an array of, into shared memory; see `empty`.
 
-    Element type and library are those of the object where they are not given.
+    Element type and library are those of the object where they are not given; for one of cupy the library has to be.
     """
     made = _Constructor("array", like if library or like is not None else object, library)
     seen = on_host(object)
@@ -108,7 +108,7 @@ class _Constructor:
         self._op = op
         self._library = library or arrays.library(like)
         if self._library not in _LIBRARIES:
-            raise self._refused("library", library, "'numpy' or 'torch'")
+            raise self._refused("library", self._library, "'numpy' or 'torch'")
         if self._library == "torch":
             import_module("torch")  # `arrays` looks for it among the modules that are loaded
 
