@@ -180,7 +180,7 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
 
 def _request(address: Address, key: Key, until_s: float, domain: str) -> Any:
     asked_s = time.monotonic()
-    message = Fetch(key=key, timeout_s=max(until_s - asked_s, 0.0), domain=domain)
+    message = Fetch(key=key, domain=domain)
     return _clients.request(address, message, until_s, lambda client, answer: _read_value(client, answer, asked_s))
 
 
