@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
@@ -46,8 +47,9 @@ hears of the end of actors then. So what was not lent is let go of in threads of
 
 def let_go() -> None:
     """Gives back what was not lent of those that have ended; called by a thread of the user's."""
-    while _ended:
-        _ended.popleft()._let_go()
+    with suppress(IndexError):  # there are no more; another thread may do the same
+        while True:
+            _ended.popleft()._let_go()
 
 
 class LentToken(NamedTuple):

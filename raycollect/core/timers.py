@@ -1,6 +1,7 @@
 """Calls at a later time, all in one thread of the process: none of them may wait for anything.
 
-The thread starts with the first call, and ends when there has been none for a while. In a forked child it starts anew.
+The thread starts with the first call, and ends when there has been none for a while. A forked child begins without
+calls.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +61,10 @@ class TimerQueue:
 
 class _TimerThread:
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins without calls, also in a forked child: the parent makes its own, and its thread may hold the lock."""
         self._changed = threading.Condition()
         self._queue = TimerQueue()
         self._thread: threading.Thread | None = None
@@ -66,7 +72,7 @@ class _TimerThread:
     def later(self, delay_s: float, call: Callable[[], object]) -> Timer:
         """Makes a call after a while; any thread. RuntimeError: no more threads can be started."""
         with self._changed:
-            if self._thread is None or not self._thread.is_alive():  # in a forked child it never lives
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threads.start("raycollect-timer", threads.repeat, self._turn)
             timer = self._queue.add(delay_s, call)
             self._changed.notify()
@@ -86,7 +92,11 @@ class _TimerThread:
         return True
 
 
-later: Callable[[float, Callable[[], object]], Timer] = _TimerThread().later
+_timers = _TimerThread()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_timers.begin)
+
+later: Callable[[float, Callable[[], object]], Timer] = _timers.later
 """Makes a call after a while; any thread may call it. RuntimeError: no more threads can be started."""
 
 

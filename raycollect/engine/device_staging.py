@@ -250,7 +250,10 @@ def _lent(cupy: ModuleType, device: str) -> Iterator[GroupStream]:
     # A stream that was waited for in vain is not used again.
     warn_once("staging of tensors on GPUs")
     number = device_id(device)
-    stream = _idle[number].pop() if _idle[number] else GroupStream(number)
+    try:
+        stream = _idle[number].pop()
+    except IndexError:
+        stream = GroupStream(number)
     yield stream
     _idle[number].append(stream)
 

@@ -117,7 +117,7 @@ class Execution:
         self._step: RunStep  # of the thread that runs it
 
     def run(self) -> Outcome:
-        """Runs it; a failure is an outcome, never an exception."""
+        """Runs it. A RaycollectError, or a lack of memory, is an outcome; anything else, a bug, is raised."""
         self._timed.begin()
         outcome = self._run_all()
         self._timed.end(outcome.error)

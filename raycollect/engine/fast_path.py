@@ -113,7 +113,7 @@ class FastPath:
         self._seq, self._keys, self._aborted, self._landed = seq, keys, aborted, landed
 
     def run(self) -> Outcome:
-        """Runs it on operands that fit; a failure is an outcome, never an exception."""
+        """Runs it on operands that fit; see `Execution.run`."""
         program, seq, landed = self.program, self._seq, self._landed
         self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)

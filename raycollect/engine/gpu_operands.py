@@ -213,10 +213,7 @@ class GpuTaskBuffers(TaskBuffers):
 
 
 def _infos(bound: Bound) -> tuple[TensorInfo, ...]:
-    return tuple(
-        arrays.info(array, arrays.library(tensor))
-        for array, tensor in zip(bound.arrays, bound.container.tensors, strict=True)
-    )
+    return tuple(map(arrays.describe, bound.container.tensors))
 
 
 def _held(bound: Bound) -> gpu_lists.Held:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from raycollect.backends import arrays
@@ -50,7 +51,7 @@ class LaunchSequence:
     _writes: bool = False  # whether it may have changed what it writes
     _byte_map: ByteMap | None = None  # once somebody has asked how far it is
     _number: int = 0  # of the latest launch, counted from the first
-    _wakes: Callable[[int], None] | None = None  # of what is open
+    _wake: Callable[[], None] | None = None  # ends a wait in what is open
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
@@ -59,12 +60,12 @@ class LaunchSequence:
         if agreement.group_id:
             communicator = self.communicators(agreement.group_id)
             with self._lock:
-                self.opened, self._wakes = (communicator, self._launch()), communicator.abort
+                self.opened, self._wake = (communicator, self._launch()), partial(communicator.abort, self.seq)
         elif self.exchange is None:
             raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
         else:
             with self._lock:
-                self._wakes = self.exchange.abort
+                self._wake = partial(self.exchange.abort, self.seq)
 
     def meet(self, arrival: bytes) -> tuple[bytes, ...]:
         """Brings an arrival to the agreement, and waits for those of all.
@@ -127,9 +128,9 @@ class LaunchSequence:
     def abort(self) -> None:
         """Wakes this participant if it waits in a launch, once `aborted` says why; any thread may call it."""
         with self._lock:
-            wake, seq = self._wakes, self.seq + self._number
+            wake = self._wake
         if wake is not None:
-            wake(seq)
+            wake()
 
     def bytes_done(self) -> BytesDone:
         """Returns its progress; any thread may call it."""
@@ -166,7 +167,7 @@ class LaunchSequence:
             self._check()
             self._number = number
             opened = self.opened = communicator, launch
-            self._wakes = communicator.abort
+            self._wake = partial(communicator.abort, launch.seq)
         communicator.agree(patient, b"")
         return opened
 
@@ -185,10 +186,10 @@ class LaunchSequence:
         patient = program.timeout_s * (2 + self._number)  # the others may be busy with what comes before
         with self._lock:
             self._check()
-            wake, self._wakes = self._wakes, exchange.abort
+            wake, self._wake = self._wake, partial(exchange.abort, self.seq)
         exchange(Launch(seq=self.seq, ranks=ranks, timeout_s=patient), b"")
         with self._lock:
-            self._wakes = wake
+            self._wake = wake
 
     def patience(self) -> Patience:
         """What ends a wait for a device."""
@@ -341,7 +342,7 @@ class LaunchSequence:
 
     def _close(self, *, ok: bool) -> tuple[int, ...]:
         with self._lock:
-            opened, self.opened, self._wakes = self.opened, None, None
+            opened, self.opened, self._wake = self.opened, None, None
         return () if opened is None else opened[0].end(opened[1], ok)
 
     def _check(self) -> None:

@@ -214,8 +214,8 @@ def _filled(data: bytes, make: Callable[[Sequence[int], np.dtype[Any]], arrays.A
     dtype = _dtype(data[_HEAD.size : shape_at].decode())
     if math.prod(shape, start=dtype.itemsize) != elements.size:
         raise ValueError(f"{elements.size} bytes for {dtype}{list(shape)}")
-    array = make(shape, dtype)
-    array.reshape(-1).view(np.uint8)[...] = elements
+    array = make(shape, dtype)  # of a tensor in native byte order
+    array.reshape(-1)[...] = elements.view(dtype)
     return array
 
 

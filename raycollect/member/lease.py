@@ -341,9 +341,6 @@ class Lease:
         running = self._running.get(seq)  # else it has not begun, and asks the sequencer before each launch
         if running is not None:
             running.abort()
-            exchange = self._exchanges.get(seq)
-            if exchange is not None:
-                exchange.abort(seq)
         else:
             self._captures.wake(seq)
         self._store.wake()

@@ -341,7 +341,7 @@ def _value(argument: Any) -> Any:
 def _keep(method: Callable[..., Any], task: bytes, value: Any, lent: LentToken | None = None) -> Any:
     if type(value) in (list, tuple) and not hasattr(method, _BY_VALUE):
         return _Returns(task, value, lent)
-    return _keep_one(method, task, 1, value, lent)
+    return _keep_one(method, task, 1, value, lent, is_all=True)
 
 
 def _keep_one(
@@ -352,7 +352,9 @@ def _keep_one(
     lent: LentToken | None = None,
     *,
     streamed: bool = False,
+    is_all: bool = False,
 ) -> Any:
+    """Keeps a return or an item, if it is to be kept; `is_all`: there are no others, however many refs there are."""
     container = None if hasattr(method, _BY_VALUE) else _kept(value)
     if container is not None and index != _UNKNOWN:
         handle = Runtime.current().keep(task_key(task, index), container, lent, streamed=streamed)
@@ -362,7 +364,8 @@ def _keep_one(
         if container is None:
             marked = hasattr(method, _BY_VALUE)
             found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.told)
-        Runtime.current().store.pass_by(task, found)
+        whose = task if is_all or index == _UNKNOWN else task_key(task, index)  # the others may be tensors
+        Runtime.current().store.pass_by(whose, found)
     return value
 
 

@@ -65,7 +65,8 @@ def here() -> RunStep:
 def steps() -> dict[int, str]:
     """Number of each plan or run that is under way in this process -> its step in words."""
     found: dict[int, str] = {}
-    for step in list(_all.values()):
+    living = [one() for one in _all.valuerefs()]  # a loop over the values would fail if a thread began meanwhile
+    for step in filter(None, living):
         number = step.number
         if number:
             words = step.words()

@@ -131,6 +131,8 @@ class TimelineSession:
         self._lock = threading.Lock()
         self._tracked: dict[int, _Tracked] = {}
         self._is_over = False
+        self._ended_s = 0.0
+        self._whole: Trace | None = None  # once it has ended
         self._publisher = Publisher(ring, dict) if metrics else None
 
     @classmethod
@@ -161,18 +163,20 @@ class TimelineSession:
     def end(self, timeout_s: float = STOP_S) -> Trace:
         """Ends it, and collects what was recorded; a second call returns the same."""
         with self._changing:
-            if self._is_over:
-                return TimelineSession.last or self._trace((), (), monotonic())
-            self._is_over = True
-            ended_s = monotonic()
-            Tracer.current().end(self.holder)
-            if self._publisher is not None:
-                self._publisher.close()
-            trace = self._collected(timeout_s, ended_s, ends=True)
-            TimelineSession.last = trace
-            if TimelineSession._current is self:
-                TimelineSession._current = None
-            return trace
+            if not self._is_over:
+                with self._lock:  # what is leased meanwhile is asked to record either before, or never
+                    self._is_over = True
+                self._ended_s = monotonic()
+                Tracer.current().end(self.holder)
+                if self._publisher is not None:
+                    self._publisher.close()
+            if self._whole is None:
+                try:
+                    self._whole = TimelineSession.last = self._collected(timeout_s, self._ended_s, ends=True)
+                finally:  # a signal may end the wait for participants
+                    if TimelineSession._current is self:
+                        TimelineSession._current = None
+            return self._whole
 
     def peek(self, timeout_s: float = STOP_S) -> Trace:
         """What was recorded so far; recording goes on."""

@@ -175,9 +175,10 @@ class Ring:
     def read(self) -> Recorded:
         """All that it holds."""
         entries = self.entries.copy()
-        count = max((one[0] + 1 for one in entries), default=0)
+        is_full = len(entries) == entries.maxlen  # else a number without an entry is one that is yet to come
+        dropped = max(one[0] for one in entries) + 1 - len(entries) if is_full else 0
         spans = tuple(_spans(entries, list(self._labels)))
-        return Recorded(spans, count - len(entries), dict(self._threads), dict(self.groups))
+        return Recorded(spans, dropped, dict(self._threads), dict(self.groups))
 
 
 def _spans(entries: Iterable[Entry], labels: Sequence[Label]) -> Iterator[Span]:

@@ -180,7 +180,7 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
 
 def _request(address: Address, key: Key, until_s: float, domain: str) -> Any:
     asked_s = time.monotonic()
-    message = Fetch(key=key, timeout_s=max(until_s - asked_s, 0.0), domain=domain)
+    message = Fetch(key=key, domain=domain)
     return _clients.request(address, message, until_s, lambda client, answer: _read_value(client, answer, asked_s))
 
 
@@ -204,6 +204,7 @@ def read(
     if local is not None:
         held = [arrays.memory(tensor) for tensor in find(local, key).tensors]
         with local.reading(list(map(arrays.byte_range, held))):
+            find(local, key)  # once more, as `_serve_read`
             for at, view in enumerate(boxes.views(held, plain)):
                 take(at, view)
         return

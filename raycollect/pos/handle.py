@@ -20,7 +20,7 @@ from raycollect.core.placement import Placement
 from raycollect.core.serialization import PackedRef, as_pickled
 from raycollect.errors import HandleAttributeError, HandleError
 from raycollect.planner.wording import counted, nbytes_words
-from raycollect.pos import Container, fetch
+from raycollect.pos import Container, fetch, tensors
 
 MOST_ROWS = 20
 """How many tensors of a handle are shown; the others are counted."""
@@ -119,12 +119,12 @@ class Handle(Placeholder):
         if found is None or all(info.device == "cpu" for info in self.infos):
             return value
         pairs = zip(found.tensors, self.infos, strict=True)
-        tensors = [one if info.device == "cpu" else put_on_gpu(one, info.library) for one, info in pairs]
-        return found.structure.build(tensors)
+        here = [one if info.device == "cpu" else put_on_gpu(one, info.library) for one, info in pairs]
+        return found.structure.build(here)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         self._single()
-        array = np.asarray(self.fetch(), dtype=dtype)
+        array = np.asarray(tensors.on_host(self.fetch()), dtype=dtype)
         return array.copy() if copy else array
 
     @html.shown

@@ -57,7 +57,7 @@ _NEXT: dict[tuple[State, str], State] = {
 """Of a retried method the first value stays. A freed key stays freed: its last ref went before the value came."""
 
 _EVENTS = {"fail": State.FAILED, "pass": State.BY_VALUE}
-"""Event of a whole task -> the state that its detail describes."""
+"""Event -> the state that its detail describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ class Store:
         """Notes that a task raised: it will have no returns."""
         self._note(task, "fail", detail)
 
-    def pass_by(self, task: bytes, detail: str) -> None:
-        """Notes that a task returned something that is not kept, such as ``"int"``."""
-        self._note(task, "pass", detail)
+    def pass_by(self, whose: bytes, detail: str) -> None:
+        """Notes that a task, or the one of its returns with this key, is something not kept, such as ``"int"``."""
+        self._note(whose, "pass", detail)
 
     def free(self, keys: Sequence[Key]) -> int:
         """Forgets values, and returns how many were held; a plan that uses one keeps its memory until it ends."""
@@ -184,11 +184,11 @@ class Store:
         absence = self._absent.get(key) or self._absent.get(key[:TASK_NBYTES])
         return absence.state if absence else State.ABSENT
 
-    def _note(self, task: bytes, event: str, detail: str) -> None:
+    def _note(self, whose: bytes, event: str, detail: str) -> None:
         with self._changed:
-            known = self._state(task)
+            known = self._state(whose)
             if _NEXT[known, event] is not known or _EVENTS[event] is known:
-                self._remember(task, Absence(_NEXT[known, event], detail))
+                self._remember(whose, Absence(_NEXT[known, event], detail))
             self._changed.notify_all()
 
     def _remember(self, name: bytes, absence: Absence) -> None:

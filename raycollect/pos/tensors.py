@@ -60,17 +60,17 @@ def full(shape: Shape, fill_value: Any, dtype: Any = None, *, like: object = Non
 
     Its element type is that of the value where `dtype` is None.
     """
-    value = _as_host_array(fill_value)
+    value = on_host(fill_value)
     return _filled("full", shape, value, value.dtype if dtype is None else dtype, like, library)
 
 
 def array(object: Any, dtype: Any = None, *, like: object = None, library: str | None = None) -> Any:
     """Copies a tensor of any library and device, or what numpy can make an array of, into shared memory; see `empty`.
 
-    Element type and library are those of the object where they are not given.
+    Element type and library are those of the object where they are not given; for one of cupy the library has to be.
     """
     made = _Constructor("array", like if library or like is not None else object, library)
-    seen = _as_host_array(object)
+    seen = on_host(object)
     copy = made.allocate_array(seen.shape, seen.dtype if dtype is None else dtype)
     np.copyto(copy, seen, casting="unsafe")
     return made.finish(copy)
@@ -92,6 +92,15 @@ def allocate(info: TensorInfo) -> Any:
     return arrays.restore(memory.view(np.dtype(info.dtype)).reshape(info.shape), info.library)
 
 
+def on_host(value: Any) -> arrays.Array:
+    """A tensor of any library and device, or what numpy can make an array of, as an array; a view where possible."""
+    value = arrays.resolved(value)
+    seen = arrays.view(value)
+    if isinstance(seen, arrays.DeviceArray):
+        return arrays.copy_to_host(seen)
+    return np.asarray(value) if seen is None else seen
+
+
 class _Constructor:
     """One call of a constructor: checks its arguments and makes the tensor."""
 
@@ -99,7 +108,7 @@ class _Constructor:
         self._op = op
         self._library = library or arrays.library(like)
         if self._library not in _LIBRARIES:
-            raise self._refused("library", library, "'numpy' or 'torch'")
+            raise self._refused("library", self._library, "'numpy' or 'torch'")
         if self._library == "torch":
             import_module("torch")  # `arrays` looks for it among the modules that are loaded
 
@@ -148,11 +157,3 @@ def _filled(op: str, shape: Shape, value: Any, dtype: Any, like: object, library
     filled = made.allocate_array(shape, dtype)
     np.copyto(filled, value, casting="unsafe")
     return made.finish(filled)
-
-
-def _as_host_array(value: Any) -> arrays.Array:
-    value = arrays.resolved(value)
-    seen = arrays.view(value)
-    if isinstance(seen, arrays.DeviceArray):
-        return arrays.copy_to_host(seen)
-    return np.asarray(value) if seen is None else seen

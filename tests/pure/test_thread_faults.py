@@ -140,7 +140,7 @@ def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:
     party.serve_data = lambda link: serve(link, store)  # type: ignore[method-assign]
     server = Server(HOST, SECRET, party)
     client = DataClient(server.address, WAIT_S)
-    request = Fetch(key=key, timeout_s=1.0, domain="")
+    request = Fetch(key=key)
     try:
         with fail_at(store, "look", thread="raycollect-data-"):
             answer: Any = client.request(request)

@@ -11,6 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import StoreFullError, TensorFreedError, TensorLostError
+from raycollect.observe import run_steps
 from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain
 from tests.waiting import has_ended, wait_until
 
@@ -108,6 +109,38 @@ def test_zero_dimensional_tensors_beside_others(kinds):
     first, second = kinds.scalars.remote()
     assert ray.get(first) == 3
     assert_key(second)
+
+
+class Halves(col.CollectiveParticipant):
+    """Returns a number, and a tensor once it is told."""
+
+    def __init__(self):
+        self.told = threading.Event()
+
+    @ray.method(num_returns=2)
+    def make(self):
+        yield 0.5
+        assert self.told.wait(60)
+        yield np.ones(3)
+
+    def tell(self):
+        self.told.set()
+
+    def steps(self):
+        return list(run_steps.steps().values())
+
+
+def test_a_return_that_goes_by_value_says_nothing_of_the_others(actors):
+    """A plan on the second one waits for it."""
+    (actor,) = actors(ray.remote(Halves), 1, max_concurrency=3)
+    loss, gradient = actor.make.remote()
+    work = col.allreduce_refs([gradient], async_op=True)
+    assert wait_until(lambda: ray.get(actor.steps.remote()) == ["waits for an operand's method"])
+    assert not ray.wait([loss], timeout=0)[0]
+    actor.tell.remote()
+    work.wait(60)
+    np.testing.assert_array_equal(col.get(gradient), np.ones(3))
+    assert ray.get(loss) == 0.5
 
 
 def test_only_the_call_that_ray_makes_is_kept(kinds):

@@ -9,13 +9,12 @@ from raycollect.channel.messages.codec import Error, Message, message
 
 @message
 class Fetch(Message):
-    """Asks for the value under `key`, waiting up to `timeout_s` for it; answered by `Fetched` or `Failed`.
+    """Asks for the value under `key`, once no plan writes it; answered by `Fetched` or `Failed`.
 
     `domain` names those processes whose memory the client can read; the server may then lend its own.
     """
 
     key: bytes
-    timeout_s: float
     domain: str = ""
 
 

@@ -21,7 +21,7 @@ def test_a_control_message_overtakes_a_blob(rig: Rig) -> None:
     address = rig.serve(there)
     link = rig.connect(address, here)
     client = DataClient(address, LIMIT_S)
-    answer = client.request(Fetch(key=b"k", timeout_s=1.0))
+    answer = client.request(Fetch(key=b"k"))
     assert answer == Fetched(found={"n": 2}, blob_nbytes=20 << 20)
     link.send(Bye())  # the blob is under way and nobody reads it yet
     assert here.messages.get(timeout=LIMIT_S) == Bye()
@@ -41,7 +41,7 @@ def test_blobs_of_any_size_one_after_the_other(rig: Rig, nbytes: int) -> None:
     there.value = memoryview(secrets.token_bytes(nbytes))
     client = DataClient(rig.serve(there), LIMIT_S)
     for _ in range(3):
-        answer = client.request(Fetch(key=b"k", timeout_s=1.0))
+        answer = client.request(Fetch(key=b"k"))
         assert isinstance(answer, Fetched)
         assert answer.blob_nbytes == nbytes
         into = bytearray(nbytes)
@@ -54,7 +54,7 @@ def test_a_blob_must_be_read_and_no_further(rig: Rig) -> None:
     there = Party()
     there.value = memoryview(b"0123456789")
     client = DataClient(rig.serve(there), LIMIT_S)
-    client.request(Fetch(key=b"k", timeout_s=1.0))
+    client.request(Fetch(key=b"k"))
     with pytest.raises(ProtocolError):
         client.receive_blob(memoryview(bytearray(11)))
     with pytest.raises(ProtocolError, match="were not read"):
@@ -79,7 +79,7 @@ def test_a_failing_data_handler_ends_its_connection_only(rig: Rig, caplog: pytes
     address = rig.serve(Party())
     first, second = DataClient(address, LIMIT_S), DataClient(address, LIMIT_S)
     with pytest.raises(ConnectionLostError):
-        first.request(Fetch(key=b"boom", timeout_s=1.0))
+        first.request(Fetch(key=b"boom"))
     assert second.request(Free(keys=[])) == Freed(count=0)
     assert "boom" in caplog.text
     second.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.channel import messages, packing
-from raycollect.channel.messages import MESSAGES, Done, Fetch, Fetched, Joined, Message, codec, decode, encode
+from raycollect.channel.messages import MESSAGES, Done, Fetched, Joined, Message, Ticked, codec, decode, encode
 from raycollect.errors import ProtocolError
 
 _INTS = st.integers(-(2**63), 2**64 - 1)
@@ -90,7 +90,7 @@ def test_messages_are_frozen_and_slotted(name: str) -> None:
         {"t": "Joined", "request": 1, "error": []},
         {"t": "Joined", "request": 1, "error": {b"a": 1}},
         {"t": "Fetched", "found": {}, "blob_nbytes": -1},
-        {"t": "Fetch", "key": b"", "timeout_s": "1", "domain": ""},
+        {"t": "Ticked", "request": 1, "at_s": "1", "clock": "", "refusal": ""},
     ],
 )
 def test_what_is_not_in_the_table_is_refused(value: Any) -> None:
@@ -126,9 +126,9 @@ def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
 
 
 def test_an_int_is_welcome_where_a_float_is_meant() -> None:
-    message = decode(msgpack.packb({"t": "Fetch", "key": b"k", "timeout_s": 3, "domain": ""}))
-    assert isinstance(message, Fetch)
-    assert type(message.timeout_s) is float
+    message = decode(msgpack.packb({"t": "Ticked", "request": 1, "at_s": 3, "clock": "", "refusal": ""}))
+    assert isinstance(message, Ticked)
+    assert type(message.at_s) is float
 
 
 def test_a_lone_surrogate_does_not_keep_an_error_from_being_told() -> None:

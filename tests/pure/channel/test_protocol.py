@@ -311,7 +311,7 @@ def test_blobs_only_where_they_are_allowed() -> None:
         (data.server, Bye(), 3),
         (data.server, Fetched(found={}, blob_nbytes=4), 3),
         (data.server, Fetched(found={}, blob_nbytes=4), 0),
-        (data.server, Fetch(key=b"", timeout_s=1.0), 1),
+        (data.server, Fetch(key=b""), 1),
     ):
         with pytest.raises(ProtocolError):
             connection.send(message, nbytes)

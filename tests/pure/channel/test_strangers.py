@@ -132,7 +132,7 @@ def test_a_stranger_is_refused_and_the_log_says_so_once(
         friend.send(Bye())
         assert here.messages.get(timeout=LIMIT_S) == Bye()
     client = DataClient(address, LIMIT_S)
-    assert isinstance(client.request(Fetch(key=b"k", timeout_s=1.0)), Fetched)
+    assert isinstance(client.request(Fetch(key=b"k")), Fetched)
     client.close()
     assert (there.links.qsize(), there.served) == (before[0], before[1] + 1)
     assert not [line for line in told(caplog) if "more" in line]
@@ -331,7 +331,7 @@ class Untouched:
         raise AssertionError(f"{name} was asked for by a stranger")
 
 
-@pytest.mark.parametrize("words", [Fetch(key=b"k" * 28, timeout_s=1.0), Free(keys=[b"k" * 28])])
+@pytest.mark.parametrize("words", [Fetch(key=b"k" * 28), Free(keys=[b"k" * 28])])
 @pytest.mark.parametrize("secret", [b"w" * 32, OTHER_SECRET])
 def test_nobody_without_the_key_reads_or_frees_a_tensor(
     rig: Rig, caplog: pytest.LogCaptureFixture, words: Message, secret: bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from types import SimpleNamespace
 
 import msgpack
@@ -132,6 +133,19 @@ def test_the_end_is_told_once_nobody_holds_a_value(caller):
     caller.due.pop()()
     assert caller.told == [[key(1)]]
     assert caller.ended == 1
+
+
+class Raced(deque[CallTokens]):
+    """Of which another thread takes the last one between a look and a pop."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_two_threads_may_let_go_at_once(monkeypatch):
+    monkeypatch.setattr(call_tokens, "_ended", Raced())
+    call_tokens.let_go()
+    assert not list(call_tokens._ended)
 
 
 def test_what_was_not_lent_is_let_go_of_where_the_user_is(caller):

@@ -214,10 +214,11 @@ def test_pytest_tells_of_handles_that_are_not_the_same() -> None:
 
 
 @pytest.fixture
-def kept() -> Any:
-    """A handle whose tensor is here."""
+def kept(request: pytest.FixtureRequest) -> Any:
+    """A handle whose tensor is here; by default an array of numpy."""
     store, handle = Store(), a_handle()
-    container = Container.of(np.arange(3, dtype=np.float32), is_tensor)
+    made = getattr(request, "param", lambda: np.arange(3, dtype=np.float32))
+    container = Container.of(made(), is_tensor)
     assert container is not None
     store.put(KEY, container)
     fetch.register_local(handle.address.secret, store)
@@ -232,6 +233,22 @@ def test_numpys_functions_fetch_a_handle(kept: Any) -> None:
     np.testing.assert_array_equal(kept, [0, 1, 2])
     with pytest.raises(HandleError):
         kept + ARRAY
+
+
+def weights() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.nn.Parameter(torch.arange(3.0))
+
+
+def narrow() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.arange(3).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kept", [weights, narrow], indirect=True)
+def test_numpys_functions_fetch_what_torch_does_not_give_to_numpy(kept: Any) -> None:
+    assert np.asarray(kept, np.float32).tolist() == [0, 1, 2]
+    assert np.asarray(kept).dtype in ("float32", "bfloat16")
 
 
 def test_numpys_functions_do_not_fetch_several() -> None:

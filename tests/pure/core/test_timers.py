@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from queue import SimpleQueue
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from raycollect.core import threads, timers
 from raycollect.core.timers import TimerQueue, Watcher
+from tests.pure.processes import Process
 
 WAIT_S = 20.0
 
@@ -53,6 +55,27 @@ def test_where_no_thread_can_be_started_it_is_said_or_the_call_is_made_at_once(m
         timers.later(0.0, lambda: called.append("late"))
     timers.soon_or_now(60.0, lambda: called.append("at once"))
     assert called == ["at once"]
+
+
+def fork_while_a_call_is_due() -> str:
+    """Forks, has both processes make a call; gives the process that makes the parent's first one."""
+    reader, writer = os.pipe()
+    timers.later(0.1, lambda: os.write(writer, f"{os.getpid()} ".encode()))
+    child, come = os.fork(), threading.Event()
+    timers.later(0.15, come.set)
+    assert come.wait(WAIT_S)
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    return "the parent" if os.read(reader, 100) == f"{os.getpid()} ".encode() else "the child, too"
+
+
+def test_a_forked_child_makes_no_call_of_its_parents() -> None:
+    process = Process()
+    try:
+        assert process.call(fork_while_a_call_is_due) == "the parent"
+    finally:
+        process.close()
 
 
 class Watching(Watcher):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -85,6 +86,22 @@ def test_copies_make_no_stream_and_no_event_once_they_have_one(fake: Fake, mixed
     for _ in range(3):
         one.fleet.must(OpKind.ALLREDUCE, keys)
     assert (fake.streams, fake.events) == before
+
+
+class Raced(list[Any]):
+    """Of which another thread takes the last one between a look and a pop."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_two_threads_may_want_the_last_idle_stream(
+    mixed: Callable[[str], Mixed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, found = arrays.memory(mixed("local").put(np.ones(4), 0)), np.zeros(4)
+    monkeypatch.setattr(device_staging, "_idle", defaultdict(Raced))
+    transfer(found, tensor, lambda: None)
+    assert found.tolist() == [1, 1, 1, 1]
 
 
 def test_a_device_that_does_not_come_to_an_end_is_waited_for_until_the_limit_or_an_abort(

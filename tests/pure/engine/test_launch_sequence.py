@@ -107,6 +107,26 @@ def test_an_abort_between_two_launches_is_not_lost() -> None:
     assert [one for one in communicators["g0"].story if one[0] == "end"] == [("end", 50, True)]
 
 
+def test_an_abort_reaches_a_commit_after_several_launches() -> None:
+    class Waiting(_Star):
+        aborted: Sequence[int] = ()
+
+        def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+            launches.abort()
+            assert self.aborted == [launch.seq]
+            return super().__call__(launch, arrival)
+
+        def abort(self, seq: int) -> None:
+            self.aborted = [seq]
+
+    launches, communicators = _launches(_program(1), [], exchange=Waiting())
+    launches.begin()
+    launches.at(2, "g0", (0, 1))
+    launches.commit()
+    launches.abort()
+    assert communicators["g0"].story[-1] == ("abort", 52), "of the launch that is open"
+
+
 def test_a_reason_to_stop_is_asked_for_at_each_launch() -> None:
     aborted: list[str] = []
     launches, _ = _launches(_program(1), aborted)

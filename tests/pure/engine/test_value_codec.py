@@ -149,8 +149,9 @@ class Foreign:
         self._array = array
 
 
-def test_a_tensor_that_shows_its_memory_comes_out_as_an_array() -> None:
-    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+@pytest.mark.parametrize("dtype", ["int16", ">f4"])
+def test_a_tensor_that_shows_its_memory_comes_out_as_an_array(dtype: str) -> None:
+    array = np.arange(6, dtype=dtype).reshape(2, 3)
     found = unpack_value(pack_value([Foreign(array)]))[0]
     assert type(found) is np.ndarray
     np.testing.assert_array_equal(found, array)

@@ -134,6 +134,30 @@ def test_a_thread_that_has_ended_leaves_nothing() -> None:
     assert kept[0]() is None
 
 
+def test_a_thread_that_begins_meanwhile_disturbs_nobody() -> None:
+    step, threads, may_end = run_steps.here(), list[threading.Thread](), threading.Event()
+
+    class Preempted(weakref.KeyedRef[int, run_steps.RunStep]):
+        def __call__(self) -> run_steps.RunStep | None:
+            if not threads:
+                came = threading.Event()
+                threads.append(threading.Thread(target=lambda: (run_steps.here(), came.set(), may_end.wait(WAIT_S))))
+                threads[0].start()
+                assert came.wait(WAIT_S)
+            return super().__call__()
+
+    known, ident = run_steps._all.data, threading.get_ident()
+    before = known[ident]
+    known[ident] = Preempted(step, lambda _: None, ident)
+    step.at, step.number = "", 7
+    try:
+        assert steps() == {7: "begins"}
+    finally:
+        known[ident], step.number = before, 0
+        may_end.set()
+    threads[0].join(WAIT_S)
+
+
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [([3], "call 3"), ([2, 1], "calls 1, 2"), (list(range(9)), "calls 0, 1, 2, 3, 4, 5 and 3 more")],

@@ -31,6 +31,13 @@ def test_a_ring_keeps_the_newest_and_counts_the_others() -> None:
     assert found.dropped == 2
 
 
+def test_what_another_thread_is_about_to_note_was_not_overwritten() -> None:
+    ring = Ring(limit=3)
+    next(ring.numbers)  # by that thread
+    ring.add(METHOD, "m", 1, 2)
+    assert ring.read().dropped == 0
+
+
 def test_what_many_threads_note_is_all_there_with_their_names() -> None:
     ring, begin = Ring(limit=10_000), threading.Barrier(4)
 

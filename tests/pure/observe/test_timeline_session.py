@@ -137,6 +137,53 @@ def test_what_participants_record_comes_together(begin: Callable[..., TimelineSe
     assert line.end() is trace
 
 
+def test_each_timeline_keeps_its_own(begin: Callable[..., TimelineSession]) -> None:
+    line = begin()
+    trace = line.end()
+    begin().end()
+    assert line.end() is trace
+
+
+def test_another_one_can_begin_where_a_signal_has_ended_the_end(
+    begin: Callable[..., TimelineSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, participant = begin(), Participant()
+    line.leased(joined(participant))
+    participant.work(5)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(timeline_session, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            line.end()
+    assert TimelineSession.current() is None
+    other = begin()
+    assert len(line.end().processes[1].slices) == 2, "nobody was asked yet"
+    assert TimelineSession.current() is other
+    assert Tracer.current().ring is not None
+
+
+def test_a_participant_that_is_leased_as_it_ends_does_not_go_on_recording(
+    begin: Callable[..., TimelineSession],
+) -> None:
+    line = begin()
+    ending = threading.Thread(target=line.end)
+
+    class Late(Participant):
+        def send(self, message: Any) -> None:
+            if isinstance(message, Record):
+                ending.start()
+                ending.join(0.2)  # it has ended, or waits
+            super().send(message)
+
+    participant = Late()
+    line.leased(joined(participant))
+    ending.join(20)
+    assert participant.ring is None
+
+
 def test_looking_in_between_ends_nothing(begin: Callable[..., TimelineSession]) -> None:
     line, one = begin(), Participant()
     line.leased(joined(one))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
+from raycollect.backends import arrays
 from raycollect.channel.messages import Copied, Fetched, Read
-from raycollect.core.model import Key
+from raycollect.core.model import Address, Key
 from raycollect.core.ray_internals import memory_domain
-from raycollect.errors import ProtocolError
-from raycollect.pos import Store, tensors
+from raycollect.errors import ProtocolError, TensorFreedError
+from raycollect.pos import Store, fetch, tensors
 from raycollect.pos.boxes import Box, mapped
 from raycollect.pos.fetch import LENT_FROM_NBYTES, _take, serve
 from tests.pure.fleet import contain
 from tests.pure.pos.test_fetch import Wire
+from tests.pure.watched import WAIT_S, WatchedCondition
 
 KEY = Key(bytes(28))
 ROWS = LENT_FROM_NBYTES // 32 + 8
@@ -72,3 +75,22 @@ def test_more_bytes_than_asked_for_are_refused() -> None:
     wire.blob = bytes(24)
     with pytest.raises(ProtocolError, match="the announced bytes"):
         _take(wire, Fetched(found={}, blob_nbytes=24), [Box(0, (0,), (2,), "float64")], lambda *_: None)  # type: ignore[arg-type]
+
+
+def test_what_was_freed_while_a_reader_of_its_own_process_waited_is_not_read() -> None:
+    """A publisher frees an old version, and writes the next one there."""
+    store, value, taken = Store(), np.zeros(4), list[Any]()
+    store._changed = store._lock = watched = WatchedCondition()
+    store.put(KEY, contain([value]))
+    address = Address(host="127.0.0.1", port=1, secret=b"boxes")
+    fetch.register_local(address.secret, store)
+    with ThreadPoolExecutor(1) as threads:
+        with store.writing([arrays.byte_range(value)]):
+            boxes = [Box(0, (0,), (4,), "float64")]
+            reader = threads.submit(fetch.read, address, KEY, boxes, lambda at, box: taken.append(box), actor="me")
+            assert watched.someone_waits()
+            store.free([KEY])
+        with pytest.raises(TensorFreedError):
+            reader.result(WAIT_S)
+    assert not taken
+    del fetch._clients.local[address.secret]

@@ -56,7 +56,7 @@ class Wire:
 
 def _fetched(value: Any, domain: str = "") -> Any:
     """What another process gets of a value; of its own machine, where it names that."""
-    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0, domain=domain))
+    store, wire = Store(), Wire(Fetch(key=KEY, domain=domain))
     store.put(KEY, contain(value))
     serve(wire, store)  # type: ignore[arg-type]
     answer, *_ = wire.answers
@@ -105,7 +105,7 @@ def served_while_a_plan_writes() -> Iterator[tuple[Wire, Store, np.ndarray]]:
     store, value = Store(), np.zeros(4)
     store._changed = store._lock = watched = WatchedCondition()
     store.put(KEY, contain(value))
-    wire = Wire(Fetch(key=KEY, timeout_s=1.0))
+    wire = Wire(Fetch(key=KEY))
     with store.writing([arrays.byte_range(value)]):
         thread = threading.Thread(target=serve, args=(wire, store))
         thread.start()
@@ -133,7 +133,7 @@ def test_a_half_written_or_missing_value_is_refused_on_the_wire() -> None:
     store.put(KEY, contain([np.ones(1), value]))
     store.mark_dirty([arrays.byte_range(value[1:2])], [value])
     other = Key(bytes(28))
-    wire = Wire(Fetch(key=KEY, timeout_s=1.0), Fetch(key=other, timeout_s=1.0))
+    wire = Wire(Fetch(key=KEY), Fetch(key=other))
     serve(wire, store)  # type: ignore[arg-type]
     kinds = []
     for answer in wire.answers:
@@ -187,7 +187,7 @@ def test_a_description_that_makes_no_sense_is_a_protocol_error(found: Any) -> No
 
 def lent(value: Any) -> tuple[Wire, Store]:
     """What the holder answers to a client of its own machine, which then reads nothing."""
-    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0, domain=memory_domain()))
+    store, wire = Store(), Wire(Fetch(key=KEY, domain=memory_domain()))
     store.put(KEY, contain(value))
     serve(wire, store)  # type: ignore[arg-type]
     return wire, store
@@ -235,7 +235,7 @@ def test_a_plan_waits_until_what_it_writes_was_read() -> None:
             return Copied()
 
     writer = threading.Thread(target=write)
-    serve(Slow(Fetch(key=KEY, timeout_s=1.0, domain=memory_domain())), store)  # type: ignore[arg-type]
+    serve(Slow(Fetch(key=KEY, domain=memory_domain())), store)  # type: ignore[arg-type]
     assert written.wait(WAIT_S)
     writer.join(WAIT_S)
 

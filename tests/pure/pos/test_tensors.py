@@ -21,6 +21,10 @@ from raycollect.errors import ArenaFullError, InvalidArgumentError
 from raycollect.pos import tensors
 from raycollect.pos.arena import Arena
 from raycollect.pos.segments import Segments
+from tests.fake_cupy import Fake
+from tests.pure.two_gpus import fake
+
+__all__ = ["fake"]  # a fixture
 
 NAMES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -188,6 +192,13 @@ def test_what_makes_no_sense_is_named(make: Callable[[], Any], field: str) -> No
     assert isinstance(caught.value, ValueError)
     assert [violation.field for violation in caught.value.violations] == [field]
     assert tensors.arena_statistics() == before
+
+
+def test_shared_memory_takes_the_elements_of_cupy_but_has_no_array_of_it(fake: Fake) -> None:
+    array = fake.cupy.asarray(np.arange(3.0))
+    with pytest.raises(InvalidArgumentError, match="library is 'cupy', expected 'numpy' or 'torch'"):
+        tensors.array(array)
+    assert tensors.array(array, library="numpy").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["float128", "complex256", ">f4", "float8_e3m4"])
