@@ -218,6 +218,11 @@ class Round:
         """Whether nothing is due any more."""
         return self.phase in (Phase.DONE, Phase.FAILED)
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether a rank shows the version of an update. Those that are still waited for have verified it then."""
+        return self.waiting < set(self.done)
+
 
 def begin_update(version: Version, ranks: int) -> tuple[Round, Tell]:
     """Begins an update: all ranks are to stage."""

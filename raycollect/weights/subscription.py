@@ -290,8 +290,7 @@ class Subscription:
 
     def _failure(self, job: Job, timeout_s: float) -> RaycollectError:
         if job.is_late:
-            is_shown = len(job.round.done) > len(job.round.waiting)
-            return self._ranks.late_error(self.name, job, timeout_s, is_shown=is_shown)
+            return self._ranks.late_error(self.name, job, timeout_s, is_shown=job.round.is_shown)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         for error in job.errors.values():
             return anew(error)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from raycollect.weights import protocol
 from raycollect.weights.protocol import Failed, Lost, Phase, Sealed, Shown, Tell, Verified, Version
+from raycollect.weights.ranks import Job
+from raycollect.weights.subscription import Subscription
 from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
 
 V1 = Version(1, 1, digests={atom: digest(1) for atom in ATOMS})
@@ -137,6 +140,21 @@ def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
         update, tell = protocol.advance(update, event)
         assert tell is expected
     assert (update.phase, set(update.done), update.lost) == (Phase.DONE, {1}, {0})
+
+
+def test_pain_2_whether_some_show_a_version_for_which_others_are_late():
+    def after(*events):
+        job = Job(round=protocol.begin_update(V1, 3)[0], errors={})
+        for event in events:
+            job.round, _ = protocol.advance(job.round, event)
+        job.end_late()
+        ranks = SimpleNamespace(late_error=lambda name, job, timeout_s, *, is_shown: is_shown)
+        return Subscription._failure(SimpleNamespace(name="policy", _ranks=ranks), job, 1.0)
+
+    verified = [Verified(rank) for rank in range(3)]
+    assert not after(*verified[:2])  # they wait for the third
+    assert not after(*verified)
+    assert after(*verified, Shown(1))
 
 
 @pytest.mark.parametrize("event", [Lost(1), Failed(1)])
