@@ -299,6 +299,10 @@ def _joined(known: dict[Atom, bytes], digests: Digests) -> tuple[Atom, ...]:
     return tuple(atom for atom, digest in digests.items() if known.setdefault(atom, digest) != digest)
 
 
+def _lost_part(state: Round, event: Event) -> tuple[Round, Tell | None]:
+    return replace(state, phase=Phase.FAILED, lost=frozenset({event.rank})), None
+
+
 def _failed(state: Round, event: Event) -> tuple[Round, Tell | None]:
     return replace(state, phase=Phase.FAILED), None
 
@@ -312,7 +316,7 @@ _MOVES: dict[tuple[Phase, type], Callable[[Round, Event], tuple[Round, Tell | No
     (Phase.SHOWING, Failed): _failed,
     (Phase.SEALING, SealedPart): _sealed_part,
     (Phase.SEALING, Sealed): _sealed,
-    (Phase.SEALING, Lost): _failed,
+    (Phase.SEALING, Lost): _lost_part,
     (Phase.SEALING, Failed): _failed,
 }
 """What an event means in a phase. A publisher's rank that is lost takes its part of the version with it."""

@@ -221,7 +221,7 @@ class Publication:
             raise VersionNotPutError(
                 **where, rank=rank, actor=self.ranks.attached[rank].actor, detail=detail
             ) from error
-        gone = min(set(range(len(self.ranks))) - set(job.round.done))
+        (gone,) = job.round.lost
         raise VersionNotPutError(
             **where, rank=gone, actor=self.ranks.attached[gone].actor, detail="its process has ended"
         )

@@ -7,11 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from raycollect.errors import VersionNotPutError
 from raycollect.weights import protocol
 from raycollect.weights.protocol import Failed, Lost, Phase, Sealed, Shown, Tell, Verified, Version
+from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
 from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
+
+
+class Attached(list):
+    """In place of the ranks of a side."""
+
+    attached = property(list)
+
 
 V1 = Version(1, 1, digests={atom: digest(1) for atom in ATOMS})
 
@@ -164,6 +173,15 @@ def test_a_trainer_that_is_gone_posts_nothing(event):
     put, tell = protocol.advance(put, event)
     assert (put.phase, tell) == (Phase.FAILED, None)
     assert protocol.advance(put, Sealed(1)) == (put, None)  # it comes late, and changes nothing
+
+
+def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
+    put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], Lost(2))
+    ranks = Attached([SimpleNamespace(actor=who) for who in "ABC"])
+    publication = SimpleNamespace(name="policy", ranks=ranks)
+    with pytest.raises(VersionNotPutError, match="its process has ended") as raised:
+        Publication._check(publication, Job(round=put, errors={}), 1.0)
+    assert (raised.value.rank, raised.value.actor) == (2, "C")
 
 
 def test_replicas_that_differ_are_not_published():

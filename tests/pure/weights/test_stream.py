@@ -206,7 +206,7 @@ def test_a_death_ends_the_stream(world):
     world.publication.ranks.call = lambda *_: Ref(None, error=RayActorError())
     world.stream.commit()
     (job,) = world.finished
-    assert (job.round.phase, job.round.lost, job.errors) == (Phase.FAILED, frozenset(), {})
+    assert (job.round.phase, job.round.lost, job.errors) == (Phase.FAILED, frozenset({0}), {})
 
 
 def test_who_comes_after_another_version_puts_nothing(world):
