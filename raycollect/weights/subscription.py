@@ -116,6 +116,9 @@ class Subscription:
         self._id = secrets.token_hex(8)
         self._inplace = inplace
         self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
+        faults = tuple(atoms.target_faults(self._ranks.layouts))
+        if faults:
+            raise refusal("subscribe", "", faults)
         self._directory = Directory(name)
         self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles
