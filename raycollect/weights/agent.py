@@ -75,7 +75,7 @@ def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts,
 
 
 def seal(
-    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom], attempt: bytes
+    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes
 ) -> tuple[Key, Digests]:
     """`Source.seal`; PublisherReplacedError: another publisher has this process since."""
     with Runtime.method_guard():
@@ -83,7 +83,7 @@ def seal(
 
 
 def seal_part(
-    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom], attempt: bytes, part: object
+    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
     """`Source.seal_part`; raises as `seal`."""
     source = _source(name, rank, version)
@@ -96,7 +96,7 @@ def seal_parts(
     name: str,
     rank: int,
     version: Version,
-    among: Sequence[Atom],
+    among: Sequence[Atom] | None,
     attempt: bytes,
     method: str,
     *args: Any,

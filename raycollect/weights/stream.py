@@ -52,7 +52,7 @@ class Stream:
         self._keys: dict[int, Key] = {}
         # By rank, what it was asked for, which it does in this order: a ref or a generator, and whether it is all.
         self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication.ranks))]
-        self._told: list[tuple[Atom, ...]] = [self._among] * len(publication.ranks)
+        self._untold: list[tuple[Atom, ...] | None] = [self._among] * len(publication.ranks)
         self._landing: dict[Any, _Target] = {}
         self._due: dict[_Target, dict[Atom, bytes]] = {}
         self._wanted: dict[_Target, frozenset[Atom]] = {}
@@ -65,14 +65,19 @@ class Stream:
 
         An item is the name of a tensor, a list of names, or a dict by name of tensors that take the place of those that
         were published. It is copied before the method goes on.
+
+        Raises:
+            VersionNotPutError: Another version was put since this stream began.
         """
+        self._check_first()
         for rank in range(len(self._publication.ranks)):
             made = self._publication.ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
             self._sealing[rank].append((made, False))
         self._pump(0.0)
 
     def part(self, *names: str) -> None:
-        """Makes tensors a part, behind the methods of the actors that were called before."""
+        """Makes tensors a part, behind the methods of the actors that were called before; raises as `call`."""
+        self._check_first()
         held = [self._publication.ranks.keys(rank) for rank in range(len(self._publication.ranks))]
         unknown = set(names).difference(*held)
         if unknown or not names:
@@ -94,9 +99,7 @@ class Stream:
                 was put.
         """
         until_s = time.monotonic() + timeout_s
-        if self._publication.count >= self.version.count:
-            detail = "another version was put since this stream began"
-            raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
+        self._check_first()
         for rank in sorted(self._job.round.waiting):
             self._sealing[rank].append((self._publication.ranks.call(rank, agent.seal, *self._of(rank)), True))
         self._publication.forget_overwritten()  # beside the actors' work
@@ -109,9 +112,15 @@ class Stream:
             return []
         return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
 
+    def _check_first(self) -> None:
+        """A part would be copied over the version that was put since."""
+        if self._publication.count >= self.version.count:
+            detail = "another version was put since this stream began"
+            raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
+
     def _of(self, rank: int) -> tuple[Any, ...]:
         """What a call to a rank of the publisher begins with: its atoms once, so that parts cost what they have."""
-        among, self._told[rank] = self._told[rank], ()
+        among, self._untold[rank] = self._untold[rank], None
         return self._publication.name, rank, replace(self.version, dtypes={}), among, self._attempt
 
     def _pump(self, wait_s: float) -> bool:

@@ -209,8 +209,18 @@ def test_a_death_ends_the_stream(world):
     assert (job.round.phase, job.round.lost, job.errors) == (Phase.FAILED, frozenset({0}), {})
 
 
+def test_a_stream_in_whose_place_another_one_has_sealed_puts_nothing(world):
+    world.stream.part(*NAMES)
+    Stream(world.publication, [], V1, AMONG).part("a")
+    world.stream.commit()
+    (job,) = world.finished  # which raises, there
+    assert job.round.phase is Phase.FAILED
+    assert "took its place" in str(job.errors[0])
+
+
 def test_who_comes_after_another_version_puts_nothing(world):
     world.publication.count = 1
-    with pytest.raises(VersionNotPutError, match="another version was put"):
-        world.stream.commit()
+    for late in (world.stream.commit, lambda: world.stream.call("layers"), lambda: world.stream.part("a")):
+        with pytest.raises(VersionNotPutError, match="another version was put"):
+            late()
     assert np.array_equal(world.mine["a"], np.zeros((4, 6)))
