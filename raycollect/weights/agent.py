@@ -108,6 +108,7 @@ def seal_parts(
     """
     source = _source(name, rank, version)
     with Runtime.method_guard(), _failing(source, version, attempt, f"{method!r}"):
+        source.begin(version, among, attempt)  # the method may yield nothing
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
         for part in getattr(actor, method)(*args, **kwargs):

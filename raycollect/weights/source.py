@@ -77,7 +77,7 @@ class Source:
         """
         if self._failed[0] == attempt:
             raise self._wrong(version, self._failed[1])
-        filling = self._begun(version, among, attempt)
+        filling = self.begin(version, among, attempt)
         self._copy(filling, [atom for atom in filling.places if atom not in filling.found], self._side.live())
         self._filling = None
         return filling.key, filling.found
@@ -97,7 +97,7 @@ class Source:
             VersionNotPutError: As `seal`; or it is none of these, or was sealed before.
             TensorDirtyError: As `seal`.
         """
-        filling = self._begun(version, among, attempt)
+        filling = self.begin(version, among, attempt)
         names = [part] if isinstance(part, str) else part
         if not isinstance(names, (list, tuple, Mapping)) or not names:
             raise self._wrong(version, f"{type(part).__name__} is no part: a name, names, or a dict of tensors by name")
@@ -129,8 +129,8 @@ class Source:
         self._slots.clear()
         self._filling = None
 
-    def _begun(self, version: Version, among: Sequence[Atom] | None, attempt: bytes) -> _Filling:
-        """Where a version is sealed, in place of the version before the last."""
+    def begin(self, version: Version, among: Sequence[Atom] | None, attempt: bytes) -> _Filling:
+        """Where a version is sealed, in place of the version before the last; as of `seal`."""
         if self._filling is not None and self._filling.attempt == attempt:
             return self._filling
         if among is None:

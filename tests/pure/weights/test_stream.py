@@ -123,6 +123,9 @@ class Trainer:
             yield name
             array.fill(9)  # it was sealed
 
+    def nothing(self):
+        yield from ()
+
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
@@ -177,6 +180,14 @@ def test_what_is_no_part_comes_with_the_commit(world):
     assert set(job.round.parts) < set(job.round.version.digests) == set(AMONG)
     with pytest.raises(InvalidArgumentError, match="'x'"):
         world.stream.part("b", "x")
+
+
+def test_a_method_that_yields_nothing_leaves_all_to_the_commit(world):
+    world.stream.call("nothing")
+    world.stream.commit()
+    (job,) = world.finished
+    assert job.round.phase is Phase.DONE
+    assert set(job.round.version.digests) == set(AMONG)
 
 
 def test_a_receiver_that_is_slow_gets_several_parts_at_once(world, monkeypatch):
