@@ -17,6 +17,7 @@ from raycollect.core.model import Address, Key
 from raycollect.errors import (
     PublisherReplacedError,
     RaycollectError,
+    VersionNotPutError,
     VersionNotWholeError,
     Violation,
     brief,
@@ -38,7 +39,7 @@ class _Agents:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.sources: dict[tuple[str, int], tuple[int, Source]] = {}  # by name and rank; with its epoch
+        self.sources: dict[str, tuple[int, dict[int, Source]]] = {}  # by name: the epoch, and by rank
         self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
 
 
@@ -65,19 +66,23 @@ class Attached:
 
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
-    """This process has a rank of a publisher; that of an earlier epoch ends."""
+    """This process has a rank of a publisher; those of earlier epochs end."""
+    attached, made = _attached(actor, "publish"), Source(_held(key), layouts, rank)
     with _agents.lock:
-        before = _agents.sources.pop((name, rank), None)
-        if before is not None:
-            before[1].close()
-        _agents.sources[name, rank] = epoch, Source(_held(key), layouts, rank)
-    return _attached(actor, "publish")
+        known, sources = _sources(name)
+        if known > epoch:
+            raise PublisherReplacedError(name=name, rank=rank, detail=f"epoch {known} has begun")
+        if known < epoch:
+            _close(sources)
+            _agents.sources[name] = epoch, sources
+        sources[rank] = made
+    return attached
 
 
 def seal(
     actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes
 ) -> tuple[Key, Digests]:
-    """`Source.seal`; PublisherReplacedError: another publisher has this process since."""
+    """`Source.seal`; PublisherReplacedError: another publisher has this process since; VersionNotPutError: none has."""
     with Runtime.method_guard():
         return _source(name, rank, version).seal(version, among, attempt)
 
@@ -134,13 +139,19 @@ def _failing(source: Source, version: Version, attempt: bytes, what: str) -> Ite
         raise source.fail(version, attempt, f"{what} raised {type(exc).__name__}: {exc}") from exc
 
 
-def detach_source(actor: Any, name: str, rank: int, epoch: int) -> None:
+def detach_source(actor: Any, name: str, epoch: int) -> None:
     """Ends what `attach_source` began."""
     with _agents.lock:
-        before = _agents.sources.get((name, rank))
-        if before is not None and before[0] == epoch:
-            del _agents.sources[name, rank]
-            before[1].close()
+        known, sources = _sources(name)
+        if known == epoch:
+            del _agents.sources[name]
+            _close(sources)
+
+
+def _close(some: dict[int, Any]) -> None:
+    for one in some.values():
+        one.close()
+    some.clear()
 
 
 def attach_receiver(
@@ -186,8 +197,7 @@ def show(actor: Any, subscription: str, rank: int, version: Version) -> Key | No
 def detach_receiver(actor: Any, subscription: str) -> None:
     """Ends what `attach_receiver` began; the tensors stay as they are."""
     with _agents.lock:
-        for one in _agents.receivers.pop(subscription, {}).values():
-            one.close()
+        _close(_agents.receivers.pop(subscription, {}))
 
 
 def shown(subscription: str) -> tuple[bool, Version | None]:
@@ -199,10 +209,17 @@ def shown(subscription: str) -> tuple[bool, Version | None]:
 
 
 def _source(name: str, rank: int, version: Version) -> Source:
-    epoch, source = _agents.sources.get((name, rank), (0, None))
-    if source is None or epoch != version.epoch:
-        raise PublisherReplacedError(name=name, version=str(version), rank=rank, detail=f"epoch {epoch} has begun")
-    return source
+    known, sources = _sources(name)
+    where: dict[str, Any] = {"name": name, "version": str(version), "rank": rank}
+    if known > version.epoch:
+        raise PublisherReplacedError(**where, detail=f"epoch {known} has begun")
+    if known < version.epoch or rank not in sources:
+        raise VersionNotPutError(**where, detail="the publication was closed, or its process was started anew")
+    return sources[rank]
+
+
+def _sources(name: str) -> tuple[int, dict[int, Source]]:
+    return _agents.sources.get(name, (0, {}))
 
 
 def _receiver(subscription: str, rank: int) -> Receiver:

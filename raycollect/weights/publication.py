@@ -46,6 +46,7 @@ def publish(
         LayoutError: The tensors do not fit the layouts, or no rank has some of their elements.
         UnsupportedError: A tensor is on a GPU, or methods of an actor overlap.
         RefusedError: As `reshard_refs`.
+        PublisherReplacedError: Another publisher has taken the name meanwhile.
     """
     return Publication(refs, name, layout)
 
@@ -200,7 +201,7 @@ class Publication:
     def close(self) -> None:
         """Ends the publication: its versions can't be had any more, but from receivers that know of it."""
         for rank in range(len(self.ranks)):
-            self.ranks.call(rank, agent.detach_source, self.name, rank, self.epoch)
+            self.ranks.call(rank, agent.detach_source, self.name, self.epoch)
         if self._directory.epoch() == self.epoch:
             self._directory.forget_all(self.epoch)
 

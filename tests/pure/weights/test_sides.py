@@ -10,7 +10,13 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import Address, Key
-from raycollect.errors import TensorDirtyError, VersionDirtyError, VersionNotPutError, VersionNotWholeError
+from raycollect.errors import (
+    PublisherReplacedError,
+    TensorDirtyError,
+    VersionDirtyError,
+    VersionNotPutError,
+    VersionNotWholeError,
+)
 from raycollect.member.runtime import Runtime
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, Store, fetch
@@ -23,6 +29,7 @@ NAMES = ("a", "b", "c")
 LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
 AMONG = atoms.cut(LAYOUTS, [])
 NBYTES = 4 * 6 * 4
+KEY = Key(b"k" * 28)
 V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
 
 
@@ -185,17 +192,47 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown():
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
 
 
-def test_in_place_another_driver_ends_what_one_has_left(runtime, monkeypatch):
-    monkeypatch.setattr(agent, "_attached", lambda actor, op, shown: shown)
+@pytest.fixture
+def held_here(runtime, monkeypatch):
+    """What this process, as an actor, holds under `KEY`."""
+    monkeypatch.setattr(agent, "_attached", lambda actor, op, shown=None: shown)
     monkeypatch.setattr(agent, "_agents", agent._Agents())
-    src, mine = source(tensors(1)), tensors(0)
-    runtime.store.put(Key(b"k" * 28), Container.of(mine, arrays.is_tensor))
     runtime.is_ordered = False
+    held = tensors(0)
+    runtime.store.put(KEY, Container.of(held, arrays.is_tensor))
+    return held
+
+
+@pytest.mark.usefixtures("held_here")
+def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime):
+    def seal(epoch, rank):
+        return agent.seal(None, "policy", rank, replace(V1, epoch=epoch), AMONG, b"1")
+
+    ranks = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
+    agent.attach_source(None, "policy", 2, KEY, ranks, 1)
+    seal(2, 1)
+    with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
+        agent.attach_source(None, "policy", 1, KEY, ranks, 1)
+    seal(2, 1)
+    agent.attach_source(None, "policy", 3, KEY, ranks, 0)
+    assert runtime.store.statistics().held == 1  # what was kept for the earlier epoch is gone
+    with pytest.raises(PublisherReplacedError, match="epoch 3 has begun"):
+        seal(2, 1)
+    seal(3, 0)
+    agent.detach_source(None, "policy", 2)
+    seal(3, 0)
+    agent.detach_source(None, "policy", 3)
+    with pytest.raises(VersionNotPutError, match="was closed, or its process was started anew"):
+        seal(3, 0)
+
+
+def test_in_place_another_driver_ends_what_one_has_left(held_here):
+    src = source(tensors(1))
     key, found = src.seal(V1, AMONG, b"1")
     whole = replace(V1, digests=found)
-    assert agent.attach_receiver(None, "policy", "first", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    assert agent.attach_receiver(None, "policy", "first", KEY, LAYOUTS, 0, True) is None
     agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.attach_receiver(None, "policy", "second", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    assert agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True) is None
     assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 0
     assert agent.show(None, "second", 0, whole)
     Runtime.may_begin()

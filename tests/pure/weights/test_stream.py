@@ -136,7 +136,7 @@ def world(monkeypatch):
     monkeypatch.setattr(agent, "TOLD_NBYTES", NBYTES)
     held, mine = tensors(0), tensors(0)
     made = SimpleNamespace(held=held, mine=mine, receiver=receiver(mine), finished=[])
-    monkeypatch.setitem(agent._agents.sources, ("policy", 0), (1, source(held)))
+    monkeypatch.setitem(agent._agents.sources, "policy", (1, {0: source(held)}))
     made.group = Group(made.receiver)
     made.publication = SimpleNamespace(
         name="policy",
