@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raycollect.core.model import Address, Key
@@ -157,14 +157,24 @@ def _close(some: dict[int, Any]) -> None:
 def attach_receiver(
     actor: Any, name: str, subscription: str, key: Key, layouts: Layouts, rank: int, inplace: bool
 ) -> Attached:
-    """This process has a rank of a receiver group; the same tensors keep what they have of the publication."""
+    """This process has a rank of a receiver group, and no other group has its tensors any more.
+
+    If the other one was of the same form, this one goes on with what it had.
+    """
+    attached = _attached(actor, "subscribe")
     made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace)
     with _agents.lock:
-        for known in _agents.receivers.values():
-            if rank in known and known[rank].span == made.span and known[rank].name == name:
-                made = known.pop(rank)
+        for of, known in _agents.receivers.items():
+            for at, one in list(known.items()):
+                if of == subscription or one.where != made.where:
+                    continue
+                del known[at]
+                if one.form == made.form:
+                    made = one
+                else:
+                    one.withdraw()
         _agents.receivers.setdefault(subscription, {})[rank] = made
-    return _attached(actor, "subscribe", made.state.shown)
+    return replace(attached, shown=made.state.shown)
 
 
 def stage(
@@ -242,9 +252,9 @@ def _held_to_be_written(key: Key) -> Container:
     return found if isinstance(found, Container) else _held(key)
 
 
-def _attached(actor: Any, op: str, shown: Version | None = None) -> Attached:
+def _attached(actor: Any, op: str) -> Attached:
     member = describe(actor)
     if not member["ordered"]:
         found = "async, threaded or with concurrency groups, so that its methods overlap"
         raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=found, actor=member["actor"]),))
-    return Attached(shown=shown, **{name: member[name] for name in ("address", "actor", "incarnation", "machine")})
+    return Attached(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})

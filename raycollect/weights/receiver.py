@@ -105,8 +105,8 @@ class Receiver:
         self._ahead = 0  # bytes that a stream has brought
         self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
         self.state: RankState = RankState()
-        self._where = tuple(self._side.ranges())
-        self.span: tuple[Any, ...] = (self._where, inplace, rank, tuple(layouts.items()))
+        self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
+        self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
     def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float) -> Staged:
         """Makes a version in the second set of tensors, of what is missing there.
@@ -165,14 +165,18 @@ class Receiver:
                         np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
-        Runtime.current().refusals.pop(self._where, None)
+        Runtime.current().refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
         return self._back.serve(store)
 
-    def close(self) -> None:
+    def withdraw(self) -> None:
         """Serves nothing any more."""
         self._back.withdraw(Runtime.current().store)
-        Runtime.current().refusals.pop(self._where, None)
+
+    def close(self) -> None:
+        """`withdraw`; methods may see the tensors, whatever these hold."""
+        self.withdraw()
+        Runtime.current().refusals.pop(self.where, None)
 
     def _mark(self, version: Version) -> None:
         """Has methods refused, and collectives and `get` on the tensors, while these are dirty."""
@@ -181,7 +185,7 @@ class Receiver:
         runtime = Runtime.current()
         detail = "an update in place has begun, and has not ended"
         where = {"name": self.name, "version": str(version), "actor": runtime.actor, "detail": detail}
-        runtime.refusals[self._where] = kept(VersionDirtyError(rank=self._side.rank, **where))
+        runtime.refusals[self.where] = kept(VersionDirtyError(rank=self._side.rank, **where))
         for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
             if not runtime.store.is_dirty([span]):  # else it stays so: a failed collective has left it
                 runtime.store.mark_dirty([span], [owner])

@@ -29,7 +29,7 @@ NAMES = ("a", "b", "c")
 LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
 AMONG = atoms.cut(LAYOUTS, [])
 NBYTES = 4 * 6 * 4
-KEY = Key(b"k" * 28)
+KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
 V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
 
 
@@ -195,7 +195,8 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown():
 @pytest.fixture
 def held_here(runtime, monkeypatch):
     """What this process, as an actor, holds under `KEY`."""
-    monkeypatch.setattr(agent, "_attached", lambda actor, op, shown=None: shown)
+    attached = agent.Attached(address=Address(host="", port=0, secret=b"here"), actor="A", incarnation="1", machine="M")
+    monkeypatch.setattr(agent, "_attached", lambda actor, op: attached)
     monkeypatch.setattr(agent, "_agents", agent._Agents())
     runtime.is_ordered = False
     held = tensors(0)
@@ -226,14 +227,35 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime)
         seal(3, 0)
 
 
-def test_in_place_another_driver_ends_what_one_has_left(held_here):
+def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
+    held_here["none"] = pytest.importorskip("torch").empty(0, 4)  # of which numpy has another address each time
+    layouts = LAYOUTS | {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
+    runtime.store.free([KEY])
+    runtime.store.put(OTHER, Container.of(held_here, arrays.is_tensor))
     src = source(tensors(1))
     key, found = src.seal(V1, AMONG, b"1")
     whole = replace(V1, digests=found)
-    assert agent.attach_receiver(None, "policy", "first", KEY, LAYOUTS, 0, True) is None
+    assert agent.attach_receiver(None, "policy", "first", OTHER, layouts, 0, True).shown is None
     agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True) is None
+    assert agent.attach_receiver(None, "policy", "second", OTHER, layouts, 0, True).shown is None
     assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 0
     assert agent.show(None, "second", 0, whole)
     Runtime.may_begin()
     assert agent.shown("second") == (True, V1)
+
+
+def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
+    src = source(tensors(1))
+    key, found = src.seal(V1, AMONG, b"1")
+    whole, before = replace(V1, digests=found), runtime.store.statistics().held
+    agent.attach_receiver(None, "policy", "first", KEY, LAYOUTS, 0, False)
+    agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.show(None, "first", 0, whole)
+    assert runtime.store.statistics().held == before + 1
+    agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True)
+    assert runtime.store.statistics().held == before  # the second set of the other is given up
+    assert agent.shown("first") == (False, None)
+    with pytest.raises(VersionNotWholeError, match="others subscribed its tensors"):
+        agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 3 * NBYTES
+    assert held_here["a"].all()
