@@ -256,10 +256,9 @@ class Subscription:
 
     def _for_rank(self, holders: Sequence[tuple[HolderRecord, Holder]], rank: int) -> list[Holder]:
         """Whom a rank asks, in this order: receivers before the publisher, its host before others, others by turns."""
-        me = self._ranks.attached[rank]
-        others = [one for one in holders if one[0].incarnation != me.incarnation]
-        turned = others[rank % len(others) :] + others[: rank % len(others)] if others else []
-        turned.sort(key=lambda one: (one[0].is_publisher, one[0].machine != me.machine))
+        at = rank % max(len(holders), 1)
+        turned = [*holders[at:], *holders[:at]]
+        turned.sort(key=lambda one: (one[0].is_publisher, one[0].machine != self._ranks.attached[rank].machine))
         receivers = [one for record, one in turned if not record.is_publisher]
         return receivers[:MOST_RECEIVERS] + [one for record, one in turned if record.is_publisher]
 
