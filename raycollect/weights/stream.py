@@ -12,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from raycollect.core.model import Key
-from raycollect.errors import VersionNotPutError, kept, refusal, wrong_argument
+from raycollect.errors import VersionNotPutError, refusal, wrong_argument
 from raycollect.weights import agent, protocol
-from raycollect.weights.protocol import Atom, Event, Failed, Lost, Sealed, SealedPart, Tell, Version
-from raycollect.weights.ranks import Job, cause_of
+from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
+from raycollect.weights.ranks import Job, event_of
 from raycollect.weights.receiver import HOLDER_S, Holder
 from raycollect.weights.subscription import Receipt, Subscription, update_all
 
@@ -149,7 +149,7 @@ class Stream:
         else:
             self._sealing[rank].popleft()
         before = self._job.round
-        event = self._event(rank, ref, is_all=is_all)
+        event = event_of(self._job, rank, partial(self._heard, rank, ref, is_all=is_all))
         self._job.round, tell = protocol.advance(before, event)
         if tell is Tell.LAND and isinstance(event, SealedPart):
             self._sealed({atom: digest for atom, digest in event.digests.items() if atom not in before.parts})
@@ -166,14 +166,8 @@ class Stream:
                 if target not in self._landing.values():
                     self._land(target)
 
-    def _event(self, rank: int, ref: Any, *, is_all: bool) -> Event:
-        try:
-            self._keys[rank], digests = ray.get(ref)
-        except RayActorError:
-            return Lost(rank)
-        except RayTaskError as exc:
-            self._job.errors[rank] = kept(cause_of(exc))
-            return Failed(rank)
+    def _heard(self, rank: int, ref: Any, *, is_all: bool) -> Event:
+        self._keys[rank], digests = ray.get(ref)
         return Sealed(rank, digests) if is_all else SealedPart(rank, digests)
 
     def _land(self, target: _Target) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from raycollect.errors import InvalidArgumentError, VersionNotPutError
 from raycollect.member.runtime import Runtime
@@ -212,14 +212,6 @@ def test_a_layer_that_fails_ends_the_stream_and_what_is_sealed_later_does_not_co
     assert "no such layer" in str(ref.error)
 
 
-def test_a_death_ends_the_stream(world):
-    world.stream.call("layers")
-    world.publication.ranks.call = lambda *_: Ref(None, error=RayActorError())
-    world.stream.commit()
-    (job,) = world.finished
-    assert (job.round.phase, job.round.lost, job.errors) == (Phase.FAILED, frozenset({0}), {})
-
-
 def test_a_stream_in_whose_place_another_one_has_sealed_puts_nothing(world):
     world.stream.part(*NAMES)
     Stream(world.publication, [], V1, AMONG).part("a")
@@ -227,6 +219,15 @@ def test_a_stream_in_whose_place_another_one_has_sealed_puts_nothing(world):
     (job,) = world.finished  # which raises, there
     assert job.round.phase is Phase.FAILED
     assert "took its place" in str(job.errors[0])
+
+
+@pytest.mark.parametrize(("error", "lost"), [(RayActorError(), {0}), (ActorUnavailableError("no way", None), set())])
+def test_who_can_not_be_reached_is_not_taken_for_dead(world, error, lost):
+    world.publication.ranks.call = lambda *_: Ref(None, error=error)
+    world.stream.commit()
+    (job,) = world.finished
+    assert (job.round.phase, set(job.round.lost)) == (Phase.FAILED, lost)
+    assert lost or "which may live: The actor None is unavailable: no way" in str(job.errors[0])
 
 
 def test_who_comes_after_another_version_puts_nothing(world):
