@@ -11,6 +11,7 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import Address, Key
 from raycollect.errors import (
+    LayoutError,
     PublisherReplacedError,
     TensorDirtyError,
     VersionDirtyError,
@@ -259,3 +260,18 @@ def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
         agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
     assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 3 * NBYTES
     assert held_here["a"].all()
+
+
+def test_tensors_that_have_become_others_are_refused_before_anything_is_copied():
+    torch = pytest.importorskip("torch")
+    held, mine = ({name: torch.full((4, 6), float(at)) for name in NAMES} for at in range(2))
+    src, dst = source(held), receiver(mine)
+    key, found = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    mine["c"].data = mine["c"].half()
+    held["c"].data = held["c"].double()
+    with pytest.raises(LayoutError, match=r"tensor 'c'.*float16\[4, 6\] on cpu.*float32\[4, 6\] on cpu, as before"):
+        dst.show(V1)
+    assert all((one == 1).all() for one in mine.values())
+    with pytest.raises(LayoutError, match=r"float64\[4, 6\]"):
+        src.seal(V1, AMONG, b"2")
