@@ -191,7 +191,7 @@ class Publication:
 
         Raises:
             UnknownVersionError: Nothing was put.
-            VersionError: A group could not be updated; the others are, and its cause is the first of these errors.
+            RaycollectError: A group could not be updated, as `Subscription.update` raises it; the others are.
         """
         self._check_groups("push", subscriptions)
         if not self._last.number:

@@ -14,7 +14,6 @@ from raycollect.core import ray_internals
 from raycollect.errors import (
     RaycollectError,
     UnknownVersionError,
-    VersionError,
     VersionNotWholeError,
     anew,
     kept,
@@ -340,7 +339,7 @@ def update_all(
     """
     began_s = time.monotonic()
     done: dict[int, Receipt] = {}
-    errors: dict[int, VersionError] = {}
+    errors: dict[int, RaycollectError] = {}
     known = version if is_known and isinstance(version, Version) else None
     todo = {at: known or one.find(version) for at, one in enumerate(subscriptions)}
     while todo:
@@ -359,7 +358,7 @@ def update_all(
         for at, (job, _, staged) in jobs.items():
             try:
                 done[at] = subscriptions[at].finish(job, staged, began_s, timeout_s)
-            except VersionError as exc:
+            except RaycollectError as exc:
                 newer = None if job.is_late or version != "latest" else subscriptions[at].find("latest")
                 if newer is not None and newer > todo[at]:
                     again[at] = newer

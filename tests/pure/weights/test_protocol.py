@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raycollect.errors import VersionNotPutError
-from raycollect.weights import protocol
+from raycollect.errors import InternalError, VersionNotPutError
+from raycollect.weights import protocol, subscription
 from raycollect.weights.protocol import Failed, Lost, Phase, Sealed, Shown, Tell, Verified, Version
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
@@ -189,6 +189,29 @@ def test_replicas_that_differ_are_not_published():
     put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
     put, tell = protocol.advance(put, Sealed(1, {ATOMS[0]: digest(2)}))
     assert (put.phase, tell, put.differing) == (Phase.FAILED, None, (ATOMS[0],))
+
+
+def test_whatever_keeps_a_group_from_a_version_the_others_have_it(monkeypatch):
+    class Group:
+        def __init__(self, error=None):
+            self.error, self.has_finished = error, False
+
+        def records(self, version):
+            return []
+
+        def job(self, version, records, timeout_s):
+            return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
+
+        def finish(self, job, staged, began_s, timeout_s):
+            self.has_finished = True
+            if self.error is not None:
+                raise self.error
+
+    monkeypatch.setattr(subscription, "drive", lambda jobs, timeout_s, beside: None)
+    first, second = Group(InternalError(detail="a tensor has become another")), Group()
+    with pytest.raises(InternalError, match="has become another"):
+        subscription.update_all([first, second], V1, 1.0, is_known=True)
+    assert second.has_finished
 
 
 def test_a_retry_takes_what_is_missing():
