@@ -233,7 +233,8 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
                 wrong.append(bucket[0][0])
             weights += _views(message, bucket)
         if not group.all_agree(not wrong):
-            detail = f"other bits than were sent, from {wrong[0]!r} on" if wrong else "another worker has other bits"
+            others = "another worker has other bits, or the trainer has refused its source"
+            detail = f"other bits than were sent, from {wrong[0]!r} on" if wrong else others
             raise _not_whole(group, update_info.version, detail)
         self.model.load_weights(iter(weights))
 
@@ -322,7 +323,11 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
                 into.copy_(tensor.detach())
             message[-_ALIGNMENT:] = _digest(message)
             group.broadcast(message)
-        if not group.all_agree(True):
+        more, _ = next(given, nothing)  # so that the source comes to its end, as on the other ranks of the trainer
+        is_good = group.all_agree(not more)
+        if more:
+            raise ValueError(f"the source gives {more!r} as well, and does not say so")
+        if not is_good:
             raise _not_whole(group, info.version, "a worker has other bits than were sent")
 
     def shutdown(self) -> None:

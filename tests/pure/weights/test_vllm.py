@@ -196,3 +196,14 @@ def test_pain_2_a_source_that_gives_less_than_it_says_is_told_at_once(trainers, 
     with pytest.raises(ValueError, match="says 'embed'"):
         engine.send_weights()
     assert loaded(workers) == [({}, None)]
+
+
+def test_pain_2_the_source_comes_to_its_end_and_gives_no_more_than_it_says(trainers, crew):
+    workers, source = crew.take(1), Source(1, more=["bias"])
+    engine = trainers(workers, source)
+    with pytest.raises(ValueError, match="gives 'bias' as well"):
+        engine.send_weights()
+    assert loaded(workers) == [({}, None)]
+    source.more = ()
+    engine.send_weights()
+    assert (source.ended, loaded(workers)) == (1, [(shown(values(1)), "1")])
