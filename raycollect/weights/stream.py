@@ -50,6 +50,7 @@ class Stream:
         begun, _ = protocol.begin_put(version, len(publication.ranks))
         self._job = Job(round=begun, errors={})
         self._keys: dict[int, Key] = {}
+        self._has = [set[Atom]() for _ in range(len(publication.ranks))]  # by rank, what it has sealed
         # By rank, what it was asked for, which it does in this order: a ref or a generator, and whether it is all.
         self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication.ranks))]
         self._untold: list[tuple[Atom, ...] | None] = [self._among] * len(publication.ranks)
@@ -168,6 +169,7 @@ class Stream:
 
     def _heard(self, rank: int, ref: Any, *, is_all: bool) -> Event:
         self._keys[rank], digests = ray.get(ref)
+        self._has[rank].update(digests)
         return Sealed(rank, digests) if is_all else SealedPart(rank, digests)
 
     def _land(self, target: _Target) -> None:
@@ -184,7 +186,7 @@ class Stream:
         found = []
         for rank, key in self._keys.items():
             places = self._publication.places(rank)
-            mine = {atom: places[atom] for atom in part if atom in places}
+            mine = {atom: places[atom] for atom in part if atom in self._has[rank]}
             if mine:
                 found.append(self._publication.holder(rank, key, mine))
         return found

@@ -200,6 +200,16 @@ def test_a_receiver_that_is_slow_gets_several_parts_at_once(world, monkeypatch):
     assert world.group.landed == [[NAMES[0]], list(NAMES[1:])]
 
 
+def test_a_part_is_asked_of_those_who_have_sealed_it(world):
+    world.publication.ranks = [None, None]  # replicas
+    world.publication.holder = lambda rank, key, places: (rank, [name for name, _ in places])
+    made = Stream(world.publication, [], V1, AMONG)
+    for rank, names in enumerate((NAMES, NAMES[:1])):
+        sealed = {atom: b"digest" for atom in AMONG if atom[0] in names}
+        made._heard(rank, Ref(None, value=(b"key", sealed)), is_all=False)
+    assert made._holders(dict.fromkeys(AMONG, b"digest")) == [(0, list(NAMES)), (1, ["a"])]
+
+
 def test_a_layer_that_fails_ends_the_stream_and_what_is_sealed_later_does_not_count(world):
     world.stream.call("layers", fails=True)
     assert world.stream._job.round.phase is Phase.FAILED
