@@ -112,6 +112,12 @@ class LocalSide:
         """The tensors as the actor has them."""
         return [self._container.tensors[place] for place in self._places]
 
+    def raise_versions(self) -> None:
+        """Tells torch that the tensors are written, so that a backward pass that needs their old values fails."""
+        counted = [one for one in self.owners() if arrays.has_version(one)]
+        if counted:
+            arrays.raise_versions(counted)
+
     def wholes(self) -> list[Range]:
         """Where those lie that the layouts cover."""
         return [span for span, one in zip(self.ranges(), self._tensors, strict=True) if one.is_whole]

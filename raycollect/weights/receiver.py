@@ -163,6 +163,7 @@ class Receiver:
                 for parts in self._parts.found.values():
                     for one in parts:
                         np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
+            self._side.raise_versions()
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
         Runtime.current().refusals.pop(self.where, None)
@@ -182,6 +183,7 @@ class Receiver:
         """Has methods refused, and collectives and `get` on the tensors, while these are dirty."""
         if not self.state.is_dirty:
             return
+        self._side.raise_versions()
         runtime = Runtime.current()
         detail = "an update in place has begun, and has not ended"
         where = {"name": self.name, "version": str(version), "actor": runtime.actor, "detail": detail}

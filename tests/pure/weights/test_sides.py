@@ -275,3 +275,16 @@ def test_tensors_that_have_become_others_are_refused_before_anything_is_copied()
     assert all((one == 1).all() for one in mine.values())
     with pytest.raises(LayoutError, match=r"float64\[4, 6\]"):
         src.seal(V1, AMONG, b"2")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_torch_is_told_that_tensors_were_written(inplace):
+    torch = pytest.importorskip("torch")
+    src, mine = source(tensors(1)), {name: torch.zeros(4, 6, requires_grad=True) for name in NAMES}
+    dst = receiver(mine, inplace=inplace)
+    key, found = src.seal(V1, AMONG, b"1")
+    loss = (mine["a"] * mine["b"]).sum()
+    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    assert dst.show(V1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
