@@ -103,8 +103,8 @@ def stage_in_place(state: RankState, version: Version, wanted: Digests, found: D
 
 
 def open_stream(state: RankState, version: Version, among: Sequence[Atom]) -> RankState:
-    """Begins to take a version part by part; `among`: its atoms, of which none has to come."""
-    if state.staged is not None and state.staged >= version:
+    """Begins to take a version part by part, or again; `among`: its atoms, of which none has to come."""
+    if state.staged is not None and (state.staged, not state.is_open) > (version, False):
         return state
     landed = {atom: state.landed[atom] for atom in among if atom in state.landed}
     return replace(state, staged=version, wanted={}, landed=landed, is_open=True)

@@ -9,7 +9,7 @@ import pytest
 
 from raycollect.errors import InternalError, VersionNotPutError
 from raycollect.weights import protocol, subscription
-from raycollect.weights.protocol import Failed, Lost, Phase, Sealed, Shown, Tell, Verified, Version
+from raycollect.weights.protocol import Failed, Lost, Phase, RankState, Sealed, Shown, Tell, Verified, Version
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
@@ -215,7 +215,7 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it(monkeypatch):
 
 
 def test_a_retry_takes_what_is_missing():
-    state = protocol.stage(protocol.RankState(), V1, V1.digests)
+    state = protocol.stage(RankState(), V1, V1.digests)
     state = protocol.land(state, V1, {ATOMS[0]: digest(1), ATOMS[1]: digest(5)})
     assert state.missing == [ATOMS[1]]
     newer = Version(1, 2, digests={ATOMS[0]: digest(1), ATOMS[1]: digest(2)})
@@ -223,6 +223,18 @@ def test_a_retry_takes_what_is_missing():
     assert state.missing == [ATOMS[1]]  # the other has not changed
     assert protocol.show(state, newer).shown is None
     assert protocol.land(state, V1, V1.digests) == state  # of another version: it comes late
+
+
+def test_a_stream_that_begins_again_knows_nothing_of_atoms_that_were_cut_otherwise():
+    state = protocol.open_stream(RankState(), V1, ATOMS)
+    state = protocol.expect(state, V1, {ATOMS[0]: digest(1)})
+    state = protocol.land(state, V1, {ATOMS[0]: digest(1)})
+    assert protocol.open_stream(state, V1, ATOMS).landed == {ATOMS[0]: digest(1)}
+    state = protocol.open_stream(state, V1, [("a", ((0,), (2,)))])  # what lands of these overwrites the others
+    state = protocol.open_stream(state, V1, ATOMS)
+    assert protocol.stage(state, V1, V1.digests).missing == list(ATOMS)
+    staged = protocol.stage(state, V1, V1.digests)
+    assert protocol.open_stream(staged, V1, ATOMS) == staged  # it comes late
 
 
 def test_versions_are_ordered_by_epoch_then_number():
