@@ -195,14 +195,13 @@ class Receiver:
 
     def _lying(self, version: Version) -> dict[Atom, bytes]:
         """The digests of what has landed, made anew where it lies as it was put: others may have written there."""
-        return {
-            atom: digests.digest(self._side.box(self._back.arrays, parts[0]))
-            for atom, parts in self._parts.found.items()
-            if atom in self.state.landed
-            and len(parts) == 1
-            and parts[0].part == atom[1]
-            and self._side.layouts[atom[0]].dtype == version.dtypes[atom[0]]
-        }
+        found = {}
+        for atom, parts in self._parts.found.items():
+            if atom in self.state.landed and len(parts) == 1 and parts[0].part == atom[1]:
+                box = self._side.box(self._back.arrays, parts[0])
+                if box.dtype == np.dtype(version.dtypes[atom[0]]):
+                    found[atom] = digests.digest(box)
+        return found
 
     def _know(self, among: tuple[Atom, ...]) -> None:
         if self._parts.among != among:

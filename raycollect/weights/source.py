@@ -103,8 +103,8 @@ class Source:
             raise self._wrong(version, f"{type(part).__name__} is no part: a name, names, or a dict of tensors by name")
         live = self._side.live()
         for name in names:
-            given = names[name] if isinstance(names, Mapping) else None
-            fault = self._side.fault_of(name) if given is None else self._side.replace(live, name, given)
+            is_given = isinstance(names, Mapping)
+            fault = self._side.replace(live, name, names[name]) if is_given else self._side.fault_of(name)
             if fault:
                 raise self._wrong(version, f"{name!r} is {fault}")
         wanted = [atom for atom in filling.places if self._side.key_of(atom[0]) in names]

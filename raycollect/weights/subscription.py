@@ -297,7 +297,7 @@ class Subscription:
             return anew(error)
         if not job.round.done:
             return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
-        return VersionNotWholeError(**where, detail="another driver has updated the same actors meanwhile")
+        return VersionNotWholeError(**where, detail="others have updated the same actors, or written their tensors")
 
     def __enter__(self) -> Subscription:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self

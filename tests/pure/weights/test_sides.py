@@ -146,6 +146,7 @@ def test_tensors_that_are_given_take_the_place_of_the_published():
         ([], "list is no part"),
         (7, "int is no part"),
         ({"a": 7}, "'a' is no tensor in host memory"),
+        ({"a": None}, "'a' is no tensor in host memory"),
         ({"a": np.zeros(3, np.float32)}, r"float32\[3\], where float32\[4, 6\] is published"),
         ({"a": np.zeros((4, 6))}, r"float64\[4, 6\], where float32"),
         ("again", "'c' was sealed before"),
@@ -288,3 +289,12 @@ def test_torch_is_told_that_tensors_were_written(inplace):
     assert dst.show(V1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_in_place_in_another_byte_order():
+    src, mine = source(tensors(1)), {name: np.zeros((4, 6), ">f4") for name in NAMES}
+    dst = receiver(mine, inplace=True)
+    key, found = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    assert dst.show(V1)
+    assert all((one == 1).all() for one in mine.values())
