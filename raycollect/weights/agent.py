@@ -26,7 +26,7 @@ from raycollect.errors import (
 from raycollect.member.runtime import Runtime, describe
 from raycollect.pos import Container, fetch
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.protocol import Atom, Digests, Version
+from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receiver import Holder, Receiver, Staged
 from raycollect.weights.source import Source
 
@@ -215,7 +215,7 @@ def shown(subscription: str) -> tuple[bool, Version | None]:
     ranks = _agents.receivers.get(subscription)
     if not ranks:
         return False, None
-    return True, min((one.state.shown for one in ranks.values() if one.state.shown), default=None)
+    return True, shown_by_all(one.state.shown for one in ranks.values())
 
 
 def _source(name: str, rank: int, version: Version) -> Source:

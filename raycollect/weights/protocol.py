@@ -22,7 +22,7 @@ States are frozen. A move that makes no sense has no entry in its table, and is 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 Atom = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -134,6 +134,13 @@ def may_show(state: RankState, version: Version) -> bool:
 def show(state: RankState, version: Version) -> RankState:
     """Methods see a version from now on; one that is not whole here changes nothing."""
     return replace(state, shown=version, is_dirty=False) if may_show(state, version) else state
+
+
+def shown_by_all(ranks: Iterable[Version | None]) -> Version | None:
+    """The version that all of some ranks have come to, of what each shows; None: one shows nothing yet."""
+    found = list(ranks)
+    known = [one for one in found if one is not None]
+    return min(known) if known and len(known) == len(found) else None
 
 
 # ---------------------------------------------------------------------------------------------- events and moves

@@ -124,7 +124,7 @@ class Subscription:
         self._ranks.attach(
             agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace)
         )
-        self._version = min((one.shown for one in self._ranks.attached if one.shown), default=None)
+        self._version = protocol.shown_by_all(one.shown for one in self._ranks.attached)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
 
     def version(self) -> Version | None:

@@ -298,3 +298,16 @@ def test_in_place_in_another_byte_order():
     dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
     assert dst.show(V1)
     assert all((one == 1).all() for one in mine.values())
+
+
+def test_an_actor_of_two_ranks_shows_a_version_when_both_do(runtime, held_here):
+    more = tensors(0)
+    runtime.store.put(OTHER, Container.of(more, arrays.is_tensor))
+    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    layouts = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
+    for rank, one in enumerate((KEY, OTHER)):
+        agent.attach_receiver(None, "policy", "sub", one, layouts, rank, False)
+    for rank, expected in enumerate((None, V1)):
+        agent.stage(None, "sub", rank, replace(V1, digests=found), [holder(key)], 1.0)
+        assert agent.show(None, "sub", rank, V1)
+        assert agent.shown("sub") == (True, expected)
