@@ -26,6 +26,8 @@ from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Receipt, Subscription, update_all
 
+_MOST_NUMBER = 1 << 63
+
 
 def publish(
     refs: Sequence[Any], name: str = "default", *, layout: Layout | Mapping[str, Layout] | None = None
@@ -114,8 +116,9 @@ class Publication:
             LayoutError: Layouts of a receiver group do not fit those of the publisher.
         """
         number = self._last.number + 1 if version is None else version
-        if type(number) is not int or number <= self._last.number:
-            raise refusal("put", "", (wrong_argument("version", repr(version), f"above {self._last.number}"),))
+        if type(number) is not int or not self._last.number < number < _MOST_NUMBER:
+            expected = f"above {self._last.number}, and below {_MOST_NUMBER}"
+            raise refusal("put", "", (wrong_argument("version", repr(version), expected),))
         self._check_groups("stream", subscriptions)
         known = self._directory.all_layouts()
         if frozenset(known) != self._cut[0]:

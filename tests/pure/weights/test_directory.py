@@ -117,6 +117,14 @@ def is_served(name, version):
     return found == version and bool(holders) and all(one is not None for one in layouts)
 
 
+def test_the_latest_version_is_that_of_the_highest_number_whatever_its_digits(made):
+    made()
+    there = Directory("policy")
+    for number, latest in ((7, 7), (10**12, 10**12), (10**12 - 1, 10**12), ((1 << 63) - 1,) * 2):
+        there.post_version(Version(1, number))
+        assert there.latest().number == latest
+
+
 def test_who_has_ended_without_a_close_leaves_nothing(made):
     store = made()
     publish(store, "left/behind", "one")

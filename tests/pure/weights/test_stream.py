@@ -14,6 +14,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.pos import Store, fetch
 from raycollect.weights import agent, atoms, stream
 from raycollect.weights.protocol import Phase
+from raycollect.weights.publication import Publication
 from raycollect.weights.stream import Stream
 from tests.pure.weights.test_sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
 
@@ -238,6 +239,12 @@ def test_who_can_not_be_reached_is_not_taken_for_dead(world, error, lost):
     (job,) = world.finished
     assert (job.round.phase, set(job.round.lost)) == (Phase.FAILED, lost)
     assert lost or "which may live: The actor None is unavailable: no way" in str(job.errors[0])
+
+
+@pytest.mark.parametrize("number", [1, 0, 1 << 63, True, "2"])
+def test_a_number_is_above_the_last_and_fits_into_a_record(number):
+    with pytest.raises(InvalidArgumentError, match="above 1, and below"):
+        Publication.stream(SimpleNamespace(_last=V1), version=number)
 
 
 def test_who_comes_after_another_version_puts_nothing(world):
