@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from raycollect.core.model import Address, Key
 from raycollect.errors import (
     PublisherReplacedError,
     RaycollectError,
+    TensorDirtyError,
     VersionNotPutError,
     VersionNotWholeError,
     Violation,
@@ -246,10 +247,11 @@ def _held(key: Key) -> Container:
 
 
 def _held_to_be_written(key: Key) -> Container:
-    """As `_held`; also what an update in place has left dirty, as another driver may end it."""
-    runtime = Runtime.current()
-    found = runtime.store.look(key) if runtime.refusals else None
-    return found if isinstance(found, Container) else _held(key)
+    """As `_held`; also what a collective, or an update in place, has left dirty: the next update overwrites it."""
+    try:
+        return _held(key)
+    except TensorDirtyError:
+        return cast("Container", Runtime.current().store.look(key))
 
 
 def _attached(actor: Any, op: str) -> Attached:

@@ -311,3 +311,16 @@ def test_an_actor_of_two_ranks_shows_a_version_when_both_do(runtime, held_here):
         agent.stage(None, "sub", rank, replace(V1, digests=found), [holder(key)], 1.0)
         assert agent.show(None, "sub", rank, V1)
         assert agent.shown("sub") == (True, expected)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_overwritten(runtime, held_here, inplace):
+    array = held_here["b"]
+    runtime.store.mark_dirty([arrays.byte_range(array)], [array])
+    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, inplace)
+    assert runtime.store.statistics().dirty == 1
+    agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
+    assert agent.show(None, "sub", 0, V1)
+    assert runtime.store.statistics().dirty == 0
+    assert (array == 1).all()
