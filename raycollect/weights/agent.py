@@ -211,6 +211,13 @@ def detach_receiver(actor: Any, subscription: str) -> None:
         _close(_agents.receivers.pop(subscription, {}))
 
 
+def drop_receiver(actor: Any, subscription: str) -> None:
+    """Ends an `attach_receiver` that came to nothing, as another rank refused: who is dirty stays so."""
+    with _agents.lock:
+        for one in _agents.receivers.pop(subscription, {}).values():
+            one.withdraw()
+
+
 def shown(subscription: str) -> tuple[bool, Version | None]:
     """Whether this process has a rank of a subscription, and the version that its methods see."""
     ranks = _agents.receivers.get(subscription)

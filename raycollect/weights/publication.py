@@ -74,7 +74,11 @@ class Publication:
         self._signature = self._directory.post_layouts(self.ranks.layouts, self.epoch)
         sweep(name)
         layouts, handles = self.ranks.layouts, self.ranks.handles
-        self.ranks.attach(agent.attach_source, lambda rank: (name, self.epoch, handles[rank].key, layouts, rank))
+        self.ranks.attach(
+            agent.attach_source,
+            lambda rank: (name, self.epoch, handles[rank].key, layouts, rank),
+            (agent.detach_source, name, self.epoch),
+        )
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
         self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
         self._before = self._last = Version(self.epoch, 0)

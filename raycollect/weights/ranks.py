@@ -96,11 +96,21 @@ class Ranks:
         """The names of a rank's local tensors."""
         return frozenset(one.key for one in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
-    def attach(self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]]) -> None:
-        """Calls a function in all of them, and raises what any of them raises."""
+    def attach(
+        self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]
+    ) -> None:
+        """Calls a function in all of them, and raises what any of them raises: then all call `undo`, with arguments."""
         refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
         try:
-            self.attached = ray.get(refs, timeout=ATTACH_S)
+            self.attached = self._answers(refs)
+        except BaseException:
+            for rank in range(len(self)):
+                self.call(rank, *undo)
+            raise
+
+    def _answers(self, refs: list[Any]) -> list[Attached]:
+        try:
+            found: list[Attached] = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:
             raise cause_of(exc) from None
         except GetTimeoutError as exc:
@@ -108,6 +118,7 @@ class Ranks:
             raise held_values.late_error(self.op, "", len(late), late, ATTACH_S) from exc
         except RayActorError as exc:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
+        return found
 
     def record(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> HolderRecord:
         """A rank as a holder of a version, for the directory."""

@@ -122,7 +122,9 @@ class Subscription:
         self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles
         self._ranks.attach(
-            agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace)
+            agent.attach_receiver,
+            lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace),
+            (agent.drop_receiver, self._id),
         )
         self._version = protocol.shown_by_all(one.shown for one in self._ranks.attached)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
+from ray.exceptions import RayTaskError
 
 from raycollect.backends import arrays
 from raycollect.core.model import Address, Key
@@ -17,12 +19,15 @@ from raycollect.errors import (
     VersionDirtyError,
     VersionNotPutError,
     VersionNotWholeError,
+    refusal,
+    wrong_layout,
 )
 from raycollect.member.runtime import Runtime
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, Store, fetch
 from raycollect.weights import agent, atoms
 from raycollect.weights.protocol import Version
+from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Holder, Receiver
 from raycollect.weights.source import Source
 
@@ -324,3 +329,28 @@ def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_over
     assert agent.show(None, "sub", 0, V1)
     assert runtime.store.statistics().dirty == 0
     assert (array == 1).all()
+
+
+def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
+    def refused(refs, timeout):
+        raise RayTaskError("attach_receiver", "", refusal("subscribe", "", (wrong_layout("dtype", "int8", "int64"),)))
+
+    called = []
+    monkeypatch.setattr(ray, "get", refused)
+    monkeypatch.setattr(Ranks, "call", lambda self, rank, *args: called.append((rank, *args)))
+    side = Ranks.__new__(Ranks)
+    side.refs = [None, None]
+    with pytest.raises(LayoutError):
+        side.attach(agent.attach_receiver, lambda rank: (), (agent.drop_receiver, "sub"))
+    assert called[2:] == [(0, agent.drop_receiver, "sub"), (1, agent.drop_receiver, "sub")]
+
+
+def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(runtime, held_here):
+    before = runtime.store.statistics().held
+    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, True)
+    agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
+    agent.drop_receiver(None, "sub")
+    assert (agent.shown("sub"), runtime.store.statistics().held) == ((False, None), before + 1)
+    with pytest.raises(VersionDirtyError):
+        Runtime.may_begin()
