@@ -174,11 +174,10 @@ class Subscription:
             found = self._directory.version(self._directory.epoch(), version)
         else:
             raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
-        if found is None:
+        src = None if found is None else self._directory.layouts(found.signature, found.epoch)
+        if found is None or src is None:
             raise UnknownVersionError(name=self.name, version="" if version == "latest" else str(version))
-        src = self._directory.layouts(found.signature, found.epoch)
-        if src is not None:
-            self.check(src)
+        self.check(src)
         return found
 
     def check(self, src: atoms.Layouts) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 import raycollect as col
 from raycollect.core import ray_internals
 from raycollect.core.model import Address, Key
+from raycollect.errors import UnknownVersionError
 from raycollect.weights import directory
 from raycollect.weights.directory import Directory, HolderRecord, sweep
 from raycollect.weights.protocol import Version
+from raycollect.weights.subscription import Subscription
 
 LAYOUTS = {"w": col.layout([4], mesh={"tp": 1}, spec=())}
 COLUMNS = {"w": col.layout([4], mesh={"tp": 2}, spec=("tp",))}
@@ -123,6 +126,17 @@ def test_the_latest_version_is_that_of_the_highest_number_whatever_its_digits(ma
     for number, latest in ((7, 7), (10**12, 10**12), (10**12 - 1, 10**12), ((1 << 63) - 1,) * 2):
         there.post_version(Version(1, number))
         assert there.latest().number == latest
+
+
+def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(made):
+    store = made()
+    version = publish(store, "policy", "p")
+    found = Subscription.find(SimpleNamespace(_directory=Directory("policy"), check=lambda src: None), "latest")
+    assert found == version
+    for key in [key for key in store.kept if b"/layouts/" in key]:
+        del store.kept[key]
+    with pytest.raises(UnknownVersionError):
+        Subscription.find(SimpleNamespace(_directory=Directory("policy"), name="policy"), "latest")
 
 
 def test_who_has_ended_without_a_close_leaves_nothing(made):
