@@ -81,7 +81,8 @@ class Publication:
         )
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
         self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
-        self._before = self._last = Version(self.epoch, 0)
+        # The last version that was put; the last whose number is used, even if its record is lost; the one before that
+        self._last = self._used = self._before = Version(self.epoch, 0)
 
     def put(self, version: int | None = None, *, timeout_s: float = 60.0) -> Version:
         """Makes what the actors have now a version, which receivers can have from then on.
@@ -119,9 +120,9 @@ class Publication:
         Raises:
             LayoutError: Layouts of a receiver group do not fit those of the publisher.
         """
-        number = self._last.number + 1 if version is None else version
-        if type(number) is not int or not self._last.number < number < _MOST_NUMBER:
-            expected = f"above {self._last.number}, and below {_MOST_NUMBER}"
+        number = self._used.number + 1 if version is None else version
+        if type(number) is not int or not self._used.number < number < _MOST_NUMBER:
+            expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
             raise refusal("put", "", (wrong_argument("version", repr(version), expected),))
         self._check_groups("stream", subscriptions)
         known = self._directory.all_layouts()
@@ -132,7 +133,7 @@ class Publication:
             Version(self.epoch, number, self._publisher, self._signature),
             nbytes=sum(prod(one.shape) * one.itemsize for one in self.ranks.layouts.values()),
             dtypes={name: one.dtype for name, one in self.ranks.layouts.items()},
-            count=self._last.count + 1,
+            count=self._used.count + 1,
         )
         return Stream(self, subscriptions, asked, self._cut[1])
 
@@ -141,7 +142,7 @@ class Publication:
     @property
     def count(self) -> int:
         """How many versions were put."""
-        return self._last.count
+        return self._used.count
 
     def places(self, rank: int) -> Mapping[Atom, tuple[int, tuple[int, ...]]]:
         """Where the atoms of the next version lie on a rank."""
@@ -181,6 +182,7 @@ class Publication:
         if newest < self.epoch:  # the directory was lost
             self._directory.keep_epoch(self.epoch, ray_internals.worker_id())
             self._directory.keep_layouts(self.epoch)
+        self._before, self._used = self._used, version
         self._directory.post_holders(
             version,
             (
@@ -191,7 +193,7 @@ class Publication:
         self._directory.post_version(version)
         if not self._last.number:
             self._directory.forget_before(version)
-        self._before, self._last = self._last, version
+        self._last = version
 
     def push(self, subscriptions: Sequence[Subscription], *, timeout_s: float = 60.0) -> list[Receipt]:
         """Updates receiver groups that this process drives to the newest version, all at once; see `update`.

@@ -244,7 +244,7 @@ def test_who_can_not_be_reached_is_not_taken_for_dead(world, error, lost):
 @pytest.mark.parametrize("number", [1, 0, 1 << 63, True, "2"])
 def test_a_number_is_above_the_last_and_fits_into_a_record(number):
     with pytest.raises(InvalidArgumentError, match="above 1, and below"):
-        Publication.stream(SimpleNamespace(_last=V1), version=number)
+        Publication.stream(SimpleNamespace(_used=V1), version=number)
 
 
 def test_who_comes_after_another_version_puts_nothing(world):
