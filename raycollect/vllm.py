@@ -278,8 +278,13 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         if init_info.is_sender:
             shared = {one.name for one in fields(InitInfo)} & {one.name for one in fields(init_info)}
             worker_info = asdict(InitInfo(**{name: getattr(init_info, name) for name in shared}))
-            with threads.beside("raycollect-vllm", client.init_weight_transfer_engine, worker_info):
-                group = _Group(init_info, _TRAINER)
+            try:
+                with threads.beside("raycollect-vllm", client.init_weight_transfer_engine, worker_info):
+                    group = _Group(init_info, _TRAINER)
+            except BaseException:
+                if group is not None:
+                    group.leave()  # so that its name is free for another attempt
+                raise
         return cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank, group=group)
 
     def send_weights(self) -> None:
@@ -287,7 +292,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
 
         Raises:
             VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
-            RaycollectError: A worker is gone or late. `trainer_init` makes a new group.
+            RaycollectError: A worker is gone or late. After `shutdown`, `trainer_init` makes a new group.
             ValueError: The source gives other tensors than it says.
         """
         if self._group is None:
