@@ -294,11 +294,14 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
             RaycollectError: A worker is gone or late. After `shutdown`, `trainer_init` makes a new group.
             ValueError: The source gives other tensors than it says.
+            UnknownGroupError: Rank 0 has left the group.
         """
-        if self._group is None:
+        if not self.is_sender:
             for _ in self.source.iter_full():
                 pass
             return
+        if self._group is None:
+            raise UnknownGroupError(group_name=InitInfo.group_name, detail="no group: shutdown has been called")
         meta = self.source.metadata
         info = UpdateInfo(
             version=self._version + 1,

@@ -221,3 +221,10 @@ def test_pain_2_after_a_worker_has_failed_to_begin_the_name_of_the_group_is_free
         trainers(workers, source)
     trainers(workers, source).send_weights()
     assert loaded(workers) == [(shown(values(1)), "1")]
+
+
+def test_pain_1_a_trainer_that_has_left_the_group_sends_nothing_and_says_so(trainers, crew):
+    engine = trainers(crew.take(1), Source(1))
+    engine.shutdown()
+    with pytest.raises(errors.UnknownGroupError, match="shutdown has been called"):
+        engine.send_weights()
