@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,14 +73,6 @@ class Staged:
     gone: tuple[Key, ...]
 
 
-@dataclass(slots=True, eq=False)
-class _Parts:
-    """Where the atoms of a version lie on a rank; it is the same for many versions."""
-
-    among: tuple[Atom, ...]
-    found: dict[Atom, tuple[Place, ...]] = field(default_factory=dict)
-
-
 class Receiver:
     """One rank of a receiver group: its tensors, and a second set in which the next version is made.
 
@@ -100,7 +92,8 @@ class Receiver:
         if not inplace:
             for array, live in zip(self._back.arrays, self._side.live(), strict=True):
                 np.copyto(array, live)  # what no layout covers
-        self._parts = _Parts(())
+        self._among: tuple[Atom, ...] = ()  # the atoms of a version, which are the same for many
+        self._parts: dict[Atom, tuple[Place, ...]] = {}  # where those of this rank lie
         self._marked: list[Range] = []  # of what is dirty by an update in place
         self._ahead = 0  # bytes that a stream has brought
         self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
@@ -117,7 +110,7 @@ class Receiver:
         began_s = time.monotonic()
         self._know(tuple(version.digests))
         self._back.withdraw(Runtime.current().store)
-        wanted = {atom: version.digests[atom] for atom in self._parts.found}
+        wanted = {atom: version.digests[atom] for atom in self._parts}
         if self.inplace:
             self._back.arrays = self._side.live()
             self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version))
@@ -141,7 +134,7 @@ class Receiver:
 
     def land(self, version: Version, part: Digests, holders: Sequence[Holder], timeout_s: float) -> int:
         """Reads atoms of a version that is open, and returns the bytes; what does not come is read by `stage`."""
-        part = {atom: digest for atom, digest in part.items() if atom in self._parts.found}
+        part = {atom: digest for atom, digest in part.items() if atom in self._parts}
         self.state = protocol.expect(self.state, version, part)
         if self.state.staged != version or not self.state.is_open:  # it comes late: what lies here may be served
             return 0
@@ -160,7 +153,7 @@ class Receiver:
         if not self.inplace:
             live = self._side.live()
             with store.writing(self._side.ranges()):
-                for parts in self._parts.found.values():
+                for parts in self._parts.values():
                     for one in parts:
                         np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
             self._side.raise_versions()
@@ -196,7 +189,7 @@ class Receiver:
     def _lying(self, version: Version) -> dict[Atom, bytes]:
         """The digests of what has landed, made anew where it lies as it was put: others may have written there."""
         found = {}
-        for atom, parts in self._parts.found.items():
+        for atom, parts in self._parts.items():
             if atom in self.state.landed and len(parts) == 1 and parts[0].part == atom[1]:
                 box = self._side.box(self._back.arrays, parts[0])
                 if box.dtype == np.dtype(version.dtypes[atom[0]]):
@@ -204,8 +197,8 @@ class Receiver:
         return found
 
     def _know(self, among: tuple[Atom, ...]) -> None:
-        if self._parts.among != among:
-            self._parts = _Parts(among, atoms.places(self._side.layouts, self._side.rank, among, whole=False))
+        if self._among != among:
+            self._among, self._parts = among, atoms.places(self._side.layouts, self._side.rank, among, whole=False)
 
     def _read_missing(
         self, version: Version, holders: Sequence[Holder], timeout_s: float
@@ -265,7 +258,7 @@ class Receiver:
 
     def _land(self, atom: Atom, array: Array) -> bytes:
         """Writes an atom where it belongs, and returns the digest of what lies there."""
-        parts = self._parts.found[atom]
+        parts = self._parts[atom]
         boxes = [self._side.box(self._back.arrays, one) for one in parts]
         if len(parts) == 1 and parts[0].part == atom[1] and boxes[0].dtype == array.dtype:
             return digests.copied(boxes[0], array)
