@@ -233,7 +233,8 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
                 wrong.append(bucket[0][0])
             weights += _views(message, bucket)
         if not group.all_agree(not wrong):
-            detail = f"other bits than were sent, from {wrong[0]!r} on" if wrong else "another worker has other bits"
+            others = "another worker has other bits, or the trainer has refused its source"
+            detail = f"other bits than were sent, from {wrong[0]!r} on" if wrong else others
             raise _not_whole(group, update_info.version, detail)
         self.model.load_weights(iter(weights))
 
@@ -277,8 +278,13 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         if init_info.is_sender:
             shared = {one.name for one in fields(InitInfo)} & {one.name for one in fields(init_info)}
             worker_info = asdict(InitInfo(**{name: getattr(init_info, name) for name in shared}))
-            with threads.beside("raycollect-vllm", client.init_weight_transfer_engine, worker_info):
-                group = _Group(init_info, _TRAINER)
+            try:
+                with threads.beside("raycollect-vllm", client.init_weight_transfer_engine, worker_info):
+                    group = _Group(init_info, _TRAINER)
+            except BaseException:
+                if group is not None:
+                    group.leave()  # so that its name is free for another attempt
+                raise
         return cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank, group=group)
 
     def send_weights(self) -> None:
@@ -286,13 +292,16 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
 
         Raises:
             VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
-            RaycollectError: A worker is gone or late. `trainer_init` makes a new group.
+            RaycollectError: A worker is gone or late. After `shutdown`, `trainer_init` makes a new group.
             ValueError: The source gives other tensors than it says.
+            UnknownGroupError: Rank 0 has left the group.
         """
-        if self._group is None:
+        if not self.is_sender:
             for _ in self.source.iter_full():
                 pass
             return
+        if self._group is None:
+            raise UnknownGroupError(group_name=InitInfo.group_name, detail="no group: shutdown has been called")
         meta = self.source.metadata
         info = UpdateInfo(
             version=self._version + 1,
@@ -322,7 +331,11 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
                 into.copy_(tensor.detach())
             message[-_ALIGNMENT:] = _digest(message)
             group.broadcast(message)
-        if not group.all_agree(True):
+        more, _ = next(given, nothing)  # so that the source comes to its end, as on the other ranks of the trainer
+        is_good = group.all_agree(not more)
+        if more:
+            raise ValueError(f"the source gives {more!r} as well, and does not say so")
+        if not is_good:
             raise _not_whole(group, info.version, "a worker has other bits than were sent")
 
     def shutdown(self) -> None:

@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from raycollect.core.model import Address, Key
 from raycollect.errors import (
     PublisherReplacedError,
     RaycollectError,
+    TensorDirtyError,
+    VersionNotPutError,
     VersionNotWholeError,
     Violation,
     brief,
@@ -25,7 +27,7 @@ from raycollect.errors import (
 from raycollect.member.runtime import Runtime, describe
 from raycollect.pos import Container, fetch
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.protocol import Atom, Digests, Version
+from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receiver import Holder, Receiver, Staged
 from raycollect.weights.source import Source
 
@@ -38,7 +40,7 @@ class _Agents:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.sources: dict[tuple[str, int], tuple[int, Source]] = {}  # by name and rank; with its epoch
+        self.sources: dict[str, tuple[int, dict[int, Source]]] = {}  # by name: the epoch, and by rank
         self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
 
 
@@ -65,25 +67,29 @@ class Attached:
 
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
-    """This process has a rank of a publisher; that of an earlier epoch ends."""
+    """This process has a rank of a publisher; those of earlier epochs end."""
+    attached, made = _attached(actor, "publish"), Source(_held(key), layouts, rank)
     with _agents.lock:
-        before = _agents.sources.pop((name, rank), None)
-        if before is not None:
-            before[1].close()
-        _agents.sources[name, rank] = epoch, Source(_held(key), layouts, rank)
-    return _attached(actor, "publish")
+        known, sources = _sources(name)
+        if known > epoch:
+            raise PublisherReplacedError(name=name, rank=rank, detail=f"epoch {known} has begun")
+        if known < epoch:
+            _close(sources)
+            _agents.sources[name] = epoch, sources
+        sources[rank] = made
+    return attached
 
 
 def seal(
-    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom], attempt: bytes
+    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes
 ) -> tuple[Key, Digests]:
-    """`Source.seal`; PublisherReplacedError: another publisher has this process since."""
+    """`Source.seal`; PublisherReplacedError: another publisher has this process since; VersionNotPutError: none has."""
     with Runtime.method_guard():
         return _source(name, rank, version).seal(version, among, attempt)
 
 
 def seal_part(
-    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom], attempt: bytes, part: object
+    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
     """`Source.seal_part`; raises as `seal`."""
     source = _source(name, rank, version)
@@ -96,7 +102,7 @@ def seal_parts(
     name: str,
     rank: int,
     version: Version,
-    among: Sequence[Atom],
+    among: Sequence[Atom] | None,
     attempt: bytes,
     method: str,
     *args: Any,
@@ -108,6 +114,7 @@ def seal_parts(
     """
     source = _source(name, rank, version)
     with Runtime.method_guard(), _failing(source, version, attempt, f"{method!r}"):
+        source.begin(version, among, attempt)  # the method may yield nothing
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
         for part in getattr(actor, method)(*args, **kwargs):
@@ -133,26 +140,42 @@ def _failing(source: Source, version: Version, attempt: bytes, what: str) -> Ite
         raise source.fail(version, attempt, f"{what} raised {type(exc).__name__}: {exc}") from exc
 
 
-def detach_source(actor: Any, name: str, rank: int, epoch: int) -> None:
+def detach_source(actor: Any, name: str, epoch: int) -> None:
     """Ends what `attach_source` began."""
     with _agents.lock:
-        before = _agents.sources.get((name, rank))
-        if before is not None and before[0] == epoch:
-            del _agents.sources[name, rank]
-            before[1].close()
+        known, sources = _sources(name)
+        if known == epoch:
+            del _agents.sources[name]
+            _close(sources)
+
+
+def _close(some: dict[int, Any]) -> None:
+    for one in some.values():
+        one.close()
+    some.clear()
 
 
 def attach_receiver(
     actor: Any, name: str, subscription: str, key: Key, layouts: Layouts, rank: int, inplace: bool
 ) -> Attached:
-    """This process has a rank of a receiver group; the same tensors keep what they have of the publication."""
+    """This process has a rank of a receiver group, and no other group has its tensors any more.
+
+    If the other one was of the same form, this one goes on with what it had.
+    """
+    attached = _attached(actor, "subscribe")
     made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace)
     with _agents.lock:
-        for known in _agents.receivers.values():
-            if rank in known and known[rank].span == made.span and known[rank].name == name:
-                made = known.pop(rank)
+        for of, known in _agents.receivers.items():
+            for at, one in list(known.items()):
+                if of == subscription or one.where != made.where:
+                    continue
+                del known[at]
+                if one.form == made.form:
+                    made = one
+                else:
+                    one.withdraw()
         _agents.receivers.setdefault(subscription, {})[rank] = made
-    return _attached(actor, "subscribe", made.state.shown)
+    return replace(attached, shown=made.state.shown)
 
 
 def stage(
@@ -185,8 +208,14 @@ def show(actor: Any, subscription: str, rank: int, version: Version) -> Key | No
 def detach_receiver(actor: Any, subscription: str) -> None:
     """Ends what `attach_receiver` began; the tensors stay as they are."""
     with _agents.lock:
+        _close(_agents.receivers.pop(subscription, {}))
+
+
+def drop_receiver(actor: Any, subscription: str) -> None:
+    """Ends an `attach_receiver` that came to nothing, as another rank refused: who is dirty stays so."""
+    with _agents.lock:
         for one in _agents.receivers.pop(subscription, {}).values():
-            one.close()
+            one.withdraw()
 
 
 def shown(subscription: str) -> tuple[bool, Version | None]:
@@ -194,14 +223,21 @@ def shown(subscription: str) -> tuple[bool, Version | None]:
     ranks = _agents.receivers.get(subscription)
     if not ranks:
         return False, None
-    return True, min((one.state.shown for one in ranks.values() if one.state.shown), default=None)
+    return True, shown_by_all(one.state.shown for one in ranks.values())
 
 
 def _source(name: str, rank: int, version: Version) -> Source:
-    epoch, source = _agents.sources.get((name, rank), (0, None))
-    if source is None or epoch != version.epoch:
-        raise PublisherReplacedError(name=name, version=str(version), rank=rank, detail=f"epoch {epoch} has begun")
-    return source
+    known, sources = _sources(name)
+    where: dict[str, Any] = {"name": name, "version": str(version), "rank": rank}
+    if known > version.epoch:
+        raise PublisherReplacedError(**where, detail=f"epoch {known} has begun")
+    if known < version.epoch or rank not in sources:
+        raise VersionNotPutError(**where, detail="the publication was closed, or its process was started anew")
+    return sources[rank]
+
+
+def _sources(name: str) -> tuple[int, dict[int, Source]]:
+    return _agents.sources.get(name, (0, {}))
 
 
 def _receiver(subscription: str, rank: int) -> Receiver:
@@ -218,15 +254,16 @@ def _held(key: Key) -> Container:
 
 
 def _held_to_be_written(key: Key) -> Container:
-    """As `_held`; also what an update in place has left dirty, as another driver may end it."""
-    runtime = Runtime.current()
-    found = runtime.store.look(key) if runtime.refusals else None
-    return found if isinstance(found, Container) else _held(key)
+    """As `_held`; also what a collective, or an update in place, has left dirty: the next update overwrites it."""
+    try:
+        return _held(key)
+    except TensorDirtyError:
+        return cast("Container", Runtime.current().store.look(key))
 
 
-def _attached(actor: Any, op: str, shown: Version | None = None) -> Attached:
+def _attached(actor: Any, op: str) -> Attached:
     member = describe(actor)
     if not member["ordered"]:
         found = "async, threaded or with concurrency groups, so that its methods overlap"
         raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=found, actor=member["actor"]),))
-    return Attached(shown=shown, **{name: member[name] for name in ("address", "actor", "incarnation", "machine")})
+    return Attached(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})

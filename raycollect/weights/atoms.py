@@ -26,6 +26,7 @@ from raycollect.planner.boxes import (
     words,
 )
 from raycollect.planner.layout import Layout, Region
+from raycollect.planner.reshard.matching import fused_faults, objection
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.weights.protocol import Atom
 
@@ -57,6 +58,7 @@ def cut(src: Layouts, others: Iterable[Layouts]) -> tuple[Atom, ...]:
 
 def source_faults(src: Layouts) -> Iterator[Violation]:
     """What keeps a side from being a publisher: addends, and elements that no rank has."""
+    yield from fused_faults("layout", tuple(src.items()), is_written=False)
     for name, layout in src.items():
         if layout.regions.parts > 1:
             yield wrong_layout(f"layout of {name!r}", "a partial sum", "values: reduce it first")
@@ -64,6 +66,14 @@ def source_faults(src: Layouts) -> Iterator[Violation]:
             layout.shape
         ):
             yield wrong_layout(f"layout of {name!r}", f"{held} elements", f"all {prod(layout.shape)} of the tensor")
+
+
+def target_faults(dst: Layouts) -> Iterator[Violation]:
+    """What keeps a side from being a receiver of any publisher: addends, and elements that are written twice."""
+    yield from fused_faults("layout", tuple(dst.items()), is_written=True)
+    for name, layout in dst.items():
+        if layout.regions.parts > 1:
+            yield wrong_layout(f"layout of {name!r}", "a partial sum", "values: a receiver gets no addends")
 
 
 def reader_faults(dst: Layouts, src: Layouts) -> Iterator[Violation]:
@@ -76,6 +86,9 @@ def reader_faults(dst: Layouts, src: Layouts) -> Iterator[Violation]:
         elif layout.dtype != src[name].dtype and not layout.converts:
             expected = f"{src[name].dtype}, or a layout that asks for it (astype)"
             yield wrong_layout(f"layout of {name!r}", f"dtype {layout.dtype}", expected)
+        elif layout.dtype != src[name].dtype and (expected := objection(src[name], layout)):
+            found = f"dtype {layout.dtype}, made of {src[name].dtype}"
+            yield wrong_layout(f"layout of {name!r}", found, expected)
 
 
 @dataclass(frozen=True, slots=True)

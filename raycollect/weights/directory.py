@@ -188,8 +188,8 @@ class Directory(_Records):
 
     def latest(self) -> Version | None:
         """The newest version; None: there is none."""
-        for one in sorted(self._names("versions/"), reverse=True):
-            found = self.version(*_number_of(one))
+        for epoch, number in sorted(map(_number_of, self._names("versions/")), reverse=True):
+            found = self.version(epoch, number)
             if found is not None:  # else it was removed since
                 return found
         return None

@@ -37,6 +37,7 @@ class LocalSide:
     """
 
     def __init__(self, op: str, container: Container, layouts: Layouts, rank: int, *, is_written: bool) -> None:
+        self._op = op
         self.layouts = layouts
         self.rank = rank
         self._tensors = local_tensors(tuple(layouts.items())).get(rank, ())
@@ -61,6 +62,9 @@ class LocalSide:
                 found.append(Violation(kind="unsupported", rank=self.rank, field=where, found="on a GPU"))
             elif is_written and not array.flags.writeable:
                 found.append(Violation(kind="read_only", rank=self.rank, field=where, found="read-only"))
+            elif is_written and arrays.overlaps_itself(array):
+                what, expected = "overlapping itself (broadcast strides)", "one element per address"
+                found.append(Violation(kind="alias", rank=self.rank, field=where, found=what, expected=expected))
             elif one.axes and array.size and not np.may_share_memory(unfold(array, one.axes), array):
                 found.append(
                     wrong_layout(where, "with gaps", "without gaps, as its layout folds dimensions", self.rank)
@@ -83,8 +87,22 @@ class LocalSide:
         return [arrays.memory(self._container.tensors[place]) for place in self._places]
 
     def live(self) -> list[Array]:
-        """The tensors themselves."""
-        return [unfold(array, one.axes) for array, one in zip(self._arrays(), self._tensors, strict=True)]
+        """The tensors themselves.
+
+        Raises:
+            LayoutError: They have become others, as by `half()` of a module.
+        """
+        held = self._arrays()
+        changed = [
+            wrong_layout(
+                f"tensor {one.key!r}", str(found), f"{one.dtype}{list(one.shape)} on cpu, as before", self.rank
+            )
+            for found, one in zip(map(arrays.info, held), self._tensors, strict=True)
+            if (found.shape, found.dtype, found.device) != (one.shape, one.dtype, "cpu")
+        ]
+        if changed:
+            raise refusal(self._op, "", tuple(changed))
+        return [unfold(array, one.axes) for array, one in zip(held, self._tensors, strict=True)]
 
     def ranges(self) -> list[Range]:
         """Where these lie."""
@@ -93,6 +111,12 @@ class LocalSide:
     def owners(self) -> list[Any]:
         """The tensors as the actor has them."""
         return [self._container.tensors[place] for place in self._places]
+
+    def raise_versions(self) -> None:
+        """Tells torch that the tensors are written, so that a backward pass that needs their old values fails."""
+        counted = [one for one in self.owners() if arrays.has_version(one)]
+        if counted:
+            arrays.raise_versions(counted)
 
     def wholes(self) -> list[Range]:
         """Where those lie that the layouts cover."""

@@ -22,7 +22,7 @@ States are frozen. A move that makes no sense has no entry in its table, and is 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 Atom = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -103,8 +103,8 @@ def stage_in_place(state: RankState, version: Version, wanted: Digests, found: D
 
 
 def open_stream(state: RankState, version: Version, among: Sequence[Atom]) -> RankState:
-    """Begins to take a version part by part; `among`: its atoms, of which none has to come."""
-    if state.staged is not None and state.staged >= version:
+    """Begins to take a version part by part, or again; `among`: its atoms, of which none has to come."""
+    if state.staged is not None and (state.staged, not state.is_open) > (version, False):
         return state
     landed = {atom: state.landed[atom] for atom in among if atom in state.landed}
     return replace(state, staged=version, wanted={}, landed=landed, is_open=True)
@@ -134,6 +134,13 @@ def may_show(state: RankState, version: Version) -> bool:
 def show(state: RankState, version: Version) -> RankState:
     """Methods see a version from now on; one that is not whole here changes nothing."""
     return replace(state, shown=version, is_dirty=False) if may_show(state, version) else state
+
+
+def shown_by_all(ranks: Iterable[Version | None]) -> Version | None:
+    """The version that all of some ranks have come to, of what each shows; None: one shows nothing yet."""
+    found = list(ranks)
+    known = [one for one in found if one is not None]
+    return min(known) if known and len(known) == len(found) else None
 
 
 # ---------------------------------------------------------------------------------------------- events and moves
@@ -218,6 +225,11 @@ class Round:
         """Whether nothing is due any more."""
         return self.phase in (Phase.DONE, Phase.FAILED)
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether a rank shows the version of an update. Those that are still waited for have verified it then."""
+        return self.waiting < set(self.done)
+
 
 def begin_update(version: Version, ranks: int) -> tuple[Round, Tell]:
     """Begins an update: all ranks are to stage."""
@@ -294,6 +306,10 @@ def _joined(known: dict[Atom, bytes], digests: Digests) -> tuple[Atom, ...]:
     return tuple(atom for atom, digest in digests.items() if known.setdefault(atom, digest) != digest)
 
 
+def _lost_part(state: Round, event: Event) -> tuple[Round, Tell | None]:
+    return replace(state, phase=Phase.FAILED, lost=frozenset({event.rank})), None
+
+
 def _failed(state: Round, event: Event) -> tuple[Round, Tell | None]:
     return replace(state, phase=Phase.FAILED), None
 
@@ -307,7 +323,7 @@ _MOVES: dict[tuple[Phase, type], Callable[[Round, Event], tuple[Round, Tell | No
     (Phase.SHOWING, Failed): _failed,
     (Phase.SEALING, SealedPart): _sealed_part,
     (Phase.SEALING, Sealed): _sealed,
-    (Phase.SEALING, Lost): _failed,
+    (Phase.SEALING, Lost): _lost_part,
     (Phase.SEALING, Failed): _failed,
 }
 """What an event means in a phase. A publisher's rank that is lost takes its part of the version with it."""

@@ -26,6 +26,8 @@ from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Receipt, Subscription, update_all
 
+_MOST_NUMBER = 1 << 63
+
 
 def publish(
     refs: Sequence[Any], name: str = "default", *, layout: Layout | Mapping[str, Layout] | None = None
@@ -46,6 +48,7 @@ def publish(
         LayoutError: The tensors do not fit the layouts, or no rank has some of their elements.
         UnsupportedError: A tensor is on a GPU, or methods of an actor overlap.
         RefusedError: As `reshard_refs`.
+        PublisherReplacedError: Another publisher has taken the name meanwhile.
     """
     return Publication(refs, name, layout)
 
@@ -71,10 +74,15 @@ class Publication:
         self._signature = self._directory.post_layouts(self.ranks.layouts, self.epoch)
         sweep(name)
         layouts, handles = self.ranks.layouts, self.ranks.handles
-        self.ranks.attach(agent.attach_source, lambda rank: (name, self.epoch, handles[rank].key, layouts, rank))
+        self.ranks.attach(
+            agent.attach_source,
+            lambda rank: (name, self.epoch, handles[rank].key, layouts, rank),
+            (agent.detach_source, name, self.epoch),
+        )
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
         self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
-        self._before = self._last = Version(self.epoch, 0)
+        # The last version that was put; the last whose number is used, even if its record is lost; the one before that
+        self._last = self._used = self._before = Version(self.epoch, 0)
 
     def put(self, version: int | None = None, *, timeout_s: float = 60.0) -> Version:
         """Makes what the actors have now a version, which receivers can have from then on.
@@ -112,9 +120,10 @@ class Publication:
         Raises:
             LayoutError: Layouts of a receiver group do not fit those of the publisher.
         """
-        number = self._last.number + 1 if version is None else version
-        if type(number) is not int or number <= self._last.number:
-            raise refusal("put", "", (wrong_argument("version", repr(version), f"above {self._last.number}"),))
+        number = self._used.number + 1 if version is None else version
+        if type(number) is not int or not self._used.number < number < _MOST_NUMBER:
+            expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
+            raise refusal("put", "", (wrong_argument("version", repr(version), expected),))
         self._check_groups("stream", subscriptions)
         known = self._directory.all_layouts()
         if frozenset(known) != self._cut[0]:
@@ -124,7 +133,7 @@ class Publication:
             Version(self.epoch, number, self._publisher, self._signature),
             nbytes=sum(prod(one.shape) * one.itemsize for one in self.ranks.layouts.values()),
             dtypes={name: one.dtype for name, one in self.ranks.layouts.items()},
-            count=self._last.count + 1,
+            count=self._used.count + 1,
         )
         return Stream(self, subscriptions, asked, self._cut[1])
 
@@ -133,7 +142,7 @@ class Publication:
     @property
     def count(self) -> int:
         """How many versions were put."""
-        return self._last.count
+        return self._used.count
 
     def places(self, rank: int) -> Mapping[Atom, tuple[int, tuple[int, ...]]]:
         """Where the atoms of the next version lie on a rank."""
@@ -173,6 +182,7 @@ class Publication:
         if newest < self.epoch:  # the directory was lost
             self._directory.keep_epoch(self.epoch, ray_internals.worker_id())
             self._directory.keep_layouts(self.epoch)
+        self._before, self._used = self._used, version
         self._directory.post_holders(
             version,
             (
@@ -183,14 +193,14 @@ class Publication:
         self._directory.post_version(version)
         if not self._last.number:
             self._directory.forget_before(version)
-        self._before, self._last = self._last, version
+        self._last = version
 
     def push(self, subscriptions: Sequence[Subscription], *, timeout_s: float = 60.0) -> list[Receipt]:
         """Updates receiver groups that this process drives to the newest version, all at once; see `update`.
 
         Raises:
             UnknownVersionError: Nothing was put.
-            VersionError: A group could not be updated; the others are, and its cause is the first of these errors.
+            RaycollectError: A group could not be updated, as `Subscription.update` raises it; the others are.
         """
         self._check_groups("push", subscriptions)
         if not self._last.number:
@@ -200,7 +210,7 @@ class Publication:
     def close(self) -> None:
         """Ends the publication: its versions can't be had any more, but from receivers that know of it."""
         for rank in range(len(self.ranks)):
-            self.ranks.call(rank, agent.detach_source, self.name, rank, self.epoch)
+            self.ranks.call(rank, agent.detach_source, self.name, self.epoch)
         if self._directory.epoch() == self.epoch:
             self._directory.forget_all(self.epoch)
 
@@ -221,7 +231,7 @@ class Publication:
             raise VersionNotPutError(
                 **where, rank=rank, actor=self.ranks.attached[rank].actor, detail=detail
             ) from error
-        gone = min(set(range(len(self.ranks))) - set(job.round.done))
+        (gone,) = job.round.lost
         raise VersionNotPutError(
             **where, rank=gone, actor=self.ranks.attached[gone].actor, detail="its process has ended"
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from raycollect.core import ray_internals
 from raycollect.core.model import TENSOR, Key
@@ -19,6 +20,7 @@ from raycollect.errors import (
     InternalError,
     RaycollectError,
     SelfDrivenError,
+    VersionError,
     VersionTimeoutError,
     Violation,
     kept,
@@ -94,11 +96,21 @@ class Ranks:
         """The names of a rank's local tensors."""
         return frozenset(one.key for one in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
-    def attach(self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]]) -> None:
-        """Calls a function in all of them, and raises what any of them raises."""
+    def attach(
+        self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]
+    ) -> None:
+        """Calls a function in all of them, and raises what any of them raises: then all call `undo`, with arguments."""
         refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
         try:
-            self.attached = ray.get(refs, timeout=ATTACH_S)
+            self.attached = self._answers(refs)
+        except BaseException:
+            for rank in range(len(self)):
+                self.call(rank, *undo)
+            raise
+
+    def _answers(self, refs: list[Any]) -> list[Attached]:
+        try:
+            found: list[Attached] = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:
             raise cause_of(exc) from None
         except GetTimeoutError as exc:
@@ -106,6 +118,7 @@ class Ranks:
             raise held_values.late_error(self.op, "", len(late), late, ATTACH_S) from exc
         except RayActorError as exc:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
+        return found
 
     def record(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> HolderRecord:
         """A rank as a holder of a version, for the directory."""
@@ -211,6 +224,10 @@ class Update(Job):
     tell: Callable[[Tell, int], Any]
     read: Callable[[int, Any], Event]
 
+    def heard(self, rank: int, ref: Any) -> Event:
+        """What a rank has answered; raises as `ray.get`."""
+        return self.read(rank, ray.get(ref))
+
 
 def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callable[[], None]) -> None:
     """Drives rounds side by side until all are over, or the time is; `beside` is called when all have begun."""
@@ -227,7 +244,7 @@ def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callabl
             return
         for ref in ready:
             job, rank = pending.pop(ref)
-            job.round, following = protocol.advance(job.round, _event(job, rank, ref))
+            job.round, following = protocol.advance(job.round, event_of(job, rank, partial(job.heard, rank, ref)))
             if following is not None:
                 _tell(pending, job, following)
         pending = {ref: one for ref, one in pending.items() if not one[0].round.is_over}
@@ -238,11 +255,17 @@ def _tell(pending: dict[Any, tuple[Update, int]], job: Update, tell: Tell) -> No
         pending[job.tell(tell, rank)] = job, rank
 
 
-def _event(job: Update, rank: int, ref: Any) -> Event:
+def event_of(job: Job, rank: int, heard: Callable[[], Event]) -> Event:
+    """What a rank has answered, as `heard` reads it, or what it means that it gave no answer."""
     try:
-        return job.read(rank, ray.get(ref))
-    except RayActorError:
-        return Lost(rank)
+        return heard()
     except RayTaskError as exc:
         job.errors[rank] = kept(cause_of(exc))
         return Failed(rank)
+    except ActorUnavailableError as exc:  # it may live, and show what it showed
+        what, _, _ = str(exc).partition("\n")
+        detail = f"Ray can't reach its actor, which may live: {what}"
+        job.errors[rank] = VersionError(name="", version=str(job.round.version), rank=rank, detail=detail)
+        return Failed(rank)
+    except RayActorError:
+        return Lost(rank)

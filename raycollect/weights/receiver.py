@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,14 +73,6 @@ class Staged:
     gone: tuple[Key, ...]
 
 
-@dataclass(slots=True, eq=False)
-class _Parts:
-    """Where the atoms of a version lie on a rank; it is the same for many versions."""
-
-    among: tuple[Atom, ...]
-    found: dict[Atom, tuple[Place, ...]] = field(default_factory=dict)
-
-
 class Receiver:
     """One rank of a receiver group: its tensors, and a second set in which the next version is made.
 
@@ -100,13 +92,14 @@ class Receiver:
         if not inplace:
             for array, live in zip(self._back.arrays, self._side.live(), strict=True):
                 np.copyto(array, live)  # what no layout covers
-        self._parts = _Parts(())
+        self._among: tuple[Atom, ...] = ()  # the atoms of a version, which are the same for many
+        self._parts: dict[Atom, tuple[Place, ...]] = {}  # where those of this rank lie
         self._marked: list[Range] = []  # of what is dirty by an update in place
         self._ahead = 0  # bytes that a stream has brought
         self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
         self.state: RankState = RankState()
-        self._where = tuple(self._side.ranges())
-        self.span: tuple[Any, ...] = (self._where, inplace, rank, tuple(layouts.items()))
+        self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
+        self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
     def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float) -> Staged:
         """Makes a version in the second set of tensors, of what is missing there.
@@ -117,7 +110,7 @@ class Receiver:
         began_s = time.monotonic()
         self._know(tuple(version.digests))
         self._back.withdraw(Runtime.current().store)
-        wanted = {atom: version.digests[atom] for atom in self._parts.found}
+        wanted = {atom: version.digests[atom] for atom in self._parts}
         if self.inplace:
             self._back.arrays = self._side.live()
             self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version))
@@ -141,7 +134,7 @@ class Receiver:
 
     def land(self, version: Version, part: Digests, holders: Sequence[Holder], timeout_s: float) -> int:
         """Reads atoms of a version that is open, and returns the bytes; what does not come is read by `stage`."""
-        part = {atom: digest for atom, digest in part.items() if atom in self._parts.found}
+        part = {atom: digest for atom, digest in part.items() if atom in self._parts}
         self.state = protocol.expect(self.state, version, part)
         if self.state.staged != version or not self.state.is_open:  # it comes late: what lies here may be served
             return 0
@@ -160,28 +153,34 @@ class Receiver:
         if not self.inplace:
             live = self._side.live()
             with store.writing(self._side.ranges()):
-                for parts in self._parts.found.values():
+                for parts in self._parts.values():
                     for one in parts:
                         np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
+            self._side.raise_versions()
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
-        Runtime.current().refusals.pop(self._where, None)
+        Runtime.current().refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
         return self._back.serve(store)
 
-    def close(self) -> None:
+    def withdraw(self) -> None:
         """Serves nothing any more."""
         self._back.withdraw(Runtime.current().store)
-        Runtime.current().refusals.pop(self._where, None)
+
+    def close(self) -> None:
+        """`withdraw`; methods may see the tensors, whatever these hold."""
+        self.withdraw()
+        Runtime.current().refusals.pop(self.where, None)
 
     def _mark(self, version: Version) -> None:
         """Has methods refused, and collectives and `get` on the tensors, while these are dirty."""
         if not self.state.is_dirty:
             return
+        self._side.raise_versions()
         runtime = Runtime.current()
         detail = "an update in place has begun, and has not ended"
         where = {"name": self.name, "version": str(version), "actor": runtime.actor, "detail": detail}
-        runtime.refusals[self._where] = kept(VersionDirtyError(rank=self._side.rank, **where))
+        runtime.refusals[self.where] = kept(VersionDirtyError(rank=self._side.rank, **where))
         for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
             if not runtime.store.is_dirty([span]):  # else it stays so: a failed collective has left it
                 runtime.store.mark_dirty([span], [owner])
@@ -189,18 +188,17 @@ class Receiver:
 
     def _lying(self, version: Version) -> dict[Atom, bytes]:
         """The digests of what has landed, made anew where it lies as it was put: others may have written there."""
-        return {
-            atom: digests.digest(self._side.box(self._back.arrays, parts[0]))
-            for atom, parts in self._parts.found.items()
-            if atom in self.state.landed
-            and len(parts) == 1
-            and parts[0].part == atom[1]
-            and self._side.layouts[atom[0]].dtype == version.dtypes[atom[0]]
-        }
+        found = {}
+        for atom, parts in self._parts.items():
+            if atom in self.state.landed and len(parts) == 1 and parts[0].part == atom[1]:
+                box = self._side.box(self._back.arrays, parts[0])
+                if box.dtype == np.dtype(version.dtypes[atom[0]]):
+                    found[atom] = digests.digest(box)
+        return found
 
     def _know(self, among: tuple[Atom, ...]) -> None:
-        if self._parts.among != among:
-            self._parts = _Parts(among, atoms.places(self._side.layouts, self._side.rank, among, whole=False))
+        if self._among != among:
+            self._among, self._parts = among, atoms.places(self._side.layouts, self._side.rank, among, whole=False)
 
     def _read_missing(
         self, version: Version, holders: Sequence[Holder], timeout_s: float
@@ -260,7 +258,7 @@ class Receiver:
 
     def _land(self, atom: Atom, array: Array) -> bytes:
         """Writes an atom where it belongs, and returns the digest of what lies there."""
-        parts = self._parts.found[atom]
+        parts = self._parts[atom]
         boxes = [self._side.box(self._back.arrays, one) for one in parts]
         if len(parts) == 1 and parts[0].part == atom[1] and boxes[0].dtype == array.dtype:
             return digests.copied(boxes[0], array)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -106,7 +107,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
 def _of_file(path: Path) -> dict[str, Array]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
+        size = os.fstat(file.fileno()).st_size  # the path may have another file by now
         if not 2 <= length <= min(size - 8, MOST_HEADER_NBYTES):
             expected = f"a header of at most {MOST_HEADER_NBYTES} bytes"
             raise _wrong(path, f"a file of {size} bytes whose header has {length}", expected)
@@ -120,7 +121,10 @@ def _of_file(path: Path) -> dict[str, Array]:
         dtype, shape, (lo, hi) = _entry(path, name, entry)
         if hi > size - begin:
             raise _wrong(path, f"{size} bytes, of which {name!r} ends behind the last", "a whole file")
-        tensors[name] = np.ndarray(shape, dtype, buffer=mapped, offset=begin + lo)
+        try:
+            tensors[name] = np.ndarray(shape, dtype, buffer=mapped, offset=begin + lo)
+        except ValueError as exc:  # too many dimensions, or one beside a 0 that is too long
+            raise _wrong(path, f"{name!r} of shape {list(shape)!s:.80}: {exc}", "a shape that numpy takes") from None
         if lo < hi:
             if lo in ends:
                 raise _wrong(path, f"with {name!r} where another tensor is", "each tensor in bytes of its own")

@@ -63,26 +63,28 @@ class Source:
         self._filling: _Filling | None = None
         self._failed = (b"", "")  # the attempt that failed last, and how
 
-    def seal(self, version: Version, among: Sequence[Atom], attempt: bytes) -> tuple[Key, Digests]:
+    def seal(self, version: Version, among: Sequence[Atom] | None, attempt: bytes) -> tuple[Key, Digests]:
         """Copies this rank's part of a version, or what a stream has left of it, and digests it.
 
         Args:
             version: The version.
-            among: Its atoms, in the first call of an attempt.
+            among: Its atoms, in the first call of an attempt; None in others.
             attempt: Who asks; what another attempt has sealed is sealed anew.
 
         Raises:
-            VersionNotPutError: A part of this attempt has failed.
+            VersionNotPutError: A part of this attempt has failed, or another attempt has taken its place.
             TensorDirtyError: A failed collective has left a tensor half-written.
         """
         if self._failed[0] == attempt:
             raise self._wrong(version, self._failed[1])
-        filling = self._begun(version, among, attempt)
+        filling = self.begin(version, among, attempt)
         self._copy(filling, [atom for atom in filling.places if atom not in filling.found], self._side.live())
         self._filling = None
         return filling.key, filling.found
 
-    def seal_part(self, version: Version, among: Sequence[Atom], attempt: bytes, part: object) -> tuple[Key, Digests]:
+    def seal_part(
+        self, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
+    ) -> tuple[Key, Digests]:
         """Copies some tensors of a version, and digests them. They may be written again when this returns.
 
         Args:
@@ -92,17 +94,17 @@ class Source:
             part: A name, a list of names, or a dict by name of what takes the place of this rank's tensors.
 
         Raises:
-            VersionNotPutError: It is none of these, or was sealed before.
+            VersionNotPutError: As `seal`; or it is none of these, or was sealed before.
             TensorDirtyError: As `seal`.
         """
-        filling = self._begun(version, among, attempt)
+        filling = self.begin(version, among, attempt)
         names = [part] if isinstance(part, str) else part
         if not isinstance(names, (list, tuple, Mapping)) or not names:
             raise self._wrong(version, f"{type(part).__name__} is no part: a name, names, or a dict of tensors by name")
         live = self._side.live()
         for name in names:
-            given = names[name] if isinstance(names, Mapping) else None
-            fault = self._side.fault_of(name) if given is None else self._side.replace(live, name, given)
+            is_given = isinstance(names, Mapping)
+            fault = self._side.replace(live, name, names[name]) if is_given else self._side.fault_of(name)
             if fault:
                 raise self._wrong(version, f"{name!r} is {fault}")
         wanted = [atom for atom in filling.places if self._side.key_of(atom[0]) in names]
@@ -127,10 +129,12 @@ class Source:
         self._slots.clear()
         self._filling = None
 
-    def _begun(self, version: Version, among: Sequence[Atom], attempt: bytes) -> _Filling:
-        """Where a version is sealed, in place of the version before the last."""
+    def begin(self, version: Version, among: Sequence[Atom] | None, attempt: bytes) -> _Filling:
+        """Where a version is sealed, in place of the version before the last; as of `seal`."""
         if self._filling is not None and self._filling.attempt == attempt:
             return self._filling
+        if among is None:
+            raise self._wrong(version, "another stream or put has begun, and took its place")
         store = Runtime.current().store
         slot = self._slots.get(version.count % 2)
         if slot is None:

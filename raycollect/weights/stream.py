@@ -12,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from raycollect.core.model import Key
-from raycollect.errors import VersionNotPutError, kept, refusal, wrong_argument
+from raycollect.errors import VersionNotPutError, refusal, wrong_argument
 from raycollect.weights import agent, protocol
-from raycollect.weights.protocol import Atom, Event, Failed, Lost, Sealed, SealedPart, Tell, Version
-from raycollect.weights.ranks import Job, cause_of
+from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
+from raycollect.weights.ranks import Job, event_of
 from raycollect.weights.receiver import HOLDER_S, Holder
 from raycollect.weights.subscription import Receipt, Subscription, update_all
 
@@ -50,9 +50,10 @@ class Stream:
         begun, _ = protocol.begin_put(version, len(publication.ranks))
         self._job = Job(round=begun, errors={})
         self._keys: dict[int, Key] = {}
+        self._has = [set[Atom]() for _ in range(len(publication.ranks))]  # by rank, what it has sealed
         # By rank, what it was asked for, which it does in this order: a ref or a generator, and whether it is all.
         self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication.ranks))]
-        self._told: list[tuple[Atom, ...]] = [self._among] * len(publication.ranks)
+        self._untold: list[tuple[Atom, ...] | None] = [self._among] * len(publication.ranks)
         self._landing: dict[Any, _Target] = {}
         self._due: dict[_Target, dict[Atom, bytes]] = {}
         self._wanted: dict[_Target, frozenset[Atom]] = {}
@@ -65,14 +66,19 @@ class Stream:
 
         An item is the name of a tensor, a list of names, or a dict by name of tensors that take the place of those that
         were published. It is copied before the method goes on.
+
+        Raises:
+            VersionNotPutError: Another version was put since this stream began.
         """
+        self._check_first()
         for rank in range(len(self._publication.ranks)):
             made = self._publication.ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
             self._sealing[rank].append((made, False))
         self._pump(0.0)
 
     def part(self, *names: str) -> None:
-        """Makes tensors a part, behind the methods of the actors that were called before."""
+        """Makes tensors a part, behind the methods of the actors that were called before; raises as `call`."""
+        self._check_first()
         held = [self._publication.ranks.keys(rank) for rank in range(len(self._publication.ranks))]
         unknown = set(names).difference(*held)
         if unknown or not names:
@@ -94,9 +100,7 @@ class Stream:
                 was put.
         """
         until_s = time.monotonic() + timeout_s
-        if self._publication.count >= self.version.count:
-            detail = "another version was put since this stream began"
-            raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
+        self._check_first()
         for rank in sorted(self._job.round.waiting):
             self._sealing[rank].append((self._publication.ranks.call(rank, agent.seal, *self._of(rank)), True))
         self._publication.forget_overwritten()  # beside the actors' work
@@ -109,9 +113,15 @@ class Stream:
             return []
         return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
 
+    def _check_first(self) -> None:
+        """A part would be copied over the version that was put since."""
+        if self._publication.count >= self.version.count:
+            detail = "another version was put since this stream began"
+            raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
+
     def _of(self, rank: int) -> tuple[Any, ...]:
         """What a call to a rank of the publisher begins with: its atoms once, so that parts cost what they have."""
-        among, self._told[rank] = self._told[rank], ()
+        among, self._untold[rank] = self._untold[rank], None
         return self._publication.name, rank, replace(self.version, dtypes={}), among, self._attempt
 
     def _pump(self, wait_s: float) -> bool:
@@ -140,7 +150,7 @@ class Stream:
         else:
             self._sealing[rank].popleft()
         before = self._job.round
-        event = self._event(rank, ref, is_all=is_all)
+        event = event_of(self._job, rank, partial(self._heard, rank, ref, is_all=is_all))
         self._job.round, tell = protocol.advance(before, event)
         if tell is Tell.LAND and isinstance(event, SealedPart):
             self._sealed({atom: digest for atom, digest in event.digests.items() if atom not in before.parts})
@@ -157,14 +167,9 @@ class Stream:
                 if target not in self._landing.values():
                     self._land(target)
 
-    def _event(self, rank: int, ref: Any, *, is_all: bool) -> Event:
-        try:
-            self._keys[rank], digests = ray.get(ref)
-        except RayActorError:
-            return Lost(rank)
-        except RayTaskError as exc:
-            self._job.errors[rank] = kept(cause_of(exc))
-            return Failed(rank)
+    def _heard(self, rank: int, ref: Any, *, is_all: bool) -> Event:
+        self._keys[rank], digests = ray.get(ref)
+        self._has[rank].update(digests)
         return Sealed(rank, digests) if is_all else SealedPart(rank, digests)
 
     def _land(self, target: _Target) -> None:
@@ -181,7 +186,7 @@ class Stream:
         found = []
         for rank, key in self._keys.items():
             places = self._publication.places(rank)
-            mine = {atom: places[atom] for atom in part if atom in places}
+            mine = {atom: places[atom] for atom in part if atom in self._has[rank]}
             if mine:
                 found.append(self._publication.holder(rank, key, mine))
         return found

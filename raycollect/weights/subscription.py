@@ -14,7 +14,6 @@ from raycollect.core import ray_internals
 from raycollect.errors import (
     RaycollectError,
     UnknownVersionError,
-    VersionError,
     VersionNotWholeError,
     anew,
     kept,
@@ -116,13 +115,18 @@ class Subscription:
         self._id = secrets.token_hex(8)
         self._inplace = inplace
         self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
+        faults = tuple(atoms.target_faults(self._ranks.layouts))
+        if faults:
+            raise refusal("subscribe", "", faults)
         self._directory = Directory(name)
         self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles
         self._ranks.attach(
-            agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace)
+            agent.attach_receiver,
+            lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace),
+            (agent.drop_receiver, self._id),
         )
-        self._version = min((one.shown for one in self._ranks.attached if one.shown), default=None)
+        self._version = protocol.shown_by_all(one.shown for one in self._ranks.attached)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
 
     def version(self) -> Version | None:
@@ -170,11 +174,10 @@ class Subscription:
             found = self._directory.version(self._directory.epoch(), version)
         else:
             raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
-        if found is None:
+        src = None if found is None else self._directory.layouts(found.signature, found.epoch)
+        if found is None or src is None:
             raise UnknownVersionError(name=self.name, version="" if version == "latest" else str(version))
-        src = self._directory.layouts(found.signature, found.epoch)
-        if src is not None:
-            self.check(src)
+        self.check(src)
         return found
 
     def check(self, src: atoms.Layouts) -> None:
@@ -253,10 +256,9 @@ class Subscription:
 
     def _for_rank(self, holders: Sequence[tuple[HolderRecord, Holder]], rank: int) -> list[Holder]:
         """Whom a rank asks, in this order: receivers before the publisher, its host before others, others by turns."""
-        me = self._ranks.attached[rank]
-        others = [one for one in holders if one[0].incarnation != me.incarnation]
-        turned = others[rank % len(others) :] + others[: rank % len(others)] if others else []
-        turned.sort(key=lambda one: (one[0].is_publisher, one[0].machine != me.machine))
+        at = rank % max(len(holders), 1)
+        turned = [*holders[at:], *holders[:at]]
+        turned.sort(key=lambda one: (one[0].is_publisher, one[0].machine != self._ranks.attached[rank].machine))
         receivers = [one for record, one in turned if not record.is_publisher]
         return receivers[:MOST_RECEIVERS] + [one for record, one in turned if record.is_publisher]
 
@@ -290,14 +292,13 @@ class Subscription:
 
     def _failure(self, job: Job, timeout_s: float) -> RaycollectError:
         if job.is_late:
-            is_shown = len(job.round.done) > len(job.round.waiting)
-            return self._ranks.late_error(self.name, job, timeout_s, is_shown=is_shown)
+            return self._ranks.late_error(self.name, job, timeout_s, is_shown=job.round.is_shown)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         for error in job.errors.values():
             return anew(error)
         if not job.round.done:
             return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
-        return VersionNotWholeError(**where, detail="another driver has updated the same actors meanwhile")
+        return VersionNotWholeError(**where, detail="others have updated the same actors, or written their tensors")
 
     def __enter__(self) -> Subscription:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self
@@ -339,7 +340,7 @@ def update_all(
     """
     began_s = time.monotonic()
     done: dict[int, Receipt] = {}
-    errors: dict[int, VersionError] = {}
+    errors: dict[int, RaycollectError] = {}
     known = version if is_known and isinstance(version, Version) else None
     todo = {at: known or one.find(version) for at, one in enumerate(subscriptions)}
     while todo:
@@ -358,7 +359,7 @@ def update_all(
         for at, (job, _, staged) in jobs.items():
             try:
                 done[at] = subscriptions[at].finish(job, staged, began_s, timeout_s)
-            except VersionError as exc:
+            except RaycollectError as exc:
                 newer = None if job.is_late or version != "latest" else subscriptions[at].find("latest")
                 if newer is not None and newer > todo[at]:
                     again[at] = newer

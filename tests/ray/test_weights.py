@@ -61,6 +61,18 @@ def test_versions_reach_all_receivers_with_receipts(actors, name):
             assert looks(rollouts, sub) == [([number], number)] * 2
 
 
+def test_an_actor_may_be_of_the_publisher_and_of_a_receiver_group(actors, name):
+    (both,) = actors(Weights, 1)
+    published = replicas([both])
+    ray.get(both.fill.remote(1))
+    with col.publish(published, name) as pub, col.subscribe(name, replicas([both])) as sub:
+        pub.put()
+        assert looks([both], sub) == [([0.0], 0)]
+        assert sub.update().nbytes == sub.version().nbytes
+        assert looks([both], sub) == [([1.0], 1)]
+        assert sub.update().nbytes == 0
+
+
 def test_pain_1_bits_that_are_not_those_put_are_never_shown(actors, name):
     trainer, *rollouts = actors(Weights, 3)
     with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas(rollouts)) as sub:

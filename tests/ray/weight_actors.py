@@ -71,7 +71,7 @@ def spoil(actor):
     """Flips bits in what a rank of a publisher keeps of its versions; inside the actor."""
     from raycollect.weights.agent import _agents
 
-    for _, source in _agents.sources.values():
+    for source in (one for _, some in _agents.sources.values() for one in some.values()):
         for slot in source._slots.values():
             for array in slot.arrays:
                 array += 1

@@ -90,7 +90,7 @@ def faults(reshard: Reshard) -> list[Violation]:
             if given.shape == taken.shape:
                 expected += "; or a layout that asks for it, by dtype= or astype()"
             found.append(wrong_layout(_of("dst", name), f"{taken.dtype}{list(taken.shape)}", expected))
-        elif given.dtype != taken.dtype and (expected := _objection(given, taken)):
+        elif given.dtype != taken.dtype and (expected := objection(given, taken)):
             found.append(wrong_layout(_of("dst", name), f"{taken.dtype}, made of {given.dtype} of src", expected))
     return found or list(_holes(reshard))
 
@@ -98,7 +98,7 @@ def faults(reshard: Reshard) -> list[Violation]:
 _CONVERTED = ("float64", "float32", "float16", "bfloat16")
 
 
-def _objection(given: Layout, taken: Layout) -> str:
+def objection(given: Layout, taken: Layout) -> str:
     """Why a tensor can't be converted on its way: what there should be instead."""
     if given.dtype not in _CONVERTED or taken.dtype not in _CONVERTED:
         return f"its dtype; what is converted is {', '.join(_CONVERTED)}"
@@ -128,10 +128,11 @@ def _side_faults(side: str, given: Named, ranks: Sequence[int]) -> Iterator[Viol
             yield wrong_layout(f"number of ranks {_of(side, name)}", str(one.world_size), expected)
         if side == "dst" and one.regions.parts > 1:
             yield wrong_layout(_of(side, name), "a partial sum", "values: partial sums are for src only")
-    yield from _fused_faults(side, given)
+    yield from fused_faults(side, given, is_written=side == "dst")
 
 
-def _fused_faults(side: str, given: Named) -> Iterator[Violation]:
+def fused_faults(side: str, given: Named, *, is_written: bool) -> Iterator[Violation]:
+    """What is wrong with local tensors that several regions share; `is_written`: each element has to be of one."""
     keyed: dict[str, dict[str, Layout]] = {}
     for name, one in given:
         keyed.setdefault(one.key or name, {})[name] = one
@@ -140,10 +141,10 @@ def _fused_faults(side: str, given: Named) -> Iterator[Violation]:
         if len({(one.dtype, len(one.shape), one.axes) for one in layouts.values()}) > 1:
             expected = "tensors of one dtype, number and order of dimensions in one local tensor"
             yield wrong_layout(_of(side, key), f"shared by {listed(map(repr, layouts))}", expected)
-        elif side == "dst" and (tables := tuple(one.regions for one in layouts.values())) not in checked:
+        elif is_written and (tables := tuple(one.regions for one in layouts.values())) not in checked:
             checked.add(tables)
             for rank, (a, b) in _local_clashes(layouts):
-                found = f"written twice on rank {rank} of dst: {a} and {b} overlap in the local tensor"
+                found = f"written twice on rank {rank} of {side}: {a} and {b} overlap in the local tensor"
                 yield wrong_layout(_of(side, key), found, "a place of its own for each region")
 
 

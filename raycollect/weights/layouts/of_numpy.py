@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from raycollect.backends.elements import Array
+from raycollect.backends.elements import Array, is_number
 from raycollect.planner.boxes import Point
 from raycollect.weights.layouts.identities import Full, NotRecordedError
 
@@ -22,7 +22,12 @@ class _Elements(np.ndarray[Any, Any]):
     """An array of identities. Views of it are such arrays, too."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value if _is_opaque(value) else np.zeros((), _OPAQUE))  # that is nothing
+        elements = np.asarray(value)  # which makes one array of a list of these
+        if elements.dtype != _OPAQUE:
+            if not is_number(elements.dtype):
+                raise NotRecordedError(f"numpy's assignment of elements of type {elements.dtype}")
+            elements = np.zeros((), _OPAQUE)  # that is nothing
+        super().__setitem__(key, elements)
 
     def fill(self, value: Any) -> None:
         """Writes something that comes from no full tensor."""
@@ -40,10 +45,6 @@ class _Elements(np.ndarray[Any, Any]):
 
     def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotRecordedError(f"numpy.{ufunc.__name__}")
-
-
-def _is_opaque(value: Any) -> bool:
-    return getattr(value, "dtype", None) == _OPAQUE
 
 
 class FullArrays(Mapping[str, Any]):

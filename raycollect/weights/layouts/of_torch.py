@@ -84,7 +84,7 @@ class Recorder:
         made = self._tensors(found)
         if name == "copy_":
             self._write(args[0], self._ids(args[1]))
-        elif name in _ERASES and len(read) == 1:
+        elif name in _ERASES and len(read) == 1 and read[0] is args[0]:  # not by an element of another
             self._write(args[0], NOTHING)
         elif name in _MOVES:
             options = {key: value for key, value in kwargs.items() if key not in _OF_VALUES}

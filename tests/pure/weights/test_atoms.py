@@ -69,6 +69,25 @@ def test_what_a_receiver_can_not_have_is_named():
         assert bool(text) == bool(expected)
 
 
+def test_a_dtype_that_a_receiver_asks_for_is_a_float_made_of_floats():
+    ids, flags = (col.layout([8, 6], mesh={"tp": 2}, dtype=one) for one in ("int64", "int8"))
+    for dst, src in ((flags, ids), (flags, ROWS), (ROWS.astype("float16"), ids)):
+        (fault,) = atoms.reader_faults({"w": dst}, {"w": src})
+        assert f"dtype {dst.dtype}, made of {src.dtype}" in str(fault)
+    assert not list(atoms.reader_faults({"w": ROWS.astype("bfloat16")}, {"w": ROWS}))
+
+
+def test_a_receiver_gets_values_and_each_in_a_place_of_its_own():
+    (fault,) = atoms.target_faults({"w": col.layout([8, 6], mesh={"dp": 2}, partial="dp")})
+    assert "a partial sum" in str(fault)
+    fused = col.fused_layouts("qk", {"q": ROWS, "k": ROWS})
+    assert not list(atoms.target_faults(fused))
+    faults = atoms.target_faults({**fused, "k": fused["q"]})
+    assert all(f"written twice on rank {rank}" in str(one) for rank, one in zip(range(2), faults, strict=True))
+    (fault,) = atoms.source_faults({**fused, "k": fused["k"].astype("float16")})
+    assert "shared by 'q', 'k'" in str(fault)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (300_000,), (700, 400), (3, 2, 1)])
 def test_a_digest_is_that_of_the_elements_wherever_they_lie(shape):
     array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 import raycollect as col
 from raycollect.core import ray_internals
 from raycollect.core.model import Address, Key
+from raycollect.errors import UnknownVersionError, VersionError
 from raycollect.weights import directory
 from raycollect.weights.directory import Directory, HolderRecord, sweep
 from raycollect.weights.protocol import Version
+from raycollect.weights.publication import Publication
+from raycollect.weights.subscription import Subscription
 
 LAYOUTS = {"w": col.layout([4], mesh={"tp": 1}, spec=())}
 COLUMNS = {"w": col.layout([4], mesh={"tp": 2}, spec=("tp",))}
@@ -115,6 +119,52 @@ def is_served(name, version):
     holders = there.holders(version)
     layouts = [there.layouts(one.signature, version.epoch) for one in holders]
     return found == version and bool(holders) and all(one is not None for one in layouts)
+
+
+def test_the_latest_version_is_that_of_the_highest_number_whatever_its_digits(made):
+    made()
+    there = Directory("policy")
+    for number, latest in ((7, 7), (10**12, 10**12), (10**12 - 1, 10**12), ((1 << 63) - 1,) * 2):
+        there.post_version(Version(1, number))
+        assert there.latest().number == latest
+
+
+def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made, monkeypatch):
+    """Ray's store has taken the record, and its answer did not come."""
+    store = made()
+    pub = Publication.__new__(Publication)
+    pub.name, pub.epoch, pub._signature, pub._publisher = "policy", 1, b"", ""
+    pub.ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
+    pub._directory = Directory("policy")
+    pub._directory.keep_epoch(1, "p")
+    pub._cut, pub._places = (frozenset(), ()), {}
+    pub._last = pub._used = pub._before = Version(1, 0)
+    put = store.internal_kv_put
+
+    def put_and_lose(key, *args, **kwargs):
+        put(key, *args, **kwargs)
+        if b"/versions/" in key:
+            raise RuntimeError("timed out")
+
+    first = pub.stream().version
+    with monkeypatch.context() as patched, pytest.raises(VersionError, match="timed out"):
+        patched.setattr(store, "internal_kv_put", put_and_lose)
+        pub._post(first, {})
+    second = pub.stream().version
+    pub._post(second, {})
+    assert (first.number, second.number) == (1, 2)
+    assert (first.count % 2, second.count % 2) == (1, 0)  # it is not copied over what the record is about
+
+
+def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(made):
+    store = made()
+    version = publish(store, "policy", "p")
+    found = Subscription.find(SimpleNamespace(_directory=Directory("policy"), check=lambda src: None), "latest")
+    assert found == version
+    for key in [key for key in store.kept if b"/layouts/" in key]:
+        del store.kept[key]
+    with pytest.raises(UnknownVersionError):
+        Subscription.find(SimpleNamespace(_directory=Directory("policy"), name="policy"), "latest")
 
 
 def test_who_has_ended_without_a_close_leaves_nothing(made):

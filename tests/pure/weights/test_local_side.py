@@ -36,3 +36,10 @@ def test_neighbours_and_interleaved_columns_are_written():
     found = side({"a": WHOLE[:2], "b": WHOLE[2:], "none": WHOLE[:0]}, is_written=True)
     assert [one.shape for one in found.live()] == [(2, 6), (2, 6), (0, 6)]
     side({"left": WHOLE[:, :3], "right": WHOLE[:, 3:]}, is_written=True)
+
+
+def test_what_overlaps_itself_is_read_and_not_written():
+    repeated = np.lib.stride_tricks.as_strided(WHOLE, (4, 6), (0, 8))
+    side({"a": repeated}, is_written=False)
+    with pytest.raises(AliasError, match=r"tensor 'a'.*overlapping itself"):
+        side({"a": repeated}, is_written=True)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from raycollect.weights import protocol
-from raycollect.weights.protocol import Failed, Lost, Phase, Sealed, Shown, Tell, Verified, Version
+from raycollect.errors import InternalError, VersionNotPutError
+from raycollect.weights import protocol, subscription
+from raycollect.weights.protocol import Failed, Lost, Phase, RankState, Sealed, Shown, Tell, Verified, Version
+from raycollect.weights.publication import Publication
+from raycollect.weights.ranks import Job
+from raycollect.weights.subscription import Subscription
 from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
+
+
+class Attached(list):
+    """In place of the ranks of a side."""
+
+    attached = property(list)
+
 
 V1 = Version(1, 1, digests={atom: digest(1) for atom in ATOMS})
 
@@ -139,6 +151,21 @@ def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
     assert (update.phase, set(update.done), update.lost) == (Phase.DONE, {1}, {0})
 
 
+def test_pain_2_whether_some_show_a_version_for_which_others_are_late():
+    def after(*events):
+        job = Job(round=protocol.begin_update(V1, 3)[0], errors={})
+        for event in events:
+            job.round, _ = protocol.advance(job.round, event)
+        job.end_late()
+        ranks = SimpleNamespace(late_error=lambda name, job, timeout_s, *, is_shown: is_shown)
+        return Subscription._failure(SimpleNamespace(name="policy", _ranks=ranks), job, 1.0)
+
+    verified = [Verified(rank) for rank in range(3)]
+    assert not after(*verified[:2])  # they wait for the third
+    assert not after(*verified)
+    assert after(*verified, Shown(1))
+
+
 @pytest.mark.parametrize("event", [Lost(1), Failed(1)])
 def test_a_trainer_that_is_gone_posts_nothing(event):
     put, _ = protocol.begin_put(V1, 2)
@@ -148,6 +175,15 @@ def test_a_trainer_that_is_gone_posts_nothing(event):
     assert protocol.advance(put, Sealed(1)) == (put, None)  # it comes late, and changes nothing
 
 
+def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
+    put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], Lost(2))
+    ranks = Attached([SimpleNamespace(actor=who) for who in "ABC"])
+    publication = SimpleNamespace(name="policy", ranks=ranks)
+    with pytest.raises(VersionNotPutError, match="its process has ended") as raised:
+        Publication._check(publication, Job(round=put, errors={}), 1.0)
+    assert (raised.value.rank, raised.value.actor) == (2, "C")
+
+
 def test_replicas_that_differ_are_not_published():
     put, _ = protocol.begin_put(V1, 2)
     put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
@@ -155,8 +191,31 @@ def test_replicas_that_differ_are_not_published():
     assert (put.phase, tell, put.differing) == (Phase.FAILED, None, (ATOMS[0],))
 
 
+def test_whatever_keeps_a_group_from_a_version_the_others_have_it(monkeypatch):
+    class Group:
+        def __init__(self, error=None):
+            self.error, self.has_finished = error, False
+
+        def records(self, version):
+            return []
+
+        def job(self, version, records, timeout_s):
+            return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
+
+        def finish(self, job, staged, began_s, timeout_s):
+            self.has_finished = True
+            if self.error is not None:
+                raise self.error
+
+    monkeypatch.setattr(subscription, "drive", lambda jobs, timeout_s, beside: None)
+    first, second = Group(InternalError(detail="a tensor has become another")), Group()
+    with pytest.raises(InternalError, match="has become another"):
+        subscription.update_all([first, second], V1, 1.0, is_known=True)
+    assert second.has_finished
+
+
 def test_a_retry_takes_what_is_missing():
-    state = protocol.stage(protocol.RankState(), V1, V1.digests)
+    state = protocol.stage(RankState(), V1, V1.digests)
     state = protocol.land(state, V1, {ATOMS[0]: digest(1), ATOMS[1]: digest(5)})
     assert state.missing == [ATOMS[1]]
     newer = Version(1, 2, digests={ATOMS[0]: digest(1), ATOMS[1]: digest(2)})
@@ -164,6 +223,18 @@ def test_a_retry_takes_what_is_missing():
     assert state.missing == [ATOMS[1]]  # the other has not changed
     assert protocol.show(state, newer).shown is None
     assert protocol.land(state, V1, V1.digests) == state  # of another version: it comes late
+
+
+def test_a_stream_that_begins_again_knows_nothing_of_atoms_that_were_cut_otherwise():
+    state = protocol.open_stream(RankState(), V1, ATOMS)
+    state = protocol.expect(state, V1, {ATOMS[0]: digest(1)})
+    state = protocol.land(state, V1, {ATOMS[0]: digest(1)})
+    assert protocol.open_stream(state, V1, ATOMS).landed == {ATOMS[0]: digest(1)}
+    state = protocol.open_stream(state, V1, [("a", ((0,), (2,)))])  # what lands of these overwrites the others
+    state = protocol.open_stream(state, V1, ATOMS)
+    assert protocol.stage(state, V1, V1.digests).missing == list(ATOMS)
+    staged = protocol.stage(state, V1, V1.digests)
+    assert protocol.open_stream(staged, V1, ATOMS) == staged  # it comes late
 
 
 def test_versions_are_ordered_by_epoch_then_number():

@@ -219,6 +219,9 @@ def test_what_numpy_alone_and_torch_alone_do_is_named() -> None:
     assert "numpy's view as another dtype" in refused("numpy", put(lambda full: full["a"].view(np.int16)))
     assert "torch's fill_" in refused("torch", lambda full, local: local["w"].fill_(full["a"][0, 0]))
     assert "torch's add_" in refused("torch", lambda full, local: local["w"].copy_(full["a"]).add_(1))
+    assert "torch's fill_" in refused("torch", put(lambda full: torch.empty(3, device="meta").fill_(full["a"][0, 0])))
+    for taken in (lambda full: full["a"].tolist(), lambda full: [full["c"][0], full["c"][1], 0]):
+        assert "numpy's assignment of elements of type" in refused("numpy", put(taken))
     assert "torch's index_put_" in refused("torch", lambda full, local: local["w"].__setitem__([0], full["a"][0]))
 
 
@@ -250,6 +253,14 @@ def test_a_turned_column_is_single_elements_unless_they_are_too_many(
     check(used, turned, {"w": used.zeros((4, 3))}, wholes(used, {"a": (4, 3), "b": (4, 3)}))
     monkeypatch.setattr("raycollect.weights.layouts.identities.MOST_BOXES", 3)
     assert "no view of it has their dimensions" in refused(name, turned)
+
+
+def test_a_list_is_assigned_as_numpy_does_it():
+    used = library("numpy")
+    whole = wholes(used, {"a": (3,), "b": (3,)})
+    found = check(used, put(lambda full: [full["a"], full["b"]]), {"w": used.zeros((2, 3))}, whole)
+    assert list(found) == ["a", "b"]
+    assert record_layout(put(lambda full: [1.0, 2.0, 3.0]), {"w": used.zeros((3,))}, whole) == {}
 
 
 def test_scattered_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,30 @@ def test_every_dtype_and_shape(tmp_path, align):
     assert {type(one) for one in found.values()} == {np.ndarray}
 
 
+@pytest.mark.parametrize("shape", [[1] * 100, [1 << 62, 0]])
+def test_a_shape_that_numpy_does_not_take_is_refused(tmp_path, shape):
+    nbytes = 4 * int(np.prod(shape, dtype=object))
+    text = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+    with pytest.raises(errors.InvalidArgumentError, match="a shape that numpy takes"):
+        col.map_safetensors(path)
+
+
+def test_a_file_that_is_replaced_while_it_is_mapped_is_the_one_or_the_other(tmp_path, monkeypatch):
+    path = write(tmp_path / "model.safetensors", {"x": np.ones(4, np.float32)})
+    other = write(tmp_path / "other", {"x": np.zeros(400, np.float32)})
+    opened = Path.open
+
+    def open_then_replace(self, *args):
+        file = opened(self, *args)
+        other.replace(path)
+        return file
+
+    monkeypatch.setattr(Path, "open", open_then_replace)
+    assert_equal(col.map_safetensors(path), {"x": np.ones(4, np.float32)})
+
+
 def test_the_library_of_the_format_reads_and_writes_the_same(tmp_path):
     library = pytest.importorskip("safetensors.torch")
     torch = pytest.importorskip("torch")

@@ -7,15 +7,27 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
+from ray.exceptions import RayTaskError
 
 from raycollect.backends import arrays
 from raycollect.core.model import Address, Key
-from raycollect.errors import TensorDirtyError, VersionDirtyError, VersionNotPutError, VersionNotWholeError
+from raycollect.errors import (
+    LayoutError,
+    PublisherReplacedError,
+    TensorDirtyError,
+    VersionDirtyError,
+    VersionNotPutError,
+    VersionNotWholeError,
+    refusal,
+    wrong_layout,
+)
 from raycollect.member.runtime import Runtime
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, Store, fetch
 from raycollect.weights import agent, atoms
 from raycollect.weights.protocol import Version
+from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Holder, Receiver
 from raycollect.weights.source import Source
 
@@ -23,6 +35,7 @@ NAMES = ("a", "b", "c")
 LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
 AMONG = atoms.cut(LAYOUTS, [])
 NBYTES = 4 * 6 * 4
+KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
 V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
 
 
@@ -138,6 +151,7 @@ def test_tensors_that_are_given_take_the_place_of_the_published():
         ([], "list is no part"),
         (7, "int is no part"),
         ({"a": 7}, "'a' is no tensor in host memory"),
+        ({"a": None}, "'a' is no tensor in host memory"),
         ({"a": np.zeros(3, np.float32)}, r"float32\[3\], where float32\[4, 6\] is published"),
         ({"a": np.zeros((4, 6))}, r"float64\[4, 6\], where float32"),
         ("again", "'c' was sealed before"),
@@ -185,18 +199,158 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown():
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
 
 
-def test_in_place_another_driver_ends_what_one_has_left(runtime, monkeypatch):
-    monkeypatch.setattr(agent, "_attached", lambda actor, op, shown: shown)
+@pytest.fixture
+def held_here(runtime, monkeypatch):
+    """What this process, as an actor, holds under `KEY`."""
+    attached = agent.Attached(address=Address(host="", port=0, secret=b"here"), actor="A", incarnation="1", machine="M")
+    monkeypatch.setattr(agent, "_attached", lambda actor, op: attached)
     monkeypatch.setattr(agent, "_agents", agent._Agents())
-    src, mine = source(tensors(1)), tensors(0)
-    runtime.store.put(Key(b"k" * 28), Container.of(mine, arrays.is_tensor))
     runtime.is_ordered = False
+    held = tensors(0)
+    runtime.store.put(KEY, Container.of(held, arrays.is_tensor))
+    return held
+
+
+@pytest.mark.usefixtures("held_here")
+def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime):
+    def seal(epoch, rank):
+        return agent.seal(None, "policy", rank, replace(V1, epoch=epoch), AMONG, b"1")
+
+    ranks = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
+    agent.attach_source(None, "policy", 2, KEY, ranks, 1)
+    seal(2, 1)
+    with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
+        agent.attach_source(None, "policy", 1, KEY, ranks, 1)
+    seal(2, 1)
+    agent.attach_source(None, "policy", 3, KEY, ranks, 0)
+    assert runtime.store.statistics().held == 1  # what was kept for the earlier epoch is gone
+    with pytest.raises(PublisherReplacedError, match="epoch 3 has begun"):
+        seal(2, 1)
+    seal(3, 0)
+    agent.detach_source(None, "policy", 2)
+    seal(3, 0)
+    agent.detach_source(None, "policy", 3)
+    with pytest.raises(VersionNotPutError, match="was closed, or its process was started anew"):
+        seal(3, 0)
+
+
+def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
+    held_here["none"] = pytest.importorskip("torch").empty(0, 4)  # of which numpy has another address each time
+    layouts = LAYOUTS | {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
+    runtime.store.free([KEY])
+    runtime.store.put(OTHER, Container.of(held_here, arrays.is_tensor))
+    src = source(tensors(1))
     key, found = src.seal(V1, AMONG, b"1")
     whole = replace(V1, digests=found)
-    assert agent.attach_receiver(None, "policy", "first", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    assert agent.attach_receiver(None, "policy", "first", OTHER, layouts, 0, True).shown is None
     agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.attach_receiver(None, "policy", "second", Key(b"k" * 28), LAYOUTS, 0, True) is None
+    assert agent.attach_receiver(None, "policy", "second", OTHER, layouts, 0, True).shown is None
     assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 0
     assert agent.show(None, "second", 0, whole)
     Runtime.may_begin()
     assert agent.shown("second") == (True, V1)
+
+
+def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
+    src = source(tensors(1))
+    key, found = src.seal(V1, AMONG, b"1")
+    whole, before = replace(V1, digests=found), runtime.store.statistics().held
+    agent.attach_receiver(None, "policy", "first", KEY, LAYOUTS, 0, False)
+    agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.show(None, "first", 0, whole)
+    assert runtime.store.statistics().held == before + 1
+    agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True)
+    assert runtime.store.statistics().held == before  # the second set of the other is given up
+    assert agent.shown("first") == (False, None)
+    with pytest.raises(VersionNotWholeError, match="others subscribed its tensors"):
+        agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 3 * NBYTES
+    assert held_here["a"].all()
+
+
+def test_tensors_that_have_become_others_are_refused_before_anything_is_copied():
+    torch = pytest.importorskip("torch")
+    held, mine = ({name: torch.full((4, 6), float(at)) for name in NAMES} for at in range(2))
+    src, dst = source(held), receiver(mine)
+    key, found = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    mine["c"].data = mine["c"].half()
+    held["c"].data = held["c"].double()
+    with pytest.raises(LayoutError, match=r"tensor 'c'.*float16\[4, 6\] on cpu.*float32\[4, 6\] on cpu, as before"):
+        dst.show(V1)
+    assert all((one == 1).all() for one in mine.values())
+    with pytest.raises(LayoutError, match=r"float64\[4, 6\]"):
+        src.seal(V1, AMONG, b"2")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_torch_is_told_that_tensors_were_written(inplace):
+    torch = pytest.importorskip("torch")
+    src, mine = source(tensors(1)), {name: torch.zeros(4, 6, requires_grad=True) for name in NAMES}
+    dst = receiver(mine, inplace=inplace)
+    key, found = src.seal(V1, AMONG, b"1")
+    loss = (mine["a"] * mine["b"]).sum()
+    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    assert dst.show(V1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_in_another_byte_order():
+    src, mine = source(tensors(1)), {name: np.zeros((4, 6), ">f4") for name in NAMES}
+    dst = receiver(mine, inplace=True)
+    key, found = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    assert dst.show(V1)
+    assert all((one == 1).all() for one in mine.values())
+
+
+def test_an_actor_of_two_ranks_shows_a_version_when_both_do(runtime, held_here):
+    more = tensors(0)
+    runtime.store.put(OTHER, Container.of(more, arrays.is_tensor))
+    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    layouts = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
+    for rank, one in enumerate((KEY, OTHER)):
+        agent.attach_receiver(None, "policy", "sub", one, layouts, rank, False)
+    for rank, expected in enumerate((None, V1)):
+        agent.stage(None, "sub", rank, replace(V1, digests=found), [holder(key)], 1.0)
+        assert agent.show(None, "sub", rank, V1)
+        assert agent.shown("sub") == (True, expected)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_overwritten(runtime, held_here, inplace):
+    array = held_here["b"]
+    runtime.store.mark_dirty([arrays.byte_range(array)], [array])
+    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, inplace)
+    assert runtime.store.statistics().dirty == 1
+    agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
+    assert agent.show(None, "sub", 0, V1)
+    assert runtime.store.statistics().dirty == 0
+    assert (array == 1).all()
+
+
+def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
+    def refused(refs, timeout):
+        raise RayTaskError("attach_receiver", "", refusal("subscribe", "", (wrong_layout("dtype", "int8", "int64"),)))
+
+    called = []
+    monkeypatch.setattr(ray, "get", refused)
+    monkeypatch.setattr(Ranks, "call", lambda self, rank, *args: called.append((rank, *args)))
+    side = Ranks.__new__(Ranks)
+    side.refs = [None, None]
+    with pytest.raises(LayoutError):
+        side.attach(agent.attach_receiver, lambda rank: (), (agent.drop_receiver, "sub"))
+    assert called[2:] == [(0, agent.drop_receiver, "sub"), (1, agent.drop_receiver, "sub")]
+
+
+def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(runtime, held_here):
+    before = runtime.store.statistics().held
+    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, True)
+    agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
+    agent.drop_receiver(None, "sub")
+    assert (agent.shown("sub"), runtime.store.statistics().held) == ((False, None), before + 1)
+    with pytest.raises(VersionDirtyError):
+        Runtime.may_begin()

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from raycollect.errors import InvalidArgumentError, VersionNotPutError
 from raycollect.member.runtime import Runtime
 from raycollect.pos import Store, fetch
 from raycollect.weights import agent, atoms, stream
 from raycollect.weights.protocol import Phase
+from raycollect.weights.publication import Publication
 from raycollect.weights.stream import Stream
 from tests.pure.weights.test_sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
 
@@ -123,6 +124,9 @@ class Trainer:
             yield name
             array.fill(9)  # it was sealed
 
+    def nothing(self):
+        yield from ()
+
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
@@ -133,7 +137,7 @@ def world(monkeypatch):
     monkeypatch.setattr(agent, "TOLD_NBYTES", NBYTES)
     held, mine = tensors(0), tensors(0)
     made = SimpleNamespace(held=held, mine=mine, receiver=receiver(mine), finished=[])
-    monkeypatch.setitem(agent._agents.sources, ("policy", 0), (1, source(held)))
+    monkeypatch.setitem(agent._agents.sources, "policy", (1, {0: source(held)}))
     made.group = Group(made.receiver)
     made.publication = SimpleNamespace(
         name="policy",
@@ -179,6 +183,14 @@ def test_what_is_no_part_comes_with_the_commit(world):
         world.stream.part("b", "x")
 
 
+def test_a_method_that_yields_nothing_leaves_all_to_the_commit(world):
+    world.stream.call("nothing")
+    world.stream.commit()
+    (job,) = world.finished
+    assert job.round.phase is Phase.DONE
+    assert set(job.round.version.digests) == set(AMONG)
+
+
 def test_a_receiver_that_is_slow_gets_several_parts_at_once(world, monkeypatch):
     def wait(self, pending, timeout):  # a receiver's answer comes last
         pending[0].fill()
@@ -187,6 +199,16 @@ def test_a_receiver_that_is_slow_gets_several_parts_at_once(world, monkeypatch):
     monkeypatch.setattr(Ray, "wait", wait)
     world.stream.call("layers")
     assert world.group.landed == [[NAMES[0]], list(NAMES[1:])]
+
+
+def test_a_part_is_asked_of_those_who_have_sealed_it(world):
+    world.publication.ranks = [None, None]  # replicas
+    world.publication.holder = lambda rank, key, places: (rank, [name for name, _ in places])
+    made = Stream(world.publication, [], V1, AMONG)
+    for rank, names in enumerate((NAMES, NAMES[:1])):
+        sealed = {atom: b"digest" for atom in AMONG if atom[0] in names}
+        made._heard(rank, Ref(None, value=(b"key", sealed)), is_all=False)
+    assert made._holders(dict.fromkeys(AMONG, b"digest")) == [(0, list(NAMES)), (1, ["a"])]
 
 
 def test_a_layer_that_fails_ends_the_stream_and_what_is_sealed_later_does_not_count(world):
@@ -201,16 +223,33 @@ def test_a_layer_that_fails_ends_the_stream_and_what_is_sealed_later_does_not_co
     assert "no such layer" in str(ref.error)
 
 
-def test_a_death_ends_the_stream(world):
-    world.stream.call("layers")
-    world.publication.ranks.call = lambda *_: Ref(None, error=RayActorError())
+def test_a_stream_in_whose_place_another_one_has_sealed_puts_nothing(world):
+    world.stream.part(*NAMES)
+    Stream(world.publication, [], V1, AMONG).part("a")
+    world.stream.commit()
+    (job,) = world.finished  # which raises, there
+    assert job.round.phase is Phase.FAILED
+    assert "took its place" in str(job.errors[0])
+
+
+@pytest.mark.parametrize(("error", "lost"), [(RayActorError(), {0}), (ActorUnavailableError("no way", None), set())])
+def test_who_can_not_be_reached_is_not_taken_for_dead(world, error, lost):
+    world.publication.ranks.call = lambda *_: Ref(None, error=error)
     world.stream.commit()
     (job,) = world.finished
-    assert (job.round.phase, job.round.lost, job.errors) == (Phase.FAILED, frozenset(), {})
+    assert (job.round.phase, set(job.round.lost)) == (Phase.FAILED, lost)
+    assert lost or "which may live: The actor None is unavailable: no way" in str(job.errors[0])
+
+
+@pytest.mark.parametrize("number", [1, 0, 1 << 63, True, "2"])
+def test_a_number_is_above_the_last_and_fits_into_a_record(number):
+    with pytest.raises(InvalidArgumentError, match="above 1, and below"):
+        Publication.stream(SimpleNamespace(_used=V1), version=number)
 
 
 def test_who_comes_after_another_version_puts_nothing(world):
     world.publication.count = 1
-    with pytest.raises(VersionNotPutError, match="another version was put"):
-        world.stream.commit()
+    for late in (world.stream.commit, lambda: world.stream.call("layers"), lambda: world.stream.part("a")):
+        with pytest.raises(VersionNotPutError, match="another version was put"):
+            late()
     assert np.array_equal(world.mine["a"], np.zeros((4, 6)))

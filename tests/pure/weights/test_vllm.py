@@ -196,3 +196,35 @@ def test_pain_2_a_source_that_gives_less_than_it_says_is_told_at_once(trainers, 
     with pytest.raises(ValueError, match="says 'embed'"):
         engine.send_weights()
     assert loaded(workers) == [({}, None)]
+
+
+def test_pain_2_the_source_comes_to_its_end_and_gives_no_more_than_it_says(trainers, crew):
+    workers, source = crew.take(1), Source(1, more=["bias"])
+    engine = trainers(workers, source)
+    with pytest.raises(ValueError, match="gives 'bias' as well"):
+        engine.send_weights()
+    assert loaded(workers) == [({}, None)]
+    source.more = ()
+    engine.send_weights()
+    assert (source.ended, loaded(workers)) == (1, [(shown(values(1)), "1")])
+
+
+def test_pain_2_after_a_worker_has_failed_to_begin_the_name_of_the_group_is_free(vllm, trainers, crew, monkeypatch):
+    def fails(self, info):
+        begin(self, info)
+        raise RuntimeError("no memory")
+
+    begin = Client.init_weight_transfer_engine
+    workers, source = crew.take(1), Source(1)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
+        patched.setattr(Client, "init_weight_transfer_engine", fails)
+        trainers(workers, source)
+    trainers(workers, source).send_weights()
+    assert loaded(workers) == [(shown(values(1)), "1")]
+
+
+def test_pain_1_a_trainer_that_has_left_the_group_sends_nothing_and_says_so(trainers, crew):
+    engine = trainers(crew.take(1), Source(1))
+    engine.shutdown()
+    with pytest.raises(errors.UnknownGroupError, match="shutdown has been called"):
+        engine.send_weights()

@@ -117,10 +117,10 @@ class Client(fake_vllm.VLLMWeightSyncClient):
 
 
 class Source(fake_vllm.WeightSource):
-    """Gives what `version` says, less the first few tensors."""
+    """Gives what `version` says, less the first few tensors, and more of them behind the last; counts its ends."""
 
-    def __init__(self, version=0, leaves_out=0):
-        self.version, self.leaves_out, self.given = version, leaves_out, 0
+    def __init__(self, version=0, leaves_out=0, more=()):
+        self.version, self.leaves_out, self.more, self.given, self.ended = version, leaves_out, more, 0, 0
 
     @cached_property
     def metadata(self):
@@ -130,3 +130,5 @@ class Source(fake_vllm.WeightSource):
         for name, tensor in list(values(self.version).items())[self.leaves_out :]:
             self.given += 1
             yield name, tensor
+        yield from ((name, torch.zeros(3)) for name in self.more)
+        self.ended += 1
