@@ -79,6 +79,7 @@ class Participants:
         self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
         self._is_due = False
         self._peers: dict[str, ParticipantLink] = {}  # by actor id
+        self._forgetting = threading.Lock()
         self._requests = itertools.count(1)
         self._joining: dict[int, _Joining] = {}
         self.inviting: threading.Lock = threading.Lock()  # held until all members of a group know of it
@@ -113,12 +114,18 @@ class Participants:
 
     def drop(self, peer: ParticipantLink) -> bool:
         """Forgets one whose connection has ended; False where it was not leased any more."""
-        actor_id = peer.info["actor_id"]
-        if self._peers.get(actor_id) is not peer:
+        if not self._forget(peer):
             return False
-        del self._peers[actor_id]
         peer.link = None
         return True
+
+    def _forget(self, peer: ParticipantLink) -> bool:
+        actor_id = peer.info["actor_id"]
+        with self._forgetting:  # its connection may end as it is given back
+            is_leased = self._peers.get(actor_id) is peer
+            if is_leased:
+                del self._peers[actor_id]
+            return is_leased
 
     # ------------------------------------------------------------------------------------------ leases
 
@@ -207,9 +214,9 @@ class Participants:
                 if self.timeline is not None:
                     self.timeline.leaving(peer)
                 peer.send(Bye())
-                del self._peers[member.actor_id]
-                peer.retire()
-                self._owner.parted(peer)
+                if self._forget(peer):
+                    peer.retire()
+                    self._owner.parted(peer)
 
     # ------------------------------------------------------------------------------------------ joining
 

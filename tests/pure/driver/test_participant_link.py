@@ -140,3 +140,22 @@ def test_the_end_of_a_member_counts_for_those_who_join_until_all_have(all_joined
         assert all(one.settled.is_set() for one in joining.values())
     finally:
         peers.close()
+
+
+def test_a_member_whose_connection_ends_as_it_is_given_back_keeps_no_other_from_that():
+    """`destroy` is called by the user's thread, and the hub's hears of the end of a connection."""
+    parted = []
+    peers = Participants(SimpleNamespace(parted=lambda peer: parted.append(peer.info["actor_id"])), "me")
+    members = [SimpleNamespace(actor_id=f"actor {rank}") for rank in range(2)]
+    try:
+        for one in members:
+            peer = ParticipantLink(Owner(), {"participant": True, "actor_id": one.actor_id}, None)
+            peer.link, peer.group_ids = Line(), {"a group"}
+            peers.add(peer)
+        first = peers.get("actor 0")
+        first.send = lambda message: peers.drop(first)
+        peers.part(SimpleNamespace(spec=SimpleNamespace(group_id="a group"), members=members))
+        assert peers.all() == ()
+        assert "actor 1" in parted
+    finally:
+        peers.close()
