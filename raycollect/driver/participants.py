@@ -182,6 +182,11 @@ class Participants:
                 peer.order_bell.close()  # open at both ends by now, or of no use
         peer.lend_tokens(owner, self._soon)
         self.add(peer)
+        if peer.is_lost:  # perhaps before it was added, and nobody hears of it again
+            peer.retire()
+            self.drop(peer)
+            detail = "its connection ended as it was leased"
+            raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=detail)
         if self.timeline is not None and not peer.is_here:
             self.timeline.leased(peer)
         return peer
