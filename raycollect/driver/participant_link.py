@@ -27,7 +27,7 @@ from raycollect.channel.messages import (
     Unable,
     Welcome,
 )
-from raycollect.core import call_tokens, threads
+from raycollect.core import threads
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
@@ -187,7 +187,6 @@ class ParticipantLink:
         self._submits.clear()
         if link is not None and self._lent_tokens is not None:
             self._lent_tokens.end(link.close)
-            call_tokens.let_go()
         elif link is not None:
             link.close()
 

@@ -28,7 +28,7 @@ from raycollect.channel.messages import (
     Surveyed,
     Unable,
 )
-from raycollect.core import ray_internals, threads
+from raycollect.core import call_tokens, ray_internals, threads
 from raycollect.core.model import Member
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.participant_link import ParticipantLink
@@ -222,6 +222,7 @@ class Participants:
                 if self._forget(peer):
                     peer.retire()
                     self._owner.parted(peer)
+        call_tokens.let_go()  # also of members that have died
 
     # ------------------------------------------------------------------------------------------ joining
 

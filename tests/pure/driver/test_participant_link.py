@@ -12,6 +12,7 @@ import pytest
 
 from raycollect.channel import OrderBell
 from raycollect.channel.messages import Joined, Survey, Surveyed, Welcome
+from raycollect.core import call_tokens
 from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
@@ -183,4 +184,18 @@ def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_le
             peers.lease(member, SimpleNamespace(), info, None, math.inf)
         assert peers.all() == ()
     finally:
+        peers.close()
+
+
+def test_the_end_of_a_group_lets_go_of_the_tokens_of_members_that_have_died():
+    """The hub's thread hears of the death, and may not; nobody else might for as long as the process lives."""
+    let_go = []
+    peers = Participants(SimpleNamespace(), "me")
+    call_tokens._ended.append(SimpleNamespace(_let_go=lambda: let_go.append(True)))
+    try:
+        members = [SimpleNamespace(actor_id="one that has died")]
+        peers.part(SimpleNamespace(spec=SimpleNamespace(group_id="a group"), members=members))
+        assert let_go == [True]
+    finally:
+        call_tokens._ended.clear()
         peers.close()
