@@ -28,7 +28,7 @@ around_s: ContextVar[tuple[float, ...]] = ContextVar("raycollect_progress", defa
 
 
 class ProgressBars:
-    """What `progress` gives: a block inside of which waits that last show a bar. Any thread may enter it, repeatedly."""
+    """What `progress` gives: a block inside of which waits that last show a bar. Threads may share it."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
