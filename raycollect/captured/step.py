@@ -74,7 +74,7 @@ class Capture:
         self._state = "its block was not entered"  # why it can't run; empty while it can
         self._counts = (0, 0)  # collectives, method calls
         self._begun = 0  # how many runs were begun
-        self._following = threading.Lock()
+        self._following = threading.RLock()  # a finalizer may close it
 
     # ------------------------------------------------------------------------------------------ the block
 
@@ -276,12 +276,13 @@ class Capture:
 
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""
-        runs = self._runs
-        if runs is not None:
-            self._state, self._installed = "it was closed", None
-            runs.close()
-            self._block.clear()
-            self._block.release()
+        if self._runs is not None:
+            self._state = "it was closed"  # first, so that no thread begins to plan it anew
+            with self._following:
+                self._installed = None
+                self._runs.close()
+                self._block.clear()
+                self._block.release()
 
     def _collect(self, places: Sequence[tuple[int, int]], tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
