@@ -79,7 +79,7 @@ class Participants:
         self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
         self._is_due = False
         self._peers: dict[str, ParticipantLink] = {}  # by actor id
-        self._forgetting = threading.Lock()
+        self._forgetting = threading.RLock()  # a finalizer may destroy a group
         self._requests = itertools.count(1)
         self._joining: dict[int, _Joining] = {}
         self.inviting: threading.Lock = threading.Lock()  # held until all members of a group know of it
@@ -122,10 +122,7 @@ class Participants:
     def _forget(self, peer: ParticipantLink) -> bool:
         actor_id = peer.info["actor_id"]
         with self._forgetting:  # its connection may end as it is given back
-            is_leased = self._peers.get(actor_id) is peer
-            if is_leased:
-                del self._peers[actor_id]
-            return is_leased
+            return self._peers.get(actor_id) is peer and self._peers.pop(actor_id, None) is peer
 
     # ------------------------------------------------------------------------------------------ leases
 

@@ -147,7 +147,7 @@ def figures_of_process() -> Figures:
 
 def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     """What a participant holds; runs inside of it."""
-    _await_end_of(_Wait)
+    _await_end_of_waits()
     give_back()
     runtime = Runtime.current()
     runtime.instruments.shapes._known.clear()  # known by the programs that the caches had: one more after each look
@@ -167,10 +167,10 @@ def prepare(actor: Any) -> None:
     Runtime.current().store.free([task_key(at.to_bytes(24, "big"), 1) for at in range(REMEMBERED)])
 
 
-def _await_end_of(kind: type, limit_s: float = 20.0) -> None:
-    """Waits until no object of a class lives: the wait monitor lets go of the wait that it saw last after a while."""
-    until_s = time.monotonic() + limit_s
-    while any(type(one) is kind for one in gc.get_objects()) and time.monotonic() < until_s:
+def _await_end_of_waits() -> None:
+    """Waits until the wait monitor has let go of the wait that it saw last."""
+    until_s = time.monotonic() + SETTLE_S
+    while any(type(one) is _Wait for one in gc.get_objects()) and time.monotonic() < until_s:
         time.sleep(0.05)
         gc.collect()
 
