@@ -215,16 +215,16 @@ class Capture:
 
     @overload
     def run(
-        self, *, async_op: Literal[True], fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
+        self, /, *, async_op: Literal[True], fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
     ) -> CapturedRun: ...
 
     @overload
     def run(
-        self, *, async_op: bool = ..., fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
+        self, /, *, async_op: bool = ..., fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
     ) -> Any: ...
 
     def run(
-        self, *, async_op: bool = False, fence: bool = False, timeout_s: float | None = None, **arguments: Any
+        self, /, *, async_op: bool = False, fence: bool = False, timeout_s: float | None = None, **arguments: Any
     ) -> Any:
         """Runs the step: all its calls, in order, on all participants.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycollect.captured.step import Capture
 from raycollect.captured.step_values import ARGUMENTS_NBYTES, MISSING, RESERVED, Parameters, Returned
 from raycollect.driver.pending import Argument
 from raycollect.engine.step_program import Given
@@ -144,3 +145,8 @@ def test_unreadable_value_error_gives_its_place() -> None:
         with pytest.raises(ValueError) as caught:
             Returned.of(values, refuse)
         assert str(caught.value) == where
+
+
+def test_an_argument_may_be_called_self() -> None:
+    with pytest.raises(CaptureError, match="can't run"):
+        Capture().run(self=1)
