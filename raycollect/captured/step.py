@@ -39,6 +39,7 @@ from raycollect.errors import (
     ProtocolError,
     RefusedError,
     anew,
+    refusal,
 )
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
@@ -246,7 +247,8 @@ class Capture:
             CaptureError: It is closed, or not ready, or called in a block that records.
             CaptureBrokenError: An earlier run failed, and no member of its groups was replaced since.
             CaptureMembersError: Members have left its groups, or came, so that its calls can't be made any more.
-            InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel.
+            InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel; or
+                `timeout_s` makes no sense.
             UnknownGroupError, GroupBrokenError: A group was destroyed or a member is gone; nothing was sent.
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.
@@ -254,6 +256,8 @@ class Capture:
         installed = self._installed
         if installed is None or self._state or batch.current() is not None:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
+        if timeout_s is not None and (wrong := batch.wrong_time_limit(timeout_s)):
+            raise refusal("run", "", tuple(wrong))
         try:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
         except (CaptureBrokenError, GroupError):
