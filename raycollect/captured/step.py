@@ -39,6 +39,7 @@ from raycollect.errors import (
     ProtocolError,
     RefusedError,
     anew,
+    refusal,
 )
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
@@ -74,7 +75,7 @@ class Capture:
         self._state = "its block was not entered"  # why it can't run; empty while it can
         self._counts = (0, 0)  # collectives, method calls
         self._begun = 0  # how many runs were begun
-        self._following = threading.Lock()
+        self._following = threading.RLock()  # a finalizer may close it
 
     # ------------------------------------------------------------------------------------------ the block
 
@@ -215,16 +216,16 @@ class Capture:
 
     @overload
     def run(
-        self, *, async_op: Literal[True], fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
+        self, /, *, async_op: Literal[True], fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
     ) -> CapturedRun: ...
 
     @overload
     def run(
-        self, *, async_op: bool = ..., fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
+        self, /, *, async_op: bool = ..., fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
     ) -> Any: ...
 
     def run(
-        self, *, async_op: bool = False, fence: bool = False, timeout_s: float | None = None, **arguments: Any
+        self, /, *, async_op: bool = False, fence: bool = False, timeout_s: float | None = None, **arguments: Any
     ) -> Any:
         """Runs the step: all its calls, in order, on all participants.
 
@@ -246,7 +247,8 @@ class Capture:
             CaptureError: It is closed, or not ready, or called in a block that records.
             CaptureBrokenError: An earlier run failed, and no member of its groups was replaced since.
             CaptureMembersError: Members have left its groups, or came, so that its calls can't be made any more.
-            InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel.
+            InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel; or
+                `timeout_s` makes no sense.
             UnknownGroupError, GroupBrokenError: A group was destroyed or a member is gone; nothing was sent.
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.
@@ -254,6 +256,8 @@ class Capture:
         installed = self._installed
         if installed is None or self._state or batch.current() is not None:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
+        if timeout_s is not None and (wrong := batch.wrong_time_limit(timeout_s)):
+            raise refusal("run", "", tuple(wrong))
         try:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
         except (CaptureBrokenError, GroupError):
@@ -276,12 +280,13 @@ class Capture:
 
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""
-        runs = self._runs
-        if runs is not None:
-            self._state, self._installed = "it was closed", None
-            runs.close()
-            self._block.clear()
-            self._block.release()
+        if self._runs is not None:
+            self._state = "it was closed"  # first, so that no thread begins to plan it anew
+            with self._following:
+                self._installed = None
+                self._runs.close()
+                self._block.clear()
+                self._block.release()
 
     def _collect(self, places: Sequence[tuple[int, int]], tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:

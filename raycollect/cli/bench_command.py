@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside, refused
+from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
 
 OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
 WAYS = ("captured", "refs", "members")
@@ -119,7 +119,7 @@ def _picture(context: click.Context, parameter: click.Parameter, name: str | Non
     "--between",
     metavar="MICROSECONDS GBIT/S",
     nargs=2,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     help="With --calibrate: the latency and the bandwidth between hosts, as you know them.",
 )
 @click.option("--output", metavar="FILE", help="With --calibrate: where to write it, not where the planner reads it.")

@@ -23,7 +23,7 @@ from click.core import ParameterSource
 
 import raycollect
 from raycollect.cli.bench_command import bench
-from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside, refused
+from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
 from raycollect.errors import InvalidGroupError, RaycollectError
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, RankTable
 from raycollect.planner.wording import columns
@@ -241,7 +241,7 @@ _NOT_KNOWN = "What they are doing only the process that declared the group can a
     "--watch",
     "every_s",
     metavar="SECONDS",
-    type=click.FloatRange(min=0.1),
+    type=Finite(min=0.1, max=86_400),
     help="Look again and again, until Ctrl-C; with --json one line each time.",
 )
 @as_json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
@@ -13,6 +14,17 @@ import click
 ADDRESS_HELP = "The Ray cluster, HOST:PORT; by default what RAY_ADDRESS says, else the one on this host"
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Finite(click.FloatRange):
+    """A number of a range; neither NaN, which compares with no bound, nor an infinite one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads it, as `click.FloatRange` does."""
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
 
 
 def as_json(command: _Command) -> _Command:

@@ -170,8 +170,10 @@ class CallTokens:
     def _take(self) -> tuple[_TokenArgument, list[Key]] | None:
         if len(self._ready) < BATCH // 2:
             self._refill()
+        if self._order is None:  # another thread has ended it, and may have let go before these came
+            self._let_go()
         try:
-            return self._ready.pop() if self._order is not None else None
+            return self._ready.pop()
         except IndexError:  # they are not made yet, or were let go of by another thread
             return None
 

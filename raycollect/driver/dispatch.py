@@ -168,7 +168,7 @@ def send_prepared(
     """
     planned = prepared.plan
     with controller.dispatching:
-        peers = controller.links(prepared.groups, planned.participants)
+        revision, peers = controller.revision, controller.links(prepared.groups, planned.participants)
         by_channel = prepared.fits_channel
         for one in prepared.groups:
             by_channel = by_channel and one.spec.ordering == DATA
@@ -178,6 +178,12 @@ def send_prepared(
         with _NOTHING_HELD if by_channel else AllHeld(list(filter(None, map(_CALLS, peers)))):
             tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs)
             controller.register(tracker)
+            if controller.revision is not revision:  # who ended a group meanwhile has not seen this plan
+                try:
+                    controller.check(prepared.groups)
+                except BaseException:
+                    controller.under_way.pop(tracker.seq, None)
+                    raise
             if bell is not None:
                 tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
             if together:

@@ -6,6 +6,7 @@ method does that returns tensors. From then on it is an operand like others. It 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import operand_binding
 from raycollect.driver.call import Call
+from raycollect.driver.driver_rank import DriverRank
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.errors import Violation, refusal
@@ -79,23 +81,35 @@ class OwnSource(Call):
         return driver_rank.operand([value] * copies if copies else value) or taken_in(value, actor_id, copies)
 
 
-def sources_on(targets: Any, sources: Any, *, is_rank: bool) -> Any:
+def sources_on(targets: Any, sources: Any, driver_rank: DriverRank | None) -> Any:
     """The sources of a reshard, of which such values are taken in by actors of the targets that give nothing else.
 
-    `is_rank`: those of this process stay, as it is a rank that gives them.
+    Where this process is a rank, as `driver_rank`, its own tensors stay: it gives them.
     """
     if not isinstance(sources, (list, tuple)) or not isinstance(targets, (list, tuple)):
         return sources  # the call says what is wrong with them
-    own = [at for at, one in enumerate(sources) if is_own(one) and not (is_rank and not isinstance(one, ray.ObjectRef))]
+    mine = "" if driver_rank is None else driver_rank.actor_id
+    own = [at for at, one in enumerate(sources) if is_own(one) and not (mine and not isinstance(one, ray.ObjectRef))]
     if not own:
         return sources
     taken = {actor_id for at, one in enumerate(sources) if at not in own and (actor_id := _actor_of(one))}
     free = [actor_id for one in targets if (actor_id := _actor_of(one)) and actor_id not in taken]
+    free.sort(key=lambda one: one == mine)  # values come here only where they have to
     if len(free) < len(own):
         found, expected = f"{len(own)} tensors of this process", f"at most one for each target's actor: {len(free)}"
         raise refusal("reshard", "", (Violation(kind="argument", field="src_refs", found=found, expected=expected),))
     found_on = dict(zip(own, free, strict=False))
-    return [taken_in(one, found_on[at]).ref if at in found_on else one for at, one in enumerate(sources)]
+    takers = [Operand(ref=None, key=None, actor_id=one) for one in found_on.values() if one != mine]
+    if wrong := operand_binding.strangers(takers):
+        raise refusal("reshard", "", tuple(replace(one, rank=-1) for one in wrong))
+    return [
+        one
+        if at not in found_on
+        else direct_transport.get(one)
+        if found_on[at] == mine
+        else taken_in(one, found_on[at]).ref
+        for at, one in enumerate(sources)
+    ]
 
 
 def _actor_of(target: Any) -> str:

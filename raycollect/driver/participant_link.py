@@ -27,7 +27,7 @@ from raycollect.channel.messages import (
     Unable,
     Welcome,
 )
-from raycollect.core import call_tokens, threads
+from raycollect.core import threads
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
@@ -94,6 +94,7 @@ class ParticipantLink:
 
     Attributes:
         is_here: Whether it is this process.
+        is_lost: Whether its connection has ended.
     """
 
     is_here: ClassVar[bool] = False
@@ -128,7 +129,7 @@ class ParticipantLink:
         self._requests = itertools.count(1)
         self._asked: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
-        self._lost = False
+        self.is_lost: bool = False
         self._lent_tokens: LentTokens | None = None
         self._keeping: set[str] = set()  # its methods that have returned tensors
         self._run = () if info["participant"] else (runtime.run_program,)
@@ -186,14 +187,13 @@ class ParticipantLink:
         self._submits.clear()
         if link is not None and self._lent_tokens is not None:
             self._lent_tokens.end(link.close)
-            call_tokens.let_go()
         elif link is not None:
             link.close()
 
     def order(self, message: Order) -> None:
         """Sends a program by the order bell or the channel, past the methods that wait in the actor's queue."""
         link, bell = self.link, self.order_bell
-        if link is None or self._lost:
+        if link is None or self.is_lost:
             raise ConnectionLostError(detail="its connection has ended")
         try:
             is_sent = self._listens and bell is not None and bell.send(message)
@@ -232,7 +232,7 @@ class ParticipantLink:
         request, asked = next(self._requests), Future[Any]()
         self._asked[request] = asked
         self.send(question(request=request, **fields))
-        if self._lost:
+        if self.is_lost:
             self._end_questions()
         return asked
 
@@ -295,7 +295,7 @@ class ParticipantLink:
         if not self._answered.is_set():
             self._answer = kept(reason)
             self._answered.set()
-        self._lost = True
+        self.is_lost = True
         if self._lent_tokens is not None:
             threads.survives(self._lent_tokens.end, lambda: None)
         threads.survives(self._end_questions)

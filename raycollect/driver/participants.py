@@ -28,7 +28,7 @@ from raycollect.channel.messages import (
     Surveyed,
     Unable,
 )
-from raycollect.core import ray_internals, threads
+from raycollect.core import call_tokens, ray_internals, threads
 from raycollect.core.model import Member
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.participant_link import ParticipantLink
@@ -79,6 +79,7 @@ class Participants:
         self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
         self._is_due = False
         self._peers: dict[str, ParticipantLink] = {}  # by actor id
+        self._forgetting = threading.RLock()  # a finalizer may destroy a group
         self._requests = itertools.count(1)
         self._joining: dict[int, _Joining] = {}
         self.inviting: threading.Lock = threading.Lock()  # held until all members of a group know of it
@@ -113,12 +114,15 @@ class Participants:
 
     def drop(self, peer: ParticipantLink) -> bool:
         """Forgets one whose connection has ended; False where it was not leased any more."""
-        actor_id = peer.info["actor_id"]
-        if self._peers.get(actor_id) is not peer:
+        if not self._forget(peer):
             return False
-        del self._peers[actor_id]
         peer.link = None
         return True
+
+    def _forget(self, peer: ParticipantLink) -> bool:
+        actor_id = peer.info["actor_id"]
+        with self._forgetting:  # its connection may end as it is given back
+            return self._peers.get(actor_id) is peer and self._peers.pop(actor_id, None) is peer
 
     # ------------------------------------------------------------------------------------------ leases
 
@@ -175,6 +179,11 @@ class Participants:
                 peer.order_bell.close()  # open at both ends by now, or of no use
         peer.lend_tokens(owner, self._soon)
         self.add(peer)
+        if peer.is_lost:  # perhaps before it was added, and nobody hears of it again
+            peer.retire()
+            self.drop(peer)
+            detail = "its connection ended as it was leased"
+            raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=detail)
         if self.timeline is not None and not peer.is_here:
             self.timeline.leased(peer)
         return peer
@@ -207,9 +216,10 @@ class Participants:
                 if self.timeline is not None:
                     self.timeline.leaving(peer)
                 peer.send(Bye())
-                del self._peers[member.actor_id]
-                peer.retire()
-                self._owner.parted(peer)
+                if self._forget(peer):
+                    peer.retire()
+                    self._owner.parted(peer)
+        call_tokens.let_go()  # also of members that have died
 
     # ------------------------------------------------------------------------------------------ joining
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -23,23 +23,22 @@ EVERY_S = 0.2  # how often participants are asked for their progress, in seconds
 
 LEAD_S = 0.05  # how long before the bar is first drawn they are asked, in seconds
 
-around_s: ContextVar[float | None] = ContextVar("raycollect_progress", default=None)
-"""After how long waits of this context show a bar; None: outside of every block of `progress`."""
+around_s: ContextVar[tuple[float, ...]] = ContextVar("raycollect_progress", default=())
+"""After how long waits show a bar, for each block of `progress` around the caller, the innermost last."""
 
 
 class ProgressBars:
-    """What `progress` gives: a block inside of which waits that last show a bar. It can be entered again and again."""
+    """What `progress` gives: a block inside of which waits that last show a bar. Threads may share it."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        self._tokens: list[Token[float | None]] = []
 
     def __enter__(self) -> ProgressBars:  # noqa: PYI034 - Python 3.10 has no `Self`
-        self._tokens.append(around_s.set(self._after_s))
+        around_s.set((*around_s.get(), self._after_s))
         return self
 
     def __exit__(self, kind: object, exc: object, trace: object) -> None:
-        around_s.reset(self._tokens.pop())
+        around_s.set(around_s.get()[:-1])
 
 
 def progress(*, after_s: float = AFTER_S) -> ProgressBars:
@@ -69,8 +68,8 @@ def begin(controller: Controller, tracker: PlanTracker) -> Bar:
     Raises:
         ProgressError: tqdm is not installed.
     """
-    after_s = around_s.get()
-    return Bar(controller.participants, tracker, AFTER_S if after_s is None else after_s, _tqdm())
+    after_s = (AFTER_S, *around_s.get())[-1]
+    return Bar(controller.participants, tracker, after_s, _tqdm())
 
 
 def _tqdm() -> Any:

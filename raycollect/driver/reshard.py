@@ -89,7 +89,9 @@ def reshard_refs(
             patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
-    src_refs = own_tensors.sources_on(dst_refs, src_refs, is_rank=Controller.is_rank_of(group_name))
+    running = Controller.running()
+    driver_rank = None if running is None else running.takes_part(group_name)
+    src_refs = own_tensors.sources_on(dst_refs, src_refs, driver_rank)
     call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
     return call.start(src, dst, inplace=bool(inplace), snapshot=bool(snapshot), async_op=async_op)
 

@@ -28,7 +28,7 @@ def wait(
 ) -> bool:
     """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
     left_s = math.inf if timeout_s is None else timeout_s
-    if progress or (progress is None and progress_bar.around_s.get() is not None):
+    if progress or (progress is None and progress_bar.around_s.get()):
         return _wait_with_bar(controller, tracker, left_s)
     first_s = min(FIRST_S, QUIET_S, left_s)
     if tracker.wait(first_s):

@@ -149,11 +149,19 @@ class StepRuns:
             if tracker is None or not isinstance(exc, Exception):
                 raise
             return tracker
-        if controller.revision != self._revision:  # a participant was lost before this run could be told
-            for at, (peer, _) in enumerate(self._links):
-                if peer.link is None:
-                    controller.send(tracker, tracker.lost(at, "its connection has ended"))
+        if controller.revision is not self._revision:  # who ended a group meanwhile may not have seen this run
+            self._look_again(tracker)
         return tracker
+
+    def _look_again(self, tracker: PlanTracker) -> None:
+        for at, (peer, _) in enumerate(self._links):
+            if peer.link is None:
+                self.controller.send(tracker, tracker.lost(at, "its connection has ended"))
+        try:
+            self.controller.check(self.memberships)
+        except RaycollectError as exc:
+            given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
+            self.controller.send(tracker, tracker.fail(kept(exc), unsent=given_back))
 
     def _tell(self, tracker: PlanTracker, arguments: Sequence[bytes], doorbell: Doorbell | None) -> None:
         seq, number, rings = tracker.seq, tracker.number, [] if doorbell is None else doorbell.runs

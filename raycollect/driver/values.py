@@ -15,7 +15,7 @@ from raycollect.core.model import Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import plain
-from raycollect.errors import NotATensorError, TensorLostError, Violation
+from raycollect.errors import NotATensorError, TensorLostError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type
 from raycollect.group.membership import is_participant
 from raycollect.pos import fetch
@@ -60,6 +60,7 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
         HolderUnreachableError: The process that holds it could not be reached in time.
         GetTimeoutError: Ray's own: the method, or a collective that writes the tensor, has not ended in time.
         BatchError: A ref is still to be made by a batch that has not ended.
+        InvalidArgumentError: `ordered` in a process that never had a handle of the actor.
     """
     ray_internals.ensure_ray()
     return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
@@ -74,7 +75,11 @@ def _get(refs: Any, until_s: float, ordered: bool) -> Any:
     if not isinstance(value, Handle):
         return value
     if ordered:
-        _found(ray_internals.actor_handle(value.actor_id)._raycollect_fence.remote(), until_s)
+        actor = ray_internals.actor_handle(value.actor_id)
+        if actor is None:
+            found, expected = f"True, and this process never had a handle of {value.actor}", "False without one"
+            raise refusal("get", "", (wrong_argument("ordered", found, expected),))
+        _found(actor._raycollect_fence.remote(), until_s)
     left_s = _left_s(until_s)
     return value.fetch() if left_s is None else value.fetch(max(left_s, _COPY_S))
 

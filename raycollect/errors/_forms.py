@@ -8,7 +8,7 @@ from typing import Any
 from raycollect.errors import _base, _channel, _faults, _groups, _others, _refused, _weights
 from raycollect.errors._base import RaycollectError
 from raycollect.errors._channel import ProtocolError
-from raycollect.errors._faults import RankReport
+from raycollect.errors._faults import KernelError, RankReport
 from raycollect.errors._refused import RefusedError, Violation
 
 _ERRORS: dict[str, type[RaycollectError]] = {
@@ -34,11 +34,17 @@ def brief(error: RaycollectError) -> str:
 
 
 def to_wire(error: RaycollectError) -> dict[str, Any]:
-    """Turns an error into plain values for msgpack; the inverse of `from_wire`."""
-    values = {f.name: getattr(error, f.name) for f in fields(error)}
+    """Turns an error into plain values for msgpack; the inverse of `from_wire`.
+
+    An error of a subclass, as a backend may have one, goes as the nearest class of this package.
+    """
+    cls = next(one for one in type(error).__mro__ if _ERRORS.get(one.__name__) is one)
+    if cls is RaycollectError and cls is not type(error):  # which would lose the text
+        cls, error = KernelError, KernelError(detail=f"{type(error).__name__}: {error}")
+    values = {f.name: getattr(error, f.name) for f in fields(cls)}
     for name in _NESTED.keys() & values.keys():
         values[name] = list(map(astuple, values[name]))
-    return {"type": type(error).__name__, "fields": values}
+    return {"type": cls.__name__, "fields": values}
 
 
 def from_wire(value: dict[str, Any]) -> RaycollectError:

@@ -29,7 +29,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults.growth import Look, by_class, fill_memory, grown, look, rising
+from tests.faults.growth import Look, by_class, grown, look, prepare, rising
 from tests.ray.workers import Buffers
 from tests.waiting import has_ended
 
@@ -114,7 +114,7 @@ class Loop:
         self.members = [self._ready(one) for one in (*lasting, *[Actor] * (self.size - self.lasting))]
         actors = [actor for actor, _, _ in self.members]
         self.group = col.declare_collective_group(actors, backend=self.backend, group_name=self.name)
-        ray.get([actor.call.remote(fill_memory) for actor in actors[: self.lasting]])
+        ray.get([actor.call.remote(prepare) for actor in actors[: self.lasting]])
         self.model = np.zeros(SIZE, np.float64)
         self.next: Future[Any] = self.spares.submit(self._ready, Actor)
         self.captured = self._capture() if self.is_captured else None

@@ -35,7 +35,7 @@ class Nested:
 def of_raycollect(counts: Sequence[int]) -> Iterator[Look]:
     """Reduces fresh refs of lasting actors; a look after each of the counts, which increase."""
     actors = soak.start_lasting()
-    ray.get([actor.call.remote(growth.fill_memory) for actor in actors])
+    ray.get([actor.call.remote(growth.prepare) for actor in actors])
     group = col.declare_collective_group(actors, group_name="fresh")
 
     def iterate() -> None:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from raycollect.core import ray_internals
-from raycollect.core.call_tokens import _TokenArgument
+from raycollect import backends
+from raycollect.core import call_tokens, ray_internals
 from raycollect.core.model import task_key
 from raycollect.driver.controller import Controller
 from raycollect.member.runtime import Runtime
@@ -33,6 +33,9 @@ from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
 
 _Cache = type(functools.lru_cache(int))
+
+BACKENDS = tuple(filter(backends.is_available, ("shm", "tcp", "gloo")))
+"""What groups of soaks use."""
 
 SETTLE_S = 20.0
 """How long what is freed late may take."""
@@ -144,7 +147,7 @@ def figures_of_process() -> Figures:
 
 def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     """What a participant holds; runs inside of it."""
-    _await_end_of(_Wait)
+    _await_end_of_waits()
     give_back()
     runtime = Runtime.current()
     runtime.instruments.shapes._known.clear()  # known by the programs that the caches had: one more after each look
@@ -157,19 +160,17 @@ def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     return found, classes()
 
 
-def fill_memory(actor: Any) -> None:
-    """Lets the store of a participant remember as many freed keys as it ever does; runs inside of it."""
+def prepare(actor: Any) -> None:
+    """Has a participant load the backends, and remember as many freed keys as it ever does; runs inside of it."""
+    for name in BACKENDS:
+        backends.load(name)
     Runtime.current().store.free([task_key(at.to_bytes(24, "big"), 1) for at in range(REMEMBERED)])
 
 
-def _await_end_of(kind: type, limit_s: float = 20.0) -> None:
-    """Waits until no object of a class lives.
-
-    Ray lets go of a dead actor's calls, with the lent tokens among their arguments, after a while; so does the wait
-    monitor of the wait that it saw last.
-    """
-    until_s = time.monotonic() + limit_s
-    while any(type(one) is kind for one in gc.get_objects()) and time.monotonic() < until_s:
+def _await_end_of_waits() -> None:
+    """Waits until the wait monitor has let go of the wait that it saw last."""
+    until_s = time.monotonic() + SETTLE_S
+    while any(type(one) is _Wait for one in gc.get_objects()) and time.monotonic() < until_s:
         time.sleep(0.05)
         gc.collect()
 
@@ -181,8 +182,8 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
         tokens = peer._lent_tokens and peer._lent_tokens._tokens
         if tokens is not None:
             tokens._let_go()  # up to some for each participant are ready to be lent
+    call_tokens.let_go()
     give_back()
-    _await_end_of(_TokenArgument)
     groups = controller.groups
     found = figures_of_process()
     found["groups"] = sum(len(one) for one in vars(groups).values() if isinstance(one, (dict, deque)))

@@ -19,8 +19,8 @@ import numpy as np
 import ray
 
 import raycollect as col
-from raycollect import backends, errors
-from tests.faults.growth import RULES, SETTLE_S, Look, Rule, by_class, fill_memory, grown, look, rising, slope
+from raycollect import errors
+from tests.faults.growth import BACKENDS, RULES, SETTLE_S, Look, Rule, by_class, grown, look, prepare, rising, slope
 from tests.faults.report import write_section
 from tests.ray.batching import spread
 from tests.ray.workers import Buffers
@@ -121,12 +121,7 @@ USES: tuple[Callable[[str, Sequence[Any]], None], ...] = (
     _captured,
     _forsaken,
 )
-WAYS = [
-    (backend, ordering)
-    for backend in ("shm", "tcp", "gloo")
-    if backends.is_available(backend)
-    for ordering in ("program", "data")
-]
+WAYS = [(backend, ordering) for backend in BACKENDS for ordering in ("program", "data")]
 """What cycles take turns in."""
 
 
@@ -266,7 +261,7 @@ def run(*, cycles: int, kills: int, warm: int, looks: int) -> list[Outcome]:
         looks: How often to look at each phase after the first time.
     """
     actors = start_lasting()
-    ray.get([actor.call.remote(fill_memory) for actor in actors])
+    ray.get([actor.call.remote(prepare) for actor in actors])
     for number in range(warm):
         come_and_go(number, actors)
     outcomes = []

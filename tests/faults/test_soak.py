@@ -20,7 +20,7 @@ from tests.ray.batching import spread
 def soaked(cluster):
     """The actors of all soaks: each looks at what has grown in it, whatever was there before."""
     made = soak.start_lasting()
-    ray.get([actor.call.remote(growth.fill_memory) for actor in made])
+    ray.get([actor.call.remote(growth.prepare) for actor in made])
     yield made
     for actor in made:
         ray.kill(actor)

@@ -136,6 +136,8 @@ def test_sources_layouts_batches_and_plans(trio):
     whole = col.layout([WORLD, 7], mesh={"one": 1}, dtype="float64")
     targets = trio.operands([np.zeros((1, 7))] * WORLD)
     check(col.reshard_refs([np.stack(rows)], targets, src=whole, dst=cut), [row[None] for row in rows])
+    puts, pieces = [ray.put(row[None]) for row in rows], [row[None] for row in rows]
+    check(col.reshard_refs(puts, trio.members, src=cut, dst=cut), pieces)
     assert f"{WORLD} participants" in str(col.plan(col.allreduce_refs, given)).replace("ranks", "participants")
     check(given, rows)  # nothing was touched
     with col.batch() as both:

@@ -12,7 +12,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import own_tensors
 from raycollect.driver.controller import Controller
-from tests.ray.workers import Worker, filled
+from tests.ray.workers import Plain, Worker, filled
 from tests.waiting import wait_until
 
 ROWS = np.arange(14.0).reshape(2, 7)
@@ -79,7 +79,7 @@ def test_structures_batches_steps_plans_and_works(workers):
 
 
 def test_bad_sources_are_refused_and_nothing_is_touched(workers):
-    refs = floats(workers)
+    refs, stranger = floats(workers), Plain.remote()
     wrong = [
         (lambda: col.broadcast_refs(refs, source=refs[0]), errors.InvalidArgumentError, "source is an ObjectRef"),
         (lambda: col.broadcast_refs(refs, source=3), errors.InvalidArgumentError, "a tensor of this process"),
@@ -88,6 +88,8 @@ def test_bad_sources_are_refused_and_nothing_is_touched(workers):
         (lambda: col.scatter_refs(refs, ROWS[:1]), errors.RefusedError, "scatter"),
         (lambda: col.scatter_refs(refs, "no"), errors.ForeignRefError, "str"),
         (lambda: col.reshard_refs([ROWS] * 3, refs), errors.InvalidArgumentError, "at most one for each"),
+        (lambda: col.reshard_refs([ROWS], [stranger]), errors.NotAParticipantError, r"Plain\(.*without the mixin"),
+        (lambda: col.reshard_refs([ROWS], [col.this_process()]), errors.NotAMemberError, "expected a participant"),
     ]
     for call, kind, text in wrong:
         with pytest.raises(kind, match=text):

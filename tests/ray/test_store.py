@@ -10,7 +10,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import StoreFullError, TensorFreedError, TensorLostError
+from raycollect.errors import InvalidArgumentError, StoreFullError, TensorFreedError, TensorLostError
 from raycollect.observe import run_steps
 from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain
 from tests.waiting import has_ended, wait_until
@@ -219,6 +219,13 @@ def test_an_ordered_get_waits_for_the_actors_queue(kinds):
 
     kinds.call.remote(slow)
     assert col.get(ref, ordered=True)[0] == 5
+
+    @ray.remote(num_cpus=0)
+    def elsewhere(refs):
+        return col.get(refs, ordered=True)
+
+    with pytest.raises(InvalidArgumentError, match=r"never had a handle of Kinds\("):
+        ray.get(elsewhere.remote([ref]))
 
 
 def test_discarded_results_are_freed(kinds):

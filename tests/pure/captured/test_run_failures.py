@@ -338,3 +338,21 @@ def test_keys_name_operands(fleet: Fleet) -> None:
     assert fleet.step_plan.places_at(-1) == ()
     found = [fleet.step_plan.places_at(at) for at in (0, fleet.stages[1].offset)]
     assert found == [stage.positions for stage in fleet.stages]
+
+
+def test_a_group_that_another_thread_destroys_as_a_run_begins_fails_it(fleet: Fleet) -> None:
+    """Whoever destroys it ends the runs that are under way, and none that begins later: nobody would answer that."""
+    begin = fleet.bell.begin
+
+    def begun() -> int:
+        for name in ("left", "right"):
+            fleet.controller.groups.destroy(name)
+        return begin()
+
+    for peer in fleet.peers:
+        peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
+    fleet.bell.begin = begun  # type: ignore[method-assign]
+    tracker = fleet.begin()
+    assert isinstance(tracker.error, UnknownGroupError)
+    assert tracker.has_ended
+    assert not fleet.controller.trackers()

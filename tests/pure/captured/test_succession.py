@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from raycollect.captured import step as step_module
 from raycollect.captured.calls import StepRequests
+from raycollect.captured.step import Capture
 from raycollect.captured.succession import Succession
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind, ReduceOp
@@ -108,3 +112,22 @@ def test_reshards_and_barriers_are_of_the_ranks_of_now() -> None:
     step = recorded(OpKind.BARRIER, ())
     succession((7, 5, 6, 8)).apply(step, AFTER)
     assert [rank for rank, _, _ in step.asked[0].operands] == [0, 1, 2, 3]
+
+
+def test_a_step_that_is_closed_while_another_thread_plans_it_anew_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = (SimpleNamespace(runs=Mock(failure=None, is_closed=True), names=()) for _ in range(2))
+    step = Capture()
+    step._block, step._state, step._installed, step._runs = Mock(), "", before, before.runs  # type: ignore[assignment]
+    closing = threading.Thread(target=step.close)
+
+    def install(self: Capture, controller: object) -> None:
+        closing.start()
+        closing.join(0.2)  # it has to wait
+        self._installed, self._runs = after, after.runs  # type: ignore[assignment]
+
+    monkeypatch.setattr(step_module, "follow", lambda block, controller: b"another id")
+    monkeypatch.setattr(Capture, "_install", install)
+    step._follow(before)  # type: ignore[arg-type]
+    closing.join(20)
+    assert after.runs.close.called
+    assert step.stages == ()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from raycollect.captured.step import Capture
 from raycollect.captured.step_values import ARGUMENTS_NBYTES, MISSING, RESERVED, Parameters, Returned
 from raycollect.driver.pending import Argument
 from raycollect.engine.step_program import Given
@@ -144,3 +147,17 @@ def test_unreadable_value_error_gives_its_place() -> None:
         with pytest.raises(ValueError) as caught:
             Returned.of(values, refuse)
         assert str(caught.value) == where
+
+
+def test_an_argument_may_be_called_self() -> None:
+    with pytest.raises(CaptureError, match="can't run"):
+        Capture().run(self=1)
+
+
+@pytest.mark.parametrize("timeout_s", ["1", math.nan, 0, -1])
+def test_a_time_limit_that_makes_no_sense_is_refused_and_breaks_nothing(timeout_s: Any) -> None:
+    step = Capture()
+    step._state, step._installed = "", Mock()
+    with pytest.raises(InvalidArgumentError, match="timeout_s"):
+        step.run(timeout_s=timeout_s)
+    step._installed.runs.begin.assert_not_called()  # which can't tell it from a signal, after which the step is broken

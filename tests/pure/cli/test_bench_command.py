@@ -63,6 +63,8 @@ def test_what_lies_between_hosts_can_be_given(measured: list[str], tmp_path: Pat
     [
         (["--output", "x.json"], "Give --calibrate"),
         (["--calibrate", "--between", "0", "25"], "0.0"),
+        (["--calibrate", "--between", "nan", "25"], "nan"),
+        (["--calibrate", "--between", "50", "inf"], "inf"),
         (["--calibrate", "--between", "50"], "between"),
         (["--calibrate", "--output", "/dev/null/x.json"], "/dev/null/x.json"),
     ],

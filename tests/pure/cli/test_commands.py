@@ -262,6 +262,8 @@ def test_an_error_that_nobody_foresaw_is_raised(ends_with: Callable[[BaseExcepti
         (["demo", "mnist"], "'mnist'"),
         (["status", "--watch", "0"], "0"),
         (["status", "--watch", "often"], "often"),
+        (["status", "--watch", "nan"], "nan"),
+        (["status", "--watch", "1e300"], "1e+300"),
     ],
 )
 def test_what_there_is_not_ends_with_2(args: list[str], says: str) -> None:

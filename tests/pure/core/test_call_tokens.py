@@ -157,3 +157,23 @@ def test_what_was_not_lent_is_let_go_of_where_the_user_is(caller):
     assert all(one() is not None for one in known)
     call_tokens.let_go()
     assert all(one() is None for one in known)
+
+
+@pytest.mark.parametrize("ends_while", ["they are ordered", "they are taken in"])
+def test_tokens_that_come_as_another_thread_ends_it_are_let_go_of_too(monkeypatch, caller, ends_while):
+    """Nobody else would: Ray holds the callback of each, which holds them all."""
+
+    def ended(result):
+        if caller.tokens._order is not None:
+            caller.end()
+            call_tokens.let_go()
+        return result
+
+    if ends_while == "they are ordered":
+        order = caller.tokens._order
+        caller.tokens._order = lambda count: ended(order(count))
+    else:
+        monkeypatch.setattr(ray_internals, "on_last_ref", lambda ref, callback: ended(True))
+    assert caller.call(1) is None
+    assert caller.tokens._ready == []
+    assert caller.tokens._coming == []

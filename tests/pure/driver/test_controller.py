@@ -16,7 +16,16 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_plan
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import KernelError, PlanAbortedError, ProtocolError, from_wire
+from raycollect.errors import (
+    ConnectionLostError,
+    GroupBrokenError,
+    GroupError,
+    KernelError,
+    PlanAbortedError,
+    ProtocolError,
+    UnknownGroupError,
+    from_wire,
+)
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.planner import Membership
@@ -36,6 +45,25 @@ class Line:
         if nbytes > MAX_FRAME_NBYTES:
             raise ProtocolError(detail=f"{type(message).__name__} has {nbytes} bytes, the limit is {MAX_FRAME_NBYTES}")
         self.sent.append(message)
+
+
+class RLocked:
+    """A lock, of a class that tests can derive from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def acquire(self, timeout: float) -> bool:
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
 
 
 @pytest.fixture
@@ -224,6 +252,37 @@ def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(con
         send_plan(controller, (asked(membership, (0, 1, 2)),), {key(at): object() for at in range(3)}, 0)
     assert not controller.trackers()
     assert [said(peer) for peer in peers] == [[], [], []]
+
+
+@pytest.mark.parametrize(("ends", "kind"), [("group", UnknownGroupError), ("participant", GroupBrokenError)])
+def test_what_ends_in_the_wait_for_the_queues_of_actors_gets_no_plan(
+    controller: Controller, ends: str, kind: type[GroupError]
+) -> None:
+    """Whoever ended it has looked for the plans under way, and ends none that begins later: it would never end."""
+    membership = group("team", (5, 6, 7))
+    controller.groups.add(membership)
+    controller.groups.coordinators.open(membership)
+    peers = list(lease(controller, membership).values())
+
+    class Held(RLocked):
+        """A lock that is waited for until something has ended."""
+
+        def acquire(self, timeout: float) -> bool:
+            if ends == "group":
+                controller.groups.destroy("team")
+            else:
+                peers[1].closed(peers[1].link, ConnectionLostError(detail="reset"))  # type: ignore[arg-type]
+            return super().acquire(timeout=timeout)
+
+    for peer in peers:
+        peer.group_ids.add(membership.spec.group_id)
+        peer.calls = SubmittedCalls()
+        peer.submit = lambda payload, outputs: []  # type: ignore[method-assign]
+        peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
+    peers[2].calls.lock = Held()  # type: ignore[assignment, union-attr]
+    with pytest.raises(kind):
+        send_plan(controller, (asked(membership, (0, 1, 2)),), {key(at): object() for at in range(3)}, 0)
+    assert not controller.trackers()
 
 
 # ---------------------------------------------------------------------------------------------- what is let go of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import fields
 from types import SimpleNamespace
@@ -10,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from raycollect.channel import OrderBell
-from raycollect.channel.messages import Joined, Survey, Surveyed
+from raycollect.channel.messages import Joined, Survey, Surveyed, Welcome
+from raycollect.core import call_tokens
 from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
-from raycollect.errors import ConnectionLostError, ProtocolError
+from raycollect.errors import ActorGoneError, ConnectionLostError, ProtocolError
 
 
 class Line:
@@ -139,4 +141,61 @@ def test_the_end_of_a_member_counts_for_those_who_join_until_all_have(all_joined
         assert [one.error is None for one in joining.values()] == [all_joined] * 2
         assert all(one.settled.is_set() for one in joining.values())
     finally:
+        peers.close()
+
+
+def test_a_member_whose_connection_ends_as_it_is_given_back_keeps_no_other_from_that():
+    """`destroy` is called by the user's thread, and the hub's hears of the end of a connection."""
+    parted = []
+    peers = Participants(SimpleNamespace(parted=lambda peer: parted.append(peer.info["actor_id"])), "me")
+    members = [SimpleNamespace(actor_id=f"actor {rank}") for rank in range(2)]
+    try:
+        for one in members:
+            peer = ParticipantLink(Owner(), {"participant": True, "actor_id": one.actor_id}, None)
+            peer.link, peer.group_ids = Line(), {"a group"}
+            peers.add(peer)
+        first = peers.get("actor 0")
+        first.send = lambda message: peers.drop(first)
+        peers.part(SimpleNamespace(spec=SimpleNamespace(group_id="a group"), members=members))
+        assert peers.all() == ()
+        assert "actor 1" in parted
+    finally:
+        peers.close()
+
+
+def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_leased(monkeypatch):
+    """Nobody would hear of it later: who asks it to join would wait until the time is over."""
+    peers = Participants(SimpleNamespace(lost=lambda peer, reason: peers.drop(peer)), "me")
+    line = Line()
+    member = SimpleNamespace(actor_id="actor 0", incarnation="1", machine="another", address=None, rank=0, actor="W(1)")
+
+    def connect(address, hello, peer, timeout_s):
+        peer.received(line, Welcome())
+        peer.closed(line, ConnectionLostError(detail="reset"))
+        return line
+
+    monkeypatch.setattr(peers._hub, "connect", connect)
+    monkeypatch.setattr(peers_module.ray_internals, "describe_process", lambda: "me")
+    monkeypatch.setattr(peers_module.ray_internals, "worker_id", lambda: "worker")
+    monkeypatch.setattr(peers_module.ray_internals, "machine_id", lambda: "mine")
+    info = {"participant": True, "ordered": True, "actor_id": "actor 0", "actor": "W(1)", "incarnation": "1"}
+    try:
+        with pytest.raises(ActorGoneError, match="as it was leased"):
+            peers.lease(member, SimpleNamespace(), info, None, math.inf)
+        assert peers.all() == ()
+    finally:
+        peers.close()
+
+
+def test_the_end_of_a_group_lets_go_of_the_tokens_of_members_that_have_died():
+    """The hub's thread hears of the death, and may not; nobody else might for as long as the process lives."""
+    let_go = []
+    peers = Participants(SimpleNamespace(), "me")
+    call_tokens._ended.append(SimpleNamespace(_let_go=lambda: let_go.append(True)))
+    try:
+        members = [SimpleNamespace(actor_id="one that has died")]
+        peers.part(SimpleNamespace(spec=SimpleNamespace(group_id="a group"), members=members))
+        assert let_go == [True]
+    finally:
+        call_tokens._ended.clear()
         peers.close()

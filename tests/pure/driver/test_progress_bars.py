@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -264,6 +265,27 @@ def test_a_block_shows_bars_of_all_waits_in_it(
     tracker.ends_s = tracker.clock.now_s + 0.45
     assert wait(tracker, told)
     assert len(drawn) == count, "the block has ended"
+
+
+def test_a_block_of_one_thread_is_none_of_another() -> None:
+    bars, began, has_ended = progress_bar.progress(), threading.Event(), threading.Event()
+
+    def other() -> tuple[object, object]:
+        with bars:
+            began.set()
+            assert has_ended.wait(20)
+            within = progress_bar.around_s.get()
+        return within, progress_bar.around_s.get()
+
+    outside = progress_bar.around_s.get()
+    with ThreadPoolExecutor(1) as pool:
+        with bars:
+            asked = pool.submit(other)
+            assert began.wait(20)
+        here = progress_bar.around_s.get()
+        has_ended.set()
+        within, after = asked.result(20)
+    assert here == after == outside != within
 
 
 def test_a_bar_stays_where_it_is_where_the_collective_fails(tracker: Flying, drawn: list[Drawn]) -> None:

@@ -368,3 +368,22 @@ def test_what_ray_raises_as_value_error_is_caught_as_one(name: str) -> None:
     cls = getattr(errors, name)
     assert issubclass(cls, ValueError)
     assert issubclass(cls, errors.RaycollectError)
+
+
+class _OwnError(KernelError):
+    """As a backend that is not of this package may have one."""
+
+
+class _OwnBaseError(RaycollectError):
+    """The same, of no nearer class."""
+
+    def _text(self) -> str:
+        return "the link is down"
+
+
+@pytest.mark.parametrize("error", [_OwnError(rank=1, detail="the link is down"), _OwnBaseError()])
+def test_an_error_of_another_package_travels_as_one_of_this(error: RaycollectError) -> None:
+    """The receiver knows no other, and would end the connection to whoever has told it."""
+    found = from_wire(msgpack.unpackb(msgpack.packb(to_wire(error))))
+    assert type(found) is KernelError
+    assert "the link is down" in str(found)
