@@ -77,7 +77,7 @@ def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: i
 def server_segment(
     spec: GroupSpec, rendezvous: Rendezvous, nbytes: int, prepare: Callable[[mmap.mmap], None]
 ) -> mmap.mmap:
-    """Makes the segment on rank 0 and passes it to all other ranks.; `prepare` sets it up before others map it.
+    """Makes the segment on rank 0 and passes it to all other ranks; `prepare` sets it up before others map it.
 
     Raises:
         BackendUnavailableError: This system has no memfd, or no memory.
