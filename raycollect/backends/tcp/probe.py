@@ -21,7 +21,7 @@ from raycollect.backends.arrays import Array
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Batch
 from raycollect.core.model import Launch
-from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
+from raycollect.errors import RaycollectError
 
 PIECE_NBYTES = 64 << 10
 PIECES = 12
@@ -44,7 +44,7 @@ def probe(link: Link, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float
         try:
             pair.meet(until_s)
             pair.measure()
-        except (CollectiveTimeoutError, PlanAbortedError, GroupBrokenError):
+        except RaycollectError:
             left = (link.rank, *(rank for _, rank in turns[at:]))
             link.end(Launch(seq=0, ranks=left, timeout_s=0.0), ok=False)
         if pair.asks and pair.latency_s:
@@ -65,11 +65,12 @@ class _Pair:
         self._link = link
         self._other = other
         self._launch = Launch(seq=0, ranks=(link.rank, other), timeout_s=PAIR_S)
+        self._turn = turn
         self._until_s = 0.0
-        link.begin(self._launch, turn)
 
     def meet(self, until_s: float) -> None:
         """Waits for the other rank."""
+        self._link.begin(self._launch, self._turn)
         batch, self._until_s = Batch(), until_s
         self._link.greet((self._other,), batch)
         self._wait(batch)

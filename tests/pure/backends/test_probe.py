@@ -12,7 +12,10 @@ from raycollect.backends.tcp.link import Link
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator, Probing
 from tests.pure.backends.test_abort import body_sum_of_ones
+from tests.pure.backends.test_tcp_checksum import form
 from tests.pure.communicators import ThreadTeam
+
+__all__ = ["form"]  # a fixture
 
 TURNS = (((1, 1), (2, 2)), ((1, 0), (3, 2)), ((2, 0), (3, 1)))
 """By rank, of three: each pair in a turn of its own."""
@@ -99,3 +102,28 @@ def test_a_link_that_is_too_slow_is_as_slow_as_the_time_for_it(team_of, monkeypa
     assert latency_s < 0.2
     assert bandwidth == _probe.BURST_NBYTES / 0.2
     assert all(team.must(whole_again, team.launch()))
+
+
+def test_what_is_damaged_on_its_way_ends_the_measuring_and_nothing_else(form) -> None:
+    """The ranks have checksums: the one that sees the damage has no link to tell, and the other gives up."""
+    team = form(2)
+    team.trigger.arm(_probe.BURST_NBYTES // 2)
+    team.must(measured, (((1, 1),), ((1, 0),)))
+    assert team.trigger.hit
+    assert all(team.must(whole_again, team.launch()))
+
+
+def test_a_communicator_that_is_closed_while_it_measures_ends_it(team_of, monkeypatch) -> None:
+    """As by a member that has died meanwhile: the next pair is not begun."""
+    measure = _probe._Pair.measure
+    team = team_of(3)
+
+    def closed(pair) -> None:
+        measure(pair)
+        if pair._link.rank == 0:
+            team.communicators[0].close()
+
+    monkeypatch.setattr(_probe._Pair, "measure", closed)
+    monkeypatch.setattr(_probe, "TOTAL_S", 0.2)
+    found = team.must(measured, TURNS)
+    assert [other for other, *_ in found[0]] == [1]
