@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -297,19 +298,33 @@ def test_members_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch)
     assert_gone(rendezvous.name)
 
 
-@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate"])
+@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate", "mmap", "socket"])
 def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """There may also be no room for it in the process, or no descriptor for the socket that hands it out."""
+    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.1)
+
     def fail(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
     if broken == "memfd_create":
         monkeypatch.delattr(os, broken)
     else:
-        monkeypatch.setattr(os, broken, fail)
+        of = {"posix_fallocate": os, "mmap": segment.mmap, "socket": segment.socket}[broken]
+        monkeypatch.setattr(of, broken, fail)
     rendezvous = MemoryRendezvous()
     for rank in (0, 1):
         with pytest.raises(BackendUnavailableError, match="shared memory"):
             shm.create(spec_of(2), rank, rendezvous, NO_EXCHANGE)
+
+
+def test_rank_0_says_that_it_has_no_descriptor_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(socket.socket):
+        def accept(self) -> tuple[socket.socket, str]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", Full)
+    with pytest.raises(BackendUnavailableError, match=r"hand out .* ranks \[1\]: .*Too many open files"):
+        shm.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE)
 
 
 def test_an_arrival_that_is_too_long_is_refused() -> None:
