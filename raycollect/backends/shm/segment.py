@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import shared_memory
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
@@ -56,7 +57,10 @@ def unavailable(spec: GroupSpec, detail: str) -> BackendUnavailableError:
 
 def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: int) -> mmap.mmap:
     """Maps rank 0's segment, on every other rank; raises BackendUnavailableError if there is none or no access."""
-    offer = _OFFERS.decode(rendezvous.get(_NAME, JOIN_TIMEOUT_S))
+    offers, missing = gathered(_OFFERS, rendezvous, _NAME, (0,), time.monotonic() + JOIN_TIMEOUT_S)
+    if missing:
+        raise not_joined(spec, missing, JOIN_TIMEOUT_S)
+    offer = offers[0]
     if offer.error:
         raise unavailable(spec, offer.error)
     try:
@@ -97,11 +101,11 @@ def server_segment(
         except (OSError, AttributeError) as exc:
             text = f"rank 0 can't make {nbytes} bytes of shared memory: {exc}"
             if spec.world_size > 1:
-                rendezvous.put(_NAME, _OFFERS.encode(_Offer(error=text)))
+                rendezvous.put(f"{_NAME}.0", _OFFERS.encode(_Offer(error=text)))
             raise unavailable(spec, text) from exc
         if listener is not None:
             token = secrets.token_bytes(_TOKEN_NBYTES)
-            rendezvous.put(_NAME, _OFFERS.encode(_Offer(name, token)))
+            rendezvous.put(f"{_NAME}.0", _OFFERS.encode(_Offer(name, token)))
             _hand_out(spec, listener, token, fd)
         return segment
 

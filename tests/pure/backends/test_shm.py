@@ -275,6 +275,9 @@ def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytes
     with pytest.raises(BackendUnavailableError, match=r"ranks \[1\]"):
         shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
     assert_gone(rendezvous.name)
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come") as caught:
+        shm.create(spec_of(2), 1, MemoryRendezvous(), NO_EXCHANGE)
+    assert caught.value.missing == (0,)
 
 
 def test_members_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
