@@ -156,17 +156,22 @@ class AdoptedCommunicator(Exchanged):
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
         self._check_supported(launch, kernel)
-        with self._busy:
-            self._check_going(launch)
-            try:
-                with translated(kernel.kind, self._group_name, self.rank):
-                    _KERNELS[kernel.kind](self, kernel, timedelta(seconds=launch.timeout_s))
-            except BaseException as exc:
-                self._broken = f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
-                raise
-        if self._closed:
-            self.close()
+        try:
+            with self._busy:
+                self._check_going(launch)
+                self._run(launch, kernel)
+        finally:
+            if self._closed:
+                self.close()
         return DONE
+
+    def _run(self, launch: Launch, kernel: Kernel) -> None:
+        try:
+            with translated(kernel.kind, self._group_name, self.rank):
+                _KERNELS[kernel.kind](self, kernel, timedelta(seconds=launch.timeout_s))
+        except BaseException as exc:
+            self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
+            raise
 
     def close(self) -> None:
         """Lets the class destroy its group, at once or at the end of the running kernel."""

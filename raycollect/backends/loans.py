@@ -9,8 +9,9 @@ from raycollect.core.model import Launch
 
 # Lent objects, the words of the ranks that may still use them, and where these stand
 _Loan = tuple[Any, dict[int, int], Meeting]
+_Loans = dict[int, _Loan]  # By their ids: so that each is put in and taken out by itself, whatever other threads do
 
-forsaken: list[_Loan] = []
+forsaken: _Loans = {}
 """What closed communicators of this process had lent."""
 
 
@@ -18,20 +19,22 @@ class Loans:
     """What one communicator has lent; used by one thread at a time."""
 
     def __init__(self) -> None:
-        self.lent: list[_Loan] = []
+        self.lent: _Loans = {}
 
     def add(self, lent: Any, meeting: Meeting, launch: Launch) -> None:
         """Keeps what the other ranks of a launch may use."""
-        self.lent.append((lent, meeting.closing(launch), meeting))
+        loan = lent, meeting.closing(launch), meeting
+        self.lent[id(loan)] = loan
 
     def recall(self) -> None:
         """Releases what nobody uses any more, also of closed communicators."""
         for loans in (self.lent, forsaken):
-            if loans:
-                loans[:] = [loan for loan in loans if loan[2].owing(loan[1])]
+            for key, (_, words, meeting) in tuple(loans.items()):
+                if not meeting.owing(words):
+                    loans.pop(key, None)
 
     def forsake(self) -> None:
         """Leaves it to the other communicators of this process to release."""
-        forsaken.extend(self.lent)
+        forsaken.update(self.lent)
         self.lent.clear()
         self.recall()

@@ -8,6 +8,9 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+# With any other type, Python would make the socket itself non-blocking where the program has a default timeout.
+_AS_IT_IS = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+
 
 def sever(published: Sequence[bytes]) -> None:
     """Shuts down the connections from and to the addresses on which a group's library listens; its calls then fail.
@@ -16,7 +19,7 @@ def sever(published: Sequence[bytes]) -> None:
     """
     for link in Path("/proc/self/fd").iterdir():
         try:
-            sock = socket.socket(fileno=int(link.name))
+            sock = socket.socket(type=_AS_IT_IS, fileno=int(link.name))
         except OSError:  # no socket, or closed meanwhile
             continue
         try:

@@ -158,13 +158,9 @@ def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
 
 def has_drained(has_ended: Callable[[], bool], limit_s: float) -> bool:
     """Waits until a device is done, after a failure; False where it is not in time. Raises what `has_ended` raises."""
-    began_s = time.monotonic()
-    while not has_ended():
-        waited_s = time.monotonic() - began_s
-        if waited_s > limit_s:
-            return False
-        pause(waited_s)
-    return True
+    until_s = time.monotonic() + limit_s
+    wait(lambda: has_ended() or time.monotonic() > until_s, lambda: None)
+    return has_ended()
 
 
 def pause(waited_s: float) -> None:

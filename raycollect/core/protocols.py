@@ -238,7 +238,8 @@ class Probing(Protocol):
                 two pairs of a turn.
 
         Returns:
-            (other rank, latency in seconds, bytes per second), by one rank of a pair; what took too long is left out.
+            (other rank, latency in seconds, bytes per second), by one rank of a pair. What is not known is left out;
+            what took too long is said to be as slow as its time.
         """
         ...
 

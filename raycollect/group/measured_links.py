@@ -15,7 +15,7 @@ from raycollect.core.codec import Codec
 from raycollect.errors import ProtocolError
 from raycollect.group import cluster_registry
 from raycollect.group.link_costs import FILE, MEASURED
-from raycollect.group.membership import ROUTED
+from raycollect.group.membership import BY_HOST
 from raycollect.planner import Link, Membership
 from raycollect.planner.pairs import tournament
 
@@ -57,7 +57,7 @@ class MeasuredLinks:
 
 def turns(membership: Membership, known: Mapping[Pair, Link]) -> dict[int, tuple[int, ...]]:
     """Who measures which links: for ranks that do, by turn the other rank, or -1. One rank of a host works for it."""
-    if membership.spec.backend not in ROUTED or membership.topology.between.source == FILE:
+    if membership.spec.backend not in BY_HOST or membership.topology.between.source == FILE:
         return {}
     agents = [ranks[0] for ranks in membership.topology.groups()]
     found: dict[int, list[int]] = {}

@@ -26,11 +26,9 @@ DEFAULT_TIMEOUT_S = 60.0
 MEMBERS_TIMEOUT_S = 30.0
 """The same for calls that members make themselves; as in `ray.util.collective`."""
 
-ROUTED = ("tcp", "gloo", "torch:gloo")
-"""The backends over which plans may go host by host."""
-
-_BY_HOST = ("tcp", "gloo", "torch:gloo")
-"""The backends whose own kernels go host by host; those of libraries only in what travels on their mesh (`meshed`)."""
+BY_HOST = ("tcp", "gloo", "torch:gloo")
+"""The backends whose own kernels go host by host, those of libraries in what travels on their mesh (`meshed`); plans on
+them may, too."""
 
 
 def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | None = None, **more: Any) -> Membership:
@@ -51,7 +49,7 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     """The groups inside a group over several hosts, as `Membership.inner` has them."""
     spec, topology = membership.spec, membership.topology
     everybody = all(member.participant for member in membership.members)
-    if spec.backend not in ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
+    if spec.backend not in BY_HOST or not everybody or not 1 < topology.host_count < spec.world_size:
         return ()
     if not spec.in_rank_order:
         return ()  # the backend itself goes host by host
@@ -83,7 +81,7 @@ def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
 def placed(spec: GroupSpec, machines: Sequence[str]) -> GroupSpec:
     """The group with the hosts of its ranks (`GroupSpec.hosts`); `machines` are as in `Member.machine`, by rank."""
     topology = Topology.of(machines)
-    counts = spec.backend in _BY_HOST and 1 < topology.host_count < spec.world_size + (spec.backend != "tcp")
+    counts = spec.backend in BY_HOST and 1 < topology.host_count < spec.world_size + (spec.backend != "tcp")
     return replace(spec, hosts=topology.hosts if counts else ())
 
 

@@ -125,10 +125,12 @@ class Namespaces:
         self._first, self._inits = [], []
 
     def command(self, host: int, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs a command on a host."""
-        init = str(self._inits[host])
-        inside = ["--net"] if host == 0 else ["--net", "--mount", "--uts", "--ipc", "--pid"]
-        return ["nsenter", "--target", init, *inside, f"--wd={Path.cwd()}", "--", *arguments]
+        """The command line that runs a command on a host; what it runs there ends with it."""
+        enter = ["nsenter", "--target", str(self._inits[host]), f"--wd={Path.cwd()}", "--net"]
+        if host == 0:
+            return [*enter, "--", *arguments]
+        # Among the host's processes it is a child of `nsenter`.
+        return [*enter, "--mount", "--uts", "--ipc", "--pid", "--", "setpriv", "--pdeathsig", "KILL", *arguments]
 
     def run(
         self, host: int, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = 60.0

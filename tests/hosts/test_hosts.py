@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.cluster import ROOT, Cluster
-from tests.hosts.namespaces import Namespaces, objection
+from tests.hosts.namespaces import HostsError, Namespaces, objection
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -250,6 +250,17 @@ def test_what_is_said_in_a_cut_of_five_seconds_arrives():
             hosts.heal(2)
             assert saying.stdout.readline() == b"answer\n"
     listening.wait(10)
+
+
+@pytest.mark.usefixtures("_possible")
+def test_a_driver_that_lasts_too_long_is_ended():
+    cluster = Cluster(1, rate="")
+    with cluster.hosts as hosts:
+        begun_s = time.monotonic()
+        with pytest.raises(HostsError, match="stopped"):
+            cluster.driver(["tail", "-f", "/dev/null"], timeout_s=0.5)
+        while "tail -f" in hosts.run(1, ["ps", "-eo", "args="]):
+            assert time.monotonic() - begun_s < 30, "it is still there"
 
 
 _MAKE = """

@@ -29,13 +29,13 @@ from raycollect.backends.arrays import Flat
 from raycollect.backends.completion import DONE, chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
+from raycollect.backends.joining import gathered, not_joined
 from raycollect.backends.meshed import Meshed, descriptors
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
-from raycollect.backends.tcp.join import gathered
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InternalError, InvalidGroupError
+from raycollect.errors import BackendUnavailableError, InternalError, InvalidGroupError
 from raycollect.errors.text import listed
 
 CHUNK_NBYTES = 4 << 20  # How much one call of the library moves: it holds the GIL that long
@@ -94,10 +94,7 @@ def _common(spec: GroupSpec, rendezvous: Rendezvous) -> str:
         _LIBRARIES, rendezvous, "gloo.has", range(spec.world_size), time.monotonic() + JOIN_TIMEOUT_S
     )
     if missing:
-        detail = f"backend 'gloo': ranks {missing} did not come within {JOIN_TIMEOUT_S:g} s"
-        raise CollectiveTimeoutError(
-            op="join", group_name=spec.name, missing=tuple(missing), timeout_s=JOIN_TIMEOUT_S, detail=detail
-        )
+        raise not_joined(spec, missing, JOIN_TIMEOUT_S)
     name: str
     for name in found[0]:
         if all(name in there for there in found.values()):

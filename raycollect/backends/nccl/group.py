@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from raycollect.backends.gpus import SHARING, sharing_fault
+from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import threads
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
@@ -72,7 +74,11 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     capability = _capability(cupy.cuda.runtime, device)
     here = _Place(gpu=gpu, version=version, may_share=may_share, capability=capability)
     rendezvous.put(f"nccl.place.{rank}", _PLACES.encode(here))
-    places = [_PLACES.decode(rendezvous.get(f"nccl.place.{peer}", timeout_s)) for peer in range(spec.world_size)]
+    until_s = time.monotonic() + timeout_s
+    told, missing = gathered(_PLACES, rendezvous, "nccl.place", range(spec.world_size), until_s)
+    if missing:
+        raise not_joined(spec, missing, timeout_s)
+    places = list(told.values())
     least = min(place.capability for place in places)
     if why := _check(spec, places):
         return Joined(communicator=None, device=device, version=version, capability=least, shared=why)

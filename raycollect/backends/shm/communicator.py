@@ -2,7 +2,7 @@
 
 Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`); small ones, and
 those on other arrays, are staged by chunks (`staged`). All ranks choose alike, from the listings written before the
-barrier (`directory`). Barriers, the agreement and aborts are in `sync`.
+barrier (`directory`). Barriers, the agreement and aborts are in `meeting`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import shared_memory
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
@@ -55,7 +57,10 @@ def unavailable(spec: GroupSpec, detail: str) -> BackendUnavailableError:
 
 def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: int) -> mmap.mmap:
     """Maps rank 0's segment, on every other rank; raises BackendUnavailableError if there is none or no access."""
-    offer = _OFFERS.decode(rendezvous.get(_NAME, JOIN_TIMEOUT_S))
+    offers, missing = gathered(_OFFERS, rendezvous, _NAME, (0,), time.monotonic() + JOIN_TIMEOUT_S)
+    if missing:
+        raise not_joined(spec, missing, JOIN_TIMEOUT_S)
+    offer = offers[0]
     if offer.error:
         raise unavailable(spec, offer.error)
     try:
@@ -77,26 +82,32 @@ def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: i
 def server_segment(
     spec: GroupSpec, rendezvous: Rendezvous, nbytes: int, prepare: Callable[[mmap.mmap], None]
 ) -> mmap.mmap:
-    """Makes the segment on rank 0 and passes it to all other ranks.; `prepare` sets it up before others map it.
+    """Makes the segment on rank 0 and passes it to all other ranks; `prepare` sets it up before others map it.
 
     Raises:
-        BackendUnavailableError: This system has no memfd, or no memory.
+        BackendUnavailableError: There is no memfd, memory or descriptor for it, or a member did not come for it.
     """
-    try:
-        fd = _make(nbytes)
-    except (OSError, AttributeError) as exc:
-        text = f"rank 0 can't make {nbytes} bytes of shared memory: {exc}"
-        if spec.world_size > 1:
-            rendezvous.put(_NAME, _OFFERS.encode(_Offer(error=text)))
-        raise unavailable(spec, text) from exc
-    try:
-        segment = _map(fd, nbytes)
-        prepare(segment)
-        if spec.world_size > 1:
-            _serve(spec, rendezvous, fd)
+    with ExitStack() as left:
+        name, listener = f"raycollect-{secrets.token_hex(16)}", None
+        try:
+            fd = _make(nbytes)
+            left.callback(os.close, fd)
+            segment = _map(fd, nbytes)
+            prepare(segment)
+            if spec.world_size > 1:
+                listener = left.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                listener.bind(local_address(name))
+                listener.listen(spec.world_size)
+        except (OSError, AttributeError) as exc:
+            text = f"rank 0 can't make {nbytes} bytes of shared memory: {exc}"
+            if spec.world_size > 1:
+                rendezvous.put(f"{_NAME}.0", _OFFERS.encode(_Offer(error=text)))
+            raise unavailable(spec, text) from exc
+        if listener is not None:
+            token = secrets.token_bytes(_TOKEN_NBYTES)
+            rendezvous.put(f"{_NAME}.0", _OFFERS.encode(_Offer(name, token)))
+            _hand_out(spec, listener, token, fd)
         return segment
-    finally:
-        os.close(fd)
 
 
 def _make(nbytes: int) -> int:
@@ -116,15 +127,6 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes)
 
 
-def _serve(spec: GroupSpec, rendezvous: Rendezvous, fd: int) -> None:
-    token, name = secrets.token_bytes(_TOKEN_NBYTES), f"raycollect-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(local_address(name))
-        listener.listen(spec.world_size)
-        rendezvous.put(_NAME, _OFFERS.encode(_Offer(name, token)))
-        _hand_out(spec, listener, token, fd)
-
-
 def _hand_out(spec: GroupSpec, listener: socket.socket, token: bytes, fd: int) -> None:
     waiting = set(range(1, spec.world_size))
     until_s = time.monotonic() + JOIN_TIMEOUT_S
@@ -137,6 +139,8 @@ def _hand_out(spec: GroupSpec, listener: socket.socket, token: bytes, fd: int) -
             link, _ = listener.accept()
         except TimeoutError:
             continue
+        except OSError as exc:  # such as for lack of descriptors
+            raise unavailable(spec, f"rank 0 can't hand out its segment to ranks {sorted(waiting)}: {exc}") from exc
         with link:
             link.settimeout(HELLO_TIMEOUT_S)
             try:

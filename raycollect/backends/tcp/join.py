@@ -25,15 +25,16 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, cast
 
+from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import sockets
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
-from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError
+from raycollect.errors import BackendUnavailableError
 
 _log = logging.getLogger("raycollect")
 # How long the listening end waits for one handshake. The connecting end has until the join ends: the listener may have
@@ -52,9 +53,6 @@ _NONCE_NBYTES = _TAG_NBYTES = 32
 _DONE = b"\x01"
 # One end of a handshake: yields what to send and how many bytes it then needs; returns the peer's rank
 Shake = Generator[tuple[bytes, int], bytes, int]
-
-
-_Told = TypeVar("_Told")
 
 
 class _Address(NamedTuple):
@@ -84,43 +82,19 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
             rendezvous.put("tcp.key", secrets.token_bytes(_TAG_NBYTES))
         where, missing = gathered(_ADDRESSES, rendezvous, "tcp.at", range(rank), until_s)
         if missing:
-            raise _absent(spec, missing, timeout_s)
+            raise not_joined(spec, missing, timeout_s)
         key = rendezvous.get("tcp.key", max(until_s - time.monotonic(), 0.0))
         joining = _Joining(spec, rank, key, listeners, where, host)
         try:
             joining.run(until_s)
             missing = joining.missing()
             if missing:
-                raise _absent(spec, missing, timeout_s, joining.trouble)
+                raise not_joined(spec, missing, timeout_s, joining.trouble)
             return joining.taken()
         finally:
             joining.close()
     finally:
         sockets.close(listeners)
-
-
-def gathered(
-    codec: Codec[_Told], rendezvous: Rendezvous, name: str, ranks: Iterable[int], until_s: float
-) -> tuple[dict[int, _Told], list[int]]:
-    """Returns what each rank has published under a name, and the ranks that have not in time."""
-    found, missing = {}, []
-    for rank in ranks:
-        try:
-            found[rank] = codec.decode(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
-        except CollectiveTimeoutError:
-            missing.append(rank)
-    return found, missing
-
-
-def _absent(spec: GroupSpec, missing: list[int], timeout_s: float, trouble: str = "") -> CollectiveTimeoutError:
-    told = f"backend 'tcp': ranks {missing} did not come, or could not be reached, within {timeout_s:g} s"
-    return CollectiveTimeoutError(
-        op="join",
-        group_name=spec.name,
-        missing=tuple(missing),
-        timeout_s=timeout_s,
-        detail=f"{told}; the last that failed here: {trouble}" if trouble else told,
-    )
 
 
 @dataclass(slots=True, eq=False)

@@ -122,14 +122,14 @@ class Peer:
             self.leave()
         self._seq, self._floor, self._core = seq, seq, core
         self.has_left, self.is_here, self.passed = False, False, _ALL
-        if self._hi and not self.is_held:  # an error has ended the last look
-            self._look()
 
     def leave(self) -> None:
         """Ends the launch: drops frames that were not begun, and keeps a half-sent one to finish it."""
         self._floor = self._seq + 1
         self._places.clear()
         self._into = None
+        if self._hi and not self.is_held:  # an error has ended the last look
+            self._look()
         if self._out:
             self._out = deque(frame for frame in self._out if frame.is_begun or frame.batch is None)
             for half in self._out:

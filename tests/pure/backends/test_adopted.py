@@ -299,7 +299,8 @@ def test_a_constructor_that_fails_is_named() -> None:
         communicator(OnlyAllreduce, colour="red")
 
 
-def test_the_group_is_destroyed_once_and_not_under_a_kernel() -> None:
+@pytest.mark.parametrize("error", [None, ConnectionError("a peer is gone")])
+def test_the_group_is_destroyed_once_and_not_under_a_kernel(error: Exception | None) -> None:
     entered, go = threading.Event(), threading.Event()
 
     class Slow(Threads):
@@ -307,6 +308,8 @@ def test_the_group_is_destroyed_once_and_not_under_a_kernel() -> None:
             entered.set()
             assert go.wait(WAIT_S)
             assert not self.destroyed
+            if error is not None:
+                raise error
 
     made = communicator(Slow)
     array = np.arange(2)
@@ -326,7 +329,8 @@ def test_the_group_is_destroyed_once_and_not_under_a_kernel() -> None:
     assert Threads.made[0].destroyed == 0
     go.set()
     thread.join(WAIT_S)
-    assert not failed
+    assert [exc.__cause__ for exc in failed] == ([] if error is None else [error])
+    assert Threads.made[0].destroyed == 1
     made.close()
     assert Threads.made[0].destroyed == 1
     with pytest.raises(GroupBrokenError, match="closed"):

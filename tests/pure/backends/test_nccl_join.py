@@ -254,8 +254,9 @@ def test_gpus_of_two_hosts_are_not_the_same() -> None:
 
 def test_a_member_that_never_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.05)
-    with gpus(2), pytest.raises(CollectiveTimeoutError):
+    with gpus(2), pytest.raises(CollectiveTimeoutError, match=r"'nccl': ranks \[1\] did not come") as caught:
         create(0, 2)
+    assert caught.value.missing == (1,)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +13,10 @@ from raycollect.backends.tcp.link import Link
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator, Probing
 from tests.pure.backends.test_abort import body_sum_of_ones
+from tests.pure.backends.test_tcp_checksum import form
 from tests.pure.communicators import ThreadTeam
+
+__all__ = ["form"]  # a fixture
 
 TURNS = (((1, 1), (2, 2)), ((1, 0), (3, 2)), ((2, 0), (3, 1)))
 """By rank, of three: each pair in a turn of its own."""
@@ -65,7 +69,21 @@ def test_a_pair_moves_what_it_says(team_of, monkeypatch) -> None:
 
     monkeypatch.setattr(Link, "send", counted)
     team_of(3).must(measured, TURNS)
-    assert 3 * 2 * _probe.BURST_NBYTES <= sent[0] < 3 * 2 * _probe.BURST_NBYTES + 1000
+    once = 3 * 2 * _probe.BURST_NBYTES
+    assert once <= sent[0] < _probe.BURSTS * once + 1000
+
+
+def test_a_link_that_takes_its_time_carries_one_burst(team_of, monkeypatch) -> None:
+    monkeypatch.setattr(_probe, "AGAIN_S", 0.0)
+    received, bursts = _probe._Pair._received, [0]
+
+    def counted(pair) -> float:
+        bursts[0] += pair._link.rank
+        return received(pair)
+
+    monkeypatch.setattr(_probe._Pair, "_received", counted)
+    team_of(2).must(measured, (((1, 1),), ((1, 0),)))
+    assert bursts == [1]
 
 
 def test_a_rank_that_does_not_come_costs_a_bounded_time_and_its_own_links(team_of, monkeypatch) -> None:
@@ -99,3 +117,45 @@ def test_a_link_that_is_too_slow_is_as_slow_as_the_time_for_it(team_of, monkeypa
     assert latency_s < 0.2
     assert bandwidth == _probe.BURST_NBYTES / 0.2
     assert all(team.must(whole_again, team.launch()))
+
+
+def test_a_burst_in_which_the_receiver_had_no_core_does_not_count(team_of, monkeypatch) -> None:
+    """Rank 1 is preempted for 0.1 s in the second half of the first burst: alone, it would say 4 MB/s."""
+    wait, waits = _probe._Pair._wait, [0]
+
+    def preempted(pair, batch) -> None:
+        if pair._link.rank == 1:
+            waits[0] += 1
+            # It meets, answers the pings, and receives.
+            if waits[0] == 1 + 2 * _probe.PINGS + _probe.PIECES:
+                time.sleep(0.1)  # the fault itself
+        wait(pair, batch)
+
+    monkeypatch.setattr(_probe._Pair, "_wait", preempted)
+    (((_, _, bandwidth),), _) = team_of(2).must(measured, (((1, 1),), ((1, 0),)))
+    assert bandwidth > 4 * (_probe.BURST_NBYTES / 2) / 0.1
+
+
+def test_what_is_damaged_on_its_way_ends_the_measuring_and_nothing_else(form) -> None:
+    """The ranks have checksums: the one that sees the damage has no link to tell, and the other gives up."""
+    team = form(2)
+    team.trigger.arm(_probe.BURST_NBYTES // 2)
+    team.must(measured, (((1, 1),), ((1, 0),)))
+    assert team.trigger.hit
+    assert all(team.must(whole_again, team.launch()))
+
+
+def test_a_communicator_that_is_closed_while_it_measures_ends_it(team_of, monkeypatch) -> None:
+    """As by a member that has died meanwhile: the next pair is not begun."""
+    measure = _probe._Pair.measure
+    team = team_of(3)
+
+    def closed(pair) -> None:
+        measure(pair)
+        if pair._link.rank == 0:
+            team.communicators[0].close()
+
+    monkeypatch.setattr(_probe._Pair, "measure", closed)
+    monkeypatch.setattr(_probe, "TOTAL_S", 0.2)
+    found = team.must(measured, TURNS)
+    assert [other for other, *_ in found[0]] == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -274,6 +275,9 @@ def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytes
     with pytest.raises(BackendUnavailableError, match=r"ranks \[1\]"):
         shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
     assert_gone(rendezvous.name)
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come") as caught:
+        shm.create(spec_of(2), 1, MemoryRendezvous(), NO_EXCHANGE)
+    assert caught.value.missing == (0,)
 
 
 def test_members_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,19 +301,33 @@ def test_members_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch)
     assert_gone(rendezvous.name)
 
 
-@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate"])
+@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate", "mmap", "socket"])
 def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """There may also be no room for it in the process, or no descriptor for the socket that hands it out."""
+    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.1)
+
     def fail(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
     if broken == "memfd_create":
         monkeypatch.delattr(os, broken)
     else:
-        monkeypatch.setattr(os, broken, fail)
+        of = {"posix_fallocate": os, "mmap": segment.mmap, "socket": segment.socket}[broken]
+        monkeypatch.setattr(of, broken, fail)
     rendezvous = MemoryRendezvous()
     for rank in (0, 1):
         with pytest.raises(BackendUnavailableError, match="shared memory"):
             shm.create(spec_of(2), rank, rendezvous, NO_EXCHANGE)
+
+
+def test_rank_0_says_that_it_has_no_descriptor_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(socket.socket):
+        def accept(self) -> tuple[socket.socket, str]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", Full)
+    with pytest.raises(BackendUnavailableError, match=r"hand out .* ranks \[1\]: .*Too many open files"):
+        shm.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE)
 
 
 def test_an_arrival_that_is_too_long_is_refused() -> None:

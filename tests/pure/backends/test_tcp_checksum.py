@@ -371,6 +371,24 @@ def test_a_sum_is_of_the_bytes_however_they_come(line: tuple[Link, Peer], pieces
         link.end(launch_of(seq), is_right)
 
 
+def test_a_changed_byte_ends_no_connection_on_which_the_farewell_has_to_wait(
+    line: tuple[Link, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More comes meanwhile: it is read behind the damaged frame, which filled the buffer."""
+    monkeypatch.setattr(_tcp_link, "FAREWELL_S", 0.05)
+    link, other = line
+    array, batch = np.zeros(10_000, np.uint8), Batch()
+    link.begin(launch_of(1))
+    link.send(1, np.zeros(8 << 20, np.uint8), batch)  # more than the connection takes
+    link.receive(1, array, batch)
+    other.sock.sendall(HEADER.pack(1, DATA | SUMMED, 0, 1, 10_000, 12345) + b"y" * 10_000)
+    with pytest.raises(KernelError):
+        link.wait(batch, launch_of(1), time.monotonic() + 5)
+    send(other, 1, DATA, b"of the same launch")
+    link.end(launch_of(1), False)
+    assert not link._peers[1].lost
+
+
 def test_a_rank_that_saw_a_changed_byte_keeps_nobody_in_the_kernel(form: Callable[..., WiredTeam]) -> None:
     """The others hear at once, long before the launch's time is over."""
     team = form(3)

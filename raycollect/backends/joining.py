@@ -1,0 +1,40 @@
+"""What members publish while they join a group, and the error that names those who don't."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from raycollect.core.codec import Codec
+from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import Rendezvous
+from raycollect.errors import CollectiveTimeoutError
+
+_Told = TypeVar("_Told")
+
+
+def gathered(
+    codec: Codec[_Told], rendezvous: Rendezvous, name: str, ranks: Iterable[int], until_s: float
+) -> tuple[dict[int, _Told], list[int]]:
+    """Returns what each rank has published under a name, and the ranks that have not in time."""
+    found, missing = {}, []
+    for rank in ranks:
+        try:
+            found[rank] = codec.decode(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
+        except CollectiveTimeoutError:
+            missing.append(rank)
+    return found, missing
+
+
+def not_joined(spec: GroupSpec, missing: Sequence[int], timeout_s: float, trouble: str = "") -> CollectiveTimeoutError:
+    """Makes the error of a rank that has waited in vain for others to join; `trouble`: the last failure here."""
+    what = f"ranks {list(missing)} did not come, or could not be reached, within {timeout_s:g} s"
+    last = f"; the last that failed here: {trouble}" if trouble else ""
+    return CollectiveTimeoutError(
+        op="join",
+        group_name=spec.name,
+        missing=tuple(missing),
+        timeout_s=timeout_s,
+        detail=f"backend {spec.backend!r}: {what}{last}",
+    )
