@@ -43,6 +43,7 @@ from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.membership import DATA, PROGRAM
 from raycollect.planner import Membership
 from raycollect.pos import Absence
+from tests.pure.driver.test_controller import declared
 from tests.pure.driver.test_plan_tracker_batches import group
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
 
@@ -178,7 +179,7 @@ class Fleet:
                     close=lambda reason: None,
                 ),
             )
-        self.controller.groups.add(membership)
+        self.controller.groups.add(declared(membership))
         self.memberships.append(membership)
         self.members.append(members)
 
