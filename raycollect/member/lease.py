@@ -385,9 +385,12 @@ class Lease:
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
-        group.plans.refuse(reason)  # first: a plan either begins before it, and is aborted, or gets no communicator
-        self._abort_plans(group.spec.group_id, reason)
-        group.plans.disconnect()
+        communicator = group.plans.refuse(reason)  # first: a plan has begun, and is aborted, or gets none
+        try:
+            self._abort_plans(group.spec.group_id, reason)
+        finally:
+            if communicator is not None:
+                communicator.close()  # so that the group keeps no memory of a member that has died
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
         for seq, running in list(self._running.items()):

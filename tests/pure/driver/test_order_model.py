@@ -172,7 +172,6 @@ class Fleet:
                     controller=site.lease.controller,
                     plans=SimpleNamespace(
                         communicator=LocalCommunicator(world, rank),
-                        is_over=False,
                         exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
                         close=lambda reason: None,
                     ),
