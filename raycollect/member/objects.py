@@ -94,11 +94,12 @@ def scatter_object(
     """Gives each rank its item of one rank's list, which other ranks leave out. See `broadcast_object`."""
     process_group = get_group_handle(group_name)
     mine = process_group.rank == src_rank
-    exchange = _Exchange("scatter_object", values or [] if mine else [], group_name, pickle, timeout_s)
+    given = values if mine and values is not None else ()
+    exchange = _Exchange("scatter_object", given, group_name, pickle, timeout_s)
     count = process_group.world_size
     if mine and len(exchange.lengths) != count:
+        exchange.why = exchange.why or f"{len(exchange.lengths)} values for {count} ranks"
         exchange.lengths = [_FAILED] * count
-        exchange.why = f"{len(values or ())} values for {count} ranks"
     length = np.zeros(1, np.int64)
     lengths = [np.array([one], np.int64) for one in exchange.lengths] if mine else None
     operations.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
@@ -124,9 +125,9 @@ class _Exchange:
         try:
             parts = [pickler.dumps(one) if pickle else pack_value(one) for one in values]
             self.lengths = [len(one) for one in parts]
-        except Exception as exc:  # noqa: BLE001 - foreign code may be asked to pickle; all ranks hear of it
+        except Exception as exc:  # noqa: BLE001 - foreign code gives and pickles them; all ranks hear of it
             self.why = f"{type(exc).__name__}: {exc}"
-            self.lengths = [_FAILED] * len(values)
+            self.lengths = [_FAILED]
         self.packed = np.frombuffer(bytearray(b"".join(parts)), np.uint8)
 
     def rooms(self) -> list[Any]:

@@ -52,6 +52,8 @@ def _strange(name, rank):
         lambda: objects.scatter_object([1, strange], 1, name),
         lambda: objects.scatter_object([1, 2, 3], 1, name),
         lambda: objects.allgather_object((lambda: rank) if rank else 1, name, pickle=True),
+        lambda: objects.scatter_object(1, 1, name),
+        lambda: objects.scatter_object((one for one in (1, 2, 3)), 1, name),
     ):
         with pytest.raises(NotATensorError) as caught:
             call()
@@ -67,3 +69,13 @@ def test_what_can_not_travel_is_refused_on_all_ranks(crew):
     assert all("rank 1" in one for one in (*here, *there))
     assert "Fraction" in there[0]
     assert "3 values for 2 ranks" in there[4]
+    assert "not iterable" in there[6]
+
+
+def _scattered(name, rank):
+    return [objects.scatter_object(values if rank else None, 1, name) for values in (np.zeros(2), iter("ab"))]
+
+
+def test_values_to_scatter_are_any_iterable(crew):
+    """The truth of an array of several elements has no meaning, and that of one is not whether there are any."""
+    assert crew.group(2).must(_scattered) == [[0.0, "a"], [0.0, "b"]]
