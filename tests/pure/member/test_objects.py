@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from raycollect.errors import NotATensorError
+from raycollect.errors import NotATensorError, RefusedError
 from raycollect.member import objects, operations
 from tests.pure.member.operation_bodies import backend
 
@@ -70,6 +70,21 @@ def test_what_can_not_travel_is_refused_on_all_ranks(crew):
     assert "Fraction" in there[0]
     assert "3 values for 2 ranks" in there[4]
     assert "not iterable" in there[6]
+
+
+def _no_rank(name, rank):
+    wrong = np.ones(2) if rank else 0
+    for call in (
+        lambda: objects.broadcast_object("a", wrong, name),
+        lambda: objects.gather_object("a", wrong, name),
+        lambda: objects.scatter_object(["a", "b"], wrong, name),
+    ):
+        with pytest.raises(RefusedError, match="rank is array"):
+            call()
+
+
+def test_what_is_no_rank_is_refused_on_all_ranks(crew):
+    crew.group(2).must(_no_rank)
 
 
 def _scattered(name, rank):
