@@ -61,11 +61,10 @@ class Groups:
         self._draining = ""  # the id of a group of which no plan begins, as its members change
         self._changing = threading.RLock()  # groups and leases
         self.held: HeldGroups = HeldGroups(self._changing)
-        self._named: dict[str, Membership] = {}
+        self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
         self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
         self._broken: dict[str, str] = {}  # group id -> why
         self._links = measured_links.MeasuredLinks()
-        self._declarations: dict[str, Declaration] = {}  # name -> what was asked for; keeps the actors alive (P5)
 
     # ------------------------------------------------------------------------------------------ looking them up
 
@@ -73,7 +72,7 @@ class Groups:
         """A declared group; raises UnknownGroupError where there is none of that name."""
         found = self.find(name)
         if found is None:
-            raise unknown(name, f"not declared; declared are {sorted(self._named) or 'none'}")
+            raise unknown(name, f"not declared; declared are {sorted(self._declared) or 'none'}")
         return found
 
     def find(self, name: Any) -> Membership | None:
@@ -81,16 +80,20 @@ class Groups:
         if self._draining:
             with self._changing:  # until its members are those that it will have
                 pass
-        return self._named.get(name) if isinstance(name, str) else None
+        found = self._declared.get(name) if isinstance(name, str) else None
+        return None if found is None else found[0]
 
     def declared(self) -> list[Declared]:
         """All declared groups, with what was asked for."""
         with self._changing:
-            return [(membership, self._declarations[name]) for name, membership in self._named.items()]
+            return list(self._declared.values())
 
     def exists(self, membership: Membership) -> bool:
         """False once the group was destroyed."""
-        return any(m is membership for m in (*self._named.values(), *self._derived.values()))
+        declared = self._declared.get(membership.spec.name)
+        if declared is not None and declared[0] is membership:
+            return True
+        return any(one is membership for one in tuple(self._derived.values()))
 
     def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
         """A group as it is now, if it was rebuilt; a derived one is formed again where it is gone or broken."""
@@ -119,7 +122,7 @@ class Groups:
 
     def breaks(self, group_id: str, why: str) -> None:
         """A group can't communicate any more; the first reason is kept."""
-        groups = (*self._named.values(), *self._derived.values())
+        groups = [one for one, _ in tuple(self._declared.values())] + list(self._derived.values())
         if any(one.spec.group_id == group_id for group in groups for one in group.tree):  # not one that is destroyed
             self._broken.setdefault(group_id, why)
 
@@ -131,22 +134,21 @@ class Groups:
 
     # ------------------------------------------------------------------------------------------ declared ones
 
-    def add(self, membership: Membership) -> None:
+    def add(self, declared: Declared) -> Declared:
         """Stores a group under its name, and registers it in the cluster."""
-        self._named[membership.spec.name] = membership
-        cluster_registry.post(membership)
+        self._declared[declared[0].spec.name] = declared
+        cluster_registry.post(declared[0])
+        return declared
 
     def declare(self, declaration: Declaration) -> Declared:
         """Forms a named group; returns when every member has joined."""
         with self._changing:
-            before = self._named.get(declaration.name)
+            before = self._declared.get(declaration.name)
             if before is not None:
-                if not self.coordinators.is_deserted(before):
+                if not self.coordinators.is_deserted(before[0]):
                     raise GroupExistsError(group_name=declaration.name)
                 self.destroy(declaration.name)  # all its members have left it
-            membership, self._declarations[declaration.name] = formed = self._form(declaration)
-            self.add(membership)
-            return formed
+            return self.add(self._form(declaration))
 
     def rebuild(self, old: Membership, actors: Sequence[Any] | None, timeout_s: float) -> Declared:
         """Forms a declared group again, over the members that live or over other actors (`Group.rebuild`).
@@ -182,32 +184,31 @@ class Groups:
 
     def _declaration(self, membership: Membership) -> Declaration:
         name = membership.spec.name
-        if self._named.get(name) is not membership:
+        found = self._declared.get(name)
+        if found is None or found[0] is not membership:
             raise UnknownGroupError(group_name=name, detail="it was destroyed or changed meanwhile: get it again")
-        return self._declarations[name]
+        return found[1]
 
     def _form_again(
         self, old: Membership, declaration: Declaration, heirs: Mapping[str, str], *, drains: bool
     ) -> Declared:
         try:
-            membership, self._declarations[declaration.name] = formed = self._form(declaration, old=old, drains=drains)
+            formed = self._form(declaration, old=old, drains=drains)
+            self.held.succeed(old, formed[0], heirs)
+            return self.add(formed)
         finally:
             self._draining = ""
-        self.held.succeed(old, membership, heirs)
-        self.add(membership)
-        return formed
 
     def close(self) -> None:
         """Removes the groups, which end with their controller, from the cluster's registry."""
-        for membership in tuple(self._named.values()):
+        for membership, _ in tuple(self._declared.values()):
             cluster_registry.remove(membership)
 
     def destroy(self, name: str) -> None:
         """Ends a declared group; raises UnknownGroupError where there is none of that name."""
         with self._changing:
             membership = self.named(name)
-            del self._named[name]
-            self._declarations.pop(name, None)
+            del self._declared[name]
             self.held.forget(membership)
             self._dissolve(membership)
 

@@ -33,7 +33,7 @@ def form(hub: HubClient, deadline_s: float) -> Communicator | None:
     making.add_done_callback(lambda _: hub.notify())
     try:
         is_made = hub.wait_made(generation, making.done, deadline_s)
-    except RaycollectError:
+    except BaseException:  # also a signal
         making.add_done_callback(_close)
         raise
     error = making.exception() if is_made else None

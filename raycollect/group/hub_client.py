@@ -137,14 +137,17 @@ class HubClient:
             return self._answer is not None
 
         self.send(Meet(group_id=group_id, communicator=self.name, place=place, call=call, blob=blob))
-        with self.changed:
-            self.changed.wait_for(lambda: answered() or self.stop or halted(), max(timeout_s, 0))
-            timed_out = not (answered() or self.stop or halted())
-            pending = not answered()
-        if pending:
-            self.send(Withdraw(group_id=group_id, communicator=self.name, call=call, timed_out=timed_out))
+        timed_out = False
+        try:
             with self.changed:
-                self.changed.wait_for(lambda: answered() or self.final, _ANSWER_S)
+                self.changed.wait_for(lambda: answered() or self.stop or halted(), max(timeout_s, 0))
+                timed_out = not (answered() or self.stop or halted())
+        finally:  # also after a signal: the others must not meet a rank that does not come
+            pending = not answered()
+            if pending:
+                self.send(Withdraw(group_id=group_id, communicator=self.name, call=call, timed_out=timed_out))
+                with self.changed:
+                    self.changed.wait_for(lambda: answered() or self.final, _ANSWER_S)
         with self.changed:
             self._meeting = 0
             answer, stop = self._answer, self.stop

@@ -117,7 +117,7 @@ def current(environ: Mapping[str, str] = os.environ) -> Costs:
     path = default_path(environ)
     if environ.get(ENVIRONMENT_VARIABLE):
         return read(path, source=ENVIRONMENT_VARIABLE)
-    if not path.exists():
+    if not os.path.exists(path):  # noqa: PTH110 - `Path.exists` raises where a folder may not be read
         return Costs()
     try:
         return read(path)

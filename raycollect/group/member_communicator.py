@@ -12,6 +12,7 @@ What ends an attempt, and what follows:
 all ranks agreed and the kernels ran                   the communicator stays
 all ranks were refused by the agreement                the communicator stays; the call raises
 this rank's time is over before all agreed             it drops the communicator and raises
+a signal interrupts this rank, as Ctrl-C does          it drops it; the others wait for its next call
 another rank gave up or failed, while this one waited  it drops the communicator and raises the same
 another rank had left before this one came             it drops it and waits where that rank comes next
 a rank died or departed before its part                it drops the communicator and raises
@@ -218,25 +219,29 @@ class MemberCommunicator:
         with self._changed:
             communicator = None if hub.stale else self._communicator
             self._objecting = self._callers.contest if object_to is not None else None
-        if communicator is None:
-            self._give_up()
-            if (communicator := self._form(deadline_s)) is None:
-                return None
-        with self._changed:
-            self._seq += 1
-            hub.agreed = hub.recalled = False
-            hub.place = "check"
-            if object_to is not None and (wrong := self._callers.contest) is not None:
-                self._objecting, attempt = wrong, object_to(wrong)
         try:
+            if communicator is None:
+                self._give_up()
+                if (communicator := self._form(deadline_s)) is None:
+                    return None
+            with self._changed:
+                self._seq += 1
+                hub.agreed = hub.recalled = False
+                hub.place = "check"
+                if object_to is not None and (wrong := self._callers.contest) is not None:
+                    self._objecting, attempt = wrong, object_to(wrong)
             within = self._within = self._within or CallCommunicator(hub, communicator)
             within.deadline_s = deadline_s
             outcome = attempt(within, self._seq)
-        except BaseException as exc:
+        except RaycollectError as exc:
+            self._give_up(exc)
+            raise
+        except Exception as exc:
             unforeseen = InternalError(detail=threads.cause_of(exc))
             self._give_up(unforeseen)
-            if isinstance(exc, Exception):
-                raise anew(unforeseen) from exc
+            raise anew(unforeseen) from exc
+        except BaseException as exc:  # a signal: the others wait for the next call of this rank
+            self._give_up(PlanAbortedError(detail=f"it was interrupted: {threads.cause_of(exc)}"))
             raise
         if (failure := outcome.error) is None:
             return outcome
@@ -309,11 +314,7 @@ class MemberCommunicator:
             hub.is_made, self._seq = False, 0
             self._stood = Standing(FORM, 0)
         hub.meet(FORM, secrets.token_hex(8).encode(), deadline_s - time.monotonic())
-        try:
-            made = self._all_made(communicator_init.form(hub, deadline_s), deadline_s)
-        except RaycollectError as exc:
-            self._give_up(exc)
-            raise
+        made = self._all_made(communicator_init.form(hub, deadline_s), deadline_s)
         with self._changed:
             self._communicator = made
             dead = tuple(self._dead) if made is not None else ()

@@ -25,8 +25,7 @@ class PlanCommunicator:
 
     Attributes:
         exchange: The agreement through the controller.
-        communicator: The backend's; None before `connect` has made it, and after `close`.
-        is_over: Whether plans that begin now are refused; see `why_none`.
+        communicator: The backend's; None before `connect` has made it, and after `refuse` or `close`: see `why_none`.
         links: What `connect` has measured, as in `Joined`.
     """
 
@@ -39,7 +38,6 @@ class PlanCommunicator:
 
         self.exchange: ChannelExchange = ChannelExchange(owner.spec.group_id, owner.rank, tell)
         self.communicator: Communicator | None = None
-        self.is_over: bool = False
         self.links: tuple[tuple[float, ...], ...] = ()
         self._owner = owner
         self._actor_ids = owner.actor_ids
@@ -65,11 +63,11 @@ class PlanCommunicator:
                 made.close()
                 raise
         with hub.changed:
-            is_over = hub.stop is not None
-            self.communicator = None if is_over else made
-        if is_over:
-            made.close()
-        return None
+            if hub.stop is None:
+                self.communicator = made
+                return None
+        made.close()
+        return self.why_none()
 
     def why_none(self) -> RaycollectError:
         """Why there is no communicator, or none any more."""
@@ -98,19 +96,15 @@ class PlanCommunicator:
             hub.stop = hub.stop or GroupBrokenError(group_name=self._group_name, detail=reason)
             hub.changed.notify_all()
 
-    def refuse(self, reason: str) -> None:
-        """Plans that begin from now on get no communicator."""
+    def refuse(self, reason: str) -> Communicator | None:
+        """Plans that begin from now on get no communicator, and hear why; returns what the caller has to close."""
         self.give_up(reason)
-        self.is_over = True
-
-    def disconnect(self) -> None:
-        """Closes the communicator, so that the group keeps no memory of a member that has died."""
-        communicator = self.communicator
-        if communicator is not None:
-            communicator.close()
+        with self._hub.changed:
+            communicator, self.communicator = self.communicator, None
+        return communicator
 
     def close(self, reason: str) -> None:
         """Lets go of all that plans hold here. Never waits; may be called twice."""
-        self.give_up(reason)
-        self.disconnect()
-        self.communicator = None
+        communicator = self.refuse(reason)
+        if communicator is not None:
+            communicator.close()

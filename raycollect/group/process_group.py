@@ -235,7 +235,11 @@ class ProcessGroup:
             return list(self._communicators.values())
 
     def close(self, detail: str = "it has destroyed the group on its side") -> None:
-        """Ends this member's part. May be called twice."""
+        """Ends this member's part, also for who waits in `part`. May be called twice."""
+        self._leave_group(detail)
+        self._parted.set()  # whoever has the group end does not answer any more
+
+    def _leave_group(self, detail: str = "it has destroyed the group on its side") -> None:
         self.lost(GroupBrokenError(group_name=self.name, detail=f"this process has left: {detail}"))
         told = GroupBrokenError(group_name=self.name, detail=f"{self.describe(self.rank)} has left: {detail}")
         with self._lock:
@@ -250,7 +254,7 @@ class ProcessGroup:
 
     def part(self) -> None:
         """Leaves at this process's own wish: when it returns, the controller of a declared group knows."""
-        self.close()
+        self._leave_group()
         if self.controller:
             with suppress(ConnectionLostError):
                 self.send(Depart(group_id=self.spec.group_id))

@@ -125,12 +125,12 @@ class ProcessGroups:
     def communicator(self, group_id: str) -> Communicator:
         """What plans of a group run on; GroupBrokenError if there is none."""
         group = self.by_id.get(group_id)
-        communicator = None if group is None else group.plans.communicator
-        if group is not None and communicator is not None and not group.plans.is_over:
-            return communicator
-        if group is not None:
+        if group is None:
+            raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
+        communicator = group.plans.communicator
+        if communicator is None:
             raise group.plans.why_none()
-        raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
+        return communicator
 
     def received(self, message: Any) -> None:
         """A message of the hub of a group."""

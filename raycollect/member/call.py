@@ -88,7 +88,7 @@ class MemberCall:
     @property
     def is_root(self) -> bool:
         """Whether this rank is the root."""
-        return bool(self._root == self._process_group.rank)
+        return type(self._root) is int and self._root == self._process_group.rank
 
     def run(self, values: Sequence[tuple[str, Any]], *, async_op: bool, timeout_s: float | None) -> MemberWork | None:
         """Runs it with (name, value) of what this rank gives, and then of what it takes into."""

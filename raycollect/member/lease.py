@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -382,9 +382,9 @@ class Lease:
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
-        group.plans.refuse(reason)  # first: a plan either begins before it, and is aborted, or gets no communicator
-        self._abort_plans(group.spec.group_id, reason)
-        group.plans.disconnect()
+        communicator = group.plans.refuse(reason)  # first: a plan has begun, and is aborted, or gets none
+        with nullcontext() if communicator is None else closing(communicator):  # it keeps no memory of the dead
+            self._abort_plans(group.spec.group_id, reason)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
         for seq, running in list(self._running.items()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle as pickler
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def broadcast_object(
         NotATensorError: It can't travel; raised on all ranks.
         RaycollectError: As `raycollect.allreduce`.
     """
-    mine = [value] if get_group_handle(group_name).rank == src_rank else []
+    mine = [value] if _is_here(src_rank, group_name) else []
     exchange = _Exchange("broadcast_object", mine, group_name, pickle, timeout_s)
     length = np.array(exchange.lengths[0] if mine else 0, np.int64)
     operations.broadcast(length, src_rank, group_name, timeout_s=timeout_s)
@@ -78,9 +79,7 @@ def gather_object(
     exchange = _Exchange("gather_object", [value], group_name, pickle, timeout_s)
     rooms = exchange.rooms()
     operations.gather(rooms, exchange.packed, dst_rank, group_name, timeout_s=timeout_s)
-    if get_group_handle(group_name).rank != dst_rank:
-        return None
-    return [exchange.read(one) for one in rooms]
+    return [exchange.read(one) for one in rooms] if _is_here(dst_rank, group_name) else None
 
 
 def scatter_object(
@@ -92,13 +91,13 @@ def scatter_object(
     timeout_s: float | None = None,
 ) -> Any:
     """Gives each rank its item of one rank's list, which other ranks leave out. See `broadcast_object`."""
-    process_group = get_group_handle(group_name)
-    mine = process_group.rank == src_rank
-    exchange = _Exchange("scatter_object", values or [] if mine else [], group_name, pickle, timeout_s)
-    count = process_group.world_size
+    mine = _is_here(src_rank, group_name)
+    given = values if mine and values is not None else ()
+    exchange = _Exchange("scatter_object", given, group_name, pickle, timeout_s)
+    count = get_group_handle(group_name).world_size
     if mine and len(exchange.lengths) != count:
+        exchange.why = exchange.why or f"{len(exchange.lengths)} values for {count} ranks"
         exchange.lengths = [_FAILED] * count
-        exchange.why = f"{len(values or ())} values for {count} ranks"
     length = np.zeros(1, np.int64)
     lengths = [np.array([one], np.int64) for one in exchange.lengths] if mine else None
     operations.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
@@ -107,6 +106,11 @@ def scatter_object(
     parts = np.split(exchange.packed, np.cumsum(exchange.lengths)[:-1]) if mine else None
     operations.scatter(data, parts, src_rank, group_name, timeout_s=timeout_s)
     return exchange.read(data)
+
+
+def _is_here(rank: Any, group_name: GroupLike) -> bool:
+    """Whether this process has that rank. What is no rank is refused by the operation, on all ranks."""
+    return isinstance(rank, Integral) and bool(get_group_handle(group_name).rank == rank)
 
 
 class _Exchange:
@@ -124,9 +128,9 @@ class _Exchange:
         try:
             parts = [pickler.dumps(one) if pickle else pack_value(one) for one in values]
             self.lengths = [len(one) for one in parts]
-        except Exception as exc:  # noqa: BLE001 - foreign code may be asked to pickle; all ranks hear of it
+        except Exception as exc:  # noqa: BLE001 - foreign code gives and pickles them; all ranks hear of it
             self.why = f"{type(exc).__name__}: {exc}"
-            self.lengths = [_FAILED] * len(values)
+            self.lengths = [_FAILED]
         self.packed = np.frombuffer(bytearray(b"".join(parts)), np.uint8)
 
     def rooms(self) -> list[Any]:

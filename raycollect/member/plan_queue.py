@@ -82,11 +82,12 @@ class PlanQueue:
 
         `run` carries out this one, and all that will come; it raises nothing.
         """
-        self._put(Came(*decode_order(message.payload), message))
-        if self._thread is None:
+        came = Came(*decode_order(message.payload), message)
+        if self._thread is None:  # first, so that nothing is queued if no thread can be started
             self._thread = threads.start("raycollect-order", threads.repeat, partial(self._take, run))
             if self._bell is not None:
                 self._reporter.tell(Listens())
+        self._put(came)
 
     def _put(self, came: Came | None) -> None:
         self._waiting.put(came)

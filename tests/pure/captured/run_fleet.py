@@ -18,7 +18,7 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.planner import plan
-from tests.pure.driver.test_controller import lease
+from tests.pure.driver.test_controller import declared, lease
 from tests.pure.driver.test_plan_tracker_batches import asked, group, key
 
 CAPTURE = bytes(range(16))
@@ -96,7 +96,7 @@ class Fleet:
         left, right = self.left, self.right = groups
         found = lease(controller, left, right)
         for membership in (left, right):
-            controller.groups.add(membership)
+            controller.groups.add(declared(membership))
             controller.groups.coordinators.open(membership)
             for member in membership.members:
                 found[member.actor].group_ids.add(membership.spec.group_id)

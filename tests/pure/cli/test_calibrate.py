@@ -164,6 +164,11 @@ def test_a_named_file_that_is_missing_is_refused(tmp_path):
         link_costs.current({"RAYCOLLECT_COSTS": str(tmp_path / "none.json")})
 
 
+def test_where_the_default_place_can_not_be_looked_at_the_defaults_stand():
+    """As in a container whose user may not read the home directory that its environment names."""
+    assert link_costs.current({"XDG_CONFIG_HOME": f"/{'x' * 300}"}) == Costs()
+
+
 def test_a_broken_file_at_the_default_place_is_told_and_the_defaults_stand(tmp_path):
     path = tmp_path / "raycollect" / "costs.json"
     path.parent.mkdir()

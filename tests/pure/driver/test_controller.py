@@ -12,10 +12,13 @@ from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined,
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
 from raycollect.core.submitted_calls import SubmittedCalls
+from raycollect.driver import member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_plan
+from raycollect.driver.groups import Declared
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
+<<<<<<< HEAD
 from raycollect.errors import (
     ConnectionLostError,
     GroupBrokenError,
@@ -26,8 +29,12 @@ from raycollect.errors import (
     UnknownGroupError,
     from_wire,
 )
+=======
+from raycollect.errors import GroupBrokenError, KernelError, PlanAbortedError, ProtocolError, from_wire
+>>>>>>> group
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
+from raycollect.group.declaration import Declaration
 from raycollect.planner import Membership
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 
@@ -71,6 +78,12 @@ def controller() -> Any:
     made = Controller(object())
     yield made
     made.close()
+
+
+def declared(membership: Membership) -> Declared:
+    """A group as it is stored by its name."""
+    spec = membership.spec
+    return membership, Declaration(name=spec.name, backend=spec.backend, actors=())
 
 
 def lease(controller: Controller, *memberships: Membership) -> dict[str, ParticipantLink]:
@@ -211,7 +224,7 @@ def test_early_publish_reaches_members_invited_later(controller):
 def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
     """Those who may have it are told to abort, the interrupted one too; nobody waits in the check for the others."""
     membership = group("team", (5, 6, 7))
-    controller.groups.add(membership)
+    controller.groups.add(declared(membership))
     peers = list(lease(controller, membership).values())
 
     def submit(place: int) -> list[Any]:
@@ -236,7 +249,7 @@ def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
 def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(controller: Controller) -> None:
     """Another thread may hold one of them for long; nobody has been told anything yet."""
     membership = group("team", (5, 6, 7))
-    controller.groups.add(membership)
+    controller.groups.add(declared(membership))
     peers = list(lease(controller, membership).values())
 
     class Held:
@@ -291,7 +304,7 @@ def test_what_ends_in_the_wait_for_the_queues_of_actors_gets_no_plan(
 def test_released_participant_ends_its_running_plans(controller):
     """Nobody hears of it any more, so that the plan would hold its refs for good."""
     membership = group("team", (5, 6, 7))
-    controller.groups.add(membership)
+    controller.groups.add(declared(membership))
     peers = list(lease(controller, membership).values())
     for peer in peers:
         peer.group_ids.add(membership.spec.group_id)
@@ -308,7 +321,7 @@ def test_released_participant_ends_its_running_plans(controller):
 
 def test_a_group_that_is_gone_breaks_no_more(controller):
     membership = group("team", (5, 6))
-    controller.groups.add(membership)
+    controller.groups.add(declared(membership))
     controller.groups.breaks(membership.spec.group_id, "a kernel failed")
     assert controller.groups.why_broken(membership) == "a kernel failed"
     controller.groups.destroy("team")
@@ -318,7 +331,7 @@ def test_a_group_that_is_gone_breaks_no_more(controller):
 
 def test_deferred_release_does_not_wait_for_a_derived_group(controller):
     membership = group("team", (5, 6))
-    controller.groups.add(membership)
+    controller.groups.add(declared(membership))
     for _ in range(3):
         controller.groups.held.hold(membership)
         controller.groups.held.release_later([membership])
@@ -326,3 +339,27 @@ def test_deferred_release_does_not_wait_for_a_derived_group(controller):
     controller.groups.destroy("team")
     assert not controller.groups.held._unheld
     assert not controller.groups.held.ids
+
+
+def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their_place(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have left that group already: a plan that began there would fail."""
+    old, now = group("team", (5, 6)), group("team", (5, 6, 7))
+    groups, refused = controller.groups, list[str]()
+    groups.add(declared(old))
+
+    def form(*_: Any, **__: Any) -> Declared:
+        groups._draining = old.spec.group_id
+        return declared(now)
+
+    def check(*_: Any) -> None:
+        with pytest.raises(GroupBrokenError, match="are changing right now"):
+            groups.check([old])
+        refused.append("before it is stored")
+
+    monkeypatch.setattr(groups, "_form", form)
+    monkeypatch.setattr(groups.held, "succeed", check)
+    monkeypatch.setattr(member_discovery, "who_answers", lambda *_: None)
+    assert groups.rebuild(old, None, WAIT_S)[0] is groups.named("team") is now
+    assert refused

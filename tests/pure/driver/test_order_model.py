@@ -43,6 +43,7 @@ from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.membership import DATA, PROGRAM
 from raycollect.planner import Membership
 from raycollect.pos import Absence
+from tests.pure.driver.test_controller import declared
 from tests.pure.driver.test_plan_tracker_batches import group
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
 
@@ -171,14 +172,13 @@ class Fleet:
                     controller=site.lease.controller,
                     plans=SimpleNamespace(
                         communicator=LocalCommunicator(world, rank),
-                        is_over=False,
                         exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
                         close=lambda reason: None,
                     ),
                     close=lambda reason: None,
                 ),
             )
-        self.controller.groups.add(membership)
+        self.controller.groups.add(declared(membership))
         self.memberships.append(membership)
         self.members.append(members)
 

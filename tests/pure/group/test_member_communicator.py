@@ -17,13 +17,15 @@ from raycollect.core.model import GroupSpec, Launch
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     GroupBrokenError,
+    InternalError,
     KernelError,
     ParticipantDiedError,
     PlanAbortedError,
     RaycollectError,
 )
-from raycollect.group import member_communicator
+from raycollect.group import communicator_init, member_communicator
 from raycollect.group.coordinator import Coordinator
+from raycollect.group.hub_client import HubClient
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
 
@@ -236,6 +238,52 @@ def test_failure_right_after_the_join_reaches_slow_ranks(table: Callable[..., Ta
     assert isinstance(_error_of(others[0]), KernelError)
     here.release()
     assert isinstance(_error_of(others[1]), KernelError)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_rank_that_is_interrupted_as_it_waits_for_the_others_is_not_met(
+    table: Callable[..., Table], alone: bool
+) -> None:
+    """Ctrl-C in a notebook: the others wait for its next call, also where they had come at that moment."""
+    here = table()
+    changed = here.process_groups[0].communicator("all").hub.changed
+    real, there = changed.wait_for, threading.Semaphore(0)
+
+    def interrupted(*_: Any) -> bool:
+        changed.wait_for = real  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    here.heard = lambda rank, message: there.release() if isinstance(message, Meet) and rank else None
+    changed.wait_for = interrupted  # type: ignore[method-assign]
+    first, *others = (process_group.form for process_group in here.process_groups)
+    if alone:
+        assert isinstance(here.start(first).exception(WAIT_S), KeyboardInterrupt)
+    running = [here.start(one) for one in others]
+    for _ in running:
+        assert there.acquire(timeout=WAIT_S)
+    if not alone:
+        assert isinstance(here.start(first).exception(WAIT_S), KeyboardInterrupt)
+    assert [one.exception(WAIT_S) for one in (here.start(first), *running)] == [None] * WORLD
+
+
+def test_a_rank_that_can_not_form_the_group_tells_the_others(
+    table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, real = table(), communicator_init.form
+
+    def form(hub: HubClient, deadline_s: float) -> Any:
+        if hub.owner.rank == 1:
+            raise RuntimeError("can't start new thread")
+        return real(hub, deadline_s)
+
+    monkeypatch.setattr(communicator_init, "form", form)
+    for one in [here.start(process_group.form) for process_group in here.process_groups]:
+        error = _error_of(one)
+        assert isinstance(error, InternalError)
+        assert "can't start new thread" in error.detail
+    monkeypatch.undo()
+    monkeypatch.setattr(backends, "load", lambda *_: here.create)
+    here.form()
 
 
 def assert_set(event: threading.Event) -> None:

@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from raycollect import backends, pos
-from raycollect.channel.messages import Done, Gone, Join, Leave, Message, Publish
+from raycollect.channel.messages import Depart, Done, Gone, Join, Joined, Leave, Message, Publish
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import ray_internals, timers
 from raycollect.core.model import GroupSpec
@@ -31,6 +31,7 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
+from raycollect.group import process_group
 from raycollect.group.coordinator import PLANS
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import lease, reporter
@@ -393,6 +394,52 @@ def test_a_plan_that_was_handed_over_takes_no_place_among_those_of_a_later_contr
     assert len(handed) == 1
     assert not second._sequencer.has_ended(1)
     assert heard.messages == []
+
+
+@pytest.mark.parametrize("how", [Leave(group_id="id of g"), None], ids=["the group", "the lease"])
+def test_who_leaves_as_its_controller_ends_the_group_waits_for_no_answer(
+    monkeypatch: pytest.MonkeyPatch, premises: Any, how: Leave | None
+) -> None:
+    """Actors and their driver destroy it at the end, each for itself."""
+    monkeypatch.setattr(process_group, "PART_LIMIT_S", 3 * WAIT_S)
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    here, heard = _leased(premises)
+    here.received(_join())
+    departs = heard.send
+
+    def send(message: Message) -> None:
+        departs(message)
+        if isinstance(message, Depart):
+            here.end("the controller is gone") if how is None else here.received(how)
+
+    joined = premises.process_groups.find("g")
+    joined.send = send
+    leaving = threading.Thread(target=joined.part, daemon=True)
+    leaving.start()
+    leaving.join(WAIT_S)
+    assert not leaving.is_alive()
+    here.end("the test is over")
+
+
+def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
+    monkeypatch: pytest.MonkeyPatch, premises: Any
+) -> None:
+    """It has closed what it made, and its first plan would fail."""
+    closed = list[bool]()
+
+    def create(*_: Any, **__: Any) -> Any:
+        premises.process_groups.by_id["id of g"].plans.give_up("a value of rank 1 is lost")
+        return SimpleNamespace(close=lambda: closed.append(True))
+
+    monkeypatch.setattr(backends, "load", lambda *_: create)
+    here, heard = _leased(premises)
+    here.received(_join())
+    assert wait_until(lambda: heard.messages)
+    (joined,) = heard.messages
+    assert isinstance(joined, Joined)
+    assert "a value of rank 1 is lost" in str(from_wire(joined.error or {}))
+    assert closed
+    here.end("the test is over")
 
 
 def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:

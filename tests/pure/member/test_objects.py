@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from raycollect.errors import NotATensorError
+from raycollect.errors import NotATensorError, RefusedError
 from raycollect.member import objects, operations
 from tests.pure.member.operation_bodies import backend
 
@@ -52,6 +52,8 @@ def _strange(name, rank):
         lambda: objects.scatter_object([1, strange], 1, name),
         lambda: objects.scatter_object([1, 2, 3], 1, name),
         lambda: objects.allgather_object((lambda: rank) if rank else 1, name, pickle=True),
+        lambda: objects.scatter_object(1, 1, name),
+        lambda: objects.scatter_object((one for one in (1, 2, 3)), 1, name),
     ):
         with pytest.raises(NotATensorError) as caught:
             call()
@@ -67,3 +69,28 @@ def test_what_can_not_travel_is_refused_on_all_ranks(crew):
     assert all("rank 1" in one for one in (*here, *there))
     assert "Fraction" in there[0]
     assert "3 values for 2 ranks" in there[4]
+    assert "not iterable" in there[6]
+
+
+def _no_rank(name, rank):
+    wrong = np.ones(2) if rank else 0
+    for call in (
+        lambda: objects.broadcast_object("a", wrong, name),
+        lambda: objects.gather_object("a", wrong, name),
+        lambda: objects.scatter_object(["a", "b"], wrong, name),
+    ):
+        with pytest.raises(RefusedError, match="rank is array"):
+            call()
+
+
+def test_what_is_no_rank_is_refused_on_all_ranks(crew):
+    crew.group(2).must(_no_rank)
+
+
+def _scattered(name, rank):
+    return [objects.scatter_object(values if rank else None, 1, name) for values in (np.zeros(2), iter("ab"))]
+
+
+def test_values_to_scatter_are_any_iterable(crew):
+    """The truth of an array of several elements has no meaning, and that of one is not whether there are any."""
+    assert crew.group(2).must(_scattered) == [[0.0, "a"], [0.0, "b"]]

@@ -235,6 +235,11 @@ ARGUMENTS = {
         {0},
         f"src_rank is '1', {RANK}",
     ),
+    "an array, in another's place": (
+        [("scatter", np.ones(2), None, np.ones(2)), ("scatter", np.ones(2), None, 0)],
+        {0},
+        f"src_rank is array([1., 1.]), {RANK}",
+    ),
     "no reduce op": (
         [("allreduce", np.ones(4), ReduceOp.SUM), ("allreduce", np.ones(4), "mean")],
         {1},

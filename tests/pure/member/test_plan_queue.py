@@ -94,6 +94,22 @@ def test_a_plan_waits_for_what_runs_elsewhere_and_holds_up_none_that_need_not_wa
     assert desk.ran.get(timeout=WAIT_S) == 6
 
 
+def test_a_plan_that_could_not_be_taken_in_never_runs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller has ended it: it would wait for the other participants, and hold up the next ones."""
+    real = plan_queue.threads.start
+
+    def start(*_: Any) -> Any:
+        monkeypatch.setattr(plan_queue.threads, "start", real)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(plan_queue.threads, "start", start)
+    with pytest.raises(RuntimeError):
+        desk.received(order(1, 0))
+    desk.sequencer.end(1)
+    desk.received(order(2, 1))
+    assert desk.ran.get(timeout=WAIT_S) == 2
+
+
 def test_the_controller_hears_once_that_it_may_ring(desk: Desk) -> None:
     for seq in (1, 2):
         desk.received(order(seq, seq - 1))
