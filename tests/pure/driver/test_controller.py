@@ -18,7 +18,6 @@ from raycollect.driver.dispatch import send_plan
 from raycollect.driver.groups import Declared
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
-<<<<<<< HEAD
 from raycollect.errors import (
     ConnectionLostError,
     GroupBrokenError,
@@ -29,9 +28,6 @@ from raycollect.errors import (
     UnknownGroupError,
     from_wire,
 )
-=======
-from raycollect.errors import GroupBrokenError, KernelError, PlanAbortedError, ProtocolError, from_wire
->>>>>>> group
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.declaration import Declaration
