@@ -269,7 +269,7 @@ def test_what_ends_in_the_wait_for_the_queues_of_actors_gets_no_plan(
 ) -> None:
     """Whoever ended it has looked for the plans under way, and ends none that begins later: it would never end."""
     membership = group("team", (5, 6, 7))
-    controller.groups.add(membership)
+    controller.groups.add(declared(membership))
     controller.groups.coordinators.open(membership)
     peers = list(lease(controller, membership).values())
 
