@@ -58,6 +58,7 @@ def untold():
 def cluster():
     """A Ray of our own, with room for many small actors."""
     import ray
+    from ray._private import services
     from ray._private.node import Node
 
     from tests import forked_workers
@@ -66,6 +67,7 @@ def cluster():
 
     def start_forking(self, *args, **options):
         # The environment is now that of workers; Ray reads it as it is imported.
+        patched.setattr(services, "_site_flags", lambda: ["-I", "-S"])
         self._ray_params.worker_path = serving.enter_context(forked_workers.serving())
         return start_raylet(self, *args, **options)
 
@@ -73,6 +75,7 @@ def cluster():
         patched.setattr(Node, "start_raylet", start_forking)
         # It reads the logs of all processes anew, and nobody reads what it sends: a twentieth of what the tests take.
         patched.setattr(Node, "start_log_monitor", lambda self: None)
+        patched.setattr(Node, "start_monitor", lambda self: None)  # which would start further nodes
         ray.init(
             address="local",
             num_cpus=16,

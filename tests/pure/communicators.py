@@ -27,7 +27,8 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "torch",
-        "xoscar.collective.xoscar_pygloo",
+        "pandas",  # xoscar imports both; itself it changes how exceptions are pickled
+        "scipy.sparse",
         "pytest",
         __name__,
         "raycollect.member.operations",
