@@ -27,12 +27,14 @@ if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Tests with Ray and others at the same time; see CONTRIBUTING.md."""
-    from tests.scheduling import BothSides
-
-    return BothSides(config, log) if config.getoption("dist") == "loadfile" else None
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Of the many thousand tests that are collected none is garbage; to look for some takes as long as all the rest."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
