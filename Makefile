@@ -18,9 +18,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 3
-# Files in the order given, those with Ray and the others at once (tests/scheduling.py): those of faults, whose tests
-# take longest, are not left to the end. Those of hosts come alone: they count what links carry, and beside others a
-# broadcast has sent twice of it.
+# Files in the order given. Those without Ray come first: they need not run in a process that has it, and nothing that
+# computes much runs beside Ray's workers, whose priority is low. Those of faults, which take longest, are not left to the
+# end. Those of hosts come alone: they count what links carry, and beside others a broadcast has sent twice of it.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

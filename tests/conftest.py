@@ -27,12 +27,14 @@ if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Tests with Ray and others at the same time; see CONTRIBUTING.md."""
-    from tests.scheduling import BothSides
-
-    return BothSides(config, log) if config.getoption("dist") == "loadfile" else None
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Of the many thousand tests that are collected none is garbage; to look for some takes as long as all the rest."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +60,7 @@ def untold():
 def cluster():
     """A Ray of our own, with room for many small actors."""
     import ray
+    from ray._private import services
     from ray._private.node import Node
 
     from tests import forked_workers
@@ -66,6 +69,7 @@ def cluster():
 
     def start_forking(self, *args, **options):
         # The environment is now that of workers; Ray reads it as it is imported.
+        patched.setattr(services, "_site_flags", lambda: ["-I", "-S"])
         self._ray_params.worker_path = serving.enter_context(forked_workers.serving())
         return start_raylet(self, *args, **options)
 
@@ -73,6 +77,7 @@ def cluster():
         patched.setattr(Node, "start_raylet", start_forking)
         # It reads the logs of all processes anew, and nobody reads what it sends: a twentieth of what the tests take.
         patched.setattr(Node, "start_log_monitor", lambda self: None)
+        patched.setattr(Node, "start_monitor", lambda self: None)  # which would start further nodes
         ray.init(
             address="local",
             num_cpus=16,

@@ -6,7 +6,6 @@ import gc
 import mmap
 import socket
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import raycollect
+from tests.waiting import wait_until
 
 HELD = (np.ndarray, mmap.mmap, memoryview, socket.socket, threading.Thread)
 """What matters besides what is ours, and Ray's handles and refs."""
@@ -164,9 +164,7 @@ def more(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
 
 def settled(before: dict[str, int], timeout_s: float = 10.0) -> dict[str, int]:
     """The same once it is no more than before, or after a while."""
-    until_s = time.monotonic() + timeout_s
-    while more(holding(), before) and time.monotonic() < until_s:
-        time.sleep(0.01)
+    wait_until(lambda: not more(holding(), before), timeout_s)
     return holding()
 
 

@@ -1,27 +1,41 @@
-"""Processes of Ray that are forked from one that has imported Ray, as that is more than half of what a start takes.
+"""Processes of Ray that are forked from one that has imported what they will, as that is most of what a start takes.
 
-Ray's raylet runs this file instead of its own program: it asks the process that `serving` has started for a fork, which
-gets its arguments, environment, output and priority, and becomes a worker by Ray's own program. Nothing but Ray, numpy
-and what they import is there before: what a worker imports of raycollect, and when, is as ever.
+Ray's raylet runs `fork_request.py` instead of its own program: it asks the process that `serving` has started for a
+fork, which gets its arguments, environment, output and priority, and becomes a worker by Ray's own program. What most
+workers import is there before, Ray and raycollect too: it has read no variable of the worker's environment but those
+that are the same, and begun no thread.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
-
-ADDRESS = "RAYCOLLECT_TEST_FORKS"
-"""The variable of the environment that has the path of the socket."""
 
 _READ_BY_PYTHON = ("PYTHON", "LD_")
 _READ_BY_RAY = ("RAY_",)
 """What the variables begin with that are read before a fork: those of Ray have the id of the job, for one."""
+
+LOADED_FIRST = (
+    "numpy",
+    "raycollect.backends.shm",
+    "raycollect.backends.tcp",
+    "pandas",  # xoscar imports both; itself it changes how exceptions are pickled
+    "scipy.sparse",
+)
+LOADED_WITH_RAY = (
+    "pydantic.v1",  # for the first object that Ray reads
+    "ray._common.pydantic_compat",
+    "ray._private.workers.default_worker",
+    "raycollect.member.participant",
+)
+"""What forks have from the beginning. None of it draws an id of Ray's: all would then draw the same."""
 
 _MOST_FORKING = 2
 """For how many jobs: that of the tests, and none, as Ray starts workers before it knows for which job."""
@@ -35,6 +49,11 @@ def serving() -> Iterator[str]:
     import tempfile
     from pathlib import Path
 
+    from ray._private.workers import default_worker
+
+    import raycollect
+    from tests import fork_request
+
     with tempfile.TemporaryDirectory() as folder:
         # Below a method there are files of Ray's alone: what looks for the methods that run takes it for one of them.
         program = Path(folder, "ray/_private/forked_workers.py")
@@ -43,41 +62,25 @@ def serving() -> Iterator[str]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(f"{folder}/forks")
             listening.listen()
-            command = [sys.executable, program, "serve", str(listening.fileno())]
+            where = Path(raycollect.__file__).parents[1]  # no other than that of the tests
+            command = [sys.executable, program, str(listening.fileno()), where]
             descriptors = [listening.fileno()]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors, start_new_session=True)
-        os.environ[ADDRESS] = f"{folder}/forks"
+        told = {fork_request.FORKS: f"{folder}/forks", fork_request.PROGRAM: default_worker.__file__}
+        os.environ.update(told)
         with process:
-            yield str(program)
+            yield fork_request.__file__
             process.communicate()
-        del os.environ[ADDRESS]
-
-
-def ask(arguments: list[str]) -> None:
-    """In what the raylet runs: has a worker forked, or becomes one where Python itself is to begin otherwise."""
-    asked = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "folder": os.getcwd(),  # noqa: PTH109 - each import counts here
-        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "leads": os.getpgrp() == os.getpid(),
-        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    }
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        try:
-            sock.connect(os.environ[ADDRESS])
-            socket.send_fds(sock, [json.dumps(asked).encode()], [0, 1, 2])
-            is_forked = sock.recv(1) == b"y"
-        except OSError:  # nobody forks any more
-            is_forked = False
-    if not is_forked:
-        os.execv(sys.executable, [sys.executable, _program(), *arguments])
+        for name in told:
+            del os.environ[name]
 
 
 def serve(listening: socket.socket) -> dict[str, Any] | None:
     """Passes on what is asked for until standard input ends: then None. In a worker: what was asked for."""
     import selectors
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # numpy begins no thread, which a fork would not have
+    load(LOADED_FIRST)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that have ended
     read_by_python = _among(os.environ, _READ_BY_PYTHON)
     forking: dict[str, socket.socket] = {}
@@ -88,7 +91,7 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
             sock, _ = listening.accept()
             with sock:
                 told, descriptors, _, _ = socket.recv_fds(sock, _LARGEST_NBYTES, 3)
-                environment = json.loads(told)["environment"]
+                environment = marshal.loads(told)["environment"]
                 read_by_ray = _among(environment, _READ_BY_RAY)
                 is_python_the_same = _among(environment, _READ_BY_PYTHON) == read_by_python
                 key = json.dumps(read_by_ray, sort_keys=True) if is_python_the_same else ""
@@ -113,11 +116,8 @@ def _fork(asking: socket.socket, read_by_ray: dict[str, str]) -> dict[str, Any] 
     """Forks workers that begin with the same variables of Ray's."""
     import gc
 
-    os.environ.update(read_by_ray, OMP_NUM_THREADS="1")  # numpy begins no thread, which a fork would not have
-    import numpy  # noqa: F401, ICN001 - what forks have from the beginning
-    import ray._common.pydantic_compat
-    import ray._private.workers.default_worker  # noqa: F401
-
+    os.environ.update(read_by_ray)
+    load(LOADED_WITH_RAY)
     gc.collect()
     gc.freeze()
     with asking:
@@ -129,7 +129,7 @@ def _fork(asking: socket.socket, read_by_ray: dict[str, str]) -> dict[str, Any] 
                 for number, descriptor in enumerate(descriptors):
                     os.dup2(descriptor, number)
                     os.close(descriptor)
-                return json.loads(told)
+                return marshal.loads(told)
             for descriptor in descriptors:
                 os.close(descriptor)
 
@@ -137,6 +137,8 @@ def _fork(asking: socket.socket, read_by_ray: dict[str, str]) -> dict[str, Any] 
 def work(asked: dict[str, Any]) -> None:
     """In a fork: becomes the worker."""
     import types
+
+    from tests.fork_request import PROGRAM
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
@@ -146,36 +148,35 @@ def work(asked: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
-    sys.argv = [_program(), *asked["arguments"]]
-    sys.path.insert(1, os.path.dirname(os.path.realpath(_program())))  # noqa: PTH120 - each import counts here
+    program = asked["environment"][PROGRAM]
+    sys.argv = [program, *asked["arguments"]]
+    sys.path.insert(1, os.path.dirname(os.path.realpath(program)))  # noqa: PTH120 - each import counts here
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__file__ = _program()
-    with open(_program(), "rb") as source:  # noqa: PTH123 - the same
-        code = compile(source.read(), _program(), "exec")
+    main.__file__ = program
+    with open(program, "rb") as source:  # noqa: PTH123 - the same
+        code = compile(source.read(), program, "exec")
     exec(code, vars(main))
+
+
+def load(names: tuple[str, ...]) -> None:
+    from importlib import import_module
+
+    for name in names:
+        with suppress(ImportError):
+            import_module(name)
 
 
 def _among(environment: Mapping[str, str], beginnings: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(beginnings)}
 
 
-def _program() -> str:
-    import importlib.util
-
-    ray = importlib.util.find_spec("ray")
-    assert ray is not None
-    assert ray.origin is not None
-    return ray.origin.replace("__init__.py", "_private/workers/default_worker.py")
-
-
 def main() -> None:
     del sys.path[0]  # this folder, which has one that is called "ray"
-    if sys.argv[1:2] != ["serve"]:
-        ask(sys.argv[1:])
-        return
-    with socket.socket(fileno=int(sys.argv[2])) as listening:
+    sys.path.insert(0, sys.argv[2])
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
         asked = serve(listening)
     if asked is not None:
+        sys.path.remove(sys.argv[2])
         work(asked)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from traceback import walk_stack
 from typing import Any
 
 import ray
+
+from tests.waiting import wait_until
 
 LASTING: list[Any] = []
 """The classes whose actors go on."""
@@ -83,11 +84,11 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     from raycollect.observe import Tracer
 
     environment, looked, lives = sys._raycollect_first  # type: ignore[attr-defined]
-    if not _comes_true(lambda: not _is_busy(), METHOD_TIMEOUT_S):
+    if not wait_until(lambda: not _is_busy(), METHOD_TIMEOUT_S):
         return False
     runtime, process_groups = Runtime._current, ProcessGroups._current
     if runtime is not None:
-        if not _comes_true(lambda: runtime._lease is None, timeout_s):  # its controller's goodbye is on its way
+        if not wait_until(lambda: runtime._lease is None, timeout_s):  # its controller's goodbye is on its way
             return False
         for keys in list(runtime._lenders._keys.values()):  # of the test before, whose controller is gone
             runtime.store.free(list(keys))
@@ -117,15 +118,6 @@ def _is_busy() -> bool:
     me = threading.get_ident()
     frames = [walk_stack(frame) for thread, frame in sys._current_frames().items() if thread != me]
     return any(frame.f_code.co_name == "actor_method_executor" for stack in frames for frame, _ in stack)
-
-
-def _comes_true(condition: Callable[[], bool], timeout_s: float) -> bool:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def _look() -> list[tuple[Mapping[str, Any], dict[str, Any]]]:

@@ -24,7 +24,19 @@ from raycollect.pos.segments import Segments
 
 FORKS = multiprocessing.get_context("forkserver")
 """Forks processes from one that has imported this: a process that imports torch itself takes 1.5 s of a core."""
-FORKS.set_forkserver_preload(["torch", __name__, "raycollect.member.operations", "raycollect.member.init"])
+FORKS.set_forkserver_preload(
+    [
+        "torch",
+        "pandas",  # xoscar imports both; itself it changes how exceptions are pickled
+        "scipy.sparse",
+        "pytest",
+        __name__,
+        "raycollect.member.operations",
+        "raycollect.member.init",
+        "tests.pure.processes",
+        "tests.pure.frozen",
+    ]
+)
 
 _ids = itertools.count(1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from contextlib import suppress
 
@@ -36,6 +35,7 @@ from tests.pure.backends.adopted_groups import Threads
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import run_launch
 from tests.pure.processes import join, leave_all, outcome
+from tests.waiting import wait_until
 
 # ---------------------------------------------------------------------------------------------- how it is seen
 
@@ -167,8 +167,7 @@ def test_a_communicator_that_is_closed_leaves_nothing(backend, monkeypatch):
 def _first():
     """A process as it is between groups, when the connections of the last one are closed."""
     hub = ProcessGroups.current().hub
-    while hub._loop.owned:
-        time.sleep(0.001)
+    assert wait_until(lambda: not hub._loop.owned)
     cycles.begin()
     return cycles.holding()
 

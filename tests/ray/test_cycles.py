@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 
 import numpy as np
@@ -23,6 +22,7 @@ from raycollect.errors import (
 from raycollect.member.runtime import Runtime
 from tests import cycles
 from tests.lives import lasting
+from tests.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -223,8 +223,7 @@ def _end(actor):
     """What a participant leaves to the collector, once its lease has ended and the connection is closed."""
     runtime = Runtime._current
     if runtime is not None:
-        while runtime._lease is not None or len(runtime._server._loop.owned) > 1:  # the server's own
-            time.sleep(0.001)
+        assert wait_until(lambda: runtime._lease is None and len(runtime._server._loop.owned) <= 1)  # the server's own
     return cycles.end()
 
 
@@ -236,8 +235,7 @@ def _left_in(workers):
 def _ended():
     """The connections of the driver are closed."""
     hub = Controller.current().participants._hub
-    while hub._loop.owned:
-        time.sleep(0.001)
+    assert wait_until(lambda: not hub._loop.owned)
 
 
 def _live(life, workers):
@@ -270,8 +268,7 @@ def test_a_member_that_died_leaves_nothing(actors, is_rebuilt):
             work.wait()
         except RaycollectError:
             pass  # it was over before
-        while Controller.current().revision is before:  # before that a plan may still be sent
-            time.sleep(0.001)
+        assert wait_until(lambda: Controller.current().revision is not before)  # a plan may still be sent before
         cycles.fails(GroupBrokenError, col.barrier, "g")
         if is_rebuilt:
             group.rebuild()

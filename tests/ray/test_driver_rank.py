@@ -20,7 +20,6 @@ from tests.ray.workers import Gate, Worker, block
 from tests.waiting import wait_until
 
 WORLD = 3
-FULL = [pytest.param(backend, marks=pytest.mark.full) for backend in ("gloo", "torch:gloo")]
 
 
 class Trio:
@@ -69,8 +68,14 @@ def trio(request, actors):
     return Trio(actors, *request.param)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp", *FULL])
-@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize(
+    ("at", "backend"),
+    [
+        pytest.param(at, backend, marks=[pytest.mark.full] * ((at, backend) not in ((0, "shm"), (2, "tcp"))))
+        for at in range(WORLD)
+        for backend in ("shm", "tcp", "gloo", "torch:gloo")
+    ],
+)
 def test_all_operations_with_the_driver_at_each_place(actors, backend, at):
     trio = Trio(actors, at, backend)
     ranks = range(WORLD)

@@ -189,8 +189,7 @@ def test_defect_6_nothing_of_a_group_stays_in_the_cluster(actors):
     others = list_named_actors(all_namespaces=True)  # of Ray Train, say, which this cluster ran before
     leader, follower = actors(Bare, 2)
     leader.join.remote(2, 0, "auto", "fleeting")
-    while not records():
-        time.sleep(0.01)  # polls for what another process does
+    assert wait_until(records)
     follower.join.remote(2, 1, "auto", "fleeting")
     assert all((x == 3).all() for x in on_all([leader, follower], allreduce, "fleeting"))
     assert records() == []
@@ -310,8 +309,8 @@ def test_threads_of_an_actor_that_call_a_declared_group_at_once_are_refused(acto
     def contested(self):
         from raycollect.group.process_groups import ProcessGroups
 
-        while ProcessGroups.current().find("g").communicator("all")._callers.contest is None:
-            time.sleep(0.001)  # polls for what the others do
+        communicator = ProcessGroups.current().find("g").communicator("all")
+        assert wait_until(lambda: communicator._callers.contest is not None)
 
     at_once = [workers[0].call.remote(body) for _ in range(2)]
     assert told([workers[0].call.remote(contested)]) == [None]

@@ -24,6 +24,7 @@ from raycollect.driver.controller import Controller
 from tests.ray.situations import ODD, SITUATIONS, WORLD, Part, Situation
 from tests.ray.test_imperative import told
 from tests.ray.workers import Worker
+from tests.waiting import wait_until
 
 pytest.importorskip("torch")  # one of the backends is torch.distributed's gloo
 
@@ -78,8 +79,7 @@ def add(actor: Any, group_name: str, rank: int) -> list[float]:
 
 def wait_for(actor: Any, path: str) -> None:
     """Keeps an actor busy until there is a file."""
-    while not Path(path).exists():
-        time.sleep(0.01)  # polls for what another process does
+    assert wait_until(Path(path).exists, 60)
 
 
 # ---------------------------------------------------------------------------------------------- groups

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.pure.driver.test_order_model import MUCH
 from tests.ray.random_programs import Bystander, Crew, Ordered, check, check_restart, threads_of
 
-FEW, MANY = 40, 2500
+FEW, MANY = 20, 2500
 """Programs for each kind of controller in every run of the tests, and in a full one."""
 
 

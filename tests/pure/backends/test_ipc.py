@@ -22,10 +22,8 @@ from tests.pure.on_gpu import LAYOUTS, LIBRARIES, Caller, GpuCase, check, pendin
 from tests.pure.on_one_gpu import sharing
 from tests.pure.operands import left_fold, operand
 
-WORLDS = (2, 3, 5, 8)
 
-
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, 3, 5, pytest.param(8, marks=pytest.mark.full)])
 def test_every_two_values_meet(world: int) -> None:
     with sharing(world, seed=world) as (_, team):
         check(team, [case_of(chosen) for chosen in SELECTED if chosen["world"] == world])

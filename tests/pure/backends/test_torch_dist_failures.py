@@ -25,6 +25,7 @@ from raycollect.backends.meshed import MESH_UP_TO_NBYTES
 from raycollect.backends.torch_dist import run as _torch_run
 from raycollect.backends.torch_dist.calls import Calls
 from tests.pure.backends.torch_teams import OptionsTeam, body_sum, gloo_of, plugin, teams
+from tests.waiting import wait_until
 
 __all__ = ["plugin", "teams"]  # fixtures
 
@@ -46,10 +47,7 @@ def wait_for_kernel(team: OptionsTeam, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setattr(Calls, "look", recorded)
 
     def wait() -> None:
-        until_s = time.monotonic() + 10
-        while not looks:
-            assert time.monotonic() < until_s, "nobody entered the library"
-            time.sleep(0.001)
+        assert wait_until(lambda: looks), "nobody entered the library"
 
     return wait
 

@@ -27,7 +27,8 @@ from tests.pure.mixed import WORLD, Mixed
 GPUS = 4
 
 
-SEEDS = [0, 1, 2]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
+"""Of the orders in which what GPUs do is done."""
 
 
 every_seed = pytest.mark.parametrize("gpus", SEEDS, indirect=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -46,6 +45,7 @@ from raycollect.pos import Absence
 from tests.pure.driver.test_controller import declared
 from tests.pure.driver.test_plan_tracker_batches import group
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
+from tests.waiting import wait_until
 
 MUCH = int(os.environ.get("RAYCOLLECT_TEST_ORDER", "1"))
 FOLDS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
@@ -305,10 +305,8 @@ class Fleet:
         assert all(end.wait(WAIT_S) for end in ends)
         for one in self.sent:
             assert type(one.tracker.error) is one.error, one.tracker.error
-        until_s = time.monotonic() + WAIT_S
-        while list(self.controller.trackers()):  # one that was refused is known to be so before all have said it
-            assert time.monotonic() < until_s, "a plan never lands"
-            time.sleep(0.001)
+        # One that was refused is known to be so before all have said it.
+        assert wait_until(lambda: not list(self.controller.trackers()), WAIT_S), "a plan never lands"
         self._compare()
 
     def _compare(self) -> None:

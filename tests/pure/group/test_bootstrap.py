@@ -28,6 +28,7 @@ from raycollect.group.bootstrap_store import DirectoryBulletin, Record
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
+from tests.waiting import wait_until
 
 NAME = "g"
 
@@ -167,8 +168,7 @@ class _Older:
 
 def test_oversized_hello_raises_protocol_error_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     leading = place.start(place.lead, options=(("x", "y" * 100_000),))
-    while place.board.read(NAME) is None:
-        time.sleep(0.01)  # polls for what another thread does
+    assert wait_until(lambda: place.board.read(NAME) is not None)
     with pytest.raises(ProtocolError, match="hello"):
         place.follow(options=(("x", "y" * 100_000),))
     send = protocol._CHALLENGE
@@ -248,8 +248,7 @@ def test_a_leader_hears_of_who_disagreed_before_it_waits(place: Place, monkeypat
 
 def test_a_leader_that_waits_is_not_replaced(place: Place) -> None:
     leading = place.start(place.lead)
-    while place.board.read(NAME) is None:
-        time.sleep(0.01)  # polls for what another thread does
+    assert wait_until(lambda: place.board.read(NAME) is not None)
     with pytest.raises(GroupExistsError, match="process 0"):
         place.lead()
     place.follow()
@@ -286,9 +285,7 @@ def test_complete_star_turns_later_followers_away(place: Place, complete: bool) 
                 assert caller.over.wait(WAIT_S)
                 assert caller.heard == []
             else:
-                deadline_s = time.monotonic() + WAIT_S
-                while not caller.heard and time.monotonic() < deadline_s:
-                    time.sleep(0.01)  # polls for what another thread does
+                assert wait_until(lambda: caller.heard)  # noqa: B023 - asked before the next turn
                 assert isinstance(caller.heard[0], Refused)
         assert not bootstrap._is_alive(star.address, place.hub), "and makes room for another leader"
     finally:

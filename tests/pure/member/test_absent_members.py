@@ -21,7 +21,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
-from tests.waiting import stopped
+from tests.waiting import stopped, wait_until
 
 __all__ = ["backend"]  # fixtures
 
@@ -118,8 +118,7 @@ def _sum_and_tell(name, rank, folder):
     hub = ProcessGroups.current().find(name).communicator("all").hub
 
     def tell():
-        while hub.place != "check":
-            time.sleep(0.001)  # polls for what another thread does
+        assert wait_until(lambda: hub.place == "check")
         (folder / str(rank)).touch()
 
     threading.Thread(target=tell, daemon=True).start()
@@ -132,8 +131,7 @@ def test_a_rank_that_dies_while_others_wait_is_named_at_once(crew, backend, vict
     group.must(summed)
     survivors = [rank for rank in range(3) if rank != victim]
     waiting = [group.start(rank, _sum_and_tell, tmp_path) for rank in survivors]
-    while not all((tmp_path / str(rank)).exists() for rank in survivors):
-        time.sleep(0.001)  # polls for what other processes do
+    assert wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in survivors))
     group.processes[victim].kill()
     killed_s = time.monotonic()
     errors = [outcome(one) for one in waiting]
@@ -204,10 +202,8 @@ class _Late:
         self._process_group, self._victim = process_group, victim
 
     def at(self, point, seq, rank):
-        deadline_s = time.monotonic() + 20
-        while point == "after_check" and self._process_group.why_not((self._victim,)) is None:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)  # polls for what the hub's thread hears
+        if point == "after_check":
+            assert wait_until(lambda: self._process_group.why_not((self._victim,)) is not None)
 
 
 def test_a_rank_that_left_is_named_and_the_others_go_on_without_it(crew):

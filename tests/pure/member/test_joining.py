@@ -96,9 +96,7 @@ def test_a_record_of_a_dead_leader_is_survived(crew):
 def _posted(rendezvous):
     from raycollect.group.bootstrap_store import store_at
 
-    while store_at(rendezvous).read("g") is None:
-        time.sleep(0.01)  # polls for what another process does
-    return True
+    return wait_until(lambda: store_at(rendezvous).read("g") is not None)
 
 
 def test_second_leader_raises_group_exists_error(crew):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -25,6 +24,7 @@ from raycollect.errors import (
 from raycollect.member import operations as imperative
 from tests.fake_cupy import installed
 from tests.pure.member.gpu_ranks import DEVICES, host, ranks
+from tests.waiting import wait_until
 
 __all__ = ["ranks"]  # a fixture
 
@@ -211,14 +211,12 @@ def test_two_threads_at_once_are_refused_on_all_ranks(ranks):
 
         def beside(before):
             ranks._own.process_groups = process_groups
-            while not before():
-                time.sleep(0.001)  # polls for what another thread does
+            assert wait_until(before)
             call(rank)
 
         with ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(beside, lambda: True), pool.submit(beside, lambda: communicator.call)]
-            while communicator._objecting is None:  # the call in the consistency check has begun again
-                time.sleep(0.001)
+            assert wait_until(lambda: communicator._objecting is not None)  # the call in the check has begun again
             others.set()
             return [one.result(20) for one in calls]
 

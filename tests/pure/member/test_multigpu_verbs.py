@@ -13,7 +13,9 @@ from tests.pure.member.gpu_ranks import host, ranks
 __all__ = ["ranks"]  # a fixture
 
 
-every_seed = pytest.mark.parametrize("ranks", [0, 1, 2], indirect=True)
+every_seed = pytest.mark.parametrize(
+    "ranks", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))], indirect=True
+)
 LAYOUTS = {"home first": [0, 1, 2], "home last": [3, 1, 0], "home absent": [2, 3], "home only": [0], "one absent": [1]}
 every_layout = pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS.keys())
 
