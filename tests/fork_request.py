@@ -17,6 +17,7 @@ PROGRAM = "RAYCOLLECT_TEST_PROGRAM"
 
 def main() -> None:
     asked = {
+        "program": os.environ[PROGRAM],
         "arguments": sys.argv[1:],
         "environment": dict(os.environ),
         "folder": os.getcwd(),  # noqa: PTH109 - pathlib takes longer to import than all of this
@@ -34,7 +35,7 @@ def main() -> None:
         is_forked = False
     sock.close()
     if not is_forked:
-        os.execv(sys.executable, [sys.executable, os.environ[PROGRAM], *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, asked["program"], *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -138,8 +138,6 @@ def work(asked: dict[str, Any]) -> None:
     """In a fork: becomes the worker."""
     import types
 
-    from tests.fork_request import PROGRAM
-
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
     os.setpriority(os.PRIO_PROCESS, 0, asked["niceness"])
@@ -148,7 +146,7 @@ def work(asked: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
-    program = asked["environment"][PROGRAM]
+    program = asked["program"]
     sys.argv = [program, *asked["arguments"]]
     sys.path.insert(1, os.path.dirname(os.path.realpath(program)))  # noqa: PTH120 - each import counts here
     main = sys.modules["__main__"] = types.ModuleType("__main__")
