@@ -216,7 +216,8 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
 
         Raises:
             UnknownGroupError: `init_transfer_engine` has not been called.
-            VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
+            VersionNotWholeError: A worker has other bits than were sent, or the trainer has refused its source.
+                No worker has loaded anything.
             RaycollectError: The trainer or a worker is gone or late; it names it.
         """
         group = self._group

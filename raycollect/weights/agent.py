@@ -76,6 +76,8 @@ def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts,
         if known < epoch:
             _close(sources)
             _agents.sources[name] = epoch, sources
+        elif rank in sources:  # of a publisher whose records are lost
+            sources[rank].close()
         sources[rank] = made
     return attached
 
@@ -167,7 +169,7 @@ def attach_receiver(
     with _agents.lock:
         for of, known in _agents.receivers.items():
             for at, one in list(known.items()):
-                if of == subscription or one.where != made.where:
+                if of == subscription or not made.where or one.where != made.where:
                     continue
                 del known[at]
                 if one.form == made.form:

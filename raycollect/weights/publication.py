@@ -12,6 +12,7 @@ from raycollect.core import ray_internals
 from raycollect.core.model import Key
 from raycollect.errors import (
     PublisherReplacedError,
+    VersionError,
     VersionNotPutError,
     anew,
     refusal,
@@ -70,19 +71,31 @@ class Publication:
             raise refusal("publish", "", faults)
         self._directory = Directory(name)
         self._publisher = ray_internals.describe_process()
-        self.epoch: int = self._directory.begin_epoch(ray_internals.worker_id())
-        self._signature = self._directory.post_layouts(self.ranks.layouts, self.epoch)
-        sweep(name)
-        layouts, handles = self.ranks.layouts, self.ranks.handles
-        self.ranks.attach(
-            agent.attach_source,
-            lambda rank: (name, self.epoch, handles[rank].key, layouts, rank),
-            (agent.detach_source, name, self.epoch),
-        )
+        self.epoch: int = 0
+        while not self._begin():
+            pass
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
         self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
         # The last version that was put; the last whose number is used, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
+
+    def _begin(self) -> bool:
+        """Begins an epoch; False where the directory has lost its records, and the actors know a later one."""
+        self.epoch = self._directory.begin_epoch(ray_internals.worker_id())
+        self._signature = self._directory.post_layouts(self.ranks.layouts, self.epoch)
+        sweep(self.name)
+        layouts, handles = self.ranks.layouts, self.ranks.handles
+        try:
+            self.ranks.attach(
+                agent.attach_source,
+                lambda rank: (self.name, self.epoch, handles[rank].key, layouts, rank),
+                (agent.detach_source, self.name, self.epoch),
+            )
+        except PublisherReplacedError:
+            if self._directory.epoch() != self.epoch:
+                raise
+            return False
+        return True
 
     def put(self, version: int | None = None, *, timeout_s: float = 60.0) -> Version:
         """Makes what the actors have now a version, which receivers can have from then on.
@@ -227,7 +240,9 @@ class Publication:
         for rank, error in job.errors.items():
             if isinstance(error, PublisherReplacedError):
                 raise anew(error)
-            detail = error.detail if isinstance(error, VersionNotPutError) else "it could not copy its tensors"
+            if (newest := self._directory.epoch()) > self.epoch:  # and its actors may have given up that one, too
+                raise PublisherReplacedError(**where, rank=rank, detail=f"epoch {newest} has begun") from error
+            detail = error.detail if isinstance(error, VersionError) else "it could not copy its tensors"
             raise VersionNotPutError(
                 **where, rank=rank, actor=self.ranks.attached[rank].actor, detail=detail
             ) from error

@@ -107,12 +107,12 @@ class Receiver:
         Raises:
             VersionNotWholeError: Nobody gave some atoms with the right digests.
         """
-        began_s = time.monotonic()
+        began_s, live = time.monotonic(), self._side.live()  # what has become another is refused before any rank shows
         self._know(tuple(version.digests))
         self._back.withdraw(Runtime.current().store)
         wanted = {atom: version.digests[atom] for atom in self._parts}
         if self.inplace:
-            self._back.arrays = self._side.live()
+            self._back.arrays = live
             self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version))
             self._mark(version)
         else:
@@ -178,11 +178,12 @@ class Receiver:
             return
         self._side.raise_versions()
         runtime = Runtime.current()
+        is_ours = self.where in runtime.refusals  # of an update before this one, which has not ended
         detail = "an update in place has begun, and has not ended"
         where = {"name": self.name, "version": str(version), "actor": runtime.actor, "detail": detail}
         runtime.refusals[self.where] = kept(VersionDirtyError(rank=self._side.rank, **where))
         for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
-            if not runtime.store.is_dirty([span]):  # else it stays so: a failed collective has left it
+            if is_ours or not runtime.store.is_dirty([span]):  # else it stays so: a failed collective has left it
                 runtime.store.mark_dirty([span], [owner])
                 self._marked.append(span)
 

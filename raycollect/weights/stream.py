@@ -186,7 +186,7 @@ class Stream:
         found = []
         for rank, key in self._keys.items():
             places = self._publication.places(rank)
-            mine = {atom: places[atom] for atom in part if atom in self._has[rank]}
+            mine = {atom: places[atom] for atom in part if atom in self._has[rank] and atom in places}
             if mine:
                 found.append(self._publication.holder(rank, key, mine))
         return found

@@ -86,7 +86,8 @@ def subscribe(
     """Makes actors a receiver group of a publication, which need not be there yet.
 
     In any driver, or in an actor that is none of these; the publisher may be driven by another one. The actors need no
-    group, and no controller has to lease them: they read from the processes that hold a version.
+    group, and no controller has to lease them: they read from the processes that hold a version. Other subscriptions of
+    these tensors end, even if this one is refused.
 
     Args:
         name: That of the publication.
@@ -154,6 +155,7 @@ class Subscription:
             LayoutError: The layouts do not fit those of the publisher.
             VersionNotWholeError: A rank could not get all of it, or all ranks are gone. Methods see what they saw.
             VersionTimeoutError: A rank did not come to it in time. If `is_shown` is False, methods see what they saw.
+            VersionError: Ray can't reach a rank's actor, which may live; others may show the version. Update again.
         """
         return update_all([self], version, timeout_s)[0]
 
@@ -175,6 +177,8 @@ class Subscription:
         else:
             raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
         src = None if found is None else self._directory.layouts(found.signature, found.epoch)
+        if src is None and found is not None and version == "latest" and self._directory.latest() != found:
+            return self.find(version)  # a publisher after that one has forgotten its layouts
         if found is None or src is None:
             raise UnknownVersionError(name=self.name, version="" if version == "latest" else str(version))
         self.check(src)

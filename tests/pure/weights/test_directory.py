@@ -10,11 +10,12 @@ import pytest
 import raycollect as col
 from raycollect.core import ray_internals
 from raycollect.core.model import Address, Key
-from raycollect.errors import UnknownVersionError, VersionError
+from raycollect.errors import PublisherReplacedError, UnknownVersionError, VersionError, VersionNotPutError
 from raycollect.weights import directory
 from raycollect.weights.directory import Directory, HolderRecord, sweep
-from raycollect.weights.protocol import Version
+from raycollect.weights.protocol import Phase, Round, Version
 from raycollect.weights.publication import Publication
+from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
 
 LAYOUTS = {"w": col.layout([4], mesh={"tp": 1}, spec=())}
@@ -154,6 +155,39 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made,
     pub._post(second, {})
     assert (first.number, second.number) == (1, 2)
     assert (first.count % 2, second.count % 2) == (1, 0)  # it is not copied over what the record is about
+
+
+def bare_publication(monkeypatch, epochs):
+    """A publication whose actors know these epochs, one after the other."""
+    pub = Publication.__new__(Publication)
+    pub.name, pub._publisher, pub._directory = "policy", "", Directory("policy")
+
+    def attach(self, function, args, undo):
+        if (known := epochs.pop(0)) > pub.epoch:
+            raise PublisherReplacedError(name="policy", detail=f"epoch {known} has begun")
+
+    pub.ranks = type("Ranks", (), {"layouts": LAYOUTS, "handles": [], "attach": attach, "attached": {}})()
+    monkeypatch.setattr(ray_internals, "worker_id", lambda: "p")
+    return pub
+
+
+def test_who_publishes_after_records_were_lost_begins_an_epoch_that_its_actors_do_not_know(made, monkeypatch):
+    made()
+    pub = bare_publication(monkeypatch, [3, 3, 3])
+    assert [pub._begin() for _ in range(3)] == [False, False, True]
+    assert pub.epoch == 3
+
+
+def test_who_was_replaced_hears_so_whatever_its_actors_say(made, monkeypatch):
+    made()
+    pub, later = (bare_publication(monkeypatch, [0]) for _ in range(2))
+    assert pub._begin()
+    assert later._begin()
+    pub.ranks.attached[0] = SimpleNamespace(actor="A")
+    closed = VersionNotPutError(name="policy", detail="the publication was closed")
+    job = Job(round=Round(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
+    with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
+        pub._check(job, 1.0)
 
 
 def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(made):

@@ -227,6 +227,9 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime)
     with pytest.raises(PublisherReplacedError, match="epoch 3 has begun"):
         seal(2, 1)
     seal(3, 0)
+    agent.attach_source(None, "policy", 3, KEY, ranks, 0)  # of one that knows no record of the other
+    assert runtime.store.statistics().held == 1
+    seal(3, 0)
     agent.detach_source(None, "policy", 2)
     seal(3, 0)
     agent.detach_source(None, "policy", 3)
@@ -268,6 +271,14 @@ def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
     assert held_here["a"].all()
 
 
+def test_subscriptions_that_have_no_element_of_a_rank_take_nothing_from_each_other(runtime, held_here):
+    none = {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
+    runtime.store.put(OTHER, Container.of({"none": np.empty((0, 4), np.float32)}, arrays.is_tensor))
+    for name in ("first", "second"):
+        agent.attach_receiver(None, "policy", name, OTHER, none, 0, False)
+    assert [agent.shown(name) for name in ("first", "second")] == [(True, None)] * 2
+
+
 def test_tensors_that_have_become_others_are_refused_before_anything_is_copied():
     torch = pytest.importorskip("torch")
     held, mine = ({name: torch.full((4, 6), float(at)) for name in NAMES} for at in range(2))
@@ -278,6 +289,8 @@ def test_tensors_that_have_become_others_are_refused_before_anything_is_copied()
     held["c"].data = held["c"].double()
     with pytest.raises(LayoutError, match=r"tensor 'c'.*float16\[4, 6\] on cpu.*float32\[4, 6\] on cpu, as before"):
         dst.show(V1)
+    with pytest.raises(LayoutError):  # before other ranks show
+        dst.stage(replace(V1, number=2, digests=found), [holder(key)], 1.0)
     assert all((one == 1).all() for one in mine.values())
     with pytest.raises(LayoutError, match=r"float64\[4, 6\]"):
         src.seal(V1, AMONG, b"2")

@@ -209,6 +209,8 @@ def test_a_part_is_asked_of_those_who_have_sealed_it(world):
         sealed = {atom: b"digest" for atom in AMONG if atom[0] in names}
         made._heard(rank, Ref(None, value=(b"key", sealed)), is_all=False)
     assert made._holders(dict.fromkeys(AMONG, b"digest")) == [(0, list(NAMES)), (1, ["a"])]
+    world.publication.places = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
+    assert made._holders(dict.fromkeys(AMONG, b"digest")) == []
 
 
 def test_a_layer_that_fails_ends_the_stream_and_what_is_sealed_later_does_not_count(world):
