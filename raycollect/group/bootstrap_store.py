@@ -206,6 +206,6 @@ def _file_name(name: str) -> str:
 def store_at(place: str) -> DirectoryBulletin:
     """The store of a URL ``file:///path``; InvalidGroupError: it is another kind of URL."""
     url = urlparse(place)
-    if url != ("file", "", url.path, "", "", "") or not url.path:
+    if url not in (("file", host, url.path, "", "", "") for host in ("", "localhost")) or not url.path:
         raise InvalidGroupError(group_name="", detail=f"rendezvous {place!r} is not of the form 'file:///path'")
     return DirectoryBulletin(url.path)

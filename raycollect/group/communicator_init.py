@@ -41,7 +41,10 @@ def form(hub: HubClient, deadline_s: float) -> Communicator | None:
         making.add_done_callback(_close)
         return None
     if isinstance(error, RaycollectError):
-        raise anew(kept(error))
+        raised = anew(kept(error))
+        if isinstance(raised, CollectiveTimeoutError):  # the backend counts the ranks of the communicator
+            raised.missing = tuple(hub.ranks[rank] for rank in raised.missing)
+        raise raised
     return making.result()
 
 

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Meet, Message, Met, Missed, Publish, Withdraw
@@ -136,18 +137,27 @@ class HubClient:
         def answered() -> bool:
             return self._answer is not None
 
-        self.send(Meet(group_id=group_id, communicator=self.name, place=place, call=call, blob=blob))
-        timed_out = False
+        def withdraw(timed_out: bool) -> None:
+            self.send(Withdraw(group_id=group_id, communicator=self.name, call=call, timed_out=timed_out))
+            with self.changed:
+                self.changed.wait_for(lambda: answered() or self.final, _ANSWER_S)
+
         try:
+            self.send(Meet(group_id=group_id, communicator=self.name, place=place, call=call, blob=blob))
             with self.changed:
                 self.changed.wait_for(lambda: answered() or self.stop or halted(), max(timeout_s, 0))
                 timed_out = not (answered() or self.stop or halted())
-        finally:  # also after a signal: the others must not meet a rank that does not come
-            pending = not answered()
-            if pending:
-                self.send(Withdraw(group_id=group_id, communicator=self.name, call=call, timed_out=timed_out))
-                with self.changed:
-                    self.changed.wait_for(lambda: answered() or self.final, _ANSWER_S)
+        except RaycollectError:  # the hub is gone
+            raise
+        except BaseException:  # a signal: the others must not meet a rank that does not come
+            with suppress(RaycollectError):
+                withdraw(timed_out=False)
+            with self.changed:
+                self._meeting = 0
+            raise
+        pending = not answered()
+        if pending:
+            withdraw(timed_out)
         with self.changed:
             self._meeting = 0
             answer, stop = self._answer, self.stop

@@ -184,7 +184,7 @@ def measured_costs(machine: Machine) -> Finding:
     cure = "raycollect bench --calibrate"
     path, variable = link_costs.default_path(machine.environ), link_costs.ENVIRONMENT_VARIABLE
     is_named = bool(machine.environ.get(variable))
-    if not is_named and not path.exists():
+    if not is_named and not os.path.exists(path):  # noqa: PTH110 - which raises where it may not look
         return Finding(state=WARNING, found=f"no {path}: the planner uses defaults", cure=cure)
     try:
         links = link_costs.read(path, source=variable if is_named else "the file").measured

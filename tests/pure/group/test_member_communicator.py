@@ -1,21 +1,25 @@
-"""What becomes of a call when another rank leaves, dies or fails: seats in threads, a gate, and messages held back."""
+"""What becomes of a call when another rank leaves, dies or fails: ranks in threads, and messages held back."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from raycollect import backends
 from raycollect.backends.exchanged import Exchanged
-from raycollect.channel.messages import Depart, Drop, Gone, Meet, Message, Met
+from raycollect.channel.messages import Depart, Drop, Gone, Meet, Message, Met, Withdraw
 from raycollect.core import timers
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
+    CollectiveTimeoutError,
+    ConnectionLostError,
     GroupBrokenError,
     InternalError,
     KernelError,
@@ -28,6 +32,7 @@ from raycollect.group.coordinator import Coordinator
 from raycollect.group.hub_client import HubClient
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
+from tests.waiting import wait_until
 
 WORLD = 3
 
@@ -264,6 +269,35 @@ def test_a_rank_that_is_interrupted_as_it_waits_for_the_others_is_not_met(
     if not alone:
         assert isinstance(here.start(first).exception(WAIT_S), KeyboardInterrupt)
     assert [one.exception(WAIT_S) for one in (here.start(first), *running)] == [None] * WORLD
+
+
+def test_a_signal_stays_one_where_the_hub_is_gone(table: Callable[..., Table]) -> None:
+    here = table()
+    hub = here.process_groups[0].communicator("all").hub
+    sent: list[Message] = []
+
+    def send(message: Message) -> None:
+        sent.append(message)
+        raise KeyboardInterrupt if isinstance(message, Meet) else ConnectionLostError(detail="gone")
+
+    with patch.object(hub, "send", send), pytest.raises(KeyboardInterrupt):
+        hub.meet("form", b"", WAIT_S)
+    assert [type(one) for one in sent] == [Meet, Withdraw]  # the bytes may be on their way
+
+
+def test_who_does_not_join_a_communicator_of_two_has_the_groups_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: Any) -> Any:
+        raise CollectiveTimeoutError(missing=(0,))
+
+    def wait_made(generation: str, is_made: Callable[[], bool], deadline_s: float) -> bool:
+        wait_until(is_made)
+        return True
+
+    monkeypatch.setattr(communicator_init, "_make", absent)
+    hub: Any = SimpleNamespace(generation="1", ranks=(2, 3), values={}, notify=lambda: None, wait_made=wait_made)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        communicator_init.form(hub, WAIT_S)
+    assert caught.value.missing == (2,)
 
 
 def test_a_rank_that_can_not_form_the_group_tells_the_others(
