@@ -41,10 +41,9 @@ def form(hub: HubClient, deadline_s: float) -> Communicator | None:
         making.add_done_callback(_close)
         return None
     if isinstance(error, RaycollectError):
-        raised = anew(kept(error))
-        if isinstance(raised, CollectiveTimeoutError):  # the backend counts the ranks of the communicator
-            raised.missing = tuple(hub.ranks[rank] for rank in raised.missing)
-        raise raised
+        if isinstance(error, CollectiveTimeoutError):  # the backend counts the ranks of the communicator
+            error.missing = tuple(hub.ranks[rank] for rank in error.missing)
+        raise anew(kept(error))
     return making.result()
 
 
