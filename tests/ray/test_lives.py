@@ -11,6 +11,7 @@ import raycollect as col
 from raycollect.driver.controller import Controller
 from tests import lives
 from tests.ray.workers import Gate, Worker, filled
+from tests.waiting import wait_until
 
 TIMEOUT_S = 40.0
 """How long it may take here, where one that is late is no good news: a busy machine is no reason."""
@@ -102,6 +103,7 @@ def _set(self):
 def test_busy_actor_is_not_reused(cluster):
     gates = lives.start(Gate, 2, (), max_concurrency=2)
     waiting = gates[0].wait.remote()
+    assert ray.get(gates[0].__ray_call__.remote(lambda _: wait_until(lives._is_busy)))  # in another thread
     assert lives.begin_again(gates, (), TIMEOUT_S) == gates[1:]
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(waiting)
