@@ -27,11 +27,9 @@ from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from tests.faults.thread_failures import fail_at
-from tests.pure.group.test_member_communicator import Table, assert_set, start_calls, table
+from tests.pure.group.tables import Table, assert_set, start_calls
 from tests.pure.group.test_watchdog import HERE, QUESTION, Desk
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
-
-__all__ = ["table"]  # a fixture
 
 
 @pytest.fixture

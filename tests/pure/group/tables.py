@@ -1,0 +1,154 @@
+"""Ranks of a group in threads, whose messages to the hub can be held back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from raycollect.backends.exchanged import Exchanged
+from raycollect.channel.messages import Depart, Message
+from raycollect.core.model import GroupSpec, Launch
+from raycollect.engine.execution import Outcome
+from raycollect.errors import RaycollectError
+from raycollect.group.coordinator import Coordinator
+from raycollect.group.process_group import ProcessGroup
+from tests.pure.watched import WAIT_S
+
+WORLD = 3
+
+
+class Plain(Exchanged):
+    """A communicator that has its consistency checks at the hub; it notes what it is told."""
+
+    def __init__(self, spec: GroupSpec, rank: int, exchange: Any) -> None:
+        super().__init__(spec, rank, exchange)
+        self.told: list[Any] = []
+        self.on_close: Callable[[], None] = lambda: None
+
+    def abort(self, seq: int) -> None:
+        self.told.append(("abort", seq))
+        super().abort(seq)
+
+    def close(self) -> None:
+        self.told.append("close")
+        self.on_close()
+
+
+class Seeing(Plain):
+    """One that sees by itself how far others came."""
+
+    def lost(self, rank: int) -> None:
+        self.told.append(("lost", rank))
+
+
+class Table:
+    """The seats of a group, and its hub; what the hub says to a rank can be held back."""
+
+    def __init__(self, kind: type[Plain] = Plain) -> None:
+        self.coordinator = Coordinator("id", WORLD, "g")
+        self.made: dict[int, Plain] = {}
+        self.closed = [threading.Event() for _ in range(WORLD)]
+        self.before_made: Callable[[int], None] = lambda rank: None
+        self.heard: Callable[[int, Message], None] = lambda rank, message: None
+        self.holds: Callable[[int, Message], bool] = lambda rank, message: False
+        self.held: list[tuple[int, Message]] = []
+        self.threads = ThreadPoolExecutor(WORLD + 2)
+        self._kind = kind
+        self._lock = threading.RLock()
+        spec = GroupSpec(name="g", group_id="id", backend="shm", world_size=WORLD, timeout_s=WAIT_S)
+        self.process_groups = [
+            ProcessGroup(
+                spec, rank, self._sender(rank), members=[f"W{at}" for at in range(WORLD)], leave=self._leaver(rank)
+            )
+            for rank in range(WORLD)
+        ]
+
+    def create(self, spec: GroupSpec, rank: int, rendezvous: Any, exchange: Any, **_: Any) -> Plain:
+        self.before_made(rank)
+        self.made[rank] = self._kind(spec, rank, exchange)
+        self.made[rank].on_close = self.closed[rank].set
+        return self.made[rank]
+
+    def deliver(self, orders: list[tuple[int, Message]]) -> None:
+        with self._lock:
+            for rank, message in orders:
+                if (self.held and self.held[0][0] == rank) or self.holds(rank, message):
+                    self.held.append((rank, message))
+                else:
+                    self.process_groups[rank].received(message)
+
+    def release(self) -> None:
+        """Lets a rank hear what was held back."""
+        with self._lock:
+            held, self.held, self.holds = self.held, [], lambda rank, message: False
+            for rank, message in held:
+                self.process_groups[rank].received(message)
+
+    def kill(self, rank: int) -> None:
+        """The hub hears that a process has ended."""
+        with self._lock:
+            self.deliver(self.coordinator.lost(rank, "closed by the peer"))
+
+    def start(self, what: Callable[..., Any], *args: Any) -> Future[Any]:
+        return self.threads.submit(what, *args)
+
+    def form(self) -> None:
+        for one in [self.start(process_group.form) for process_group in self.process_groups]:
+            one.result(WAIT_S)
+
+    def close(self) -> None:
+        for process_group in self.process_groups:
+            process_group.close()
+        self.threads.shutdown()
+
+    def _sender(self, rank: int) -> Callable[[Message], None]:
+        def send(message: Message) -> None:
+            with self._lock:
+                self.deliver(self.coordinator.receive(rank, message))
+            self.heard(rank, message)
+
+        return send
+
+    def _leaver(self, rank: int) -> Callable[[], None]:
+        return lambda: self._sender(rank)(Depart(group_id="id"))
+
+
+class Call:
+    """A call of one rank: it goes through the consistency check, and then waits to be let go on."""
+
+    def __init__(self, process_group: ProcessGroup, ends: Callable[[], Outcome] = Outcome) -> None:
+        self.passed = threading.Event()
+        self.go = threading.Event()
+        self.process_group = process_group
+        self._ends = ends
+
+    def __call__(self) -> None:
+        self.process_group.communicator("all").run("allreduce", self._attempt, WAIT_S)
+
+    def _attempt(self, communicator: Any, seq: int) -> Outcome:
+        launch = Launch(seq=seq, ranks=tuple(range(WORLD)), timeout_s=WAIT_S)
+        try:
+            communicator.agree(launch, b"")
+        except RaycollectError as exc:
+            return Outcome(error=exc)
+        self.passed.set()
+        assert_set(self.go)
+        return self._ends()
+
+
+def start_calls(here: Table, ends: Callable[[], Outcome] = Outcome) -> list[tuple[Call, Future[Any]]]:
+    here.form()
+    calls = [Call(process_group, ends) for process_group in here.process_groups]
+    return [(one, here.start(one)) for one in calls]
+
+
+def error_of(future: Future[Any]) -> RaycollectError:
+    error = future.exception(WAIT_S)
+    assert isinstance(error, RaycollectError), error
+    return error
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)

@@ -1,0 +1,193 @@
+"""The ranks of a group form a communicator, all or none, though one leaves, dies or is interrupted meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from raycollect import backends
+from raycollect.channel.messages import Depart, Gone, Meet, Message, Met, Withdraw
+from raycollect.engine.execution import Outcome
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    ConnectionLostError,
+    GroupBrokenError,
+    InternalError,
+    KernelError,
+    ParticipantDiedError,
+)
+from raycollect.group import communicator_init
+from raycollect.group.hub_client import HubClient
+from raycollect.group.process_group import ProcessGroup
+from tests.pure.group.tables import WORLD, Call, Table, assert_set, error_of
+from tests.pure.watched import WAIT_S
+from tests.waiting import wait_until
+
+
+def _is_made(message: Message) -> bool:
+    return isinstance(message, Meet) and message.place.startswith("made")
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_join_completes_for_all_or_none_and_a_later_leave_fails_no_join(table: Callable[..., Table], slow: int) -> None:
+    """A rank that is still being told, or still makes its end, gets the group: another's leaving comes after that."""
+    here = table()
+    done = {rank: threading.Event() for rank in range(WORLD) if rank != slow}
+
+    def heard(rank: int, message: Message) -> None:  # it waits for the slow one, or has left already
+        if rank != slow and (_is_made(message) or isinstance(message, Depart)):
+            done[rank].set()
+
+    def before_made(rank: int) -> None:
+        if rank == slow:
+            assert all(one.wait(WAIT_S) for one in done.values())
+
+    def join_and_leave(process_group: ProcessGroup) -> None:
+        process_group.form()
+        process_group.close()
+
+    here.heard, here.before_made = heard, before_made
+    for one in [here.start(join_and_leave, process_group) for process_group in here.process_groups]:
+        one.result(WAIT_S)
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies", "orphaned"])
+def test_messages_after_the_join_belong_to_later_calls(table: Callable[..., Table], how: str) -> None:
+    here = table()
+    here.holds = lambda rank, message: rank == 2 and isinstance(message, Met) and not message.blobs[0]
+    joining = [here.start(process_group.form) for process_group in here.process_groups]
+    for rank in (0, 1):
+        joining[rank].result(WAIT_S)
+    if how == "leaves":
+        here.process_groups[1].close()
+    elif how == "dies":
+        here.kill(1)
+    assert not joining[2].done()
+    with here._lock:
+        if how != "orphaned":
+            assert [type(message) for _, message in here.held][-1] is Gone
+        here.release()
+        if how == "orphaned":
+            here.process_groups[2].orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
+    joining[2].result(WAIT_S)
+    assert isinstance(error_of(here.start(here.process_groups[2].form)), GroupBrokenError)
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies", "orphaned"])
+def test_departure_during_the_join_ends_it_for_all(table: Callable[..., Table], how: str) -> None:
+    here = table()
+    waits = {rank: threading.Event() for rank in (0, 1)}
+    here.heard = lambda rank, message: waits[rank].set() if _is_made(message) else None
+    go = threading.Event()
+    here.before_made = lambda rank: None if rank != 2 else assert_set(go)
+    joining = [here.start(process_group.form) for process_group in here.process_groups]
+    assert all(one.wait(WAIT_S) for one in waits.values())
+    if how == "leaves":
+        here.process_groups[0].close()
+    elif how == "dies":
+        here.kill(0)
+    else:
+        for process_group in here.process_groups[1:]:
+            process_group.orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
+    expected = GroupBrokenError if how == "leaves" else ParticipantDiedError
+    assert [type(error_of(joining[rank])) for rank in (1, 2)] == [expected] * 2
+    assert here.made[1].told[-1] == "close"
+    go.set()
+    assert here.closed[2].wait(WAIT_S), "what is made too late is closed"
+
+
+def test_failure_right_after_the_join_reaches_slow_ranks(table: Callable[..., Table]) -> None:
+    """The word that all are ready, and that of the failure, come at once: nobody waits for its next call."""
+    here = table()
+    here.holds = lambda rank, message: rank == 2 and isinstance(message, Met) and not message.blobs[0]
+    broken = here.start(
+        here.process_groups[0].communicator("all").run,
+        "allreduce",
+        lambda *_: Outcome(error=KernelError(rank=0, detail="no memory")),
+        WAIT_S,
+    )
+    others = [here.start(Call(process_group)) for process_group in here.process_groups[1:]]
+    assert isinstance(error_of(broken), KernelError)
+    assert isinstance(error_of(others[0]), KernelError)
+    here.release()
+    assert isinstance(error_of(others[1]), KernelError)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_rank_that_is_interrupted_as_it_waits_for_the_others_is_not_met(
+    table: Callable[..., Table], alone: bool
+) -> None:
+    """Ctrl-C in a notebook: the others wait for its next call, also where they had come at that moment."""
+    here = table()
+    changed = here.process_groups[0].communicator("all").hub.changed
+    real, there = changed.wait_for, threading.Semaphore(0)
+
+    def interrupted(*_: Any) -> bool:
+        changed.wait_for = real  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    here.heard = lambda rank, message: there.release() if isinstance(message, Meet) and rank else None
+    changed.wait_for = interrupted  # type: ignore[method-assign]
+    first, *others = (process_group.form for process_group in here.process_groups)
+    if alone:
+        assert isinstance(here.start(first).exception(WAIT_S), KeyboardInterrupt)
+    running = [here.start(one) for one in others]
+    for _ in running:
+        assert there.acquire(timeout=WAIT_S)
+    if not alone:
+        assert isinstance(here.start(first).exception(WAIT_S), KeyboardInterrupt)
+    assert [one.exception(WAIT_S) for one in (here.start(first), *running)] == [None] * WORLD
+
+
+def test_a_signal_stays_one_where_the_hub_is_gone(table: Callable[..., Table]) -> None:
+    here = table()
+    hub = here.process_groups[0].communicator("all").hub
+    sent: list[Message] = []
+
+    def send(message: Message) -> None:
+        sent.append(message)
+        raise KeyboardInterrupt if isinstance(message, Meet) else ConnectionLostError(detail="gone")
+
+    with patch.object(hub, "send", send), pytest.raises(KeyboardInterrupt):
+        hub.meet("form", b"", WAIT_S)
+    assert [type(one) for one in sent] == [Meet, Withdraw]  # the bytes may be on their way
+
+
+def test_who_does_not_join_a_communicator_of_two_has_the_groups_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: Any) -> Any:
+        raise CollectiveTimeoutError(missing=(0,))
+
+    def wait_made(generation: str, is_made: Callable[[], bool], deadline_s: float) -> bool:
+        wait_until(is_made)
+        return True
+
+    monkeypatch.setattr(communicator_init, "_make", absent)
+    hub: Any = SimpleNamespace(generation="1", ranks=(2, 3), values={}, notify=lambda: None, wait_made=wait_made)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        communicator_init.form(hub, WAIT_S)
+    assert caught.value.missing == (2,)
+
+
+def test_a_rank_that_can_not_form_the_group_tells_the_others(
+    table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, real = table(), communicator_init.form
+
+    def form(hub: HubClient, deadline_s: float) -> Any:
+        if hub.owner.rank == 1:
+            raise RuntimeError("can't start new thread")
+        return real(hub, deadline_s)
+
+    monkeypatch.setattr(communicator_init, "form", form)
+    for one in [here.start(process_group.form) for process_group in here.process_groups]:
+        error = error_of(one)
+        assert isinstance(error, InternalError)
+        assert "can't start new thread" in error.detail
+    monkeypatch.undo()
+    monkeypatch.setattr(backends, "load", lambda *_: here.create)
+    here.form()
