@@ -17,10 +17,11 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import Contestant, Worker, needs_torch
+from benchmarks.crew import Contestant, Worker
 from benchmarks.report import Record, Row, Skip, Traffic
 from benchmarks.suite import Choice, close, compare, entry, gather
 from benchmarks.targets import MB
+from benchmarks.theirs import RayGroup
 from raycollect.core.model import RANK_ORDER, OpKind
 from raycollect.planner import ALGORITHMS, passes
 from raycollect.planner.algorithms import build, route
@@ -115,14 +116,12 @@ class Refs(Contestant):
         super().close()
 
 
-class Theirs(Contestant):
+class Theirs(RayGroup):
     """A method of each actor that calls `ray.util.collective`, over gloo."""
 
     def __init__(self, name: str, actors: Sequence[Any], op: str) -> None:
-        needs_torch()
         super().__init__(name, actors)
         self._op = op
-        ray.get([actor.join.remote("ray", self.ranks, self.group) for actor in self.actors])
 
     def operate(self) -> None:
         """One call."""
@@ -134,11 +133,6 @@ class Theirs(Contestant):
             super().check(runs)
         else:
             self.must_hold(1.0)
-
-    def close(self) -> None:
-        """Leaves the group."""
-        ray.get([actor.leave.remote("ray", self.group) for actor in self.actors])
-        super().close()
 
 
 class Store(Contestant):

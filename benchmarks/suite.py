@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from benchmarks.interleave import Contender, interleave
-from benchmarks.report import Record, Row, Skip, Skipped, rows_of
+from benchmarks.report import Record, Row, Skip, Skipped, rows_of, size
 
 C = TypeVar("C", bound=Contender)
 Maker = tuple[str, Callable[[], Contender]]
@@ -99,6 +99,38 @@ BURST = 6
 As in the loops that people write, a call pays for what the one before it has left behind: Ray tidies up after a call
 has returned. Where contenders took turns call by call, each would pay for another's.
 """
+
+
+def sweep(
+    suite: str,
+    choice: Choice,
+    makers: Sequence[Maker],
+    *,
+    op: str,
+    ranks: int,
+    sizes: Sequence[int],
+    runs: Callable[[int], tuple[int, int]],
+    burst: int = 1,
+) -> Iterator[Record]:
+    """Makes the contenders, measures them at each size in turn, and closes them.
+
+    Args:
+        suite: The suite.
+        choice: What it was told.
+        makers: See `gather`.
+        op: What they do.
+        ranks: How many processes they have.
+        sizes: Bytes per rank.
+        runs: Bytes per rank -> how many operations, by default in a quick run and in a full one.
+        burst: See `BURST`.
+    """
+    contenders, skipped = gather(suite, makers)
+    yield from skipped
+    for nbytes in sizes:
+        choice.progress(f"{suite}: {ranks} ranks, {op}, {size(nbytes)}")
+        count = choice.runs_or(*runs(nbytes))
+        yield from compare(contenders, suite=suite, op=op, ranks=ranks, nbytes=nbytes, runs=count, burst=burst)
+    close(contenders)
 
 
 def compare(

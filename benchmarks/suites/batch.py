@@ -17,8 +17,8 @@ import raycollect as col
 from benchmarks import names
 from benchmarks.crew import crew, needs
 from benchmarks.ours import Declared, RaycollectAllreduce
-from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record
+from benchmarks.suite import Choice, Maker, entry, sweep
 from benchmarks.targets import KB
 from benchmarks.theirs import RayGroup
 
@@ -139,7 +139,7 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.RAY_AHEAD, RayAhead, actors),
             ]
             op, sizes = f"{COUNT} broadcasts", choice.sizes or SIZES[:1]
-            yield from _compared(choice, broadcasts, ranks, op, sizes, choice.runs_or(8, 80))
+            yield from sweep(NAME, choice, broadcasts, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (8, 80))
             reductions: list[Maker] = [
                 entry(names.NAMED, Named, actors),
                 entry(names.NAMED_ARENA, Named, actors, arena=True),
@@ -147,15 +147,6 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.ONE_ARENA, RaycollectAllreduce, actors, arena=True),
             ]
             op, sizes = f"allreduce of {COUNT}", choice.sizes or SIZES
-            yield from _compared(choice, reductions, ranks, op, sizes, choice.runs_or(40, 200), burst=4)
-
-
-def _compared(
-    choice: Choice, makers: Sequence[Maker], ranks: int, op: str, sizes: Sequence[int], runs: int, *, burst: int = 1
-) -> Iterator[Record]:
-    contenders, skipped = gather(NAME, makers)
-    yield from skipped
-    for nbytes in sizes:
-        choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
-        yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=burst)
-    close(contenders)
+            yield from sweep(
+                NAME, choice, reductions, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (40, 200), burst=4
+            )

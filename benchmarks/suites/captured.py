@@ -22,8 +22,8 @@ import raycollect as col
 from benchmarks import names
 from benchmarks.crew import Contestant, crew, expected, needs, needs_torch
 from benchmarks.ours import Declared, RaycollectAllreduce, Replayed
-from benchmarks.report import Record, Skipped, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record, Skipped
+from benchmarks.suite import Choice, Maker, entry, sweep
 from benchmarks.targets import KB, MB
 from benchmarks.theirs import RayAllreduce
 
@@ -223,22 +223,16 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.RAY, RayAllreduce, actors),
                 entry(names.GRAPH, CompiledGraph, actors),
             ]
-            runs = choice.runs_or(5 * BURST, 10 * BURST)
-            yield from _compared(choice, makers, ranks, "allreduce", choice.sizes or SIZES, runs)
+            yield from _compared(choice, makers, ranks, "allreduce", choice.sizes or SIZES, 5 * BURST)
             checks: list[Maker] = [
                 entry(names.CAPTURED, Agreeing, actors, agrees=True),
                 entry(names.NO_CHECK, Agreeing, actors, agrees=False),
             ]
-            runs = choice.runs_or(25 * BURST, 50 * BURST)
-            yield from _compared(choice, checks, ranks, "check", SIZES[:1], runs)
+            yield from _compared(choice, checks, ranks, "check", SIZES[:1], 25 * BURST)
 
 
 def _compared(
-    choice: Choice, makers: Sequence[Maker], ranks: int, op: str, sizes: Sequence[int], runs: int
+    choice: Choice, makers: Sequence[Maker], ranks: int, op: str, sizes: Sequence[int], quick: int
 ) -> Iterator[Record]:
-    contenders, skipped = gather(NAME, makers)
-    yield from skipped
-    for nbytes in sizes:
-        choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
-        yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST)
-    close(contenders)
+    runs = quick, 2 * quick
+    return sweep(NAME, choice, makers, op=op, ranks=ranks, sizes=sizes, runs=lambda _: runs, burst=BURST)

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import names
-from benchmarks.report import Record, Skipped, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record, Skipped
+from benchmarks.suite import Choice, Maker, entry, sweep
 from benchmarks.targets import MB
 
 NAME = "ddp"
@@ -39,15 +39,10 @@ def measure(choice: Choice) -> Iterator[Record]:
         choice.progress(f"{NAME}: starts {ranks} processes")
         with processes(ranks) as pipes:
             makers: list[Maker] = [entry(name, Trained, pipes) for name in _BACKENDS]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for nbytes in choice.sizes or SIZES:
-                choice.progress(f"{NAME}: {ranks} ranks, {size(nbytes)}")
-                runs = choice.runs_or(20, 60)
-                yield from compare(
-                    contenders, suite=NAME, op="step", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
-                )
-            close(contenders)
+            sizes = choice.sizes or SIZES
+            yield from sweep(
+                NAME, choice, makers, op="step", ranks=ranks, sizes=sizes, runs=lambda _: (20, 60), burst=BURST
+            )
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from benchmarks import names
 from benchmarks.crew import crew
 from benchmarks.ours import RaycollectAllreduce
-from benchmarks.report import Record, size
-from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record
+from benchmarks.suite import BURST, Choice, Maker, entry, sweep
 from benchmarks.targets import MB
 from benchmarks.theirs import RayAllreduce, StoreAllreduce
 
@@ -23,6 +23,10 @@ NEEDS_RAY = True
 
 RANKS = (2, 4)
 SIZES = (4, MB, 64 * MB)
+
+
+def _runs(nbytes: int) -> tuple[int, int]:
+    return (120, 400) if nbytes < MB else (60, 200) if nbytes < 16 * MB else (12, 48)
 
 
 def measure(choice: Choice) -> Iterator[Record]:
@@ -36,13 +40,5 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.RAY, RayAllreduce, actors),
                 entry(names.STORE, StoreAllreduce, actors),
             ]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for nbytes in choice.sizes or SIZES:
-                choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
-                quick, full = (120, 400) if nbytes < MB else (60, 200) if nbytes < 16 * MB else (12, 48)
-                runs = choice.runs_or(quick, full)
-                yield from compare(
-                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
-                )
-            close(contenders)
+            sizes = choice.sizes or SIZES
+            yield from sweep(NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)

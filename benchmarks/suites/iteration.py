@@ -17,8 +17,8 @@ import raycollect as col
 from benchmarks import names
 from benchmarks.crew import Contestant, busy, crew, needs_torch
 from benchmarks.ours import Replayed
-from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record
+from benchmarks.suite import Choice, Maker, entry, sweep
 from benchmarks.targets import MB
 
 NAME = "iteration"
@@ -156,7 +156,9 @@ def measure(choice: Choice) -> Iterator[Record]:
         choice.progress(f"{NAME}: starts {ranks} actors")
         with crew(ranks) as actors:
             for busy_ms in BUSY_MS:
-                yield from _compared(choice, _makers(actors, busy_ms), ranks, f"methods of {busy_ms} ms")
+                makers, op = _makers(actors, busy_ms), f"methods of {busy_ms} ms"
+                sizes = choice.sizes or (SIZES[:1] if choice.quick else SIZES)
+                yield from sweep(NAME, choice, makers, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (40, 120))
 
 
 def _makers(actors: Sequence[Any], busy_ms: float) -> list[Maker]:
@@ -172,13 +174,3 @@ def _makers(actors: Sequence[Any], busy_ms: float) -> list[Maker]:
         within(names.RAY_INSIDE, "ray", is_second=False),
         within(names.RAY_BESIDE, "ray", is_second=True),
     ]
-
-
-def _compared(choice: Choice, makers: Sequence[Maker], ranks: int, op: str) -> Iterator[Record]:
-    contenders, skipped = gather(NAME, makers)
-    yield from skipped
-    for nbytes in choice.sizes or (SIZES[:1] if choice.quick else SIZES):
-        choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
-        runs = choice.runs_or(40, 120)
-        yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs)
-    close(contenders)

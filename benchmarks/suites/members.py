@@ -13,8 +13,8 @@ import ray
 
 from benchmarks import names
 from benchmarks.crew import Contestant, crew, needs_torch
-from benchmarks.report import Record, Skipped, size
-from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record, Skipped
+from benchmarks.suite import BURST, Choice, Maker, entry, sweep
 from benchmarks.targets import KB, MB
 from raycollect.errors import BackendNotInstalledError
 
@@ -25,6 +25,10 @@ NEEDS_RAY = True
 
 RANKS = (2, 4)
 SIZES = (4, 64 * KB, MB, 4 * MB, 16 * MB)
+
+
+def _runs(nbytes: int) -> tuple[int, int]:
+    return (60, 300) if nbytes < MB else (24, 96)
 
 
 def measure(choice: Choice) -> Iterator[Record]:
@@ -38,16 +42,8 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.TCP, Loop, actors, "tcp"),
                 entry(names.RAY, Loop, actors, "gloo", library="ray"),
             ]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for nbytes in choice.sizes or SIZES:
-                choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
-                quick, full = (60, 300) if nbytes < MB else (24, 96)
-                runs = choice.runs_or(quick, full)
-                yield from compare(
-                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
-                )
-            close(contenders)
+            sizes = choice.sizes or SIZES
+            yield from sweep(NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)
 
 
 class Loop(Contestant):

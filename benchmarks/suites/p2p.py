@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from benchmarks import names
 from benchmarks.crew import crew
 from benchmarks.pairs import ROUND_TRIP, SEND, DirectTransport, Imperative, SendRef, Store
-from benchmarks.report import Record, size
-from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record
+from benchmarks.suite import BURST, Choice, Maker, entry, sweep
 from benchmarks.targets import KB, MB
 
 NAME = "p2p"
@@ -25,6 +25,10 @@ NEEDS_RAY = True
 
 SIZES = (4, 64 * KB, MB, 16 * MB, 64 * MB)
 QUICK_TRIPS = (4, MB, 64 * MB)
+
+
+def _runs(nbytes: int) -> tuple[int, int]:
+    return (30, 200) if nbytes < 16 * MB else (6, 24)
 
 
 def measure(choice: Choice) -> Iterator[Record]:
@@ -43,11 +47,5 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.STORE, Store, actors, op),
                 entry(names.STORE_COPIED, Store, actors, op, copied=True),
             ]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for nbytes in choice.sizes or (QUICK_TRIPS if choice.quick and op == ROUND_TRIP else SIZES):
-                choice.progress(f"{NAME}: {op}, {size(nbytes)}")
-                quick, full = (30, 200) if nbytes < 16 * MB else (6, 24)
-                runs = choice.runs_or(quick, full)
-                yield from compare(contenders, suite=NAME, op=op, ranks=2, nbytes=nbytes, runs=runs, burst=BURST)
-            close(contenders)
+            sizes = choice.sizes or (QUICK_TRIPS if choice.quick and op == ROUND_TRIP else SIZES)
+            yield from sweep(NAME, choice, makers, op=op, ranks=2, sizes=sizes, runs=_runs, burst=BURST)

@@ -21,10 +21,10 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import group_names, needs_torch
-from benchmarks.interleave import timed
-from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.moving import InRayGroup, Moving, RayRank
+from benchmarks.ours import Replayed
+from benchmarks.report import Record
+from benchmarks.suite import Choice, Maker, entry, sweep
 from benchmarks.targets import MB
 
 NAME = "reshard"
@@ -68,7 +68,7 @@ def _value(at: int, shape: tuple[int, int]) -> Any:
 
 
 @ray.remote(num_cpus=0)
-class Shards(col.CollectiveParticipant):
+class Shards(RayRank, col.CollectiveParticipant):
     """One rank of either side; its shards are those of all contenders."""
 
     def __init__(self, rank: int, *, is_trainer: bool) -> None:
@@ -118,15 +118,6 @@ class Shards(col.CollectiveParticipant):
         )
 
     # ------------------------------------------------------------------------------------------ by hand
-
-    def join(self, ranks: int, rank: int, group: str) -> None:
-        """Joins a group of `ray.util.collective`."""
-        import_module("torch").set_num_threads(1)
-        import_module("ray.util.collective").init_collective_group(ranks, rank, "gloo", group)
-
-    def leave(self, group: str) -> None:
-        """Leaves it."""
-        import_module("ray.util.collective").destroy_collective_group(group)
 
     def gather(self, group: str) -> None:
         """The first trainer has the full tensors, one behind the other, in `full`; all make room for them."""
@@ -226,51 +217,26 @@ def _remembered(nbytes: int, mesh: dict[str, int], rank: int) -> dict[str, tuple
 _turns = count_from(1)
 
 
-class Moving:
+class Resharding(Moving):
     """A contender over the eight actors."""
 
     is_shared = False  # whether it works on the shards in the arena
 
     def __init__(self, name: str, sides: Sequence[Sequence[Any]]) -> None:
-        self.name = name
         self.trainers, self.rollouts = sides
-        self.actors = [*self.trainers, *self.rollouts]
-        self.group = next(group_names)
-        self.wrong = 0
-
-    def prepare(self, nbytes: int) -> None:
-        """Makes the shards, which all contenders share."""
-        ray.get([actor.prepare.remote(nbytes) for actor in self.actors])
+        super().__init__(name, [*self.trainers, *self.rollouts])
 
     def fill(self) -> None:
         """The next turn begins: the trainers have other values, the rollouts none."""
         turn = next(_turns)
         ray.get([actor.begin.remote(turn) for actor in self.actors])
 
-    def run(self, count: int) -> list[float]:
-        """Moves the weights so many times, others each time."""
-        spent = []
-        for _ in range(count):
-            self.fill()
-            spent += timed(self.operate, 1)
-            found = ray.get([actor.is_right.remote(is_shared=self.is_shared) for actor in self.rollouts])
-            self.wrong += not all(found)
-        return spent
-
-    def check(self, runs: int) -> None:
-        """Raises if the rollouts did not have all weights after a run; others have been at them since."""
-        if self.wrong:
-            raise AssertionError(f"{self.name}: the rollouts did not have the weights after {self.wrong} runs")
-
-    def operate(self) -> None:
-        """Moves the weights once."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Gives back what it holds."""
+    def is_right(self) -> list[bool]:
+        """Whether each rollout has its shards."""
+        return ray.get([actor.is_right.remote(is_shared=self.is_shared) for actor in self.rollouts])
 
 
-class Resharded(Moving):
+class Resharded(Resharding):
     """`reshard_refs`, in place, on refs that persist over the calls."""
 
     def __init__(self, name: str, sides: Sequence[Sequence[Any]]) -> None:
@@ -302,71 +268,41 @@ class InArena(Resharded):
     is_shared = True
 
 
-class Captured(InArena):
+class Captured(Replayed, InArena):
     """The same as a captured step."""
 
-    step: Any = None
-
-    def prepare(self, nbytes: int) -> None:
-        """Records the call."""
-        self._forget()
-        super().prepare(nbytes)
-        with col.capture() as self.step:
-            super().operate()
-
-    def operate(self) -> None:
-        """One replay."""
-        self.step.run()
-
-    def close(self) -> None:
-        """Lets go of the step, then of the rest."""
-        self._forget()
-        super().close()
-
-    def _forget(self) -> None:
-        if self.step is not None:
-            self.step.close()
-            self.step = None
+    def record(self) -> None:
+        """The call."""
+        InArena.operate(self)
 
 
-class ByRay(Moving):
+class ByRay(InRayGroup, Resharding):
     """The first trainer gathers, and broadcasts.
 
     Over one group of all eight, as its gloo has one world per process: the other trainers hear the broadcast, too.
     """
-
-    def __init__(self, name: str, sides: Sequence[Sequence[Any]]) -> None:
-        needs_torch()
-        super().__init__(name, sides)
-        count = len(self.actors)
-        ray.get([actor.join.remote(count, rank, self.group) for rank, actor in enumerate(self.actors)])
 
     def operate(self) -> None:
         """Two calls of each."""
         calls = [actor.gather.remote(self.group) for actor in self.actors]
         ray.get([*calls, *(actor.spread.remote(self.group) for actor in self.actors)])
 
-    def close(self) -> None:
-        """Leaves the group."""
-        ray.get([actor.leave.remote(self.group) for actor in self.actors])
 
-
-class ByStore(Moving):
+class ByStore(Resharding):
     """Through the object store: full tensors, then a share of them."""
+
+    take = "take"
 
     def operate(self) -> None:
         """One call per actor."""
         put = [actor.put.remote() for actor in self.trainers]
-        ray.get([actor.take.remote(*put) for actor in self.rollouts])
+        ray.get([getattr(actor, self.take).remote(*put) for actor in self.rollouts])
 
 
 class ByBoxes(ByStore):
     """Through the object store, each box straight to its place."""
 
-    def operate(self) -> None:
-        """One call per actor."""
-        put = [actor.put.remote() for actor in self.trainers]
-        ray.get([actor.take_boxes.remote(*put) for actor in self.rollouts])
+    take = "take_boxes"
 
 
 def measure(choice: Choice) -> Iterator[Record]:
@@ -382,12 +318,8 @@ def measure(choice: Choice) -> Iterator[Record]:
         entry(names.RAY, ByRay, sides),
     ]
     try:
-        contenders, skipped = gather(NAME, makers)
-        yield from skipped
-        for nbytes in choice.sizes or (64 * MB,):
-            choice.progress(f"{NAME}: 8 actors, {size(nbytes)}")
-            yield from compare(contenders, suite=NAME, op=_OP, ranks=8, nbytes=nbytes, runs=choice.runs_or(8, 24))
-        close(contenders)
+        sizes = choice.sizes or (64 * MB,)
+        yield from sweep(NAME, choice, makers, op=_OP, ranks=8, sizes=sizes, runs=lambda _: (8, 24))
     finally:
         for actor in (actor for side in sides for actor in side):
             ray.kill(actor)

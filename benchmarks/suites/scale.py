@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from benchmarks import names
 from benchmarks.crew import crew
 from benchmarks.ours import RaycollectAllreduce
-from benchmarks.report import Record, size
-from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
+from benchmarks.report import Record
+from benchmarks.suite import BURST, Choice, Maker, entry, sweep
 from benchmarks.targets import MB
 from benchmarks.theirs import RayAllreduce
 
@@ -31,12 +31,7 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.ARENA, RaycollectAllreduce, actors, arena=True),
                 entry(names.RAY, RayAllreduce, actors),
             ]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for nbytes in choice.sizes or SIZES:
-                choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
-                runs = choice.runs_or(40, 200)
-                yield from compare(
-                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
-                )
-            close(contenders)
+            sizes = choice.sizes or SIZES
+            yield from sweep(
+                NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=lambda _: (40, 200), burst=BURST
+            )

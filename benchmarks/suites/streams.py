@@ -16,9 +16,9 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
-from benchmarks.suites.weights import Sync
+from benchmarks.report import Record
+from benchmarks.suite import Choice, Maker, entry, sweep
+from benchmarks.suites.weights import Versions
 from benchmarks.targets import MB
 
 NAME = "streams"
@@ -77,17 +77,10 @@ class Model(col.CollectiveParticipant):
             np.negative(self.work, out=self.work)
 
 
-class Training(Sync):
+class Training(Versions):
     """A trainer and its rollouts; it computes the weights, and they are moved then."""
 
     computes = moves = True
-
-    def prepare(self, nbytes: int) -> None:
-        """Publishes the weights, and subscribes."""
-        super().prepare(nbytes)
-        self.close()
-        self.pub = col.publish([self.trainer.get.remote()], self.group)
-        self.subs = [col.subscribe(self.group, [actor.get.remote()]) for actor in self.rollouts]
 
     def fill(self) -> None:
         """The next turn: the rollouts have no weights; where nothing is computed, the trainer has them."""
@@ -101,25 +94,11 @@ class Training(Sync):
         if self.computes:
             ray.get(self.trainer.compute.remote(float(self.turn)))
         if self.moves:
-            self.pub.put()
-            self.pub.push(self.subs)
+            super().operate()
 
-    def run(self, count: int) -> list[float]:
-        """Computes and moves so many times."""
-        if self.moves:
-            return super().run(count)
-        spent = []
-        for _ in range(count):
-            self.fill()
-            began_s = time.perf_counter()
-            self.operate()
-            spent.append(time.perf_counter() - began_s)
-        return spent
-
-    def close(self) -> None:
-        """Ends both."""
-        for one in (*getattr(self, "subs", ()), *([self.pub] if hasattr(self, "pub") else ())):
-            one.close()
+    def is_right(self) -> list[bool]:
+        """Whether each rollout has the weights of the turn; where none are moved, nothing is wrong."""
+        return super().is_right() if self.moves else []
 
 
 class Compute(Training):
@@ -166,9 +145,5 @@ def _measure(choice: Choice, actors: Sequence[Any]) -> Iterator[Record]:
         entry(names.AFTER, Training, actors),
         entry(names.STREAM, Streamed, actors),
     ]
-    contenders, skipped = gather(NAME, makers)
-    yield from skipped
-    for nbytes in choice.sizes or (LAYERS * MB,):
-        choice.progress(f"{NAME}: {len(actors)} actors, {size(nbytes)}")
-        yield from compare(contenders, suite=NAME, op=_OP, ranks=len(actors), nbytes=nbytes, runs=choice.runs_or(3, 8))
-    close(contenders)
+    sizes = choice.sizes or (LAYERS * MB,)
+    return sweep(NAME, choice, makers, op=_OP, ranks=len(actors), sizes=sizes, runs=lambda _: (3, 8))

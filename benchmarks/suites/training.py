@@ -17,7 +17,8 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import group_names, needs, needs_torch
+from benchmarks.crew import group_names, needs
+from benchmarks.moving import InRayGroup, RayRank
 from benchmarks.report import Record, Skipped
 from benchmarks.suite import Choice, Maker, close, compare, entry, gather
 
@@ -39,7 +40,7 @@ BURST = 24
 def _trainer() -> Any:
     """The actor of all contenders."""
 
-    class Trainer(col.CollectiveParticipant, digits.Learner):
+    class Trainer(RayRank, col.CollectiveParticipant, digits.Learner):
         """A learner that can make an iteration by itself."""
 
         is_due = False
@@ -60,20 +61,6 @@ def _trainer() -> Any:
             """Takes the last step."""
             self.apply(self.buffer)
             self.is_due = False
-
-        def join(self, ranks: int, rank: int, group: str) -> None:
-            """Joins a group of `ray.util.collective` over gloo."""
-            import torch
-            from ray.util import collective
-
-            torch.set_num_threads(1)
-            collective.init_collective_group(ranks, rank, "gloo", group)
-
-        def leave(self, group: str) -> None:
-            """Leaves it."""
-            from ray.util import collective
-
-            collective.destroy_collective_group(group)
 
         def iterate(self, group: str) -> None:
             """An iteration, with `ray.util.collective`."""
@@ -204,22 +191,12 @@ class Captured(Loop):
         super().close()
 
 
-class InActors(Training):
+class InActors(InRayGroup, Training):
     """An actor call per rank does all of the iteration, with `ray.util.collective` over gloo."""
-
-    def __init__(self, name: str, ranks: int) -> None:
-        needs_torch()
-        super().__init__(name, ranks)
-        ray.get([actor.join.remote(ranks, rank, self.group) for rank, actor in enumerate(self.actors)])
 
     def operate(self) -> None:
         """One call per rank."""
         ray.get([actor.iterate.remote(self.group) for actor in self.actors])
-
-    def close(self) -> None:
-        """Leaves the group, and ends the actors."""
-        ray.get([actor.leave.remote(self.group) for actor in self.actors])
-        super().close()
 
 
 def measure(choice: Choice) -> Iterator[Record]:

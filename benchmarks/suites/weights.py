@@ -21,10 +21,9 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import group_names, needs_torch
-from benchmarks.interleave import timed
-from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.moving import InRayGroup, Moving, RayRank
+from benchmarks.report import Record
+from benchmarks.suite import Choice, Maker, entry, sweep
 from benchmarks.targets import MB
 
 NAME = "weights"
@@ -37,7 +36,7 @@ _OP = f"sync of {COUNT}"
 
 
 @ray.remote(num_cpus=0)
-class Weights(col.CollectiveParticipant):
+class Weights(RayRank, col.CollectiveParticipant):
     """The trainer, or a rollout."""
 
     def __init__(self) -> None:
@@ -73,15 +72,6 @@ class Weights(col.CollectiveParticipant):
         for name, array in self.weights.items():
             np.copyto(array, weights[name])
 
-    def join(self, ranks: int, rank: int, group: str) -> None:
-        """Joins a group of `ray.util.collective`."""
-        import_module("torch").set_num_threads(1)
-        import_module("ray.util.collective").init_collective_group(ranks, rank, "gloo", group)
-
-    def leave(self, group: str) -> None:
-        """Leaves it."""
-        import_module("ray.util.collective").destroy_collective_group(group)
-
     def spread(self, group: str, is_trainer: bool) -> None:
         """Broadcasts all in one piece."""
         arrays = list(self.weights.values())
@@ -116,20 +106,14 @@ class _Free:
 _turns = count_from(1)
 
 
-class Sync:
+class Sync(Moving):
     """A contender over the four actors."""
 
     is_free = False
 
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
-        self.name = name
-        self.trainer, *self.rollouts = self.actors = list(actors)
-        self.group = next(group_names)
-        self.wrong = 0
-
-    def prepare(self, nbytes: int) -> None:
-        """Makes the weights, which all contenders share."""
-        ray.get([actor.prepare.remote(nbytes) for actor in self.actors])
+        super().__init__(name, actors)
+        self.trainer, *self.rollouts = self.actors
 
     def fill(self) -> None:
         """The next turn: the trainer has other weights, the rollouts none."""
@@ -138,26 +122,9 @@ class Sync:
         calls = [actor.fill.remote(0.0, free) for actor in self.rollouts]
         ray.get([*calls, self.trainer.fill.remote(float(self.turn), free)])
 
-    def run(self, count: int) -> list[float]:
-        """Moves other weights so many times."""
-        spent = []
-        for _ in range(count):
-            self.fill()
-            spent += timed(self.operate, 1)
-            self.wrong += not all(ray.get([actor.is_right.remote(float(self.turn)) for actor in self.rollouts]))
-        return spent
-
-    def check(self, runs: int) -> None:
-        """Raises if the rollouts did not have all weights after a run; others have been at them since."""
-        if self.wrong:
-            raise AssertionError(f"{self.name}: the rollouts did not have the weights after {self.wrong} runs")
-
-    def operate(self) -> None:
-        """Moves the weights once."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Gives back what it holds."""
+    def is_right(self) -> list[bool]:
+        """Whether each rollout has the weights of the turn."""
+        return ray.get([actor.is_right.remote(float(self.turn)) for actor in self.rollouts])
 
 
 class Versions(Sync):
@@ -212,21 +179,12 @@ class Broadcast(Sync):
             del self.declared, self.refs
 
 
-class ByRay(Sync):
+class ByRay(InRayGroup, Sync):
     """A broadcast of all in one piece."""
-
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
-        needs_torch()
-        super().__init__(name, actors)
-        ray.get([one.join.remote(len(actors), rank, self.group) for rank, one in enumerate(actors)])
 
     def operate(self) -> None:
         """One call per actor."""
         ray.get([one.spread.remote(self.group, one is self.trainer) for one in self.actors])
-
-    def close(self) -> None:
-        """Leaves the group."""
-        ray.get([one.leave.remote(self.group) for one in self.actors])
 
 
 class ByStore(Sync):
@@ -250,12 +208,8 @@ def measure(choice: Choice) -> Iterator[Record]:
         entry(names.RAY, ByRay, actors),
     ]
     try:
-        contenders, skipped = gather(NAME, makers)
-        yield from skipped
-        for nbytes in choice.sizes or (100 * MB,):
-            choice.progress(f"{NAME}: 4 actors, {size(nbytes)}")
-            yield from compare(contenders, suite=NAME, op=_OP, ranks=4, nbytes=nbytes, runs=choice.runs_or(6, 20))
-        close(contenders)
+        sizes = choice.sizes or (100 * MB,)
+        yield from sweep(NAME, choice, makers, op=_OP, ranks=4, sizes=sizes, runs=lambda _: (6, 20))
     finally:
         for actor in actors:
             ray.kill(actor)
