@@ -23,8 +23,8 @@ from benchmarks.suite import Choice, close, compare, entry, gather
 from benchmarks.targets import MB
 from benchmarks.theirs import RayGroup
 from raycollect.core.model import RANK_ORDER, OpKind
-from raycollect.planner import ALGORITHMS, passes
-from raycollect.planner.algorithms import build, route
+from raycollect.planner import passes
+from raycollect.planner.algorithms import ALGORITHMS, build, route
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
 from raycollect.planner.setting import Setting

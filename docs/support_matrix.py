@@ -18,8 +18,8 @@ from raycollect.backends import BACKENDS
 from raycollect.backends.capabilities import BUILT_IN, Capabilities
 from raycollect.backends.folds import refusal_reason
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.planner import SUBSTITUTES
 from raycollect.planner.algorithms import STAND_INS
+from raycollect.planner.lower import SUBSTITUTES
 
 __all__ = ["reduction_table", "support_matrix", "write"]
 

@@ -65,7 +65,7 @@ class StepRequests(RequestList):
         """Records a method call; returns what stands for its value in each run."""
         self.end_plan()
         step = self._count()
-        made = Pending(self, -1, actor_id, step=step, key=captured_key(self._capture, 0, step))
+        made = Pending(self, -1, actor_id, step=step, key=captured_key(self._capture, step))
         one = MethodCall(
             step=step, before=len(self.asked), actor=actor, method=method, args=args, kwargs=kwargs, made=made
         )
@@ -76,7 +76,7 @@ class StepRequests(RequestList):
         """Ends the current plan: later plans may use what it makes."""
         self._first = len(self.asked)
         for pending in self._pending:
-            pending.key = captured_key(self._capture, 0, pending.step)
+            pending.key = captured_key(self._capture, pending.step)
         self._pending.clear()
 
     def seal(self) -> None:

@@ -53,7 +53,7 @@ class _ProgramBuilder:
     def step_program(self, capture: bytes, *, numbered: bool) -> StepProgram:
         first, names = len(self.refs), list(self.names)
         keys = [
-            captured_key(capture, 0, _LAST_STEP - names.index(one)) if type(one) is str else _key_of(one)
+            captured_key(capture, _LAST_STEP - names.index(one)) if type(one) is str else _key_of(one)
             for one in self._slots
         ]
         return StepProgram(

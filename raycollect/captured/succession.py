@@ -110,7 +110,7 @@ class Succession:
         placeholders = dict.fromkeys([*request_list.made.values(), *(call.made for call in request_list.calls)])
         for pending in placeholders:
             pending.actor_id = self.heirs.get(pending.actor_id, pending.actor_id)
-            pending.key = captured_key(capture, 0, pending.step)
+            pending.key = captured_key(capture, pending.step)
         request_list.asked = list(map(self._moved, request_list.asked))
         request_list.made = {(number, one.actor_id): one for (number, _), one in request_list.made.items()}
         request_list.calls = [

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from raycollect.channel.client import DataClient, Hub
 from raycollect.channel.completion_bell import CompletionBell, CompletionBellClient
-from raycollect.channel.endpoint import Link, LinkHandler
+from raycollect.channel.endpoint import Link
 from raycollect.channel.order_bell import OrderBell, OrderBellClient
-from raycollect.channel.server import DataLink, Server, ServerHandler
+from raycollect.channel.server import DataLink, Server
 
 __all__ = [
     "CompletionBell",
@@ -27,9 +27,7 @@ __all__ = [
     "DataLink",
     "Hub",
     "Link",
-    "LinkHandler",
     "OrderBell",
     "OrderBellClient",
     "Server",
-    "ServerHandler",
 ]

@@ -15,12 +15,13 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InvalidGroupError, UnknownGroupError
+from raycollect.errors.text import listed
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
 from raycollect.group.rank_table import Place, RankTable
 from raycollect.member import init
 from raycollect.planner import Membership
-from raycollect.planner.wording import counted, named
+from raycollect.planner.wording import counted
 
 _log = logging.getLogger("raycollect")
 
@@ -232,19 +233,19 @@ class Group:
     def _repr_html_(self) -> str:
         status = self.status(SHOWN_S if self._state()[0] != groups.DESTROYED else 0.0)
         trackers = self._under_way()
-        listed = [f"{one.plan.name} (plan {one.seq})" for one in trackers]
+        plans = (f"{one.plan.name} (plan {one.seq})" for one in trackers)
         told = [
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
             ("ordering", f"{self.ordering} order"),
             ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
-            ("under way", named(listed, MOST_NAMED) or "nothing"),
+            ("under way", listed(plans, most=MOST_NAMED) or "nothing"),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
         return html.block("group", title, html.pairs(told), status.rows())
 
     def __repr__(self) -> str:
-        members = named([member.actor for member in self._membership.members], MOST_NAMED)
+        members = listed((member.actor for member in self._membership.members), most=MOST_NAMED)
         order = f"{self.ordering} order"
         return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
 

@@ -95,10 +95,6 @@ class Participants:
         """Stores one that was leased."""
         self._peers[peer.info["actor_id"]] = peer
 
-    def get(self, actor_id: str) -> ParticipantLink | None:
-        """The leased participant of an actor, if there is one."""
-        return self._peers.get(actor_id)
-
     def all(self) -> tuple[ParticipantLink, ...]:
         """Those that are leased now."""
         return tuple(self._peers.values())

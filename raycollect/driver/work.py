@@ -35,7 +35,8 @@ from raycollect.errors import (
     anew,
     refusal,
 )
-from raycollect.planner.wording import counted, named, seconds_words
+from raycollect.errors.text import listed
+from raycollect.planner.wording import counted, seconds_words
 from raycollect.pos import unkept
 from raycollect.pos.handle import Handle
 
@@ -173,7 +174,7 @@ class UnderWay(ABC):
         facts = [
             ("bytes", far or ""),
             ("ended", f"{ended} of {counted(count, 'participant')}" if ended or is_known else ""),
-            ("not ended", named([f"rank {one.rank} ({one.actor})" for one in late], MOST_NAMED)),
+            ("not ended", listed((f"rank {one.rank} ({one.actor})" for one in late), most=MOST_NAMED)),
             *told,
             ("error", "" if error is None else html.failure(error)),
         ]

@@ -299,7 +299,7 @@ class Execution:
             self._waiting(key)
             self._instruments.recorder.add("waiting", self._launches.seq, key.hex())
             self._step.at = "waits for an operand's method"
-            with self._timed.waiting("an operand"):
+            with self._timed.waiting():
                 found = store.wait(key, lambda: self._launches.aborted() is not None)
             self._step.at = _PREPARES
             if isinstance(found, Absence) and found.state is State.ABSENT:

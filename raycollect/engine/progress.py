@@ -19,11 +19,6 @@ class BytesDone(NamedTuple):
     total: int = 0  # 0: not known before all have agreed
     lent: int = 0  # not done, and others work on them, so only they know the progress
 
-    @property
-    def fraction(self) -> float:
-        """From 0 to 1."""
-        return self.done / self.total if self.total else 0.0
-
 
 NOWHERE = BytesDone()  # before the agreement
 

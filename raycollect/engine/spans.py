@@ -45,11 +45,11 @@ class Timed:
         ring.put(PART, self._program.name, self._began_s, ring.clock(), self._seq, self._number(), failed)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """A wait for something before the agreement, recorded if it lasts."""
+    def waiting(self) -> Iterator[None]:
+        """A wait for an operand, recorded if it lasts."""
         began_s = self._ring.clock()
         yield
-        self._ring.waited(what, began_s, self._seq)
+        self._ring.waited("an operand", began_s, self._seq)
 
     def check(self) -> AbstractContextManager[None]:
         """The agreement of all ranks."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raycollect.core.model import Key
 from raycollect.core.protocols import Exchange
+from raycollect.core.threads import message_of
 from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fast_path import FastPath
-from raycollect.engine.method_errors import method_error
 from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation
 from raycollect.engine.value_codec import unpack_value
-from raycollect.errors import PlanAbortedError, ProtocolError, RaycollectError, RefusedError, anew
+from raycollect.errors import MethodError, PlanAbortedError, ProtocolError, RaycollectError, RefusedError, anew
 from raycollect.observe.run_steps import calls
+from raycollect.observe.stacks import is_on_the_way
 from raycollect.observe.trace import METHOD
 from raycollect.planner import Program, decode_program
 from raycollect.pos import Container
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 
 # Program, number of its first launch -> the controller's exchange, for participants that share no group.
 Exchanges = Callable[[Program, int], Exchange | None]
+
+# How much of what a method raised is told: letters of its message, last lines of its traceback, letters of each.
+DETAIL_LENGTH, TRACE_LINES, LINE_LENGTH = 2000, 30, 300
 
 _CONSTANT = (type(None), bool, int, float, str, bytes)
 
@@ -76,7 +82,7 @@ class MethodCall:
             slots[self._slot] = runner.invoke(self._method, args, kwargs)
             return
         except BaseException as exc:  # noqa: BLE001 - whatever it is, it ends the run, and not this thread
-            error = method_error(self._method, self.step, exc)
+            error = _method_error(self._method, self.step, exc)
         finally:
             if ring is not None:
                 ring.ended(METHOD, self._method, began_s, seq)
@@ -189,3 +195,24 @@ def value_of(value: Any) -> Any:
 
 def _is_constant(value: object) -> bool:
     return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
+
+
+def _method_error(method: str, step: int, exc: BaseException) -> MethodError:
+    """Makes the error of a method's exception, without the exception or its frames, which would keep tensors alive."""
+    detail, trace = message_of(exc)[:DETAIL_LENGTH], _trace(exc)
+    return MethodError(op=method, call=step, raised=type(exc).__name__, detail=detail, trace=trace)
+
+
+def _trace(exc: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_exception(type(exc), exc, _from_method(exc.__traceback__)))
+    except Exception:  # noqa: BLE001 - it shows the exception too
+        text = "".join(traceback.format_tb(_from_method(exc.__traceback__)))
+    return "\n".join(line[:LINE_LENGTH] for line in text.splitlines()[-TRACE_LINES:])
+
+
+def _from_method(trace: TracebackType | None) -> TracebackType | None:
+    # Without the frames on the way to the method.
+    while trace is not None and is_on_the_way(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace

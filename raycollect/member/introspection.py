@@ -29,7 +29,7 @@ def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> S
         checks=list(checks),
         checks_ms=[int(1000 * since_s) for since_s in checks.values()],
         ended=sequencer.last,
-        story=list(recorder.tail()),
+        story=recorder.tail(),
         cut=list(sockets.cut_links()),
     )
 

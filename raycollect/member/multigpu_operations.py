@@ -37,7 +37,7 @@ def allreduce_multigpu(
     Args:
         tensor_list: One of each GPU of this rank.
         group_name: The group.
-        op: See `imperative.allreduce`.
+        op: See `allreduce`.
 
     Raises:
         UnsupportedError: There is no GPU, the group's backend is another one, or cupy can't fold tensors of that dtype.

@@ -43,7 +43,7 @@ class Reporter:
     def tell_failure(self, seq: int, error: RaycollectError) -> None:
         """Tells that a plan, or a run, failed here; if that error can't be told, why."""
         try:
-            story = list(self._runtime.instruments.recorder.tail())
+            story = self._runtime.instruments.recorder.tail()
             self.tell(Done(seq=seq, ranks=[], error=to_wire(_shortened(error)), story=story))
         except Exception as exc:  # noqa: BLE001 - any: the controller would wait
             cause = threads.failed("telling an error", exc)

@@ -42,7 +42,6 @@ from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.observe import Recorder
 from raycollect.planner import decode_order
 from raycollect.pos import Container, Store, fetch
 from raycollect.pos.handle import Handle
@@ -126,7 +125,6 @@ class Runtime:
         self.instruments: Instruments = self.process_groups.instruments
         self.store: Store = self.instruments.store
         self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
-        self.recorder: Recorder = self.instruments.recorder
         self.kernel_threads: ThreadPoolExecutor = threads.pool("raycollect-kernel", MOST_WAITING)
         # Separate: plans that make outputs may take all kernel threads, and wait for one of these.
         self.plan_threads: ThreadPoolExecutor = threads.pool("raycollect-plan", MOST_WAITING)

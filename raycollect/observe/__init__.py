@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycollect.observe.recorder import Event, Recorder
+from raycollect.observe.recorder import Recorder
 from raycollect.observe.trace import Label, Place, Ring, Span, Tracer
 
-__all__ = ["Event", "Label", "Place", "Recorder", "Ring", "Span", "Tracer"]
+__all__ = ["Label", "Place", "Recorder", "Ring", "Span", "Tracer"]

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_TAIL = 12  # how many events errors show
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -32,10 +34,10 @@ class Recorder:
         """Notes an event."""
         self._events.append((self._clock(), what, seq, detail))
 
-    def story(self, seq: int | None = None) -> tuple[Event, ...]:
-        """The events kept, oldest first; with `seq` only those of one plan."""
-        return tuple(Event(*event) for event in self._events.copy() if seq is None or event[2] == seq)
+    def story(self) -> tuple[Event, ...]:
+        """The events kept, oldest first."""
+        return tuple(Event(*event) for event in self._events.copy())
 
-    def tail(self, count: int = 12) -> tuple[str, ...]:
+    def tail(self) -> list[str]:
         """The last events as text, oldest first."""
-        return tuple(str(event) for event in self.story()[-count:])
+        return list(map(str, self.story()[-_TAIL:]))

@@ -11,20 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raycollect.planner.algorithms import ALGORITHMS as ALGORITHMS
-    from raycollect.planner.algorithms import STAND_INS as STAND_INS
-    from raycollect.planner.cost import Layout as Layout
-    from raycollect.planner.cost import Line as Line
-    from raycollect.planner.cost import native as native
     from raycollect.planner.ir import GpuLists as GpuLists
     from raycollect.planner.ir import Made as Made
-    from raycollect.planner.ir import Part as Part
     from raycollect.planner.ir import Plan as Plan
     from raycollect.planner.ir import Request as Request
     from raycollect.planner.ir import Source as Source
-    from raycollect.planner.ir import Together as Together
     from raycollect.planner.listed import LISTS_BACKEND as LISTS_BACKEND
-    from raycollect.planner.lower import SUBSTITUTES as SUBSTITUTES
     from raycollect.planner.membership import Membership as Membership
     from raycollect.planner.passes import plan as plan
     from raycollect.planner.passes import plan_part as plan_part
@@ -36,18 +28,13 @@ if TYPE_CHECKING:
     from raycollect.planner.program import Domain as Domain
     from raycollect.planner.program import Program as Program
     from raycollect.planner.program import Share as Share
-    from raycollect.planner.program import Task as Task
     from raycollect.planner.program import Ticket as Ticket
     from raycollect.planner.reshard.request import Reshard as Reshard
     from raycollect.planner.template import CROSSINGS as CROSSINGS
-    from raycollect.planner.template import Buffer as Buffer
     from raycollect.planner.template import Choice as Choice
     from raycollect.planner.template import Local as Local
     from raycollect.planner.template import Role as Role
     from raycollect.planner.template import Step as Step
-    from raycollect.planner.template import Template as Template
-    from raycollect.planner.topology import BETWEEN as BETWEEN
-    from raycollect.planner.topology import INSIDE as INSIDE
     from raycollect.planner.topology import Link as Link
     from raycollect.planner.topology import Topology as Topology
     from raycollect.planner.validate import brought as brought
@@ -58,18 +45,15 @@ if TYPE_CHECKING:
     from raycollect.planner.wire import encode_program as encode_program
 
 _NAMES = {
-    "algorithms": "ALGORITHMS STAND_INS",
-    "cost": "Layout Line native",
-    "ir": "GpuLists Made Part Plan Request Source Together",
+    "ir": "GpuLists Made Plan Request Source",
     "listed": "LISTS_BACKEND",
-    "lower": "SUBSTITUTES",
     "membership": "Membership",
     "passes": "plan plan_part",
     "prediction": "Cluster Prediction predict",
-    "program": "STAGING_NBYTES Bundle Domain Program Share Task Ticket",
+    "program": "STAGING_NBYTES Bundle Domain Program Share Ticket",
     "reshard.request": "Reshard",
-    "template": "CROSSINGS Buffer Choice Local Role Step Template",
-    "topology": "BETWEEN INSIDE Link Topology",
+    "template": "CROSSINGS Choice Local Role Step",
+    "topology": "Link Topology",
     "validate": "brought root_parameter",
     "wire": "decode_order decode_program encode_order encode_program",
 }

@@ -42,6 +42,13 @@ def moved(box: Box, origin: Point, to: Point) -> Box:
     return tuple(map(add, box[0], by)), tuple(map(add, box[1], by))
 
 
+def chunk(lo: int, hi: int, count: int, at: int) -> tuple[int, int]:
+    """One of `count` chunks of the indices from `lo` to `hi`, as torch makes them: the last ones may be shorter."""
+    each = -(-(hi - lo) // count)
+    begin = min(lo + at * each, hi)
+    return begin, min(begin + each, hi)
+
+
 def words(box: Box) -> str:
     """The box as a slice: ``[0:4, 8:16]``."""
     return f"[{', '.join(f'{lo}:{hi}' for lo, hi in zip(*box, strict=True))}]"

@@ -421,11 +421,6 @@ def priced(kind: OpKind, backend: str, place: Topology | Layout) -> Cost:
     return family[OpKind.SEND if kind is OpKind.RECV else kind](layout)
 
 
-def native(kind: OpKind, backend: str, place: Topology | Layout) -> Line:
-    """The time of a backend's own kernel; see `priced`."""
-    return priced(kind, backend, place).line
-
-
 def launch(backend: str, layout: Layout) -> Cost:
     """The cost of beginning one more launch, at which all ranks of the layout meet."""
     family = _FAMILIES.get(backend)

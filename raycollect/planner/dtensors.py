@@ -14,7 +14,7 @@ from math import prod
 from raycollect.core.placement import UNKNOWN, Cut, Placement
 from raycollect.errors import Violation, wrong_layout
 from raycollect.errors.text import listed
-from raycollect.planner.boxes import Point
+from raycollect.planner.boxes import Point, chunk
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
 
 _Run = tuple[int, int]
@@ -105,20 +105,14 @@ def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, i
         length = sum(hi - lo for lo, hi in runs)
         picked = []
         for number in range(factor):
-            lo, hi = _chunk(0, length, factor, number)
-            picked.append(_chunk(lo, hi, count, at))
+            lo, hi = chunk(0, length, factor, number)
+            picked.append(chunk(lo, hi, count, at))
         runs = _joined([run for lo, hi in picked for run in _between(runs, lo, hi)])
     begin, found = 0, []
     for lo, hi in runs or [(0, 0)]:
         found.append(((lo, hi), begin))
         begin += hi - lo
     return found
-
-
-def _chunk(lo: int, hi: int, count: int, at: int) -> _Run:
-    each = -(-(hi - lo) // count)
-    begin = min(lo + at * each, hi)
-    return begin, min(begin + each, hi)
 
 
 def _between(runs: Sequence[_Run], begin: int, end: int) -> list[_Run]:

@@ -19,7 +19,7 @@ import msgpack
 
 from raycollect.core.codec import Codec
 from raycollect.errors import ProtocolError, refusal, wrong_argument
-from raycollect.planner.boxes import Box, Point, extent, words
+from raycollect.planner.boxes import Box, Point, chunk, extent, words
 
 __all__ = ["ITEMSIZES", "Axes", "Layout", "Region", "Regions", "fused_layouts", "layout"]
 
@@ -329,7 +329,10 @@ def _of_mesh(
     rows = []
     for rank, place in enumerate(product(*(range(size) for _, size in mesh))):
         where = dict(zip(names, place, strict=True))
-        box = tuple(_chunk(size, cut, where, sizes) for size, cut in zip(shape, cuts, strict=True))
+        box = tuple(
+            chunk(0, size, prod(sizes[axis] for axis in cut), _index(cut, where, sizes))
+            for size, cut in zip(shape, cuts, strict=True)
+        )
         rows.append(Region(rank=rank, box=box, at=at, part=_index(sums, where, sizes)))
     return Regions(len(rows), prod(sizes[axis] for axis in sums), tuple(rows))
 
@@ -339,12 +342,6 @@ def _index(axes: Sequence[str], where: Mapping[str, int], sizes: Mapping[str, in
     for axis in axes:
         at = at * sizes[axis] + where[axis]
     return at
-
-
-def _chunk(size: int, axes: Sequence[str], where: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    each = -(-size // prod(sizes[axis] for axis in axes))
-    lo = min(_index(axes, where, sizes) * each, size)
-    return lo, min(lo + each, size)
 
 
 @lru_cache(maxsize=256)

@@ -71,40 +71,27 @@ def _committed(template: Template) -> Template:
     return replace(template, buffers=buffers, steps=ways[0], others=tuple(ways[1:]), result=result)
 
 
-def _allreduce_by_broadcast(request: Request, operands: Operands) -> Template:
+def _by_broadcast(request: Request, operands: Operands) -> Template:
+    """An allreduce or allgather: the first rank gets the result, and gives it to all."""
     made = _own(request, operands)
     root, dst = operands[0] == 0, made.result
+    first = OpKind.REDUCE if request.kind is OpKind.ALLREDUCE else OpKind.GATHER
     steps = (
-        Step(kind=OpKind.REDUCE, src=0, dst=dst if root else -1, op=request.op, peer=0),
+        Step(kind=first, src=0, dst=dst if root else -1, op=request.op, peer=0),
         Step(kind=OpKind.BROADCAST, src=dst if root else -1, dst=-1 if root else dst, peer=0),
     )
-    return Template(buffers=made.buffers, steps=steps, src=0, result=dst)
+    return replace(made, steps=steps)
 
 
-def _reduce_by_allreduce(request: Request, operands: Operands) -> Template:
-    made = _own(request, operands)
-    root = operands[0] == request.root
-    buffers = made.buffers if root else (_OPERAND, Buffer(role=Role.LIKE, source=0, scratch=True))
-    step = Step(kind=OpKind.ALLREDUCE, src=0, dst=made.result if root else 1, op=request.op)
-    return Template(buffers=buffers, steps=(step,), src=0, result=made.result)
-
-
-def _allgather_by_broadcast(request: Request, operands: Operands) -> Template:
-    made = _own(request, operands)
-    root = operands[0] == 0
-    steps = (
-        Step(kind=OpKind.GATHER, src=0, dst=1 if root else -1, peer=0),
-        Step(kind=OpKind.BROADCAST, src=1 if root else -1, dst=-1 if root else 1, peer=0),
-    )
-    return Template(buffers=made.buffers, steps=steps, src=0, dst=1, result=1)
-
-
-def _gather_by_allgather(request: Request, operands: Operands) -> Template:
-    made = _own(request, operands)
-    root = operands[0] == request.root
-    buffers = made.buffers if root else (_OPERAND, Buffer(role=Role.LEARNED, scratch=True))
-    step = Step(kind=OpKind.ALLGATHER, src=0, dst=1)
-    return Template(buffers=buffers, steps=(step,), src=0, dst=made.dst, result=made.result)
+def _on_all(request: Request, operands: Operands) -> Template:
+    """A reduce or gather: all ranks get the result, and all but the root forget it."""
+    made, scratch = _own(request, operands), Buffer(role=Role.LEARNED, scratch=True)
+    kind = OpKind.ALLGATHER
+    if request.kind is OpKind.REDUCE:
+        kind, scratch = OpKind.ALLREDUCE, Buffer(role=Role.LIKE, source=0, scratch=True)
+    is_root = operands[0] == request.root
+    step = Step(kind=kind, src=0, dst=made.result if is_root else 1, op=request.op)
+    return replace(made, buffers=made.buffers if is_root else (_OPERAND, scratch), steps=(step,))
 
 
 def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
@@ -115,14 +102,14 @@ def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
         Step(kind=OpKind.REDUCE, src=0, dst=at, op=request.op, peer=0),
         Step(kind=OpKind.SCATTER, src=at, dst=1, peer=0),
     )
-    return Template(buffers=(*made.buffers, *scratch), steps=steps, src=0, dst=1, result=1)
+    return replace(made, buffers=(*made.buffers, *scratch), steps=steps)
 
 
 SUBSTITUTES: dict[OpKind, tuple[tuple[OpKind, ...], _Part]] = {
-    OpKind.ALLREDUCE: ((OpKind.REDUCE, OpKind.BROADCAST), _allreduce_by_broadcast),
-    OpKind.REDUCE: ((OpKind.ALLREDUCE,), _reduce_by_allreduce),
-    OpKind.ALLGATHER: ((OpKind.GATHER, OpKind.BROADCAST), _allgather_by_broadcast),
-    OpKind.GATHER: ((OpKind.ALLGATHER,), _gather_by_allgather),
+    OpKind.ALLREDUCE: ((OpKind.REDUCE, OpKind.BROADCAST), _by_broadcast),
+    OpKind.REDUCE: ((OpKind.ALLREDUCE,), _on_all),
+    OpKind.ALLGATHER: ((OpKind.GATHER, OpKind.BROADCAST), _by_broadcast),
+    OpKind.GATHER: ((OpKind.ALLGATHER,), _on_all),
     OpKind.REDUCESCATTER: ((OpKind.REDUCE, OpKind.SCATTER), _reducescatter_by_scatter),
     OpKind.BARRIER: ((), lambda request, operands: Template(buffers=(), steps=())),
 }

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raycollect.core.html import Markup, across, block, folded, line, lines, pairs, table
+from raycollect.errors.text import listed
 from raycollect.planner.picture import course, traffic
 from raycollect.planner.report import Invoked, LinkCost, Memory, Methods, Report, Row, StepReport
 from raycollect.planner.wording import (
     clipped,
     columns,
     counted,
-    named,
     nbytes_words,
     numbered,
     ranks_words,
@@ -236,7 +236,7 @@ def _moved_lines(row: Row) -> list[str]:
         takers = [f"{nbytes_words(link.nbytes)} to {link.taker}" for link in row.moved.links if link.giver == one.rank]
         lines.append(
             f"rank {one.rank}: sends {nbytes_words(one.nbytes_sent)}, receives {nbytes_words(one.nbytes_received)}, "
-            f"copies {nbytes_words(one.nbytes_own)}; gives {named(takers, MOST_ACTORS) or 'nothing'}"
+            f"copies {nbytes_words(one.nbytes_own)}; gives {listed(takers, most=MOST_ACTORS) or 'nothing'}"
         )
     if len(row.moved.ranks) > MOST_ACTS:
         lines.append(f"and {len(row.moved.ranks) - MOST_ACTS} more ranks")

@@ -82,12 +82,6 @@ def numbered(calls: Sequence[int]) -> str:
     return f"call{'s' if len(calls) > 1 else ''} {ranks_words(calls)}"
 
 
-def named(names: Sequence[str], most: int) -> str:
-    """The first of some names, and how many more there are."""
-    more = [f"{len(names) - most} more"] if len(names) > most else []
-    return ", ".join([*names[:most], *more])
-
-
 def reduce_op_words(op: ReduceOp | None) -> list[str]:
     """The name of a reduce operation, as a list of one word, or none."""
     return [] if op is None else [op.name.lower()]

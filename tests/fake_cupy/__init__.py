@@ -166,7 +166,7 @@ def installed(
     machine = Machine(devices, seed)
     driver = {name: getattr(ipc_driver, name) for name in ("allocation", "process")}
     ipc_driver.allocation = machine.heap.allocation
-    ipc_driver.process = lambda: machine.thread.process.to_bytes(ipc_driver.PROCESS_NBYTES, "little")
+    ipc_driver.process = lambda: machine.thread.process.to_bytes(20, "little")
     _state.install(machine)
     has_bytes = int(cupy_version.partition(".")[0]) >= 14
     _world.install(_world.World(machine, nccl_version, seed, has_bytes=has_bytes))

@@ -47,10 +47,6 @@ def get_version() -> int:
     return _world.world().version
 
 
-def get_build_version() -> int:
-    return _world.world().version
-
-
 def get_unique_id() -> bytes | tuple[int, ...]:
     """Since cupy 14 these are bytes, before that C's signed chars."""
     world = _world.world()

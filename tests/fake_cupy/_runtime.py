@@ -84,11 +84,6 @@ def deviceGetPCIBusId(device: int) -> str:
     return f"0000:{0x10 + device:02X}:00.0"
 
 
-@counted
-def deviceCanAccessPeer(device: int, peerDevice: int) -> int:
-    return int(device != peerDevice)
-
-
 def deviceGetAttribute(attrib: int, device: int) -> int:
     if attrib not in _ATTRIBUTES:
         raise CUDARuntimeError(Status.INVALID_VALUE)
@@ -107,18 +102,8 @@ def driverGetVersion() -> int:
 
 
 @counted
-def streamCreate() -> int:
-    return current().new_queue(blocking=True)
-
-
-@counted
 def streamCreateWithFlags(flags: int) -> int:
     return current().new_queue(blocking=not flags & streamNonBlocking)
-
-
-@counted
-def streamDestroy(stream: int) -> None:
-    _destroy_stream(current(), stream)
 
 
 def _destroy_stream(machine: Machine, ptr: int) -> None:
@@ -213,20 +198,9 @@ def streamIsCapturing(stream: int) -> bool:
 
 
 @counted
-def eventCreate() -> int:
-    machine = current()
-    return machine.add(EventState(machine.current_device()))
-
-
-@counted
 def eventCreateWithFlags(flags: int) -> int:
     machine = current()
     return machine.add(EventState(machine.current_device()))
-
-
-@counted
-def eventDestroy(event: int) -> None:
-    _destroy_event(current(), event)
 
 
 def _destroy_event(machine: Machine, ptr: int) -> None:
@@ -291,12 +265,6 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
 
     work = machine.work("memcpyAsync", copy, [(dst, size), (src, size)])
     machine.enqueue(machine.queue(stream), work)
-
-
-@counted
-def memcpy(dst: int, src: int, size: int, kind: int) -> None:
-    memcpyAsync(dst, src, size, kind, 0)
-    streamSynchronize(0)
 
 
 @counted

@@ -18,10 +18,6 @@ class Device:
         self.id = _runtime.getDevice() if device is None else int(device)
         self._before: list[int] = []
 
-    @property
-    def compute_capability(self) -> str:
-        return "90"
-
     def __int__(self) -> int:
         return self.id
 
@@ -125,10 +121,6 @@ class _BaseStream:
     def done(self) -> bool:
         return _runtime.streamQuery(self.ptr) == 0
 
-    @property
-    def is_non_blocking(self) -> bool:
-        return not current().queue(self.ptr).blocking
-
     def synchronize(self) -> None:
         _runtime.streamSynchronize(self.ptr)
 
@@ -174,15 +166,6 @@ class Stream(_BaseStream):
         if self.ptr and "_machine" in self.__dict__:
             self._machine.last_rites(_ender(self._machine, "streamDestroy", self.ptr))
 
-    @classmethod
-    def from_external(cls, obj: Any) -> Stream:
-        version, ptr = obj.__cuda_stream__()
-        assert version == 0
-        stream = cls.__new__(cls)
-        _BaseStream.__init__(stream, ptr, _runtime.getDevice())
-        stream._foreign = obj  # type: ignore[attr-defined]
-        return stream
-
 
 Stream.null = Stream(null=True)
 
@@ -215,9 +198,6 @@ class Graph:
                 machine.violate(f"a graph is launched that refers to {block}, which was freed")
             for work in self._works:
                 machine.enqueue(queue, work)
-
-    def upload(self, stream: Any = None) -> None:
-        """Nothing: the graph is there."""
 
 
 def get_current_stream(device_id: int = -1) -> Any:

@@ -45,7 +45,8 @@ def listening(workers, name="rung"):
 
 
 def peers(workers):
-    return [Controller.current().participants.get(worker._ray_actor_id.hex()) for worker in workers]
+    leased = Controller.current().participants._peers
+    return [leased[worker._ray_actor_id.hex()] for worker in workers]
 
 
 def pids(workers):

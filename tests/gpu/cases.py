@@ -19,11 +19,12 @@ from tests.pure.conformance import (
     REDUCTIONS,
     Case,
     as_read,
+    body_cases,
     check_outcomes,
     checksum_of,
     how_far,
     listed,
-    other_values,
+    made,
     put_in_place,
     ranks_of,
     run_kernel,
@@ -97,26 +98,7 @@ def seen(tensor: Any) -> arrays.DeviceArray:
     return found
 
 
-def _made(values: Any, how: str, library: str, *, blank: bool = False) -> Any:
-    """Fresh tensors with the values, or with others where they are to be written."""
-    if values is None:
-        return None
-    if type(values) is tuple:
-        return tuple(_made(piece, how, library, blank=blank) for piece in values)
-    return seen(placed(other_values(values) if blank else values, how, library))
-
-
 # ------------------------------------------------------------------------------- what each rank does
-
-
-def body_cases(
-    communicator: Communicator, launches: Sequence[Launch], cases: Sequence[Case], library: str, staged: bool
-) -> list[tuple[str, int]]:
-    """Runs cases one after the other; per case, what is wrong with it ("" if nothing) and a checksum of the result."""
-    return [
-        run_case(communicator, launch, case, library, staged) if communicator.rank in launch.ranks else ("", 0)
-        for launch, case in zip(launches, cases, strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +141,11 @@ def run_once(
     """Runs one case on one rank."""
     rank, world = communicator.rank, communicator.world_size
     given, expected, most = sides(case, rank, world)
-    src = _made(given, case.layout, library)
-    dst = _made(expected, case.layout, library, blank=True)
+
+    def make(values: np.ndarray) -> arrays.DeviceArray:
+        return seen(placed(values, case.layout, library))
+
+    src, dst = made(given, make), made(expected, make, blank=True)
     shared: tuple[Any, ...] = ()
     if case.inplace:
         dst, shared = put_in_place(case.kind, rank, src, dst)
@@ -181,8 +166,14 @@ def check(team: Team, library: str, cases: Sequence[Case], *, staged: bool = Fal
     assert cases
     launches = [team.launch(ranks_of(case, team), timeout_s) for case in cases]
     try:
-        results = team.must(body_cases, launches, list(cases), library, staged)
+        results = team.must(body_cases, launches, list(cases), run_case, library, staged)
     except BaseException:
         team.spoiled = True  # type: ignore[attr-defined]  # its communicators have ended: the next test needs another
         raise
     check_outcomes(cases, [case.kind for case in cases], results, f"of {library}, {team.world_size} ranks")
+
+
+def body_device_works(_: Any) -> bool:
+    """Whether the rank's GPU computes."""
+    cupy = import_module("cupy")
+    return bool((cupy.arange(1000).get() == np.arange(1000)).all())

@@ -11,6 +11,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import pytest
+
 from raycollect.backends.gpus import MOST_ON_ONE, SHARING_FROM
 
 FAKE = os.environ.get("RAYCOLLECT_FAKE_GPU") == "1"
@@ -76,6 +78,12 @@ def why_not(library: str, dtype: str = "float32") -> str:
     if library == "torch":
         return why_no_torch() or ("" if hasattr(import_module("torch"), dtype) else f"this torch has no {dtype}")
     return _why_not_cupy(dtype)
+
+
+def need(library: str, dtype: str = "float32") -> None:
+    """Skips the test where there are no such tensors."""
+    if why := why_not(library, dtype):
+        pytest.skip(why)
 
 
 @cache

@@ -18,7 +18,6 @@ from tests.pure.communicators import MemoryExchange, ProcessTeam, Team, ThreadTe
 from . import devices
 
 DEVICE = 0
-WHY = "a test asks for it"
 
 
 class SharingThreads(ThreadTeam):
@@ -30,7 +29,7 @@ class SharingThreads(ThreadTeam):
     def _create(self, rank: int) -> Communicator:
         with _as_process(rank):
             exchange = MemoryExchange(self.server, rank)
-            return share(self.spec, rank, self.rendezvous, exchange, device=DEVICE, why=WHY)
+            return share(self.spec, rank, self.rendezvous, exchange, device=DEVICE)
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with _as_process(rank):
@@ -63,9 +62,7 @@ def body_share(process_group: Any, spec: GroupSpec) -> None:
     import_module("cupy").cuda.Device(DEVICE).use()
     if not devices.why_no_torch():
         import_module("torch").cuda.set_device(DEVICE)
-    process_group.taken = share(
-        spec, process_group.rank, process_group.line, process_group.line, device=DEVICE, why=WHY
-    )
+    process_group.taken = share(spec, process_group.rank, process_group.line, process_group.line, device=DEVICE)
 
 
 def form(world_size: int, workers: Callable[[int], Sequence[Worker]]) -> Team:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import cycle
-from typing import Any
 
 import pytest
 
@@ -26,6 +25,7 @@ from tests.pure.conformance import (
     KINDS,
     REDUCTIONS,
     Case,
+    body_cases,
     check_outcomes,
     checksum_of,
     every_case,
@@ -35,7 +35,7 @@ from tests.pure.conformance import (
 )
 
 from . import devices
-from .cases import LIBRARIES, layouts_of, run_once, seen
+from .cases import LIBRARIES, body_device_works, layouts_of, run_once, seen
 from .sharing import form
 
 TeamOf = Callable[[int], Team]
@@ -76,33 +76,20 @@ def fresh_team(gpus: None) -> Iterator[Team]:
         worker.close()
 
 
-def _need(library: str, dtype: str = "float32") -> None:
-    if why := devices.why_not(library, dtype):
-        pytest.skip(why)
-
-
 # ------------------------------------------------------------------------------- the conformance suite
 
 
-def body_cases(
-    communicator: Communicator, launches: Sequence[Launch], cases: Sequence[Case], library: str
-) -> list[tuple[str, int]]:
-    """Runs cases one after the other; per case, what is wrong with it ("" if nothing) and a checksum of the result."""
-    found = []
-    for launch, case in zip(launches, cases, strict=True):
-        if communicator.rank not in launch.ranks:
-            found.append(("", 0))
-            continue
-        ran = run_once(communicator, launch, case, library)
-        wrong = what_is_wrong(case, ran.given, ran.src, ran.expected, ran.dst, ran.shared, is_bitwise=True)
-        found.append((wrong, checksum_of(ran.dst)))
-    return found
+def run_case(communicator: Communicator, launch: Launch, case: Case, library: str) -> tuple[str, int]:
+    """Runs one case on one rank, and compares."""
+    ran = run_once(communicator, launch, case, library)
+    wrong = what_is_wrong(case, ran.given, ran.src, ran.expected, ran.dst, ran.shared, is_bitwise=True)
+    return wrong, checksum_of(ran.dst)
 
 
 def check(team: Team, library: str, cases: Sequence[Case]) -> None:
     """Runs cases on all ranks, compares their results with the left fold and names every case that failed."""
     launches = [team.launch(ranks_of(case, team), 60.0) for case in cases]
-    results = team.must(body_cases, launches, list(cases), library)
+    results = team.must(body_cases, launches, list(cases), run_case, library)
     check_outcomes(cases, [case.kind for case in cases], results, f"of {library}, {team.world_size} ranks on one GPU")
 
 
@@ -111,7 +98,7 @@ def check(team: Team, library: str, cases: Sequence[Case]) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_kernel(team_of: TeamOf, world: int, dtype: str, library: str) -> None:
     """The layouts take turns; every kind has each of them, in place and not."""
-    _need(library, dtype)
+    devices.need(library, dtype)
     turns = {kind: cycle(layouts_of(library)) for kind in KINDS}
     sizes = (105,) if devices.FAKE else (0, 1, 7, 1024, 4099)
     cases = [replace(case, layout=next(turns[case.kind])) for case in every_case(dtype, world, sizes, KINDS)]
@@ -190,11 +177,6 @@ def test_a_rank_that_does_not_come_and_the_next_call_works(team_of: TeamOf, worl
     team = team_of(world)
     assert team.must(body_alone, team.launch(timeout_s=0.5), ranks=(0,)) == ["CollectiveTimeoutError"]
     check(team, "cupy", [Case(kind=OpKind.ALLREDUCE, dtype="int64", size=1024, op=ReduceOp.MAX)])
-
-
-def body_device_works(_: Any) -> bool:
-    cupy = import_module("cupy")
-    return bool((cupy.arange(1000).get() == np.arange(1000)).all())
 
 
 @real_only

@@ -8,9 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from itertools import cycle
-from typing import Any
 
 import pytest
 
@@ -34,7 +32,7 @@ from tests.pure.conformance import DTYPES, KINDS, REDUCTIONS, Case, every_case, 
 from tests.pure.operands import NARROW
 
 from . import devices
-from .cases import LIBRARIES, check, layouts_of, placed, seen, to_host
+from .cases import LIBRARIES, body_device_works, check, layouts_of, placed, seen, to_host
 
 TeamOf = Callable[[int], Team]
 
@@ -43,19 +41,14 @@ SIZES = (0, 1, 7, 1024)
 SUMS = ("float32", "float64")
 
 
-def _need(library: str, dtype: str = "float32") -> None:
-    if why := devices.why_not(library, dtype):
-        pytest.skip(why)
-
-
 # ------------------------------------------------------------------------------- the conformance suite
 
 
 @pytest.mark.parametrize(("library", "layout"), [(one, how) for one in LIBRARIES for how in layouts_of(one)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kernel_of_one_rank(team_of: TeamOf, library: str, dtype: str, layout: str) -> None:
-    _need(library, dtype)
-    check(team_of(1), library, [replace(case, layout=layout) for case in every_case(dtype, 1, SIZES)])
+    devices.need(library, dtype)
+    check(team_of(1), library, [replace(case, layout=layout) for case in every_case(dtype, 1, SIZES, KINDS)])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -64,10 +57,12 @@ def test_every_kernel_of_one_rank(team_of: TeamOf, library: str, dtype: str, lay
 def test_every_kernel_of_several_ranks(team_of: TeamOf, world: int, dtype: str, library: str) -> None:
     """The layouts take turns; every kind has each of them, in place and not."""
     team = team_of(world)
-    _need(library, dtype)
+    devices.need(library, dtype)
     turns = {kind: cycle(layouts_of(library)) for kind in KINDS}
     sizes = (1, 7, 1024) if devices.FAKE else (*SIZES, 4099)
-    check(team, library, [replace(case, layout=next(turns[case.kind])) for case in every_case(dtype, world, sizes)])
+    check(
+        team, library, [replace(case, layout=next(turns[case.kind])) for case in every_case(dtype, world, sizes, KINDS)]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +121,7 @@ def test_random_numbers_beside_float64(
     team_of: TeamOf, world: int, dtype: str, op: ReduceOp, library: str, seed: int
 ) -> None:
     team = team_of(world)
-    _need(library)
+    devices.need(library)
     rng = np.random.default_rng(seed)
     values = [rng.standard_normal(100_003).astype(dtype) for _ in range(world)]
     wide = [one.astype(np.float64) for one in values]
@@ -227,11 +222,6 @@ def test_an_abort_ends_a_kernel(fresh_team_of: TeamOf) -> None:
     (found,) = team.must(body_alone, team.launch(timeout_s=30.0), True, ranks=(0,))
     assert found[0] == "PlanAbortedError"
     assert team.must(body_device_works, ranks=(0,)) == [True]
-
-
-def body_device_works(_: Any) -> bool:
-    cupy = import_module("cupy")
-    return bool((cupy.arange(1000).get() == np.arange(1000)).all())
 
 
 def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:

@@ -29,11 +29,6 @@ FLOAT = np.dtype(np.float32)
 DTYPES = ("float32", "int64", "bool", "float16", "complex64", "bfloat16")
 
 
-def _need(library: str, dtype: str = "float32") -> None:
-    if why := devices.why_not(library, dtype):
-        pytest.skip(why)
-
-
 def _values(dtype: str, size: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50, size).astype(dtype)
 
@@ -66,7 +61,7 @@ def gpu_fleet(fresh_team_of: TeamOf) -> Iterator[Fleet]:
 @pytest.mark.parametrize(("library", "layout"), [(one, how) for one in LIBRARIES for how in layouts_of(one)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_is_seen_where_it_is(library: str, layout: str, dtype: str) -> None:
-    _need(library, dtype)
+    devices.need(library, dtype)
     values = _values(dtype, 105, 1)
     tensor = placed(values, layout, library)
     view = seen(tensor)
@@ -83,7 +78,7 @@ def test_a_tensor_is_seen_where_it_is(library: str, layout: str, dtype: str) -> 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_overlap_is_found_on_the_device(library: str) -> None:
-    _need(library)
+    devices.need(library)
     whole = placed(_values("float32", 100, 2), "plain", library)
     even, odd, head, tail = whole[::2], whole[1::2], whole[:50], whole[50:]
     assert arrays.overlap(seen(whole), seen(even))
@@ -95,7 +90,7 @@ def test_overlap_is_found_on_the_device(library: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_like_others_are_made_on_their_device(library: str, dtype: str) -> None:
-    _need(library, dtype)
+    devices.need(library, dtype)
     tensor = placed(_values(dtype, 12, 3), "plain", library).reshape(3, 4)
     made = arrays.empty(arrays.describe(tensor))
     assert type(made) is type(tensor)
@@ -105,7 +100,7 @@ def test_tensors_like_others_are_made_on_their_device(library: str, dtype: str) 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_one_tensor_is_copied_into_another(library: str) -> None:
-    _need(library)
+    devices.need(library)
     values = _values("float32", 105, 4)
     target, source = placed(np.zeros_like(values), "every other", library), placed(values, "transposed", library)
     seen(target).take(seen(source))
@@ -114,7 +109,7 @@ def test_one_tensor_is_copied_into_another(library: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_copy_to_the_host_waits_for_the_callers_stream(library: str) -> None:
-    _need(library)
+    devices.need(library)
     work: Work = WORK[library]()
     tensor = work.zeros(1000)
     work.host(tensor)
@@ -131,7 +126,7 @@ def test_a_copy_to_the_host_waits_for_the_callers_stream(library: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_kept_tensor_is_reduced_where_it_is(gpu_fleet: Fleet, library: str) -> None:
-    _need(library)
+    devices.need(library)
     values = _values("float32", 1001, 5)
     tensor = placed(values, "plain", library)
     address = seen(tensor).address
@@ -144,7 +139,7 @@ def test_a_kept_tensor_is_reduced_where_it_is(gpu_fleet: Fleet, library: str) ->
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_outputs_are_made_on_the_device_by_the_same_library(gpu_fleet: Fleet, library: str) -> None:
-    _need(library)
+    devices.need(library)
     values = _values("float32", 1001, 6)
     tensor = placed(values, "plain", library)
     key = gpu_fleet.keep(0, tensor)
@@ -159,7 +154,7 @@ def test_outputs_are_made_on_the_device_by_the_same_library(gpu_fleet: Fleet, li
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_values_that_hold_several_tensors(gpu_fleet: Fleet, library: str) -> None:
-    _need(library)
+    devices.need(library)
     values = {name: _values("float32", size, size) for name, size in (("weights", 3000), ("bias", 7), ("none", 0))}
     held = {name: placed(one, "plain", library) for name, one in values.items()}
     assert contain(held).tensors == tuple(held.values())
@@ -171,7 +166,7 @@ def test_values_that_hold_several_tensors(gpu_fleet: Fleet, library: str) -> Non
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_program_follows_what_its_tensor_waits_for(gpu_fleet: Fleet, library: str) -> None:
     """The rank's thread has streams of its own: what another thread left on the default stream comes first."""
-    _need(library)
+    devices.need(library)
     work: Work = WORK[library]()
     tensor = work.zeros(1000)
     work.host(tensor)

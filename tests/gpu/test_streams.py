@@ -34,11 +34,6 @@ SIZE = 100_003
 real_only = pytest.mark.skipif(devices.FAKE, reason="the fake's kernels take no time")
 
 
-def _need(library: str) -> None:
-    if why := devices.why_not(library):
-        pytest.skip(why)
-
-
 def _sum(src: Any, dst: Any) -> Kernel:
     return Kernel(kind=OpKind.ALLREDUCE, src=seen(src), dst=seen(dst), op=ReduceOp.SUM)
 
@@ -77,7 +72,7 @@ def body_between(communicator: Communicator, launch: Launch, library: str) -> tu
 @pytest.mark.parametrize("again", range(3))
 def test_a_collective_between_kernels(team_of: TeamOf, world: int, library: str, again: int) -> None:
     team = team_of(world)
-    _need(library)
+    devices.need(library)
     total = sum(range(1, world + 1))
     for found, twice in team.must(body_between, team.launch(), library):
         assert (found == total).all()
@@ -102,7 +97,7 @@ def body_default(communicator: Communicator, launch: Launch, library: str) -> np
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_collective_follows_the_default_stream_too(team_of: TeamOf, world: int, library: str) -> None:
     team = team_of(world)
-    _need(library)
+    devices.need(library)
     for found in team.must(body_default, team.launch(), library):
         assert (found == sum(range(1, world + 1))).all()
 
@@ -123,7 +118,7 @@ def body_both(communicator: Communicator, launch: Launch) -> np.ndarray:
 @pytest.mark.parametrize("world", [1, 2])
 def test_streams_of_torch_and_of_cupy_at_once(team_of: TeamOf, world: int) -> None:
     team = team_of(world)
-    _need("torch")
+    devices.need("torch")
     for found in team.must(body_both, team.launch()):
         assert (found == sum(range(1, world + 1))).all()
 
@@ -152,7 +147,7 @@ def body_overlap(communicator: Communicator, launch: Launch, library: str) -> tu
 @pytest.mark.parametrize("world", [1, 2])
 def test_kernels_behind_the_start_of_a_collective_overlap_with_it(team_of: TeamOf, world: int, library: str) -> None:
     team = team_of(world)
-    _need(library)
+    devices.need(library)
     for goes_on, found in team.must(body_overlap, team.launch(), library):
         assert goes_on or devices.FAKE, "waiting for the collective waited for kernels that came after it"
         assert (found == sum(range(1, world + 1))).all()
@@ -179,7 +174,7 @@ def body_others(communicator: Communicator, launch: Launch, library: str) -> tup
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_collective_does_not_wait_for_other_streams(team_of: TeamOf, world: int, library: str) -> None:
     team = team_of(world)
-    _need(library)
+    devices.need(library)
     for goes_on, found in team.must(body_others, team.launch(), library):
         assert goes_on or devices.FAKE, "the whole device was waited for"
         assert (found == sum(range(1, world + 1))).all()
@@ -221,7 +216,7 @@ def body_for_another(communicator: Communicator, launch: Launch, library: str) -
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_call_of_another_thread_follows_its_callers_streams(team_of: TeamOf, world: int, library: str) -> None:
     team = team_of(world)
-    _need(library)
+    devices.need(library)
     for found, own in team.must(body_for_another, team.launch(), library):
         assert (found == sum(range(1, world + 1))).all()
         assert (own == 7).all()
@@ -246,7 +241,7 @@ def body_settled(communicator: Communicator, library: str) -> np.ndarray:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_default_stream_follows_what_was_settled(team_of: TeamOf, library: str) -> None:
     team = team_of(1)
-    _need(library)
+    devices.need(library)
     (found,) = team.must(body_settled, library)
     assert (found == 6).all()
 
@@ -274,7 +269,7 @@ def body_large(communicator: Communicator, launch: Launch, library: str) -> tupl
 @pytest.mark.parametrize("world", [1, 2])
 def test_contiguous_tensors_are_not_copied(team_of: TeamOf, world: int, library: str) -> None:
     team = team_of(world)
-    _need(library)
+    devices.need(library)
     for told, address, is_right in team.must(body_large, team.launch(), library):
         assert told == address
         assert is_right

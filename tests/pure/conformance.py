@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -249,11 +249,15 @@ def run_kernel(
 
 
 def body_cases(
-    communicator: Communicator, launches: Sequence[Launch], cases: Sequence[Case], is_bitwise: bool, staged: bool
+    communicator: Communicator,
+    launches: Sequence[Launch],
+    cases: Sequence[Any],
+    run: Callable[..., tuple[str, int]],
+    *how: Any,
 ) -> list[tuple[str, int]]:
     """Runs cases one after the other; per case, what is wrong with it ("" if nothing) and a checksum of the result."""
     return [
-        run_case(communicator, launch, case, is_bitwise, staged) if communicator.rank in launch.ranks else ("", 0)
+        run(communicator, launch, case, *how) if communicator.rank in launch.ranks else ("", 0)
         for launch, case in zip(launches, cases, strict=True)
     ]
 
@@ -262,8 +266,8 @@ def run_case(communicator: Communicator, launch: Launch, case: Case, is_bitwise:
     """Runs one case on one rank, and compares."""
     rank = communicator.rank
     given, expected, most = sides(case, rank, communicator.world_size)
-    src = _made(given, case.layout)
-    dst = _made(expected, case.layout if case.layout != "read-only" else "plain", blank=True)
+    src = made(given, partial(layout, case.layout))
+    dst = made(expected, partial(layout, case.layout if case.layout != "read-only" else "plain"), blank=True)
     shared = ()
     if case.inplace:
         dst, shared = put_in_place(case.kind, rank, src, dst)
@@ -274,13 +278,13 @@ def run_case(communicator: Communicator, launch: Launch, case: Case, is_bitwise:
     return what_is_wrong(case, given, src, expected, dst, shared, is_bitwise), checksum_of(dst)
 
 
-def _made(values: Any, how: str, *, blank: bool = False) -> Any:
-    """Fresh arrays with the values, or with others where they are to be written."""
+def made(values: Any, make: Callable[[np.ndarray], Any], *, blank: bool = False) -> Any:
+    """Fresh tensors with the values, or with others where they are to be written."""
     if values is None:
         return None
     if type(values) is tuple:
-        return tuple(_made(piece, how, blank=blank) for piece in values)
-    return layout(how, other_values(values) if blank else values)
+        return tuple(made(piece, make, blank=blank) for piece in values)
+    return make(other_values(values) if blank else values)
 
 
 def other_values(values: np.ndarray) -> np.ndarray:
@@ -359,7 +363,7 @@ def check_cases(team: Team, cases: Sequence[Case], *, staged: bool = False, time
     """Runs cases on all ranks, compares their results and names every case that failed."""
     launches = [team.launch(ranks_of(case, team), timeout_s) for case in cases]
     is_bitwise = backends.get(team.backend).bitwise
-    results = team.must(body_cases, launches, list(cases), is_bitwise, staged)
+    results = team.must(body_cases, launches, list(cases), run_case, is_bitwise, staged)
     check_outcomes(cases, [case.kind for case in cases], results, f"on {team.backend} x {team.world_size}")
 
 

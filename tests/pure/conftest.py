@@ -10,6 +10,7 @@ import pytest
 
 from raycollect.channel import CompletionBell
 from tests.fake_cupy import Fake
+from tests.pure.closing import closing_all
 from tests.pure.communicators import Workers
 from tests.pure.fleet import Fleet, MakeFleet
 from tests.pure.mixed import Mixed, faked, mixing
@@ -19,15 +20,8 @@ from tests.pure.processes import Crew
 @pytest.fixture
 def fleet() -> Iterator[MakeFleet]:
     """Makes fleets, and ends them with the test."""
-    made: list[Fleet] = []
-
-    def make(world: int) -> Fleet:
-        made.append(Fleet(world))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with closing_all(Fleet) as make:
+        yield make
 
 
 @pytest.fixture

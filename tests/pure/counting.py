@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from raycollect.core.model import OpKind
-from raycollect.planner import Local, Part
+from raycollect.planner import Local
+from raycollect.planner.ir import Part
 
 Flow = tuple[int, int, float]
 """(giver, taker, bytes for each byte that a rank gives)."""

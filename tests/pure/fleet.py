@@ -203,7 +203,8 @@ class Fleet:
         return [future.result(WAIT_S) for future in futures]
 
     def story(self, rank: int, seq: int | None = None) -> list[str]:
-        return [event.what for event in self.recorders[rank].story(self.seq if seq is None else seq)]
+        plan = self.seq if seq is None else seq
+        return [event.what for event in self.recorders[rank].story() if event.seq == plan]
 
     @property
     def dirty(self) -> list[int]:
@@ -219,14 +220,16 @@ class Fleet:
             np.testing.assert_array_equal(value, np.full(3, self.world * (self.world + 1) / 2))
 
 
-class _Star:
-    """The exchange of the participants of one plan, as a controller carries it."""
+class Star:
+    """The exchange that a controller carries, among the participants of a team."""
 
-    def __init__(self, world: LocalWorld, position: int) -> None:
-        self._communicator = LocalCommunicator(world, position)
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self._communicator = LocalCommunicator(world, rank)
+        self.seqs: list[int] = []
         self.abort = self._communicator.abort
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        self.seqs.append(launch.seq)
         return self._communicator.agree(launch, arrival)
 
 
@@ -299,7 +302,7 @@ class Convoy:
                 seq=self.seq,
                 aborted=partial(aborts.get, one),
                 waiting=self.waiting,
-                exchange=_Star(star, position),
+                exchange=Star(star, position),
             )
         self.seq += planned.width
         return {one: self._threads.submit(self._run_one, one) for one in self.executions}

@@ -6,6 +6,7 @@ A value is an array; in pieces it is a list of arrays, one per rank.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,3 +101,10 @@ def takers(kind: OpKind, world: int, root: int, peer: int = -1) -> list[int]:
         OpKind.REDUCESCATTER: everyone,
         OpKind.ALLTOALL: everyone,
     }.get(kind, [])
+
+
+def roots_of(kind: OpKind, world: int) -> list[tuple[int, int]]:
+    """(root, peer) for all that make sense."""
+    if kind is OpKind.SEND:
+        return list(itertools.permutations(range(world), 2))
+    return [(root, -1) for root in range(world)] if kind in ROOTED else [(-1, -1)]

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
-from raycollect.planner import ALGORITHMS, Membership, Part, Request, Topology, brought
-from raycollect.planner.algorithms import build
+from raycollect.planner import Membership, Request, Topology, brought
+from raycollect.planner.algorithms import ALGORITHMS, build
+from raycollect.planner.ir import Part
 from raycollect.planner.lower import lower
 from raycollect.planner.setting import Setting
 from tests.pure.meaning import REDUCTIONS

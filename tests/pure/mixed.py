@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
@@ -22,6 +23,7 @@ from raycollect.engine import device_staging
 from raycollect.engine.device_staging import StagingBuffers, memory_of
 from raycollect.planner import Domain
 from tests.fake_cupy import Fake, installed
+from tests.pure.closing import closing_all
 from tests.pure.communicators import MemoryExchange, ThreadTeam
 from tests.pure.fleet import Fleet
 from tests.pure.meaning import REDUCTIONS, gives_of, meaning
@@ -99,18 +101,9 @@ class Mixed:
         return made[..., ::2] if gaps else made
 
 
-@contextmanager
-def mixing(fake: Fake) -> Iterator[Callable[[str], Mixed]]:
+def mixing(fake: Fake) -> AbstractContextManager[Callable[[str], Mixed]]:
     """Makes mixed fleets by the names of their backends, and closes them."""
-    made: list[Mixed] = []
-
-    def make(backend: str) -> Mixed:
-        made.append(Mixed(fake, backend))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    return closing_all(partial(Mixed, fake))
 
 
 def host(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import cycle, permutations, product
 from typing import Any
@@ -23,6 +24,7 @@ from raycollect.core.model import Launch, OpKind
 from raycollect.core.protocols import Communicator
 from tests.fake_cupy import Fake, installed
 from tests.gpu.cases import LAYOUTS as ON_DEVICE
+from tests.pure import conformance
 from tests.pure.communicators import MemoryExchange, ThreadTeam
 from tests.pure.conformance import (
     Case,
@@ -31,6 +33,7 @@ from tests.pure.conformance import (
     checksum_of,
     how_far,
     listed,
+    made,
     other_values,
     put_in_place,
     ranks_of,
@@ -197,12 +200,8 @@ class Caller:
 def body_cases(
     communicator: Communicator, launches: Sequence[Launch], cases: Sequence[GpuCase], is_bitwise: bool
 ) -> list[Any]:
-    """Runs cases one after the other; per case, what is wrong with it ("" if nothing) and a checksum of the result."""
-    caller = Caller()
-    return [
-        _run(communicator, launch, case, caller, is_bitwise) if communicator.rank in launch.ranks else ("", 0)
-        for launch, case in zip(launches, cases, strict=True)
-    ]
+    """As `conformance.body_cases`, with the streams of one caller."""
+    return conformance.body_cases(communicator, launches, cases, _run, Caller(), is_bitwise)
 
 
 def _run(
@@ -211,7 +210,8 @@ def _run(
     case, rank, world = found.case, communicator.rank, communicator.world_size
     given, expected, most = sides(case, rank, world)
     with caller[found.stream]:
-        src, dst = _made(given, found), _made(expected, found, blank=True)
+        make = partial(pending, how=case.layout, library=found.library)
+        src, dst = made(given, make), made(expected, make, blank=True)
         shared: tuple[Any, ...] = ()
         if case.inplace:
             dst, shared = put_in_place(case.kind, rank, src, dst)
@@ -230,14 +230,6 @@ def _run(
 
 def _version() -> int:
     return int(import_module("cupy.cuda.nccl").get_version())
-
-
-def _made(values: Any, found: GpuCase, *, blank: bool = False) -> Any:
-    if values is None:
-        return None
-    if type(values) is tuple:
-        return tuple(_made(piece, found, blank=blank) for piece in values)
-    return pending(other_values(values) if blank else values, found.case.layout, found.library)
 
 
 def sends(world: int) -> list[GpuCase]:

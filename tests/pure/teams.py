@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.local import LocalCommunicator, LocalWorld
-from raycollect.core.model import GroupSpec, Key, Launch, OpKind, ReduceOp
+from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_program import (
     Collective,
@@ -53,7 +53,7 @@ class Script:
         self.step = 0
 
     def slot(self) -> int:
-        self.keys.append(captured_key(CAPTURE, 0, len(self.keys)))
+        self.keys.append(captured_key(CAPTURE, len(self.keys)))
         return len(self.keys) - 1
 
     def argument(self) -> int:
@@ -208,19 +208,6 @@ class Team:
     def fail(self, *arguments: Any) -> list[BaseException | None]:
         _, futures = self.start(*arguments)
         return [future.exception(WAIT_S) for future in futures]
-
-
-class Star:
-    """The exchange that a controller carries, among the participants of a team."""
-
-    def __init__(self, world: LocalWorld, rank: int) -> None:
-        self._communicator = LocalCommunicator(world, rank)
-        self.seqs: list[int] = []
-        self.abort = self._communicator.abort
-
-    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        self.seqs.append(launch.seq)
-        return self._communicator.agree(launch, arrival)
 
 
 class Gate:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+
+import pytest
 
 WAIT_S = 20.0
 """How long a test waits for what must happen."""
@@ -30,3 +33,8 @@ class WatchedCondition(threading.Condition):
     @property
     def nobody_waited(self) -> bool:
         return not self._begun.acquire(blocking=False)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged that somebody should see."""
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]

@@ -239,7 +239,7 @@ def test_results_of_a_driver_that_dies_are_freed(tidy, is_destroyed):
 def test_a_connection_that_is_cut_frees_nothing(maker, is_destroyed):
     ref, other = maker.make.remote(3), maker.make.remote(4)
     assert lent(maker) == (2, 2, 1)
-    peer = Controller.current().participants.get(maker._actor_id.hex())
+    peer = Controller.current().participants._peers[maker._actor_id.hex()]
     if is_destroyed:
         col.destroy_collective_group("lent")
     peer.link._sock.shutdown(socket.SHUT_RDWR)

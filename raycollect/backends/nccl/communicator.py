@@ -81,7 +81,7 @@ def create(
     """
     joined = join(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
     if joined.shared:
-        return share(spec, rank, rendezvous, exchange, device=joined.device, why=joined.shared)
+        return share(spec, rank, rendezvous, exchange, device=joined.device)
     made = NcclCommunicator(joined, spec, rank, exchange)
     first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
     made.launch(first, Kernel(kind=OpKind.BARRIER)).wait(JOIN_TIMEOUT_S)  # NCCL connects at its first operation

@@ -7,7 +7,6 @@ import os
 import uuid
 from functools import cache
 
-PROCESS_NBYTES = 20  # The length of `process()`
 _LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
 _DRAWN = uuid.uuid4().bytes
 

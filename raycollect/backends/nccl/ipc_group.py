@@ -64,17 +64,12 @@ _TRIAL_SIZE = 1 << 10
 _DRAIN_S = 5.0  # How long this rank's own kernels may take to end after a failure
 
 
-def share(
-    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, device: int, why: str = ""
-) -> IpcCommunicator:
-    """Joins a group whose ranks share one GPU; returns when a first sum was correct.
-
-    `why` says why the group does not use NCCL.
-    """
+def share(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, device: int) -> IpcCommunicator:
+    """Joins a group whose ranks share one GPU; returns when a first sum was correct."""
     host = cast("ShmCommunicator", create_shm(spec, rank, rendezvous, exchange))
     made: IpcCommunicator | ShmCommunicator = host
     try:
-        made = IpcCommunicator(spec, rank, host, device=device, why=why)
+        made = IpcCommunicator(spec, rank, host, device=device)
         _try(made)
     except BaseException as exc:
         made.close()
@@ -109,10 +104,9 @@ def _try(made: IpcCommunicator) -> None:
 class IpcCommunicator(OnGpu):
     """One rank's membership."""
 
-    def __init__(self, spec: GroupSpec, rank: int, host: ShmCommunicator, *, device: int, why: str) -> None:
+    def __init__(self, spec: GroupSpec, rank: int, host: ShmCommunicator, *, device: int) -> None:
         super().__init__(spec, rank, host, device)
         self.number: int = device  # the GPU's number in this process
-        self.why: str = why  # why the group does not use NCCL, in words
         self.group_name: str = spec.name
         self._host = host
         self._stream = GroupStream(device)

@@ -42,7 +42,7 @@ class _Writer:
 
     def __init__(self, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> None:
         self._cupy = import_module("cupy")
-        self._builder = ScriptBuilder(communicator, rank, stream)
+        self._builder = ScriptBuilder(communicator, stream)
         self.scripts = [self._builder.script]
         self._rank = rank
         self._ranks = range(world_size)

@@ -45,10 +45,9 @@ def enqueue(scripts: Sequence[Script]) -> None:
 class ScriptBuilder:
     """Fills the script of a kernel; finds or allocates memory with the layout that NCCL needs."""
 
-    def __init__(self, communicator: Any, rank: int, stream: int) -> None:
+    def __init__(self, communicator: Any, stream: int) -> None:
         self._cupy = import_module("cupy")
         self._nccl = communicator
-        self._rank = rank
         self._stream = stream
         self.script: Script = Script()
 

@@ -128,12 +128,6 @@ class Probe:
     required: bool = False
 
 
-def size(nbytes: int) -> str:
-    """``1.5 GiB``."""
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
-    return f"{nbytes / (1 << 10 * power):.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

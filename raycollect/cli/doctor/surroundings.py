@@ -6,11 +6,11 @@ import os
 import re
 import resource
 
-from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine, size
+from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine
 from raycollect.core import shared_memory
 from raycollect.errors import InvalidArgumentError
 from raycollect.group import link_costs
-from raycollect.planner.wording import counted
+from raycollect.planner.wording import counted, nbytes_words
 
 SHARE_OF_MEMORY = 0.1  # the part of the memory that /dev/shm has to have: Ray keeps its object store there
 CLUSTER_TIMEOUT_S = 20.0  # how long a cluster has for its answer, the import of Ray included
@@ -32,7 +32,7 @@ def dev_shm(machine: Machine) -> Finding:
         return Finding(state=WARNING, found=f"not there: {exc.strerror}", cure=cure)
     memory = usable_nbytes(machine.root)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = f"{size(total)}, {size(free)} of it free; memory {size(memory)}"
+    found = f"{nbytes_words(total)}, {nbytes_words(free)} of it free; memory {nbytes_words(memory)}"
     if min(total, free) < SHARE_OF_MEMORY * memory:
         return Finding(state=WARNING, found=f"{found}: below {SHARE_OF_MEMORY:.0%}", cure=cure)
     return Finding(state=OK, found=found)
@@ -101,7 +101,7 @@ def arena(machine: Machine) -> Finding:
     if not nbytes:
         return Finding(state=WARNING, found="switched off", cure=f"unset {limit.VARIABLE}")
     why = limit.VARIABLE if machine.environ.get(limit.VARIABLE, "").strip() else f"{limit.SHARE:.0%} of the memory"
-    return Finding(state=OK, found=f"up to {size(nbytes)} per process ({why})")
+    return Finding(state=OK, found=f"up to {nbytes_words(nbytes)} per process ({why})")
 
 
 def huge_pages(machine: Machine) -> Finding:
@@ -140,7 +140,7 @@ def _limit(machine: Machine, which: int, letter: str, few: int) -> Finding:
 def locked_memory(machine: Machine) -> Finding:
     """The limit of locked memory. Nothing here locks any; NCCL over InfiniBand does."""
     limit = machine.limit(resource.RLIMIT_MEMLOCK)
-    found = "unlimited" if limit < 0 else f"{size(limit)}; only NCCL over InfiniBand needs more"
+    found = "unlimited" if limit < 0 else f"{nbytes_words(limit)}; only NCCL over InfiniBand needs more"
     return Finding(state=OK, found=found)
 
 
@@ -150,7 +150,9 @@ def memory(machine: Machine) -> Finding:
 
     machines = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     usable = usable_nbytes(machine.root)
-    found = f"{size(usable)} by its cgroup, of {size(machines)}" if usable < machines else size(usable)
+    found = nbytes_words(usable)
+    if usable < machines:
+        found += f" by its cgroup, of {nbytes_words(machines)}"
     return Finding(state=OK, found=found)
 
 

@@ -13,7 +13,16 @@ from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, FaultError, GroupBrokenError, PlanAbortedError
 from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.communicators import ThreadTeam
-from tests.pure.conformance import KINDS, Case, body_cases, check_allreduce, check_cases, run_launch, run_staged
+from tests.pure.conformance import (
+    KINDS,
+    Case,
+    body_cases,
+    check_allreduce,
+    check_cases,
+    run_case,
+    run_launch,
+    run_staged,
+)
 
 
 @pytest.fixture(params=["local", "shm", "tcp"])
@@ -92,7 +101,7 @@ def test_a_rank_that_leaves_after_the_check_is_named_and_nothing_is_written(team
 def body_without_one(communicator: Communicator, launch: Launch, case: Case, quitter: int) -> object:
     """One rank leaves after the check."""
     if communicator.rank != quitter:
-        return body_cases(communicator, [launch], [case], True, False)
+        return body_cases(communicator, [launch], [case], run_case, True, False)
     communicator.agree(launch, b"")
     communicator.end(launch, False)
     return None
@@ -116,7 +125,7 @@ def test_an_abort_wakes_every_kernel(team: ThreadTeam, kind: OpKind) -> None:
     op = ReduceOp.SUM if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER) else None
     case = Case(kind=kind, op=op, dtype="float64", size=600_001, root=1)
     launch = team.launch(timeout_s=60)
-    futures = [team.start(rank, body_cases, [launch], [case], True, False) for rank in (0, 1)]
+    futures = [team.start(rank, body_cases, [launch], [case], run_case, True, False) for rank in (0, 1)]
     team.start(2, lambda communicator: communicator.agree(launch, b"")).result(5)  # and does not go on
     for rank in (0, 1):
         team.communicators[rank].abort(launch.seq)

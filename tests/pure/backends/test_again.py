@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.pos import tensors
+from tests.pure.closing import closing_all
 from tests.pure.communicators import ThreadTeam
 from tests.pure.engine.repeated_loops import Loop
 from tests.pure.engine.test_execution_loops import Rebound
@@ -59,15 +61,8 @@ MakeTeam = Callable[[int], ThreadTeam]
 
 @pytest.fixture
 def team() -> Iterator[MakeTeam]:
-    made: list[ThreadTeam] = []
-
-    def make(world: int) -> ThreadTeam:
-        made.append(ThreadTeam("shm", world))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with closing_all(partial(ThreadTeam, "shm")) as make:
+        yield make
 
 
 class Crew:

@@ -30,15 +30,11 @@ from raycollect.errors import (
 )
 from raycollect.pos import Store
 from raycollect.pos import fetch as fetching
-from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Worker
+from tests.pure.backends.tcp_teams import NO_EXCHANGE, spec_of
+from tests.pure.communicators import MemoryRendezvous, Worker
 from tests.pure.fleet import contain
 
-NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
 KEY = task_key(bytes(24), 1)
-
-
-def spec_of(world_size: int) -> GroupSpec:
-    return GroupSpec(name="g", group_id="1", backend="tcp", world_size=world_size)
 
 
 @pytest.fixture

@@ -73,12 +73,10 @@ def check_works(team: SharingTeam) -> None:
 # ------------------------------------------------------------------------------- how they come together
 
 
-def test_why_is_told(three: tuple[Fake, SharingTeam]) -> None:
-    _, team = three
-    for rank in team.everyone:
-        told = team.of(rank).why
-        assert told.startswith("all of ranks [0, 1, 2] share the GPU 127.0.0.1/0000:10:00.0")
-        assert team.of(rank).device == "cuda:0"
+def test_why_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), sharing(3) as (_, team):
+        assert [team.of(rank).device for rank in team.everyone] == ["cuda:0"] * 3
+    assert caplog.text.count("all of ranks [0, 1, 2] share the GPU 127.0.0.1/0000:10:00.0") == 3
 
 
 def test_processes_that_can_not_open_each_others_memory_are_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

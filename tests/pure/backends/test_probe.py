@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator, Probing
 from tests.pure.backends.test_abort import body_sum_of_ones
 from tests.pure.backends.test_tcp_checksum import form
+from tests.pure.closing import closing_all
 from tests.pure.communicators import ThreadTeam
 
 __all__ = ["form"]  # a fixture
@@ -24,15 +26,8 @@ TURNS = (((1, 1), (2, 2)), ((1, 0), (3, 2)), ((2, 0), (3, 1)))
 
 @pytest.fixture
 def team_of() -> Iterator[Callable[[int], ThreadTeam]]:
-    made: list[ThreadTeam] = []
-
-    def make(world_size: int) -> ThreadTeam:
-        made.append(ThreadTeam("tcp", world_size))
-        return made[-1]
-
-    yield make
-    for team in made:
-        team.close()
+    with closing_all(partial(ThreadTeam, "tcp")) as make:
+        yield make
 
 
 def measured(

@@ -31,6 +31,7 @@ from raycollect.errors import (
     KernelError,
     PlanAbortedError,
 )
+from tests.pure.closing import closing_all
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
 from tests.pure.conformance import FOLDING, Case, check_allreduce, check_cases, every_case, run_case, run_launch
 
@@ -112,7 +113,7 @@ class Wire:
 class WiredTeam(ThreadTeam):
     """A tcp group whose connections all pass one trigger."""
 
-    def __init__(self, world_size: int, options: tuple[tuple[str, Any], ...]) -> None:
+    def __init__(self, world_size: int, options: tuple[tuple[str, Any], ...] = ON) -> None:
         self.options = options
         super().__init__("tcp", world_size)
         self.trigger = Trigger()
@@ -127,15 +128,8 @@ class WiredTeam(ThreadTeam):
 
 @pytest.fixture
 def form() -> Iterator[Callable[..., WiredTeam]]:
-    teams: list[WiredTeam] = []
-
-    def make(world_size: int, options: tuple[tuple[str, Any], ...] = ON) -> WiredTeam:
-        teams.append(WiredTeam(world_size, options))
-        return teams[-1]
-
-    yield make
-    for team in teams:
-        team.close()
+    with closing_all(WiredTeam) as make:
+        yield make
 
 
 def case_of(kind: OpKind, size: int, rng: random.Random) -> Case:

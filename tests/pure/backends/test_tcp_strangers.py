@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 from collections.abc import Iterator
 
@@ -17,16 +16,13 @@ from raycollect.core.model import GroupSpec, Launch
 from tests.pure.backends.tcp_teams import join_all
 from tests.pure.communicators import MemoryRendezvous
 from tests.pure.conformance import run_launch
+from tests.pure.watched import warnings_in
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
 
 def spec_of(group_id: str = "1", world_size: int = 3) -> GroupSpec:
     return GroupSpec(name="g", group_id=group_id, backend="tcp", world_size=world_size)
-
-
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # ------------------------------------------------------------------------------- what is said
@@ -160,12 +156,12 @@ def test_hundreds_of_strangers_only_delay_a_join(
     for communicator in made[1:]:
         assert sorted(communicator._link._peers) == sorted({0, 1, 2} - {communicator.rank})
     assert max(most) <= MAX_STRANGERS + 3
-    first = [line for line in told(caplog) if "refused a connection from" in line]
-    more = [line for line in told(caplog) if "more connections" in line]
+    first = [line for line in warnings_in(caplog) if "refused a connection from" in line]
+    more = [line for line in warnings_in(caplog) if "more connections" in line]
     assert 1 <= len(first) <= 2  # ranks 0 and 1 are called; the last rank listens for nobody
     assert len(more) <= len(first)
     assert all(line.startswith("group 'g', rank ") for line in (*first, *more))
-    assert len(told(caplog)) == len(first) + len(more)
+    assert len(warnings_in(caplog)) == len(first) + len(more)
     launch = Launch(seq=1, ranks=(0,), timeout_s=5)
     assert run_launch(made[0], launch, arrival=b"me") == [b"me"]
     for communicator in made:
@@ -176,7 +172,7 @@ def test_hundreds_of_strangers_only_delay_a_join(
 def test_a_join_without_strangers_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     for communicator in join_all(MemoryRendezvous(), 4):
         communicator.close()
-    assert told(caplog) == []
+    assert warnings_in(caplog) == []
 
 
 def test_members_that_had_to_make_room_call_again(monkeypatch: pytest.MonkeyPatch, most: list[int]) -> None:

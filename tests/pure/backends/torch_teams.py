@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from raycollect.backends.torch_dist import communicator as torch_dist
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
+from tests.pure.closing import closing_all
 from tests.pure.communicators import MemoryExchange, ThreadTeam
 from tests.pure.conformance import run_launch
 
@@ -21,7 +22,7 @@ from tests.pure.conformance import run_launch
 class OptionsTeam(ThreadTeam):
     """A team on any torch backend, with options."""
 
-    def __init__(self, backend: str, world_size: int, **options: Any) -> None:
+    def __init__(self, backend: str = "torch:gloo", world_size: int = 2, **options: Any) -> None:
         self.options = options
         super().__init__(backend, world_size)
 
@@ -39,15 +40,8 @@ class OptionsTeam(ThreadTeam):
 @pytest.fixture
 def teams() -> Iterator[Callable[..., OptionsTeam]]:
     """Makes teams, and ends them."""
-    made: list[OptionsTeam] = []
-
-    def make(backend: str = "torch:gloo", world_size: int = 2, **options: Any) -> OptionsTeam:
-        made.append(OptionsTeam(backend, world_size, **options))
-        return made[-1]
-
-    yield make
-    for team in made:
-        team.close()
+    with closing_all(OptionsTeam) as make:
+        yield make
 
 
 def body_sum(communicator: Communicator, launch: Launch, value: int) -> int:

@@ -19,7 +19,8 @@ from raycollect.errors import (
 )
 from raycollect.planner import plan
 from tests.pure.driver.test_controller import declared, lease
-from tests.pure.driver.test_plan_tracker_batches import asked, group, key
+from tests.pure.driver.test_plan_tracker_batches import asked, group
+from tests.pure.driver.tracked_plans import key_of
 
 CAPTURE = bytes(range(16))
 
@@ -110,10 +111,10 @@ class Fleet:
             for made, at, offset in ((first, 0, 0), (second, 1, first.width))
         ]
         homes = [(left, member) for member in left.members] + [(right, right.members[0])]
-        self.step_plan = StepPlan.of(self.stages, participants, homes, frozenset([key(9)]))
+        self.step_plan = StepPlan.of(self.stages, participants, homes, frozenset([key_of(9)]))
         self.peers = [controller.participants.leased(one, groups) for one in participants]
         self.bell = Bell()
-        keys = [key(at) for at in range(5)]
+        keys = [key_of(at) for at in range(5)]
         self.runs = StepRuns(
             controller,
             CAPTURE,

@@ -15,6 +15,7 @@ from raycollect.core.model import OpKind
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import InternalError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.pos import tensors
+from tests.pure.closing import closing_all
 from tests.pure.engine.repeated_loops import Loop, Odd
 from tests.pure.engine.test_execution_loops import Rebound
 from tests.pure.member.step_bench import Bench, FakePost, echo
@@ -63,15 +64,12 @@ MakeLoop = Callable[..., tuple[Loop, Told]]
 
 @pytest.fixture
 def loop() -> Iterator[MakeLoop]:
-    made: list[Loop] = []
-
     def make(*args: Any, **arguments: Any) -> tuple[Loop, Told]:
-        made.append(Loop(*args, **arguments))
-        return made[-1], Told(made[-1].team, made[-1].odd)
+        made = closed(*args, **arguments)
+        return made, Told(made.team, made.odd)
 
-    yield make
-    for one in made:
-        one.close()
+    with closing_all(Loop) as closed:
+        yield make
 
 
 EARLY, LATE = (["answer", "end"], b""), (["end"], b"")
@@ -227,7 +225,7 @@ class Counting(FakePost):
 class Step:
     """One participant with a step of one plan, or of one method, and its runs by one way."""
 
-    def __init__(self, way: str, *, repeats: bool) -> None:
+    def __init__(self, way: str, *, repeats: bool = True) -> None:
         self.way, self.post = way, Counting() if way == "bell" else None
         script, self.turn = Script(0, [pinned(full(1))]), threading.Lock()
         self.team = Team(1, [script])
@@ -288,15 +286,8 @@ class Step:
 
 @pytest.fixture
 def step() -> Iterator[Callable[..., Step]]:
-    made: list[Step] = []
-
-    def make(way: str, *, repeats: bool = True) -> Step:
-        made.append(Step(way, repeats=repeats))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with closing_all(Step) as make:
+        yield make
 
 
 WAYS = ["bell", "channel", "fence"]

@@ -30,7 +30,7 @@ from raycollect.errors import (
 )
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, fleet
 from tests.pure.driver.test_controller import said
-from tests.pure.driver.test_plan_tracker_batches import key
+from tests.pure.driver.tracked_plans import key_of
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -90,7 +90,7 @@ def test_refusal_reaches_participants_of_other_plans(fleet: Fleet) -> None:
     error = tracker.error
     assert isinstance(error, MismatchError)
     assert error.violations[0].actor == "Worker(6)"
-    assert error.violations[0].ref == key(1).hex()
+    assert error.violations[0].ref == key_of(1).hex()
     assert [len(said(peer)) for peer in fleet.peers] == [0, 0, 0, 1], "the others were in that consistency check"
     for at in (1, 2):
         fleet.fail(at, tracker, refusal("allreduce", "", (violation,)))
@@ -333,7 +333,7 @@ def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:
 
 
 def test_keys_name_operands(fleet: Fleet) -> None:
-    assert fleet.runs.writes == {Key(key(at)): True for at in (*range(5), 9)}
+    assert fleet.runs.writes == {Key(key_of(at)): True for at in (*range(5), 9)}
     assert fleet.step_plan.name == "captured step"
     assert fleet.step_plan.places_at(-1) == ()
     found = [fleet.step_plan.places_at(at) for at in (0, fleet.stages[1].offset)]

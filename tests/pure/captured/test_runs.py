@@ -20,7 +20,8 @@ from raycollect.errors import (
 )
 from tests.pure.captured.run_fleet import CAPTURE, SHORT, WAIT_S, Fleet, controller, fleet
 from tests.pure.driver.test_controller import said
-from tests.pure.driver.test_plan_tracker_batches import asked, key
+from tests.pure.driver.test_plan_tracker_batches import asked
+from tests.pure.driver.tracked_plans import key_of
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -100,8 +101,8 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
 
 def test_run_reports_the_tensors_it_writes(fleet: Fleet) -> None:
     tracker = fleet.begin()
-    assert [tracker.writes.get(key(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
-    assert tracker.refs == dict.fromkeys(map(key, range(5)))
+    assert [tracker.writes.get(key_of(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
+    assert tracker.refs == dict.fromkeys(map(key_of, range(5)))
     fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 

@@ -19,7 +19,8 @@ from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.requests import Ref
 from raycollect.engine.step_program import captured_key
 from raycollect.planner import Reshard
-from tests.pure.driver.test_plan_tracker_batches import group, key
+from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.driver.tracked_plans import key_of
 
 BEFORE, AFTER = bytes(16), bytes([1] * 16)
 OLD = group("g", (5, 6, 7))
@@ -35,7 +36,7 @@ def recorded(kind: OpKind, ranks: tuple[int, ...], *, root: int = -1, refs: bool
     operands = []
     for at, rank in enumerate(ranks):
         number = (5, 6, 7)[rank]
-        given: Any = key(at) if refs else made.call(actor(number), f"{number:032x}", "give", (), ())
+        given: Any = key_of(at) if refs else made.call(actor(number), f"{number:032x}", "give", (), ())
         made.refs[given] = given
         operands.append((rank, at, None))
     peer = ranks[-1] if kind is OpKind.SEND else -1
@@ -65,7 +66,7 @@ def succession(numbers: tuple[int, ...], **heirs: int) -> Succession:
         (whole(), succession((5, 7, 8)), ["rank 1", "operand of rank 2", "Worker(6), which"]),
         (whole(), succession((5, 6)), ["rank 2 of group 'g', Worker(7)", "give"]),
         (whole(), succession((5, 6, 7, 8)), ["an operand of rank 3 of group 'g', Worker(8)"]),
-        (recorded(OpKind.ALLREDUCE, (0, 1, 2), refs=True), succession((5, 8, 7), _6=8), [f"ref {key(1).hex()}"]),
+        (recorded(OpKind.ALLREDUCE, (0, 1, 2), refs=True), succession((5, 8, 7), _6=8), [f"ref {key_of(1).hex()}"]),
         (recorded(OpKind.SEND, (0, 2), root=0), succession((9, 7, 5)), []),
         (recorded(OpKind.SEND, (0, 2), root=0), succession((5, 6)), ["rank 2", "Worker(7)"]),
         (recorded(OpKind.BARRIER, ()), succession((8, 9)), []),
@@ -80,7 +81,7 @@ def test_what_a_step_loses(step: StepRequests, change: Succession, lost: list[st
 
 def test_an_argument_that_is_a_ref_of_the_dead_actor_is_lost() -> None:
     made = StepRequests(BEFORE)
-    ref = Ref(key(1), None, f"{6:032x}", "argument 0")
+    ref = Ref(key_of(1), None, f"{6:032x}", "argument 0")
     made.call(actor(6), f"{6:032x}", "take", (ref,), ())
     assert succession((5, 8, 7), _6=8).lost(made) == ("call 0 (take): argument 0, a ref of an actor that died",)
 
@@ -96,7 +97,7 @@ def test_a_replaced_actor_is_exchanged_and_ranks_that_moved_are_followed(monkeyp
     assert asked.group.participants == (f"{9:032x}", f"{8:032x}", f"{5:032x}")
     assert [call.actor._actor_id.hex() for call in step.calls] == [call.made.actor_id for call in step.calls]
     assert [call.made.actor_id for call in step.calls] == [f"{5:032x}", f"{8:032x}"]
-    assert [call.made.key for call in step.calls] == [captured_key(AFTER, 0, at) for at in range(2)]
+    assert [call.made.key for call in step.calls] == [captured_key(AFTER, at) for at in range(2)]
     assert asked.group is change.now[OLD]
     again = Succession(now={change.now[OLD]: group("g", (8, 5))}, heirs={})
     again.apply(step, BEFORE)

@@ -57,7 +57,8 @@ from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.channel.hostile_wire import message
 from tests.pure.channel.parties import HOST, LIMIT_S
 from tests.pure.driver.test_controller import controller, lease, registered_anew
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
+from tests.pure.driver.tracked_plans import key_of
 from tests.pure.thread_faults import apart
 
 __all__ = ["controller"]
@@ -204,7 +205,7 @@ def _order(rng: random.Random) -> Order:
     payload = bytearray(
         encode_order(
             Ticket(rng.choice((0, 1, 2, 2**63)), rng.choice((0, 0, 7, 2**63))),
-            [key(at) for at in range(2)],
+            [key_of(at) for at in range(2)],
             encode_program(one.plan.program(0)),
         )
     )
@@ -306,7 +307,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     left = group("left", (5, 6))
     program = flying(asked(left, (0, 1))).plan.program(0)
     for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
-        payload = encode_order(Ticket(seq, predecessor), [key(0)], encode_program(program))
+        payload = encode_order(Ticket(seq, predecessor), [key_of(0)], encode_program(program))
         link.send(Order(payload=payload, together=True, in_order=False, after=b"", rings=False))
     caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
     link.close()

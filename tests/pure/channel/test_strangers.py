@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import socket
 import struct
@@ -25,6 +24,7 @@ from raycollect.core.model import Address
 from raycollect.core.timers import Timer
 from raycollect.pos import fetch
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
+from tests.pure.watched import warnings_in
 
 __all__ = ["rig"]
 
@@ -43,10 +43,6 @@ class Counted(Party):
     def serve_data(self, link: DataLink) -> None:
         self.served += 1
         super().serve_data(link)
-
-
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def call(address: Address) -> socket.socket:
@@ -135,13 +131,13 @@ def test_a_stranger_is_refused_and_the_log_says_so_once(
     assert isinstance(client.request(Fetch(key=b"k")), Fetched)
     client.close()
     assert (there.links.qsize(), there.served) == (before[0], before[1] + 1)
-    assert not [line for line in told(caplog) if "more" in line]
+    assert not [line for line in warnings_in(caplog) if "more" in line]
     rig.close()
-    first, rest_of_them = told(caplog)
+    first, rest_of_them = warnings_in(caplog)
     assert first.startswith(f"refused a connection from {HOST}:")
     assert rest_of_them.startswith(f"refused {MANY - 1} more connections, the last from {HOST}:")
     for secret in (SECRET, OTHER_SECRET):
-        assert secret.decode()[:4] not in "".join(told(caplog))
+        assert secret.decode()[:4] not in "".join(warnings_in(caplog))
 
 
 class Clock:
@@ -172,7 +168,7 @@ def test_the_log_has_a_line_a_minute_while_it_goes_on_and_then_tells_the_first_a
         if clock.due:
             clock.go_on()
         assert len(clock.due) == (minute in (0, 1, 5))
-    assert told(caplog) == [
+    assert warnings_in(caplog) == [
         "refused a connection from 10.0.0.1:0: the client does not hold the key",
         "refused 4999 more connections, the last from 10.0.0.1:4999: the client does not hold the key (4999)",
         "refused 300 more connections, the last from 10.0.0.1:299: the client does not hold the key (300)",
@@ -188,8 +184,8 @@ def test_reasons_that_strangers_make_up_take_no_memory(caplog: pytest.LogCapture
         refusals.add("10.0.0.1:1", f"a frame of {at} bytes")
     assert len(refusals._reasons) == MAX_REASONS + 1
     refusals.tell()
-    assert f"other reasons ({10_000 - 1 - MAX_REASONS})" in told(caplog)[-1]
-    assert len(told(caplog)[-1]) < 1000
+    assert f"other reasons ({10_000 - 1 - MAX_REASONS})" in warnings_in(caplog)[-1]
+    assert len(warnings_in(caplog)[-1]) < 1000
 
 
 # ---------------------------------------------------------------------------------------------- very many
@@ -218,7 +214,7 @@ def test_many_that_say_a_byte_now_and_then_keep_no_friend_out(
     finally:
         sockets.close(strangers)
     rig.close()
-    assert len([line for line in told(caplog) if "refused" in line]) == 2
+    assert len([line for line in warnings_in(caplog) if "refused" in line]) == 2
 
 
 def descriptors() -> int:
@@ -274,7 +270,7 @@ def test_thousands_of_connections_cost_no_more_than_is_stated(
         sockets.close(strangers)
     assert there.links.qsize() == 2
     rig.close()
-    assert len([line for line in told(caplog) if "refused" in line]) == 2
+    assert len([line for line in warnings_in(caplog) if "refused" in line]) == 2
 
 
 def test_one_that_finds_no_more_descriptors_is_told_of_once(
@@ -306,8 +302,8 @@ def test_one_that_finds_no_more_descriptors_is_told_of_once(
     friend.send(Bye())
     assert here.messages.get(timeout=LIMIT_S) == Bye()
     rig.close()
-    assert len(told(caplog)) == 2
-    assert "Too many open files" in told(caplog)[0]
+    assert len(warnings_in(caplog)) == 2
+    assert "Too many open files" in warnings_in(caplog)[0]
 
 
 # ---------------------------------------------------------------------------------------------- the data plane
@@ -345,7 +341,7 @@ def test_nobody_without_the_key_reads_or_frees_a_tensor(
             sock.sendall(claim + end.send(words))
             assert hear_out(sock) in (b"", REFUSED)
     rig.close()
-    assert len(told(caplog)) == 2
+    assert len(warnings_in(caplog)) == 2
 
 
 class Asked(Party):

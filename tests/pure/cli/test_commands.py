@@ -70,13 +70,6 @@ def test_every_command_stands_in_the_document_and_in_a_short_list(name: str) -> 
     assert not line.endswith("..."), "the list has room for a short line"
 
 
-@pytest.mark.parametrize("name", sorted(main.commands))
-def test_every_command_stands_in_the_document_and_whole_in_the_list(name: str) -> None:
-    assert f"| `{name}` |" in (ROOT / "docs" / "command-line.md").read_text()
-    [line] = (line for line in run_command("--help").output.splitlines() if line.startswith(f"  {name} "))
-    assert not line.endswith("..."), line
-
-
 @pytest.mark.parametrize("option", ["--device-id", "--device_id"])
 @pytest.mark.parametrize("text", ["[[2, 0], [1]]", "[['2', '0'], ['1']]", '[["2",0],[1]]'])
 def test_a_table_goes_to_stdout(option: str, text: str) -> None:

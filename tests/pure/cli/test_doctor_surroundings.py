@@ -18,6 +18,7 @@ from raycollect.core import shared_memory
 from raycollect.core.model import Segment
 from raycollect.group import link_costs
 from raycollect.planner import Link
+from raycollect.planner.wording import nbytes_words
 from tests.pure.cli.machines import file_in, machine_of
 
 
@@ -36,7 +37,7 @@ def test_dev_shm_is_held_against_the_memory(monkeypatch: pytest.MonkeyPatch, tot
     monkeypatch.setattr("raycollect.pos.limit.usable_nbytes", lambda root: 16 << 30)
     found = surroundings.dev_shm(machine_of())
     assert found.state == state
-    assert found.found.startswith(f"{findings.size(total)}, {findings.size(free)} of it free; memory 16 GiB")
+    assert found.found.startswith(f"{nbytes_words(total)}, {nbytes_words(free)} of it free; memory 16 GiB")
     assert bool(found.cure) == (state != OK)
 
 

@@ -32,7 +32,8 @@ from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.declaration import Declaration
 from raycollect.planner import Membership
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
+from tests.pure.driver.tracked_plans import key_of
 
 WAIT_S = 20.0
 
@@ -230,7 +231,7 @@ def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
 
     for place, peer in enumerate(peers):
         peer.submit = lambda payload, outputs, place=place: submit(place)  # type: ignore[method-assign]
-    refs = {key(place): object() for place in range(3)}
+    refs = {key_of(place): object() for place in range(3)}
     with pytest.raises(KeyboardInterrupt):
         send_plan(controller, (asked(membership, (0, 1, 2)),), refs, 0)
     told = [[type(message) for message in said(peer)] for peer in peers]
@@ -258,7 +259,7 @@ def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(con
         peer.calls = SubmittedCalls()
     peers[1].calls.lock = Held()  # type: ignore[assignment, union-attr]
     with pytest.raises(KeyboardInterrupt):
-        send_plan(controller, (asked(membership, (0, 1, 2)),), {key(at): object() for at in range(3)}, 0)
+        send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)}, 0)
     assert not controller.trackers()
     assert [said(peer) for peer in peers] == [[], [], []]
 
@@ -290,7 +291,7 @@ def test_what_ends_in_the_wait_for_the_queues_of_actors_gets_no_plan(
         peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
     peers[2].calls.lock = Held()  # type: ignore[assignment, union-attr]
     with pytest.raises(kind):
-        send_plan(controller, (asked(membership, (0, 1, 2)),), {key(at): object() for at in range(3)}, 0)
+        send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)}, 0)
     assert not controller.trackers()
 
 

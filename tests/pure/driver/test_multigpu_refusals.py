@@ -29,7 +29,6 @@ from raycollect.planner import (
     GpuLists,
     Local,
     Made,
-    Part,
     Plan,
     Request,
     Role,
@@ -40,6 +39,7 @@ from raycollect.planner import (
     plan_part,
 )
 from raycollect.planner.explain import explain
+from raycollect.planner.ir import Part
 from raycollect.planner.listed import listed
 from raycollect.planner.verify import verify
 from tests.pure import memberships

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raycollect.channel.messages import Abort, Arrivals, Arrive
-from raycollect.core.model import Address, GroupSpec, Key, Member, OpKind, ReduceOp, task_key
+from raycollect.core.model import GroupSpec, OpKind, ReduceOp
 from raycollect.driver.dispatch import RequestKey, prepare
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
@@ -27,35 +27,21 @@ from raycollect.errors import (
 )
 from raycollect.group.membership import inner_groups, membership_of
 from raycollect.planner import Made, Membership, plan
+from tests.pure.driver.tracked_plans import key_of, member_of, refs_of
 
 SEQ = 40
-
-
-def member(number: int, rank: int, machine: str) -> Member:
-    return Member(
-        rank=rank,
-        actor_id=f"{number:032x}",
-        actor=f"Worker({number})",
-        address=Address(host="10.0.0.1", port=1000 + number, secret=bytes(32)),
-        machine=machine,
-        node_id=machine,
-        pid=number,
-        incarnation="i",
-        ordered=True,
-    )
 
 
 def group(name: str, numbers: Sequence[int], *, machines: str = "", backend: str = "tcp") -> Membership:
     """A group of actors by their numbers, each on the machine of its letter."""
     spec = GroupSpec(name=name, group_id=f"id of {name}", backend=backend, world_size=len(numbers))
     places = machines or "m" * len(numbers)
-    members = tuple(member(number, rank, places[rank]) for rank, number in enumerate(numbers))
+    members = tuple(
+        replace(member_of(number), rank=rank, machine=place, node_id=place)
+        for rank, (number, place) in enumerate(zip(numbers, places, strict=True))
+    )
     made = membership_of(spec, members)
     return replace(made, inner=inner_groups(made))
-
-
-def key(place: int) -> Key:
-    return task_key(bytes([place + 1] * 24), 1)
 
 
 def asked(membership: Membership, sources: Sequence[Any], **changes: Any) -> RequestKey:
@@ -68,7 +54,7 @@ def asked(membership: Membership, sources: Sequence[Any], **changes: Any) -> Req
 def flying(*calls: RequestKey, refs: int = 10) -> PlanTracker:
     groups = [one.group for one in calls]
     planned = plan([one.request() for one in calls], groups)
-    return PlanTracker(SEQ, planned, groups, {key(at): object() for at in range(refs)})
+    return PlanTracker(SEQ, planned, groups, refs_of(refs))
 
 
 @pytest.fixture
@@ -149,7 +135,7 @@ def test_violations_name_the_ref_and_actor_of_their_call(chain: PlanTracker) -> 
         assert chain.done(at, refusal("batch", "", tuple(wrong)), []) == []
     assert isinstance(chain.error, RefusedError)
     assert [one.actor for one in chain.error.violations] == ["Worker(7)", "Worker(8)", "Worker(7)"]
-    assert [one.ref for one in chain.error.violations] == [key(place).hex() for place in (2, 4, 3)]
+    assert [one.ref for one in chain.error.violations] == [key_of(place).hex() for place in (2, 4, 3)]
     assert (chain.error.op, chain.error.group_name) == ("batch", "left, right")
 
 
@@ -161,16 +147,16 @@ def test_a_call_number_out_of_range_is_left_alone(chain: PlanTracker) -> None:
 
 
 def test_the_first_use_of_a_ref_is_found(chain: PlanTracker) -> None:
-    assert [chain.location.first_use(key(place)) for place in (1, 3, 4)] == [(0, 1), (1, 1), (1, 0)]
+    assert [chain.location.first_use(key_of(place)) for place in (1, 3, 4)] == [(0, 1), (1, 1), (1, 0)]
     left = group("left", (5, 6))
-    assert flying(asked(left, (0, 1))).location.first_use(key(1)) == (-1, 1)
+    assert flying(asked(left, (0, 1))).location.first_use(key_of(1)) == (-1, 1)
 
 
 def test_batch_knows_the_refs_it_writes() -> None:
     left = group("left", (5, 6))
     read = asked(left, (0, 1), inplace=False)
     tracker = flying(read, asked(left, (Made(0), Made(0))), asked(left, (2, 1)))
-    assert [tracker.writes.get(key(place)) for place in range(4)] == [False, True, True, None]
+    assert [tracker.writes.get(key_of(place)) for place in range(4)] == [False, True, True, None]
 
 
 def test_the_time_limit_of_a_batch_is_the_longest_of_its_calls() -> None:

@@ -160,7 +160,6 @@ def test_replacement_moves_count_for_the_offered_ones() -> None:
 def test_a_barrier_has_no_bytes() -> None:
     nothing = LaunchStep(0, "g", (0, 1), (Kernel(kind=OpKind.BARRIER),))
     assert ByteMap(script((0, (nothing,)))).at(nothing, 1, 0.5) == NOWHERE
-    assert NOWHERE.fraction == 0.0
 
 
 def test_execution_can_be_queried_at_every_point(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:

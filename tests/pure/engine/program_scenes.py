@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays, folds
 from raycollect.core.model import PIECES, OpKind, ReduceOp
-from raycollect.planner import SUBSTITUTES
+from raycollect.planner.lower import SUBSTITUTES
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
 

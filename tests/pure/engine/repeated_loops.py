@@ -12,6 +12,7 @@ from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine.fast_path import FastPath
+from tests.pure.closing import closing_all
 from tests.pure.communicators import ThreadTeam
 from tests.pure.engine.test_execution_loops import Rebound
 from tests.pure.meaning import meaning
@@ -133,15 +134,8 @@ MakeLoop = Callable[..., Loop]
 
 @pytest.fixture
 def loop() -> Iterator[MakeLoop]:
-    made: list[Loop] = []
-
-    def make(*args: Any, **arguments: Any) -> Loop:
-        made.append(Loop(*args, **arguments))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with closing_all(Loop) as make:
+        yield make
 
 
 def told(error: Any) -> Any:

@@ -14,10 +14,10 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.engine.execution import Outcome
-from raycollect.planner import SUBSTITUTES
+from raycollect.planner.lower import SUBSTITUTES
 from raycollect.pos import Container
 from tests.pure.fleet import WAIT_S, Fleet, HoldAt, MakeFleet, launched, numbers
-from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
+from tests.pure.meaning import KINDS, REDUCTIONS, gives_of, meaning, roots_of, takers
 
 # ---------------------------------------------------------------------------------------------- what is meant
 
@@ -226,19 +226,12 @@ def _check(one: Fleet, kind: OpKind, how: str, root: int, peer: int) -> None:
             _same(gives[rank], before[rank])
 
 
-def _roots(kind: OpKind, world: int) -> list[tuple[int, int]]:
-    """(root, peer) for all that make sense."""
-    if kind is OpKind.SEND:
-        return list(itertools.permutations(range(world), 2))
-    return [(root, -1) for root in range(world)] if kind in ROOTED else [(-1, -1)]
-
-
 @pytest.mark.parametrize("how", ["made", "given", "call"])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_operation_means_what_it_should(kind: OpKind, world: int, how: str, fleet: MakeFleet) -> None:
     one = fleet(world)
-    for root, peer in _roots(kind, world):
+    for root, peer in roots_of(kind, world):
         _check(one, kind, how, root, peer)
 
 
@@ -248,14 +241,14 @@ def test_every_operation_means_what_it_should(kind: OpKind, world: int, how: str
 def test_what_a_backend_lacks_is_made_of_what_it_has(kind: OpKind, world: int, how: str, fleet: MakeFleet) -> None:
     one = fleet(world)
     one.spec = replace(one.spec, ops=tuple(other.value for other in SUBSTITUTES[kind][0]))
-    for root, peer in _roots(kind, world):
+    for root, peer in roots_of(kind, world):
         _check(one, kind, how, root, peer)
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND])
 def test_ranks_meet_twice_only_where_one_learns_its_output(kind: OpKind, fleet: MakeFleet) -> None:
     one = fleet(2)
-    root, peer = _roots(kind, 2)[0]
+    root, peer = roots_of(kind, 2)[0]
     for how, checks in (("made", 2), ("given", 1), ("call", 1)):
         _check(one, kind, how, root, peer)
         assert [one.story(rank).count("check") for rank in range(2)] == [checks, checks]

@@ -15,7 +15,7 @@ from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import (
     AliasError,
 )
-from raycollect.planner import SUBSTITUTES
+from raycollect.planner.lower import SUBSTITUTES
 from raycollect.pos import Container
 from tests.pure.fleet import Fleet, MakeFleet
 from tests.pure.meaning import ROOTED, meaning

@@ -70,9 +70,9 @@ def test_what_was_written_is_read(seed: int) -> None:
     assert decode_step_program(encode_step_program(step_program)) == step_program
 
 
-def test_a_key_tells_capture_run_and_step() -> None:
-    keys = {captured_key(CAPTURE, run, step) for run in (0, 1, 255, 2**40) for step in (0, 1, 2**20)}
-    assert len(keys) == 12
+def test_a_key_tells_capture_and_step() -> None:
+    keys = {captured_key(CAPTURE, step) for step in (0, 1, 2**20)}
+    assert len(keys) == 3
     assert {len(key) for key in keys} == {KEY_NBYTES}
     assert all(key[:CAPTURE_NBYTES] == CAPTURE for key in keys)
 

@@ -13,7 +13,7 @@ import pytest
 
 from raycollect.backends.local import LocalWorld
 from raycollect.core.model import OpKind
-from raycollect.engine.method_errors import DETAIL_LENGTH
+from raycollect.engine.step_actions import DETAIL_LENGTH
 from raycollect.engine.step_program import Collective
 from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import (
@@ -26,7 +26,8 @@ from raycollect.planner import decode_program, encode_program
 from raycollect.planner.program import Domain
 from raycollect.pos import Container
 from tests.pure.engine.step_programs import MakeTeam, every, team
-from tests.pure.teams import WAIT_S, Gate, Script, Star, full, given, pinned
+from tests.pure.fleet import Star
+from tests.pure.teams import WAIT_S, Gate, Script, full, given, pinned
 
 __all__ = ["team"]  # fixtures
 

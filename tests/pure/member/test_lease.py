@@ -40,7 +40,8 @@ from raycollect.member.lease import Lease
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Ticket, encode_order, encode_program
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
+from tests.pure.driver.tracked_plans import key_of
 from tests.pure.thread_faults import apart
 from tests.waiting import wait_until
 
@@ -88,7 +89,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
             one.spec.group_id: cast(Any, SimpleNamespace(ordered=says, controller="me"))
             for one, says in zip(groups, ordered, strict=True)
         }
-        keys = [key(at) for at in range(program.keys)]
+        keys = [key_of(at) for at in range(program.keys)]
         Run.made = ()
         assert here.run_program(encode_order(Ticket(1, 0), keys, encode_program(program)), None) is None
         (given,) = Run.made
@@ -265,7 +266,7 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
         here.received(Leave(group_id=left.spec.group_id))
         assert not here._groups.by_id
         tracker = flying(asked(left, (0, 1)))
-        order = encode_order(Ticket(number + 1, number), [key(0)], encode_program(tracker.plan.program(0)))
+        order = encode_order(Ticket(number + 1, number), [key_of(0)], encode_program(tracker.plan.program(0)))
         assert here.run_program(order, None) is None
         done = [one for one in heard.messages if isinstance(one, Done)][-1]
         error = from_wire(done.error or {})
@@ -304,7 +305,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
 
         monkeypatch.setattr(lease, "Execution", Interrupted)
         tracker = flying(asked(both, (0, 1)))
-        order = encode_order(Ticket(1, 0), [key(0)], encode_program(tracker.plan.program(0)))
+        order = encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0)))
         assert here.run_program(order, None) is None
         (done,) = [one for one in heard.messages if isinstance(one, Done)]
         here._sequencer.settle(WAIT_S)
@@ -362,7 +363,7 @@ def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -
 def _plan(ticket: Ticket) -> bytes:
     one = group("g", (5, 6))
     program = flying(asked(one, (0, 1))).plan.program(0)
-    return encode_order(ticket, [key(at) for at in range(program.keys)], encode_program(program))
+    return encode_order(ticket, [key_of(at) for at in range(program.keys)], encode_program(program))
 
 
 @pytest.mark.parametrize("ordered", [(), (True,), (True, False)])

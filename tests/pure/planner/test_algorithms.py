@@ -12,19 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import PIECES, OpKind, ReduceOp
-from raycollect.planner import (
-    Link,
-    Local,
-    Membership,
-    Part,
-    Role,
-    Step,
-    decode_program,
-    encode_program,
-    plan,
-    plan_part,
-)
+from raycollect.planner import Link, Local, Membership, Role, Step, decode_program, encode_program, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, STAND_INS
+from raycollect.planner.ir import Part
 from raycollect.planner.setting import Setting
 from raycollect.planner.template import NATIVE
 from raycollect.planner.verify import verify

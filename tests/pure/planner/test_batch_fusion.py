@@ -25,8 +25,9 @@ from raycollect.errors import (
     ProtocolError,
     TensorFreedError,
 )
-from raycollect.planner import Membership, Part, Request, Topology, plan, plan_part
+from raycollect.planner import Membership, Request, Topology, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
+from raycollect.planner.ir import Part
 from raycollect.planner.schedule import schedule
 from raycollect.planner.template import NATIVE
 from tests.pure.communicators import ThreadTeam

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.planner import BETWEEN, INSIDE, Cluster, Layout, Line, Link, Topology, native, predict
+from raycollect.planner import Cluster, Link, Topology, predict
 from raycollect.planner.algorithms import envelope
-from raycollect.planner.cost import CONTENTION, FREE, Cost, beside, launch, priced
+from raycollect.planner.cost import CONTENTION, FREE, Cost, Layout, Line, beside, launch, priced
+from raycollect.planner.topology import BETWEEN, INSIDE
 from tests.pure.counting import counted
 
 COLLECTIVES = tuple(kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV))
@@ -146,9 +147,10 @@ def test_one_rank_moves_nothing_and_waits_for_nobody(backend: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in COLLECTIVES if kind is not OpKind.BARRIER])
 def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> None:
     layout = Layout.uniform(3, 4)
-    line = native(kind, backend, layout)
+    line = priced(kind, backend, layout).line
     assert line.per_byte_s > 0
-    slower = native(kind, backend, replace(layout, between=Link(latency_s=1, bandwidth=BETWEEN.bandwidth / 10)))
+    slow = replace(layout, between=Link(latency_s=1, bandwidth=BETWEEN.bandwidth / 10))
+    slower = priced(kind, backend, slow).line
     assert slower.per_byte_s > line.per_byte_s
     assert slower.fixed_s > line.fixed_s
 
@@ -156,7 +158,7 @@ def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> 
 def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
     """Two hosts: all that each rank of one has for the ranks of the other goes over one link."""
     for ranks in (1, 2, 4, 8):
-        line = native(OpKind.ALLTOALL, "tcp", Layout.uniform(2, ranks))
+        line = priced(OpKind.ALLTOALL, "tcp", Layout.uniform(2, ranks)).line
         contention = CONTENTION if ranks > 1 else 1
         assert line.per_byte_s == pytest.approx(ranks / 2 * contention / BETWEEN.bandwidth)
 
@@ -164,7 +166,7 @@ def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
 def test_a_topology_may_stand_for_its_layout() -> None:
     topology = Topology.of("aabbb", inside=Link(latency_s=1e-6, bandwidth=1e9))
     for kind in COLLECTIVES:
-        assert native(kind, "tcp", topology) == native(kind, "tcp", Layout.of(topology))
+        assert priced(kind, "tcp", topology).line == priced(kind, "tcp", Layout.of(topology)).line
 
 
 def on_links(places: str, *slow: tuple[int, int]) -> Layout:
@@ -192,9 +194,9 @@ def test_each_algorithm_is_as_slow_as_the_links_that_it_takes() -> None:
     assert [link.bandwidth < BETWEEN.bandwidth for link in tree.tree] == [False, True]
     assert [link.bandwidth < BETWEEN.bandwidth for link in ring.tree] == [False, False]
     for kind, one in ((OpKind.ALLREDUCE, ring), (OpKind.BROADCAST, tree)):
-        assert native(kind, "torch:nccl", one).per_byte_s > native(kind, "torch:nccl", plain).per_byte_s
+        assert priced(kind, "torch:nccl", one).line.per_byte_s > priced(kind, "torch:nccl", plain).line.per_byte_s
         other = tree if one is ring else ring
-        assert native(kind, "torch:nccl", other) == native(kind, "torch:nccl", plain)
+        assert priced(kind, "torch:nccl", other).line == priced(kind, "torch:nccl", plain).line
     assert plain.between == BETWEEN
     assert ring.between.bandwidth == pytest.approx(BETWEEN.bandwidth * 3 / 10), "a third of what a host sends"
 

@@ -11,22 +11,13 @@ import pytest
 
 from raycollect.core.model import PREFIXES, GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.errors import InternalError, RefusedError, UnsupportedError
-from raycollect.planner import (
-    STAND_INS,
-    SUBSTITUTES,
-    Local,
-    Part,
-    Request,
-    Role,
-    Step,
-    Template,
-    decode_program,
-    encode_program,
-    plan,
-    plan_part,
-)
+from raycollect.planner import Local, Request, Role, Step, decode_program, encode_program, plan, plan_part
+from raycollect.planner.algorithms import STAND_INS
+from raycollect.planner.ir import Part
+from raycollect.planner.lower import SUBSTITUTES
+from raycollect.planner.template import Template
 from raycollect.planner.verify import verify
-from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, takers
+from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
 MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
@@ -34,13 +25,6 @@ MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, O
 
 def _key(rank: int, side: int) -> Key:
     return task_key(bytes([rank, side]) * 12, 1)
-
-
-def _roots(kind: OpKind, world: int) -> list[tuple[int, int]]:
-    """(root, peer) for all that make sense."""
-    if kind is OpKind.SEND:
-        return list(itertools.permutations(range(world), 2))
-    return [(root, -1) for root in range(world)] if kind in ROOTED else [(-1, -1)]
 
 
 def _givers(kind: OpKind, world: int, root: int) -> list[int]:
@@ -71,7 +55,7 @@ def _request(
 
 
 def _requests(kind: OpKind, world: int, **arguments: Any) -> Iterator[Request]:
-    for (root, peer), given in itertools.product(_roots(kind, world), (True, False)):
+    for (root, peer), given in itertools.product(roots_of(kind, world), (True, False)):
         yield _request(kind, world, root, peer, given=given, **arguments)
 
 
@@ -167,7 +151,7 @@ def _without(request: Request, rank: int, side: int) -> Request:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.BARRIER])
 def test_who_gives_nothing_is_named(kind: OpKind) -> None:
-    for root, peer in _roots(kind, 4):
+    for root, peer in roots_of(kind, 4):
         request = _request(kind, 4, root, peer)
         for rank in _givers(kind, 4, root):
             assert _violations(_without(request, rank, 0)) == [("missing", rank, "operand", "one ref")]
@@ -175,7 +159,7 @@ def test_who_gives_nothing_is_named(kind: OpKind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_brings_what_it_has_no_part_in_is_named_with_who_has(kind: OpKind) -> None:
-    for (root, peer), side in itertools.product(_roots(kind, 4), (0, 1)):
+    for (root, peer), side in itertools.product(roots_of(kind, 4), (0, 1)):
         request = _request(kind, 4, root, peer)
         due = _givers(kind, 4, root) if side == 0 else takers(kind, 4, root, peer)
         for at, (rank, *keys) in enumerate(request.operands):
@@ -190,7 +174,7 @@ def test_who_brings_what_it_has_no_part_in_is_named_with_who_has(kind: OpKind) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_too_many_or_too_few_is_named_once(kind: OpKind) -> None:
-    root, peer = _roots(kind, 4)[0]
+    root, peer = roots_of(kind, 4)[0]
     request = _request(kind, 4, root, peer)
     stranger = replace(request, operands=(*request.operands, (9, _key(9, 0), _key(9, 1))))
     assert [found[:3] for found in _violations(stranger)] == [("not_member", 9, "rank")]
@@ -250,7 +234,7 @@ def test_what_can_not_be_made_is_refused_naming_backend_operation_and_what_there
     for lacking, half in itertools.product(needed or (kind,), ("send", "recv")):
         stands_in = {half} if kind in STAND_INS else set()
         ops = tuple(op for op in ALL_OPS if op not in {kind.value, lacking.value} | stands_in)
-        root, peer = _roots(kind, 3)[0]
+        root, peer = roots_of(kind, 3)[0]
         with pytest.raises(UnsupportedError) as caught:
             plan_part(_request(kind, 3, root, peer, ops=ops))
         (violation,) = caught.value.violations

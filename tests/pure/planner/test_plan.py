@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import DuplicateActorError, MissingMemberError, NotAMemberError, RefusedError
-from raycollect.planner import Buffer, Request, Role, Step, Template, plan, plan_part
+from raycollect.planner import Request, Role, Step, plan, plan_part
+from raycollect.planner.template import Buffer, Template
 from raycollect.planner.verify import _run, verify
 from tests.pure.planner.requests import allreduce, barrier, broadcast, given_by, key_of, ring, rooted_at, send
 

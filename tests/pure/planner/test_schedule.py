@@ -20,11 +20,11 @@ from raycollect.planner import (
     Request,
     Share,
     Source,
-    Together,
     decode_program,
     encode_program,
     plan,
 )
+from raycollect.planner.ir import Together
 from tests.pure.batches import KINDS, random_plan, sums
 from tests.pure.memberships import membership, request
 

@@ -9,8 +9,9 @@ import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import InternalError
-from raycollect.planner import ALGORITHMS, Local, Part, Step, plan_part
-from raycollect.planner.algorithms import build
+from raycollect.planner import Local, Step, plan_part
+from raycollect.planner.algorithms import ALGORITHMS, build
+from raycollect.planner.ir import Part
 from raycollect.planner.verify import verify
 from tests.pure.memberships import MADE, built, membership, names, own, request
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind
 from raycollect.errors import InternalError
-from raycollect.planner import Made, Membership, Plan, Request, Together, plan
+from raycollect.planner import Made, Membership, Plan, Request, plan
+from raycollect.planner.ir import Together
 from raycollect.planner.verify_order import verify_order
 from tests.pure.batches import SLOW, random_plan, sums
 from tests.pure.memberships import membership, request

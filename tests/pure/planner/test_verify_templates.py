@@ -8,7 +8,9 @@ import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import InternalError
-from raycollect.planner import Buffer, Part, Request, Role, Step, Template
+from raycollect.planner import Request, Role, Step
+from raycollect.planner.ir import Part
+from raycollect.planner.template import Buffer, Template
 from raycollect.planner.verify import verify
 from tests.pure.planner.requests import allreduce, barrier, broadcast, send
 

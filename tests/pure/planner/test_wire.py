@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from raycollect.core.model import KEY_NBYTES, GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.errors import ProtocolError
 from raycollect.planner import (
-    Buffer,
     Bundle,
     Choice,
     Domain,
@@ -23,8 +22,6 @@ from raycollect.planner import (
     Role,
     Share,
     Step,
-    Task,
-    Template,
     Ticket,
     decode_order,
     decode_program,
@@ -32,6 +29,8 @@ from raycollect.planner import (
     encode_program,
     plan,
 )
+from raycollect.planner.program import Task
+from raycollect.planner.template import Buffer, Template
 from raycollect.planner.wire import VERSION
 
 _INTS = st.integers(-(2**31), 2**31)
