@@ -151,7 +151,7 @@ def holding() -> dict[str, int]:
 
     The timer's thread, one per process, does not count: it goes on for a while once nothing is due.
     """
-    files = [_target(one) for one in Path("/proc/self/fd").iterdir()]
+    files = [target_of(one) for one in Path("/proc/self/fd").iterdir()]
     maps = Path("/proc/self/maps").read_text()
     return {
         "threads": sum(
@@ -173,7 +173,8 @@ def settled(before: dict[str, int], timeout_s: float = 10.0) -> dict[str, int]:
     return holding()
 
 
-def _target(link: Path) -> str:
+def target_of(link: Path) -> str:
+    """What an open file is of."""
     try:
         return str(link.readlink())
     except FileNotFoundError:  # the very file by which the directory was read

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,3 +54,20 @@ def _states(pid: int) -> set[str]:
         except OSError:  # it ended meanwhile
             continue
     return found
+
+
+def interrupt_in(function: Callable[..., object]) -> threading.Thread:
+    """Sends this process a SIGINT, as Ctrl-C does, once this thread is in a function; gives the thread that does so."""
+    target = threading.get_ident()
+
+    def is_there() -> bool:
+        stack = traceback.walk_stack(sys._current_frames().get(target))
+        return any(frame.f_code is function.__code__ for frame, _ in stack)
+
+    def watch() -> None:
+        assert wait_until(is_there)
+        signal.pthread_kill(target, signal.SIGINT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread

@@ -31,6 +31,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
+from tests.cycles import target_of
 
 _Cache = type(functools.lru_cache(int))
 
@@ -124,7 +125,7 @@ def _is_ours(cls: type) -> bool:
 
 def figures_of_process() -> Figures:
     """What any process holds."""
-    files = [_target(one) for one in Path("/proc/self/fd").iterdir()]
+    files = [target_of(one) for one in Path("/proc/self/fd").iterdir()]
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:raycollect" in line]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     sockets = sum(one.startswith("socket:") for one in files)
@@ -193,13 +194,6 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
     if hasattr(actors, "actors"):
         found["actors"] = sum(one.get("State") == "ALIVE" for one in actors.actors().values())
     return found, classes()
-
-
-def _target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except FileNotFoundError:  # the very file by which the directory was read
-        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver.plan_tracker import PlanTracker
 from tests.ray.workers import Gate, Worker, block, filled
-from tests.waiting import wait_until
+from tests.waiting import interrupt_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,19 +41,7 @@ def held(actors):
 
 def interrupt_a_wait():
     """Sends this process a SIGINT, as Ctrl-C does, once this thread waits for a collective."""
-    target = threading.get_ident()
-
-    def waits():
-        frame = sys._current_frames().get(target)
-        return frame is not None and frame.f_code is PlanTracker.wait_for_word.__code__
-
-    def watch():
-        assert wait_until(waits)
-        signal.pthread_kill(target, signal.SIGINT)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
+    return interrupt_in(PlanTracker.wait_for_word)
 
 
 @pytest.mark.parametrize("form", ["operation", "batch"])
@@ -94,6 +81,7 @@ import sys, os
 import numpy as np, ray
 import raycollect as col
 from tests.ray.workers import Buffers
+from tests.waiting import interrupt_in
 
 ray.init(address=sys.argv[1], namespace="apart", log_to_driver=False)
 options = dict(num_cpus=0, lifetime="detached")

@@ -13,13 +13,9 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.ray.workers import Gate, Plain, Worker
+from tests.ray.workers import Gate, Plain, Worker, buffers
 
 BACKENDS = ["shm", "tcp", "gloo"]
-
-
-def buffers(workers):
-    return [worker.get_buffer.remote() for worker in workers]
 
 
 def assert_works(workers, name="again"):

@@ -14,6 +14,7 @@ from raycollect import errors
 from raycollect.driver import stall_report
 from raycollect.group import watchdog
 from tests.faults import inject
+from tests.faults.user_errors import refs_of
 from tests.lives import lasting
 from tests.ray.workers import Buffers, Gate, Plain, Worker
 from tests.waiting import stopped, wait_until
@@ -44,12 +45,6 @@ def held(gate):
         return ref
 
     return start
-
-
-def refs_of(workers):
-    refs = [worker.get_buffer.remote() for worker in workers]
-    ray.wait(refs, num_returns=len(refs))
-    return refs
 
 
 def assert_told(report, actor):

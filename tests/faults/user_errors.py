@@ -6,6 +6,7 @@ import numpy as np
 import ray
 
 import raycollect as col
+from tests.ray.workers import buffers
 
 BACKENDS = ("shm", "tcp", "gloo")
 
@@ -14,7 +15,7 @@ PATIENT_S = 20.0
 
 
 def refs_of(workers):
-    refs = [worker.get_buffer.remote() for worker in workers]
+    refs = buffers(workers)
     ray.wait(refs, num_returns=len(refs))
     return refs
 

@@ -17,7 +17,7 @@ from raycollect.group import link_costs
 from raycollect.group.measured_links import MeasuredLinks
 from tests.hosts.cluster import outside
 from tests.ray.three_nodes import every_call
-from tests.ray.workers import Buffers
+from tests.ray.workers import Buffers, buffers
 
 PER_HOST = 2
 FAR = 1 << 21  # elements: enough that what else is on the links does not count
@@ -44,11 +44,6 @@ def fill(workers, size, *, pieces=False):
     values = [np.random.default_rng(rank).uniform(0.5, 1.5, size).astype(np.float32) for rank in range(len(workers))]
     given = [list(value.reshape(len(workers), -1)) if pieces else value for value in values]
     return keep(workers, given), values
-
-
-def buffers(workers):
-    """Refs to a small tensor of each worker, always the same."""
-    return [w.get_buffer.remote() for w in workers]
 
 
 def by_host(parts):

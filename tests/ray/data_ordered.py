@@ -8,12 +8,8 @@ import ray
 
 import raycollect as col
 from raycollect.member.runtime import Runtime
-from tests.ray.workers import Gate, Worker
+from tests.ray.workers import Gate, Worker, buffers
 from tests.waiting import wait_until
-
-
-def buffers(workers):
-    return [worker.get_buffer.remote() for worker in workers]
 
 
 @pytest.fixture

@@ -34,7 +34,3 @@ def trio(request, actors):
     refs = [worker.get_buffer.remote() for worker in workers]
     col.allreduce_refs(refs)
     np.testing.assert_array_equal(col.get(refs[0]), np.full(4, 3))
-
-
-def buffers(workers):
-    return [worker.get_buffer.remote() for worker in workers]

@@ -11,8 +11,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
-from tests.ray.refusing import buffers, refused
-from tests.ray.workers import Gate, Plain, Worker
+from tests.ray.refusing import refused
+from tests.ray.workers import Gate, Plain, Worker, buffers
 from tests.waiting import wait_until
 
 

@@ -11,10 +11,7 @@ import inspect
 import os
 import re
 import signal
-import sys
-import threading
 import time
-import traceback
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ from tests.pure.driver.shown_html import read
 from tests.pure.driver.test_html import progress
 from tests.ray.capturing import Learner
 from tests.ray.workers import Gate, Worker, block
-from tests.waiting import stopped, wait_until
+from tests.waiting import interrupt_in, stopped, wait_until
 
 SOON_S = SHOWN_S + 3
 """How long showing something may take here, where a machine is shared with other tests, in seconds."""
@@ -368,7 +365,7 @@ def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, di
     assert step.run() == [1, 1]
     blocked = block(learners[1], gate)
     assert wait_until(lambda: "Buffers.call (" in digits.status().members[1].doing)
-    thread = interrupt_a_run()
+    thread = interrupt_in(StepRuns.wait)  # as Ctrl-C does
     with pytest.raises(KeyboardInterrupt):
         step.run()
     thread.join()
@@ -377,20 +374,3 @@ def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, di
     assert step.run() == [3, 3]
     assert "3 begun" in shown(step)[0]
     step.close()
-
-
-def interrupt_a_run():
-    """Sends this process a SIGINT, as Ctrl-C does, once this thread waits for a run of a captured step."""
-    target = threading.get_ident()
-
-    def waits():
-        frame = sys._current_frames().get(target)
-        return any(one.f_code is StepRuns.wait.__code__ for one, _ in traceback.walk_stack(frame))
-
-    def watch():
-        assert wait_until(waits)
-        signal.pthread_kill(target, signal.SIGINT)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread

@@ -14,8 +14,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import dispatch
 from raycollect.member.runtime import Runtime
-from tests.ray.data_ordered import buffers, crew, gate, occupy, opened, wait_in
-from tests.ray.workers import Buffers, Plain, Worker
+from tests.ray.data_ordered import crew, gate, occupy, opened, wait_in
+from tests.ray.workers import Buffers, Plain, Worker, buffers
 
 __all__ = ["crew", "gate", "occupy"]  # fixtures
 

@@ -9,7 +9,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver import dispatch
-from tests.ray.data_ordered import assert_works, buffers, crew, gate, occupy, wait_and_leave, wait_in
+from tests.ray.data_ordered import assert_works, crew, gate, occupy, wait_and_leave, wait_in
+from tests.ray.workers import buffers
 from tests.waiting import has_ended, wait_until
 
 __all__ = ["crew", "gate", "occupy"]  # fixtures

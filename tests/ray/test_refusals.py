@@ -9,8 +9,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.batch import record
-from tests.ray.refusing import buffers, refused, trio
-from tests.ray.workers import KindsActor, Plain, Worker
+from tests.ray.refusing import refused, trio
+from tests.ray.workers import KindsActor, Plain, Worker, buffers
 
 __all__ = ["trio"]  # a fixture
 

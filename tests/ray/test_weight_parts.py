@@ -12,7 +12,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.weights.directory import Directory
-from tests.ray.weight_actors import Weights, replicas
+from tests.ray.weight_actors import Weights, looks, replicas
 
 SHAPES = {f"layer{at}": (4, 6) for at in range(6)}
 NBYTES = 6 * 4 * 6 * 4
@@ -29,10 +29,6 @@ def gate(tmp_path):
     """What lets the last layer be made, when it is written."""
     os.mkfifo(tmp_path / "gate")
     return tmp_path / "gate"
-
-
-def looks(actors, sub):
-    return ray.get([actor.look.remote(sub) for actor in actors])
 
 
 def tells_of_each(actor):

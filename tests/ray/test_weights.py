@@ -15,7 +15,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.weights.directory import Directory
-from tests.ray.weight_actors import SHAPES, Weights, replicas, spoil
+from tests.ray.weight_actors import SHAPES, Weights, looks, replicas, spoil
 from tests.waiting import has_ended, stop, wait_until
 
 _numbers = itertools.count()
@@ -38,10 +38,6 @@ def stopped():
     yield stop_actor
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-
-
-def looks(actors, sub):
-    return ray.get([actor.look.remote(sub) for actor in actors])
 
 
 def test_versions_reach_all_receivers_with_receipts(actors, name):

@@ -23,12 +23,8 @@ from raycollect.planner import Request, passes, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.cost import Layout, priced
 from tests.faults import inject
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, buffers
 from tests.waiting import wait_until
-
-
-def buffers(workers):
-    return [worker.get_buffer.remote() for worker in workers]
 
 
 def across_nodes():

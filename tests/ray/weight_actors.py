@@ -75,3 +75,7 @@ def spoil(actor):
         for slot in source._slots.values():
             for array in slot.arrays:
                 array += 1
+
+
+def looks(actors, sub):
+    return ray.get([actor.look.remote(sub) for actor in actors])

@@ -41,10 +41,15 @@ class Buffers(col.CollectiveParticipant):
 Worker = lasting(ray.remote(Buffers))
 
 
+def buffers(workers):
+    """Refs to the buffer of each actor."""
+    return [worker.get_buffer.remote() for worker in workers]
+
+
 def filled(actors, values):
     """Refs to a buffer on each actor, filled with a value."""
     ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
-    return [actor.get_buffer.remote() for actor in actors]
+    return buffers(actors)
 
 
 def block(worker, gate):
