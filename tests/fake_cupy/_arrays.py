@@ -189,9 +189,6 @@ class ndarray:
     def ravel(self, order: str = "C") -> ndarray:
         return self.reshape(-1, order=order)
 
-    def flatten(self, order: str = "C") -> ndarray:
-        return self.copy().reshape(-1)
-
     def view(self, dtype: Any = None) -> ndarray:
         return self._derive(self._host().view(self.dtype if dtype is None else dtype))
 

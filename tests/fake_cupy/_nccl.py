@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from . import _world
-from ._clique import RULES, Call, Clique, Launch, Seat
+from ._clique import RULES, Call, Launch, Seat
 from ._errors import CUDARuntimeError, NcclError
 from ._machine import Machine
 from ._memory import Block
@@ -141,27 +141,6 @@ class NcclCommunicator:
             machine = seat.clique.machine
             machine.last_rites(lambda: _world.leave(machine, seat))
 
-    @staticmethod
-    def initAll(devices: int | list[int]) -> list[NcclCommunicator]:
-        """Makes the communicators of several devices in one thread."""
-        if not isinstance(devices, int | list):
-            raise ValueError('"devices" should be an int or a list of int.')
-        world = _world.world()
-        chosen = list(range(devices)) if isinstance(devices, int) else devices
-        if any(not 0 <= device < world.machine.devices for device in chosen):
-            raise NcclError(_INVALID_ARGUMENT)
-        clique = Clique(world.machine, len(chosen))
-        made = []
-        with world.machine.lock:
-            for rank, device in enumerate(chosen):
-                comm = NcclCommunicator.__new__(NcclCommunicator)
-                comm._seat = clique.seats[rank] = Seat(clique, rank, device)
-                made.append(comm)
-            clique.status = _world.judge(world, clique)
-        if clique.status:
-            raise NcclError(clique.status)
-        return made
-
     # --------------------------------------------------------------------------------------------- itself
 
     @property
@@ -224,9 +203,6 @@ class NcclCommunicator:
         send = (sendbuff, count) if self._is(root) else None
         what = ("broadcast", count, datatype, root)
         self._call(what, stream, send=send, recv=(recvbuff, count), in_place=sendbuff == recvbuff)
-
-    def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
-        self.broadcast(buff, buff, count, datatype, root, stream)
 
     def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
         send = (sendbuf, recvcount * self.size())

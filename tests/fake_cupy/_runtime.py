@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from ._errors import CUDARuntimeError, Status
@@ -272,13 +271,6 @@ def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
     machine = current()
     to = machine.heap.view(ptr, size)
     machine.enqueue(machine.queue(stream), machine.work("memsetAsync", lambda: to.fill(value & 0xFF), [(ptr, size)]))
-
-
-def pointerGetAttributes(ptr: int) -> SimpleNamespace:
-    """Gives the device (-2: none of the fake's) and type (2: a device's memory, 0: not known) of an address."""
-    block = current().heap.find(ptr)
-    found = (-2, 0) if block is None else (block.device, 2)
-    return SimpleNamespace(device=found[0], type=found[1], devicePointer=ptr, hostPointer=0)
 
 
 @counted

@@ -96,7 +96,7 @@ def test_in_place_as_nccl_has_it():
             gathered[3 * me : 3 * me + 3] = float(me)
         rank.comm.allGather(gathered.data.ptr + 24 * me, gathered.data.ptr, 3, 8, stream)
         rank.comm.reduceScatter(scattered.data.ptr, scattered.data.ptr + 24 * me, 3, 8, SUM, stream)
-        rank.comm.bcast(told.data.ptr, 2, 8, 1, stream)
+        rank.comm.broadcast(told.data.ptr, told.data.ptr, 2, 8, 1, stream)
         assert rank.get(told).tolist() == [1.0, 1.0]
         return rank.get(gathered).tolist(), rank.get(scattered)[3 * me : 3 * me + 3].tolist()
 

@@ -143,22 +143,6 @@ def test_ranks_may_share_a_device_if_nccl_is_told_so(monkeypatch):
                     Ranks(fake, 2, lambda _: 0)
 
 
-def test_one_thread_may_have_all_devices():
-    with installed(3) as fake:
-        cuda = fake.cupy.cuda
-        comms = cuda.nccl.NcclCommunicator.initAll([2, 0])
-        assert [comm.device_id() for comm in comms] == [2, 0]
-        arrays = []
-        cuda.nccl.groupStart()
-        for comm in comms:
-            with cuda.Device(comm.device_id()):
-                arrays.append(fake.cupy.full(3, comm.rank_id() + 1.0))
-                comm.allReduce(arrays[-1].data.ptr, arrays[-1].data.ptr, 3, 8, SUM, 0)
-        cuda.nccl.groupEnd()
-        assert [array.get().tolist() for array in arrays] == [[3.0] * 3] * 2
-        assert [comm.size() for comm in cuda.nccl.NcclCommunicator.initAll(3)] == [3] * 3
-
-
 def test_a_rank_waits_for_the_others_until_the_fake_ends():
     with installed(2) as fake:
         nccl = fake.cupy.cuda.nccl

@@ -154,7 +154,7 @@ class Seen(Message):
 
 @message
 class Measured(Message):
-    """Answers `Measure`: whether the plan has begun and has ended there, and the fields of `progress.BytesDone`, in bytes."""
+    """Answers `Measure`: whether the plan has begun and has ended there, and the fields of `progress.BytesDone`."""
 
     request: int
     has_begun: bool

@@ -46,6 +46,7 @@ from tests.pure import memberships
 from tests.pure.driver.multigpu_calls import LISTS, Gpus, gpus, refused, values
 from tests.pure.fleet import contain
 from tests.pure.mixed import WORLD, host, same
+from tests.pure.planner.test_operations import with_steps
 
 __all__ = ["gpus"]  # fixtures
 
@@ -217,25 +218,17 @@ def _mutants(part: Part) -> Iterator[tuple[str, Part]]:
         for at, step in enumerate(steps):
             if step.kind in OpKind:
                 continue
-            yield f"no {step.kind} on {rank}", _with(part, rank, steps[:at] + steps[at + 1 :])
-            wrong = replace(step, src_piece=step.src_piece + 1)
-            yield f"another src of {step.kind} on {rank}", _with(part, rank, (*steps[:at], wrong, *steps[at + 1 :]))
-            wrong = replace(step, dst_piece=step.dst_piece + 1)
-            yield f"another dst of {step.kind} on {rank}", _with(part, rank, (*steps[:at], wrong, *steps[at + 1 :]))
+            yield f"no {step.kind} on {rank}", with_steps(part, rank, steps[:at] + steps[at + 1 :])
+            wrong = [("src", replace(step, src_piece=step.src_piece + 1))]
+            wrong.append(("dst", replace(step, dst_piece=step.dst_piece + 1)))
             if step.kind is not Local.SPREAD:
                 other = Local.BRING if step.kind is Local.FOLD else Local.FOLD
-                wrong = replace(step, kind=other, op=part.request.op)
-                yield f"{other} on {rank}", _with(part, rank, (*steps[:at], wrong, *steps[at + 1 :]))
+                wrong.append((f"kind {other}", replace(step, kind=other, op=part.request.op)))
             if step.op is not None:
-                wrong = replace(step, op=ReduceOp.MAX)
-                yield f"another op on {rank}", _with(part, rank, (*steps[:at], wrong, *steps[at + 1 :]))
-
-
-def _with(part: Part, rank: int, steps: tuple[Any, ...]) -> Part:
-    parts = list(part.parts)
-    parts[part.places[rank]] = len(part.templates)
-    template = replace(part.template(rank), steps=steps)
-    return replace(part, templates=(*part.templates, template), parts=tuple(parts))
+                wrong.append(("op", replace(step, op=ReduceOp.MAX)))
+            for what, one in wrong:
+                told = f"another {what} of {step.kind} on {rank}"
+                yield told, with_steps(part, rank, (*steps[:at], one, *steps[at + 1 :]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,6 +24,7 @@ from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
 from raycollect.pos import tensors
 from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
+from tests.pure.conformance import listed
 from tests.pure.fleet import WAIT_S, Convoy, launched
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
 
@@ -112,19 +113,15 @@ def test_tensors_without_elements_take_no_place_among_the_others(kind: OpKind, e
     for me in range(world):
         item = _item(kind, np.full((world, world), 2), me)
         empty = _item(kind, np.zeros((world, world), int), me)
-        for number, array in enumerate(_arrays(item.src)):
+        for number, array in enumerate(listed(item.src)):
             array[:] = [number + 1, -1]
         loaded = []
         for items in ([item], [item] * empty_at + [empty] + [item] * (1 - empty_at)):
             nbytes = sum(room(kind, one) for one in items)
             packed = FusedKernel(kind, None, 0, items=items, me=me, block=FusionBuffer(np.zeros(nbytes, np.uint8)))
             packed.load()
-            loaded.append([row.tobytes() for row in _arrays(packed.kernel.src)])
-        assert loaded[0] == loaded[1] == [array.tobytes() for array in _arrays(item.src)]
-
-
-def _arrays(side: Any) -> list[Any]:
-    return [] if side is None else list(side) if type(side) is tuple else [side]
+            loaded.append([row.tobytes() for row in listed(packed.kernel.src)])
+        assert loaded[0] == loaded[1] == [array.tobytes() for array in listed(item.src)]
 
 
 def _item(kind: OpKind, sizes: Any, me: int) -> Item:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import raycollect as col
+from tests.pure.driver.multigpu_calls import values
 from tests.pure.member.gpu_ranks import host, ranks
 
 __all__ = ["ranks"]  # a fixture
@@ -20,18 +21,13 @@ LAYOUTS = {"home first": [0, 1, 2], "home last": [3, 1, 0], "home absent": [2, 3
 every_layout = pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
-def _values(rank, at, shape, dtype="float32"):
-    """Whole numbers that tell whose they are; sums of them are exact."""
-    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 5 + 1 + 2 * rank + 3 * at).astype(dtype)
-
-
 @every_seed
 @every_layout
 def test_allreduce(ranks, devices):
     name = ranks.group(2)
 
     def body(rank, shape, op):
-        mine = [ranks.put(one, _values(rank, at, shape)) for at, one in enumerate(devices)]
+        mine = [ranks.put(one, values(rank, at, shape)) for at, one in enumerate(devices)]
         col.allreduce_multigpu(mine, name, op)
         return host(mine)
 
@@ -44,7 +40,7 @@ def test_allreduce(ranks, devices):
         ((4,), "AVG", np.mean),
         ((0,), "SUM", np.sum),
     ]:
-        everyone = [_values(rank, at, shape) for rank in range(2) for at in range(len(devices))]
+        everyone = [values(rank, at, shape) for rank in range(2) for at in range(len(devices))]
         expected = rule(np.stack(everyone), axis=0)
         for got in ranks.must(2, body, shape, op):
             for one in got:
@@ -56,11 +52,11 @@ def test_allreduce_of_other_types(ranks, dtype):
     name = ranks.group(2)
 
     def body(rank):
-        mine = [ranks.put(at, _values(rank, at, (9,)).astype(dtype)) for at in range(3)]
+        mine = [ranks.put(at, values(rank, at, (9,)).astype(dtype)) for at in range(3)]
         col.allreduce_multigpu(mine, name)
         return host(mine)
 
-    everyone = [_values(rank, at, (9,)).astype(dtype) for rank in range(2) for at in range(3)]
+    everyone = [values(rank, at, (9,)).astype(dtype) for rank in range(2) for at in range(3)]
     expected = np.logical_or.reduce(everyone) if dtype == "bool" else np.sum(np.stack(everyone), axis=0, dtype=dtype)
     for got in ranks.must(2, body):
         for one in got:
@@ -75,16 +71,16 @@ def test_reduce(ranks, devices):
     shape = (13,)
 
     def body(rank, root, chosen):
-        mine = [ranks.apart(one, _values(rank, at, shape)) for at, one in enumerate(devices)]
+        mine = [ranks.apart(one, values(rank, at, shape)) for at, one in enumerate(devices)]
         col.reduce_multigpu(mine, root, chosen, name)
         return host(mine)
 
-    total = sum(_values(rank, at, shape) for rank in range(3) for at in range(len(devices)))
+    total = sum(values(rank, at, shape) for rank in range(3) for at in range(len(devices)))
     for root, chosen in [(0, len(devices) - 1), (2, 0)]:
         for rank, got in enumerate(ranks.must(3, body, root, chosen)):
             for at, one in enumerate(got):
                 whole = (rank, at) == (root, chosen)
-                np.testing.assert_array_equal(one, total if whole else _values(rank, at, shape))
+                np.testing.assert_array_equal(one, total if whole else values(rank, at, shape))
 
 
 @every_seed
@@ -95,14 +91,14 @@ def test_broadcast(ranks, devices):
 
     def body(rank, root, chosen):
         make = [ranks.put, ranks.apart][rank]
-        mine = [make(one, _values(rank, at, shape)) for at, one in enumerate(devices)]
+        mine = [make(one, values(rank, at, shape)) for at, one in enumerate(devices)]
         col.broadcast_multigpu(mine, root, chosen, name)
         return host(mine)
 
     for root, chosen in itertools.product(range(2), range(len(devices))):
         for got in ranks.must(2, body, root, chosen):
             for one in got:
-                np.testing.assert_array_equal(one, _values(root, chosen, shape))
+                np.testing.assert_array_equal(one, values(root, chosen, shape))
 
 
 @every_seed
@@ -112,7 +108,7 @@ def test_allgather(ranks, devices):
     shape, count = (3, 5), len(devices)
 
     def body(rank):
-        given = [ranks.apart(one, _values(rank, at, shape)) for at, one in enumerate(devices)]
+        given = [ranks.apart(one, values(rank, at, shape)) for at, one in enumerate(devices)]
         make = [ranks.put, ranks.apart][rank]
         taken = [[make(one, np.zeros(shape, np.float32)) for _ in range(2 * count)] for one in devices]
         col.allgather_multigpu(taken, given, name)
@@ -121,9 +117,9 @@ def test_allgather(ranks, devices):
     for rank, (taken, given) in enumerate(ranks.must(2, body)):
         for row in taken:
             for place, one in enumerate(row):
-                np.testing.assert_array_equal(one, _values(*divmod(place, count), shape))
+                np.testing.assert_array_equal(one, values(*divmod(place, count), shape))
         for at, one in enumerate(given):
-            np.testing.assert_array_equal(one, _values(rank, at, shape))
+            np.testing.assert_array_equal(one, values(rank, at, shape))
 
 
 @every_seed
@@ -133,7 +129,7 @@ def test_reducescatter(ranks, devices):
     shape, count = (11,), len(devices)
 
     def given_by(rank, at):
-        return [_values(rank, at, shape) * (place + 1) for place in range(2 * count)]
+        return [values(rank, at, shape) * (place + 1) for place in range(2 * count)]
 
     def body(rank, op):
         make = [ranks.put, ranks.apart][rank]
@@ -160,14 +156,14 @@ def test_send_and_recv(ranks, source, target, n_elements):
 
     def body(rank):
         if rank == 1:
-            col.send_multigpu(ranks.put(source, _values(1, 0, (9,))), 0, target, name, n_elements)
+            col.send_multigpu(ranks.put(source, values(1, 0, (9,))), 0, target, name, n_elements)
             return None
         mine = ranks.put(target, np.zeros(9, np.float32))
         col.recv_multigpu(mine, 1, source, name, n_elements)
         return mine.get()
 
     got, _ = ranks.must(2, body)
-    expected = _values(1, 0, (9,))
+    expected = values(1, 0, (9,))
     expected[n_elements or 9 :] = 0
     np.testing.assert_array_equal(got, expected)
 

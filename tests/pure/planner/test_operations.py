@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -280,10 +280,15 @@ def test_scratch_is_no_output() -> None:
 # ---------------------------------------------------------------------------------------------- what is caught
 
 
-def _with(made: Part, rank: int, template: Template) -> Part:
+def with_template(made: Part, rank: int, template: Template) -> Part:
     """The plan with another part for one rank."""
     parts = tuple(len(made.templates) if r == rank else p for r, p in zip(made.ranks, made.parts, strict=True))
     return replace(made, templates=(*made.templates, template), parts=parts)
+
+
+def with_steps(made: Part, rank: int, steps: Sequence[Step]) -> Part:
+    """The plan with other steps for one rank."""
+    return with_template(made, rank, replace(made.template(rank), steps=tuple(steps)))
 
 
 def _everywhere(made: Part, change: Callable[[Step], tuple[Step, ...]]) -> Part:
@@ -306,30 +311,30 @@ def _broken_steps(made: Part, rank: int) -> Iterator[tuple[str, Part]]:
     """(what was done to one rank's steps, the plan): wrong for any operation among two ranks or more."""
     template = made.template(rank)
     for at, step in enumerate(template.steps):
-        yield f"rank {rank} without step {at}", _with(made, rank, _drop(template, at))
-        yield f"rank {rank} at another level", _with(made, rank, _change(template, at, level=1))
-        yield f"rank {rank} in a launch that there is not", _with(made, rank, _change(template, at, at=5))
+        yield f"rank {rank} without step {at}", with_template(made, rank, _drop(template, at))
+        yield f"rank {rank} at another level", with_template(made, rank, _change(template, at, level=1))
+        yield f"rank {rank} in a launch that there is not", with_template(made, rank, _change(template, at, at=5))
         if step.peer >= 0:
             for peer in {(step.peer + 1) % made.request.group.world_size, -1} - {step.peer}:
-                yield f"rank {rank} with peer {peer}", _with(made, rank, _change(template, at, peer=peer))
+                yield f"rank {rank} with peer {peer}", with_template(made, rank, _change(template, at, peer=peer))
         if step.op is not None:
-            yield f"rank {rank} reduces otherwise", _with(made, rank, _change(template, at, op=ReduceOp.MAX))
+            yield f"rank {rank} reduces otherwise", with_template(made, rank, _change(template, at, op=ReduceOp.MAX))
         if step.src >= 0:
-            yield f"rank {rank} reads nothing", _with(made, rank, _change(template, at, src=-1))
+            yield f"rank {rank} reads nothing", with_template(made, rank, _change(template, at, src=-1))
         if step.dst >= 0 and not template.buffers[step.dst].scratch:
-            yield f"rank {rank} writes nothing", _with(made, rank, _change(template, at, dst=-1))
+            yield f"rank {rank} writes nothing", with_template(made, rank, _change(template, at, dst=-1))
         if step.dst == 1 and template.result == 1:
-            yield f"rank {rank} overwrites what it gives", _with(made, rank, _change(template, at, dst=0))
+            yield f"rank {rank} overwrites what it gives", with_template(made, rank, _change(template, at, dst=0))
 
 
 def _broken_parts(made: Part, rank: int) -> Iterator[tuple[str, Part]]:
     """The same, for one rank's part as a whole."""
     template = made.template(rank)
     if template.result >= 0:
-        yield f"rank {rank} without result", _with(made, rank, replace(template, result=-1))
+        yield f"rank {rank} without result", with_template(made, rank, replace(template, result=-1))
     if template.result == 1:
-        yield f"rank {rank} with what it gave as result", _with(made, rank, replace(template, result=0))
-    yield f"rank {rank} does all twice", _with(made, rank, replace(template, steps=template.steps * 2))
+        yield f"rank {rank} with what it gave as result", with_template(made, rank, replace(template, result=0))
+    yield f"rank {rank} does all twice", with_template(made, rank, replace(template, steps=template.steps * 2))
 
 
 def _broken_everywhere(made: Part) -> Iterator[tuple[str, Part]]:

@@ -9,11 +9,12 @@ import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import InternalError
-from raycollect.planner import Local, Step, plan_part
+from raycollect.planner import Local, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
 from raycollect.planner.verify import verify
 from tests.pure.memberships import MADE, built, membership, names, own, request
+from tests.pure.planner.test_operations import with_steps
 
 
 def test_folding_in_another_grouping_is_caught_where_bits_count() -> None:
@@ -47,14 +48,7 @@ def _changed(part: Part, rank: int, at: int, **fields: Any) -> Part:
     template = part.template(rank)
     steps = list(template.steps)
     steps[at] = replace(steps[at], **fields)
-    return _with(part, rank, tuple(steps))
-
-
-def _with(part: Part, rank: int, steps: tuple[Step, ...]) -> Part:
-    parts = list(part.parts)
-    parts[rank] = len(part.templates)
-    template = replace(part.template(rank), steps=steps)
-    return replace(part, templates=(*part.templates, template), parts=tuple(parts))
+    return with_steps(part, rank, steps)
 
 
 @pytest.mark.parametrize(("name", "kind"), MADE)
@@ -67,7 +61,7 @@ def test_every_broken_step_is_caught(name: str, kind: OpKind, places: str) -> No
     for rank in part.ranks:
         steps = part.template(rank).steps
         for at, step in enumerate(steps):
-            broken = [_with(part, rank, steps[:at] + steps[at + 1 :])]
+            broken = [with_steps(part, rank, steps[:at] + steps[at + 1 :])]
             if step.kind is not Local.COPY:
                 broken.append(_changed(part, rank, at, level=3))
                 broken.append(_changed(part, rank, at, ranks=(rank,)))
@@ -104,7 +98,7 @@ def test_launches_that_go_back_or_beyond_the_last_are_caught() -> None:
         verify(replace(part, choices=(replace(choice, width=1),)))
     steps = part.template(0).steps
     with pytest.raises(InternalError, match="in launches"):
-        verify(_with(part, 0, (replace(steps[0], at=1), replace(steps[1], at=0))))
+        verify(with_steps(part, 0, (replace(steps[0], at=1), replace(steps[1], at=0))))
     with pytest.raises(InternalError, match="1 ways for 2 choices"):
         verify(replace(part, choices=(choice, choice)))
 
