@@ -35,8 +35,6 @@ def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, .
                 expected="a group whose backend works in host memory, such as gloo or shm",
             )
         )
-    if not 0 < request.timeout_s < float("inf"):
-        found.append(wrong_argument("timeout_s", str(request.timeout_s), "a positive, finite number of seconds"))
     sources = set(reshard.src_ranks)
     if [rank for rank, _, _ in request.operands] != list(reshard.ranks) or any(
         (src is None) is (rank in sources) for rank, src, _ in request.operands
