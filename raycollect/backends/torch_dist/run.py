@@ -120,23 +120,18 @@ class _DeviceRun(_Run):
     """A kernel on tensors in device memory."""
 
     def allreduce(self, kernel: Kernel) -> None:
-        src, dst, op = Row(kernel.src), Row(kernel.dst), reduce_op(kernel)
-        _check_same(kernel, src, dst)
-        for lo, hi in self._chunks(src.size, src):
-            out = src.read(lo, hi).clone()
-            self._calls.do(self._torch.allreduce, [src.typed(out)], self._calls.options(c10d.AllreduceOptions, op=op))
-            src.finish(op, out, len(self._ranks))
-            dst.write(lo, hi, out)
+        self._reduce(kernel, Row(kernel.dst), self._torch.allreduce, c10d.AllreduceOptions)
 
     def reduce(self, kernel: Kernel) -> None:
-        src, op, root = Row(kernel.src), reduce_op(kernel), kernel.peer
-        dst = Row(kernel.dst) if self._me == root else None
+        dst = Row(kernel.dst) if self._me == kernel.peer else None
+        self._reduce(kernel, dst, self._torch.reduce, c10d.ReduceOptions, root=kernel.peer)
+
+    def _reduce(self, kernel: Kernel, dst: Row | None, call: Any, options: Any, **root: int) -> None:
+        src, op = Row(kernel.src), reduce_op(kernel)
         _check_same(kernel, src, dst or src)
         for lo, hi in self._chunks(src.size, src):
             out = src.read(lo, hi).clone()  # the library may write it on all ranks
-            self._calls.do(
-                self._torch.reduce, [src.typed(out)], self._calls.options(c10d.ReduceOptions, op=op, root=root)
-            )
+            self._calls.do(call, [src.typed(out)], self._calls.options(options, op=op, **root))
             src.finish(op, out, len(self._ranks))
             if dst is not None:
                 dst.write(lo, hi, out)
