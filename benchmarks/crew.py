@@ -271,6 +271,34 @@ class Contestant:
         ray.get([actor.drop.remote(self.name) for actor in self.actors])
 
 
+class Joined:
+    """A contender whose actors are in a group of a library; stands before the other base.
+
+    Args:
+        library: ``"raycollect"``, or ``"ray"`` for `ray.util.collective` over gloo.
+        backend: What the group is made with.
+
+    Raises:
+        Skipped: Ray's gloo needs torch, which is not installed.
+    """
+
+    actors: Sequence[Any]
+    ranks: int
+    group: str
+
+    def __init__(self, *args: Any, library: str, backend: str = "auto", **how: Any) -> None:
+        if library == "ray":
+            needs_torch()
+        super().__init__(*args, **how)
+        self._library = library
+        ray.get([actor.join.remote(library, self.ranks, self.group, backend) for actor in self.actors])
+
+    def close(self) -> None:
+        """Leaves the group, and lets go of the rest."""
+        ray.get([actor.leave.remote(self._library, self.group) for actor in self.actors])
+        super().close()  # type: ignore[misc]
+
+
 def expected(ranks: int, runs: int) -> float:
     """What every element holds after `runs` sums in place, where rank r began with r + 1."""
     return ranks * (ranks + 1) / 2 * float(ranks) ** (runs - 1)

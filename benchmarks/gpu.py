@@ -146,12 +146,11 @@ def checked(team: Team, quick: bool) -> Iterator[Line]:
 
 def bandwidth(team: Team, quick: bool) -> Iterator[Line]:
     """Four operations by size, beside NCCL's own calls on the same buffers and a copy."""
-    for nbytes in FAKED if devices.FAKE else QUICK if quick else SIZES:
-        runs = 4 if devices.FAKE else 200 if nbytes <= MB else 100 if nbytes <= 64 * MB else 30
-        found = team.must(body_bandwidth, team.launch(timeout_s=TIMEOUT_S), nbytes, runs)
-        for op in found[0]:
-            times = slowest([one[op] for one in found])
-            yield Line(part="bandwidth", ranks=team.world_size, case=op, times_us=times, nbytes=nbytes)
+
+    def runs(nbytes: int) -> int:
+        return 200 if nbytes <= MB else 100 if nbytes <= 64 * MB else 30
+
+    return _by_size("bandwidth", team, quick, body_bandwidth, runs)
 
 
 def overhead(team: Team, quick: bool) -> Iterator[Line]:
@@ -164,12 +163,17 @@ def overhead(team: Team, quick: bool) -> Iterator[Line]:
 
 def shared(team: Team, quick: bool) -> Iterator[Line]:
     """Four operations by size of ranks that share a GPU, beside copies."""
+    return _by_size(gpu_ipc.PART, team, quick, gpu_ipc.body_shared, lambda nbytes: 100 if nbytes <= MB else 30)
+
+
+def _by_size(
+    part: str, team: Team, quick: bool, body: Callable[..., Any], runs: Callable[[int], int]
+) -> Iterator[Line]:
     for nbytes in FAKED if devices.FAKE else QUICK if quick else SIZES:
-        runs = 4 if devices.FAKE else 100 if nbytes <= MB else 30
-        found = team.must(gpu_ipc.body_shared, team.launch(timeout_s=TIMEOUT_S), nbytes, runs)
+        found = team.must(body, team.launch(timeout_s=TIMEOUT_S), nbytes, 4 if devices.FAKE else runs(nbytes))
         for op in found[0]:
             times = slowest([one[op] for one in found])
-            yield Line(part=gpu_ipc.PART, ranks=team.world_size, case=op, times_us=times, nbytes=nbytes)
+            yield Line(part=part, ranks=team.world_size, case=op, times_us=times, nbytes=nbytes)
 
 
 def graphs(team: Team, quick: bool) -> Iterator[Line]:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 import raycollect as col
-from benchmarks.crew import Contestant, needs_torch
+from benchmarks.crew import Contestant, Joined, needs_torch
 from benchmarks.report import Skipped
 
 SEND, ROUND_TRIP = "send", "round trip"
@@ -87,26 +87,8 @@ class SendRef(Pair):
         super().close()
 
 
-class Imperative(Pair):
-    """One method of each actor, which calls ``send`` and ``recv`` of a library.
-
-    Args:
-        name: What it is called.
-        actors: A and B.
-        op: `SEND` or `ROUND_TRIP`.
-        library: ``"raycollect"``, or ``"ray"`` for `ray.util.collective` over gloo.
-        arena: Whether the buffers lie in the shared arena.
-
-    Raises:
-        Skipped: Ray's gloo needs torch, which is not installed.
-    """
-
-    def __init__(self, name: str, actors: Sequence[Any], op: str, *, library: str, arena: bool = False) -> None:
-        if library == "ray":
-            needs_torch()
-        super().__init__(name, actors, op, arena=arena)
-        self._library = library
-        ray.get([actor.join.remote(library, self.ranks, self.group) for actor in self.actors])
+class Imperative(Joined, Pair):
+    """One method of each actor, which calls ``send`` and ``recv`` of a library."""
 
     def operate(self) -> None:
         """One call of each actor."""
@@ -115,11 +97,6 @@ class Imperative(Pair):
             ray.get([self.a.send.remote(library, name, 1, group), self.b.recv.remote(library, name, 0, group)])
         else:
             ray.get([actor.bounce.remote(library, name, self.back, group) for actor in self.actors])
-
-    def close(self) -> None:
-        """Leaves the group, and lets go of the buffers."""
-        ray.get([actor.leave.remote(self._library, self.group) for actor in self.actors])
-        super().close()
 
 
 class Store(Pair):

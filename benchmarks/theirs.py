@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from benchmarks.crew import Contestant, needs_torch
+from benchmarks.crew import Contestant, Joined
 
 
-class RayGroup(Contestant):
+class RayGroup(Joined, Contestant):
     """A contender with a group of `ray.util.collective` over gloo.
 
     Raises:
@@ -18,14 +18,7 @@ class RayGroup(Contestant):
     """
 
     def __init__(self, name: str, actors: Sequence[Any], *, count: int = 1) -> None:
-        needs_torch()
-        super().__init__(name, actors, count=count)
-        ray.get([actor.join.remote("ray", self.ranks, self.group) for actor in self.actors])
-
-    def close(self) -> None:
-        """Leaves the group, and lets go of the buffers."""
-        ray.get([actor.leave.remote("ray", self.group) for actor in self.actors])
-        super().close()
+        super().__init__(name, actors, count=count, library="ray")
 
 
 class RayAllreduce(RayGroup):

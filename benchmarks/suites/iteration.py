@@ -15,7 +15,7 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import Contestant, busy, crew, needs_torch
+from benchmarks.crew import Contestant, Joined, busy, crew
 from benchmarks.ours import Replayed
 from benchmarks.report import Record
 from benchmarks.suite import Choice, Maker, entry, sweep
@@ -124,16 +124,12 @@ class Step(Replayed, Eager):
         col.allreduce_refs(made, group_name=self.group)
 
 
-class Within(Fresh):
+class Within(Joined, Fresh):
     """An allreduce of a library's own in the method that makes the array, or in a second method behind it."""
 
     def __init__(self, name: str, actors: Sequence[Any], busy_ms: float, library: str, *, is_second: bool) -> None:
-        if library == "ray":
-            needs_torch()
-        super().__init__(name, actors, busy_ms)
-        self._library = library
+        super().__init__(name, actors, busy_ms, library=library)
         self._is_second = is_second
-        ray.get([actor.join.remote(library, self.ranks, self.group) for actor in self.actors])
 
     def operate(self) -> None:
         """Waits for the methods that reduce."""
@@ -143,11 +139,6 @@ class Within(Fresh):
         if self._is_second:
             ends = [actor.each.remote("allreduce", self.name, self.group) for actor in self.actors]
         ray.get(ends)
-
-    def close(self) -> None:
-        """Leaves the group."""
-        ray.get([actor.leave.remote(self._library, self.group) for actor in self.actors])
-        super().close()
 
 
 def measure(choice: Choice) -> Iterator[Record]:

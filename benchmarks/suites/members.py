@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from benchmarks import names
-from benchmarks.crew import Contestant, crew, needs_torch
+from benchmarks.crew import Contestant, Joined, crew
 from benchmarks.report import Record, Skipped
 from benchmarks.suite import BURST, Choice, Maker, entry, sweep
 from benchmarks.targets import KB, MB
@@ -46,7 +46,7 @@ def measure(choice: Choice) -> Iterator[Record]:
             yield from sweep(NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)
 
 
-class Loop(Contestant):
+class Loop(Joined, Contestant):
     """One method of each actor, which calls a library's `allreduce` several times.
 
     Args:
@@ -60,12 +60,8 @@ class Loop(Contestant):
     """
 
     def __init__(self, name: str, actors: Sequence[Any], backend: str, *, library: str = "raycollect") -> None:
-        if library == "ray":
-            needs_torch()
-        super().__init__(name, actors)
-        self._library = library
         try:
-            ray.get([actor.join.remote(library, self.ranks, self.group, backend) for actor in self.actors])
+            super().__init__(name, actors, library=library, backend=backend)
         except BackendNotInstalledError as exc:
             raise Skipped(str(exc)) from exc
 
@@ -75,8 +71,3 @@ class Loop(Contestant):
             [actor.loop.remote(self._library, "allreduce", self.name, self.group, count) for actor in self.actors]
         )
         return [max(ranks) for ranks in zip(*spent, strict=True)]
-
-    def close(self) -> None:
-        """Leaves the group, and lets go of the buffers."""
-        ray.get([actor.leave.remote(self._library, self.group) for actor in self.actors])
-        super().close()
