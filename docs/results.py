@@ -129,6 +129,8 @@ def _targets() -> str:
 
 
 _HEADLINE = (
+    ("fresh arrays of methods, and their allreduce, 4 B", "iteration", "methods of 0 ms", 4, "raycollect"),
+    ("a call after 10 ms: allreduce of 4 B", "cold", "pauses of 10 ms", 4, "raycollect, arena"),
     ("a call: allreduce of 1 MB", "driver", "allreduce", _MB, "raycollect, arena"),
     ("a call: allreduce of 64 MB", "driver", "allreduce", 64 * _MB, "raycollect, arena"),
     ("in a loop: allreduce of 1 MB, captured", "captured", "allreduce", _MB, "raycollect, captured"),

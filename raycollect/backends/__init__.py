@@ -20,6 +20,7 @@ from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilitie
 from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
+from raycollect.backends.loading import load_library
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import (
     Again,
@@ -290,7 +291,7 @@ def _missing(backend: Capabilities) -> str:
     said = []
     for library in backend.libraries:
         try:
-            import_module(library)
+            load_library(library)
         except (ImportError, OSError) as exc:  # OSError: a shared object under it is not there
             said.append(f"{library}: {exc}")
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from raycollect.backends.loading import XOSCAR_GLOO
 from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.core.protocols import CommunicatorFactory
 
@@ -156,7 +157,7 @@ _LINES = (
         name="gloo",
         module="raycollect.backends.gloo.communicator",
         ops=_ALL,
-        libraries=("pygloo", "xoscar.collective.xoscar_pygloo", "torch"),
+        libraries=("pygloo", XOSCAR_GLOO, "torch"),
         # pygloo's last wheels are for Python 3.10; xoscar's fork has them for 3.10 and later.
         install="pip install 'raycollect[gloo]'",
         interruptible=False,

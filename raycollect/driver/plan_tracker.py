@@ -77,6 +77,19 @@ class PlanTracker:
         is_committed: Whether all participants were told to overwrite what they gave: all that live have results.
     """
 
+    # What most plans leave as it is: one is made for each call
+    error: RaycollectError | None = None
+    is_known: bool = False
+    is_committed: bool = False
+    is_fenced: bool = False
+    bell: CompletionBell | None = None
+    bell_slots: tuple[int, ...] = ()
+    ring: Ring | None = None
+    began_s: float = 0.0
+    _first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
+    _told = False  # whether the participants were told to abort
+    _is_explained = False  # whether the refs have told what they know of the failure
+
     def __init__(
         self,
         seq: int,
@@ -97,28 +110,17 @@ class PlanTracker:
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
         self.made: dict[tuple[int, int], Any] = {}
-        self.error: RaycollectError | None = None
-        self.is_committed: bool = False
-        self.bell: CompletionBell | None = None
-        self.bell_slots: tuple[int, ...] = ()
-        self.ring: Ring | None = None
-        self.began_s: float = 0.0
         self._memberships = memberships
         self._keys = tuple(refs) if runs is None else runs.keys
-        self._is_explained = False  # whether the refs have told what they know of the failure
         # A rank that waits in one launch does not hear that another one broke; methods hear of none
         self._is_chain = plan.width > 1 or runs is not None
         self._gathers: dict[_AgreementKey, ArrivalGather] = {}  # the agreements before launches that come here
         self._pending = set(range(len(plan.participants)))
         if runs is not None:
             self.place: int = runs.begun
-            self.is_fenced: bool = False
             self.results: list[bytes | None] = [None] * len(plan.participants)
             self.slots: Mapping[int, int] = runs.in_slots if number else {}
-        self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
         self._abandoned: list[bool] = []  # not empty until the failure that nobody waits for is logged
-        self._told = False  # whether the participants were told to abort
-        self.is_known: bool = False
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
         self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []

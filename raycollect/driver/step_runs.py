@@ -86,15 +86,12 @@ class StepRuns:
                     self._check()
                 oldest = self._oldest() if self._under_way else None
                 if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                    return self._begin(arguments, fence, limit_s)
+                    if not fence and not (self.controller.under_way and self._is_held_up()):
+                        return self._send(arguments, self.doorbell, limit_s)
+                    # Held before there is a run, so that a signal that comes in this wait leaves none behind
+                    with AllHeld([one.calls for one, _ in self._links if one.calls is not None]):
+                        return self._send(arguments, None, limit_s, fence=True)
             oldest.wait(None)
-
-    def _begin(self, arguments: Sequence[bytes], fence: bool, limit_s: float) -> PlanTracker:
-        if not fence and not (self.controller.under_way and self._is_held_up()):
-            return self._send(arguments, self.doorbell, limit_s)
-        # Held before there is a run, so that a signal that comes in this wait leaves none behind
-        with AllHeld([one.calls for one, _ in self._links if one.calls is not None]):
-            return self._send(arguments, None, limit_s, fence=True)
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""

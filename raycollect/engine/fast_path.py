@@ -27,6 +27,7 @@ from raycollect.engine.run_cache import RunCache
 from raycollect.engine.spans import number_of_bundle
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.observe import Ring, run_steps
+from raycollect.observe.run_steps import RunStep
 from raycollect.observe.trace import AGAIN, CHECK
 from raycollect.planner import Program
 from raycollect.pos import Container
@@ -34,7 +35,10 @@ from raycollect.pos import Container
 
 @dataclass(slots=True, eq=False)
 class FastPath:
-    """The next runs of a program, one at a time: `ready`, then `run`; any thread may call `abort` meanwhile."""
+    """The next runs of a program, one at a time; any thread may call `abort` meanwhile.
+
+    Before each, the caller sets what is that run's own: setting fields takes no call.
+    """
 
     program: Program
     held: Sequence[Container]  # its operands; the containers are the very same objects in each run
@@ -44,10 +48,11 @@ class FastPath:
     communicators: Callable[[str], Communicator]  # by the group's id; raises GroupBrokenError
     given: bool = False  # whether a member's call gave the operands
     meeting: str = ""  # the name of that call in timelines; see `Label`
-    _seq: int = 0  # of the next run, or the one under way
-    _keys: Sequence[Key] = ()  # of its operands
-    _aborted: Callable[[], str | None] | None = None  # why it was aborted, or None; None: it never is
-    _landed: Callable[[], None] | None = None  # called when all has gone well, and it has not left the launch yet
+    seq: int = 0  # the number of the run
+    keys: Sequence[Key] = ()  # of its operands
+    aborted: Callable[[], str | None] | None = None  # why it was aborted, or None; None: it never is
+    landed: Callable[[], None] | None = None  # called when all has gone well, and it has not left the launch yet
+    step: RunStep | None = None  # the slot of the thread that runs it, if the caller has it at hand
     _communicator: Communicator | None = None  # while a run is under way
     _full: Execution | None = None
     _ring: Ring | None = None  # that has seen a run
@@ -99,25 +104,12 @@ class FastPath:
                 return False
         return self.known.holds(self.held, self.instruments.store)
 
-    def ready(
-        self,
-        seq: int,
-        keys: Sequence[Key] = (),
-        aborted: Callable[[], str | None] | None = None,
-        landed: Callable[[], None] | None = None,
-    ) -> None:
-        """Sets the next run: its number, the keys of its operands, and what says why it was aborted.
-
-        `landed` is called when all has gone well, before this participant has left the launch; or not at all.
-        """
-        self._seq, self._keys, self._aborted, self._landed = seq, keys, aborted, landed
-
     def run(self) -> Outcome:
         """Runs it on operands that fit; see `Execution.run`."""
-        program, seq, landed = self.program, self._seq, self._landed
+        program, seq, landed = self.program, self.seq, self.landed
         self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
-        step = run_steps.here()
+        step = run_steps.here() if self.step is None else self.step
         self._kernel_progress = step.kernels
         step.kernels.cover()
         communicator, scheduled, ok = None, None, False
@@ -130,7 +122,7 @@ class FastPath:
         try:
             communicator = self._communicator = self.communicators(program.agreement.group_id)
             # An abort from here on finds the communicator.
-            if self._aborted is not None and (reason := self._aborted()) is not None:
+            if self.aborted is not None and (reason := self.aborted()) is not None:
                 raise PlanAbortedError(detail=reason)
             step.at = "in the consistency check"
             try:
@@ -175,7 +167,7 @@ class FastPath:
         if full is not None:
             full.abort()
         if communicator is not None:  # besides: `full` may not have begun
-            communicator.abort(self._seq)
+            communicator.abort(self.seq)
             self.instruments.store.wake()
 
     def bytes_done(self) -> BytesDone:
@@ -205,7 +197,7 @@ class FastPath:
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
         store = self.instruments.store
-        with store.writing(scheduled.ranges, self._aborted or _never, launch.timeout_s):
+        with store.writing(scheduled.ranges, self.aborted or _never, launch.timeout_s):
             try:
                 completion = communicator.launch(launch, scheduled.moves[0].kernels[0])
                 if completion is not DONE:
@@ -223,15 +215,15 @@ class FastPath:
         program, communicator = self.program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
             program,
-            self._keys,
+            self.keys,
             lambda group_id: (
                 communicator
                 if communicator and group_id == program.agreement.group_id
                 else self.communicators(group_id)
             ),
             self.instruments,
-            seq=self._seq,
-            aborted=self._aborted or _never,
+            seq=self.seq,
+            aborted=self.aborted or _never,
             operands=self.held if self.given else None,
             held=None if self.given else self.held,
             met=None if brought is None else (self.known, brought),

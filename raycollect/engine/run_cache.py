@@ -107,11 +107,15 @@ class RunCache:
 
     def holds(self, containers: Sequence[Container], store: Store) -> bool:
         """Whether the operands, which are in these containers, are unchanged and not half-written."""
+        places = iter(self.places)
         try:
-            places = places_of(containers)
+            for one in containers:
+                for tensor in one.tensors:
+                    if arrays.place_of(tensor) != next(places, None):
+                        return False
         except TypeError:  # a tensor has no memory any more
             return False
-        return places == self.places and not (store.dirty and store.is_dirty(self.ranges))
+        return not (store.dirty and store.is_dirty(self.ranges))
 
     def remember(self, containers: Sequence[Container]) -> None:
         """Remembers it with the first container, tied to the others."""

@@ -136,7 +136,8 @@ class PlanCall:
         if fast_path is None or not fast_path.fits(held):
             fast_path = self._fast_path = None if self._outputs else self._recall(held)
         if fast_path is not None:
-            fast_path.ready(seq, self._same or self._keys_now(), aborted, landed)
+            fast_path.seq, fast_path.keys = seq, self._same or self._keys_now()
+            fast_path.aborted, fast_path.landed, fast_path.step = aborted, landed, runner.step
             runner.begin(fast_path)
             outcome = fast_path.run()
         else:

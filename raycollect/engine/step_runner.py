@@ -67,6 +67,7 @@ class StepRunner:
         self.instruments = instruments
         self.communicators = communicators
         self.run8: bytes = b""  # the run's number, as keys have it
+        self.step: RunStep | None = None  # the slot of the thread that does the run
         self.tracer: Tracer = Tracer.current()
         self._known = _Known(step_program.slots)
         self._runs = 0
@@ -119,6 +120,7 @@ class StepRunner:
             landed = None
         if step is None:
             step = run_steps.here()
+        self.step = step
         why = partial(aborted.get, seq)
         try:
             if step_program.arguments or arguments:

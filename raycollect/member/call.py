@@ -160,7 +160,7 @@ class MemberCall:
         with _OWN if mark is None else streams.after(mark):  # another thread may run it
             fast = FastPath.of(program, operands, instruments, lambda _: communicator, given=True, meeting=meeting)
             if fast is not None:
-                fast.ready(seq)
+                fast.seq = seq
                 return fast.run()
             execution = Execution(
                 program,

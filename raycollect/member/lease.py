@@ -218,7 +218,7 @@ class Lease:
         if exchange is None and len(program.tasks) == 1:
             fast = FastPath.of(program, [*map(self._store.look, keys)], instruments, communicators)
             if fast is not None:
-                fast.ready(seq, keys, aborted)
+                fast.seq, fast.keys, fast.aborted = seq, keys, aborted
                 return fast
         return Execution(
             program,

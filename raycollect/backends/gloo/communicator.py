@@ -30,6 +30,7 @@ from raycollect.backends.completion import DONE, chunks, late, movement, reduce_
 from raycollect.backends.folds import finish
 from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
 from raycollect.backends.joining import gathered, not_joined
+from raycollect.backends.loading import load_library
 from raycollect.backends.meshed import Meshed, descriptors
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.core.codec import Codec
@@ -76,7 +77,7 @@ def create(
             replace(spec, backend="torch:gloo"), rank, rendezvous, exchange, host=host
         )
         return made
-    library = GlooLibrary(import_module(name))
+    library = GlooLibrary(load_library(name))
     mesh = connect(spec, rank, rendezvous, host)
     link = None
     try:

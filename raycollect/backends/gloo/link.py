@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from raycollect.backends.arrays import Array
 from raycollect.backends.capabilities import has_torch_gloo
+from raycollect.backends.loading import XOSCAR_GLOO, load_library
 from raycollect.backends.meshed import is_as_numpy
 from raycollect.core.model import GroupSpec, ReduceOp
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, RaycollectError
 
 TORCH = "torch"  # Stands for torch's own gloo
-LIBRARIES = ("pygloo", "xoscar.collective.xoscar_pygloo", TORCH)  # Modules to look for, in this order
+LIBRARIES = ("pygloo", XOSCAR_GLOO, TORCH)  # Modules to look for, in this order
 # numpy's dtype -> gloo's, where gloo reduces as well as numpy. float16 is left out: gloo rounds at each step of the
 # ring (seen at 8 ranks: up to 2.4 units in the last place, 0.5 by a fold in float32) and is slower.
 NATIVE_DTYPES = {
@@ -69,7 +69,7 @@ class GlooLibrary:
         for name in LIBRARIES:
             try:
                 if name != TORCH:
-                    import_module(name)
+                    load_library(name)
                 elif find_spec(name) is None or not (there or has_torch_gloo()):
                     raise ImportError("not installed, or without gloo")
                 there.append(name)

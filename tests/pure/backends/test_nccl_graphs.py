@@ -354,7 +354,7 @@ def test_a_captured_step_runs_as_graphs(seed: int, monkeypatch: pytest.MonkeyPat
     """All of it: `Replay`, `FastPath` and the backend, with a tensor that moves in between."""
     repeated: list[int] = []
     run = FastPath.run
-    monkeypatch.setattr(FastPath, "run", lambda self, *args: (repeated.append(self._seq), run(self, *args))[1])
+    monkeypatch.setattr(FastPath, "run", lambda self, *args: (repeated.append(self.seq), run(self, *args))[1])
     with installed(2, nccl_version=23000, seed=seed) as fake:
         cupy = fake.cupy
         values = []

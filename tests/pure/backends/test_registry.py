@@ -127,7 +127,7 @@ class FakeTorch:
 def test_an_absent_backend_of_torch_says_what_to_install(
     name: str, torch: FakeTorch, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "import_module", torch)
+    monkeypatch.setattr(backends, "load_library", torch)
     monkeypatch.setattr(capabilities, "import_module", torch)
     assert not backends.is_available(name)
     with pytest.raises(BackendNotInstalledError, match=said):
@@ -135,7 +135,7 @@ def test_an_absent_backend_of_torch_says_what_to_install(
 
 
 def test_torch_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "import_module", FakeTorch("foo"))
+    monkeypatch.setattr(backends, "load_library", FakeTorch("foo"))
     monkeypatch.setattr(capabilities, "import_module", FakeTorch("foo"))
     assert backends.is_available("torch:foo")
     found = backends.get("TORCH:FOO")

@@ -32,7 +32,7 @@ def test_a_missing_library_comes_with_its_install_line(monkeypatch: pytest.Monke
     def no_module(name: str, package: str | None = None) -> Any:
         return without_gloo(name)
 
-    monkeypatch.setattr(backends, "import_module", no_module)
+    monkeypatch.setattr(backends, "load_library", no_module)
     assert not backends.is_available("gloo")
     with pytest.raises(BackendNotInstalledError, match=r"pip install 'raycollect\[gloo\]'.*backend='auto'") as caught:
         backends.load("gloo", "g")

@@ -122,7 +122,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = FastPath.run
 
     def noted(self: FastPath, *args: Any) -> Any:
-        found.append(self._seq)
+        found.append(self.seq)
         return run(self, *args)
 
     monkeypatch.setattr(FastPath, "run", noted)
