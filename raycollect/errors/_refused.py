@@ -115,6 +115,9 @@ class NotATensorError(RefusedError):
         "to return that, and must not be marked by_value"
     )
 
+    def _advice(self) -> str:
+        return "give what was expected, and call again" if self.op.endswith("_object") else self.cure
+
 
 class MismatchError(RefusedError):
     """The ranks disagree about what to do."""
