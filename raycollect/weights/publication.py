@@ -62,6 +62,8 @@ class Publication:
         epoch: Counts up with the publishers of this name.
     """
 
+    _is_open = True
+
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
         ray_internals.ensure_ray()
         self.name = name
@@ -114,6 +116,7 @@ class Publication:
             VersionNotPutError: An actor is gone or has failed, or replicas have different bits. Nothing was put.
             VersionTimeoutError: An actor did not come to it in time. Nothing was put.
             PublisherReplacedError: Another publisher has taken the name.
+            InvalidArgumentError: The publication was closed.
         """
         stream = self.stream(version=version)
         stream.commit(timeout_s=timeout_s)
@@ -183,6 +186,8 @@ class Publication:
         self._post(ordered, keys)
 
     def _check_groups(self, op: str, subscriptions: Sequence[Subscription]) -> None:
+        if not self._is_open:
+            raise refusal(op, "", (wrong_argument("publication", "closed", "one that is open: publish() again"),))
         for one in subscriptions:
             if one.name != self.name:
                 raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
@@ -222,6 +227,7 @@ class Publication:
 
     def close(self) -> None:
         """Ends the publication: its versions can't be had any more, but from receivers that know of it."""
+        self._is_open = False
         for rank in range(len(self.ranks)):
             self.ranks.call(rank, agent.detach_source, self.name, self.epoch)
         if self._directory.epoch() == self.epoch:

@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from raycollect.core import ray_internals
 from raycollect.core.model import TENSOR, Key
 from raycollect.driver import held_values
+from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.side_layouts import SideLayouts, held_tensors
 from raycollect.errors import (
     ActorGoneError,
@@ -104,6 +105,7 @@ class Ranks:
         try:
             self.attached = self._answers(refs)
         except BaseException:
+            retrieve_errors(refs)
             for rank in range(len(self)):
                 self.call(rank, *undo)
             raise
@@ -241,13 +243,15 @@ def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callabl
         if not ready:
             for job, _ in jobs:
                 job.end_late()
-            return
+            break
         for ref in ready:
             job, rank = pending.pop(ref)
             job.round, following = protocol.advance(job.round, event_of(job, rank, partial(job.heard, rank, ref)))
             if following is not None:
                 _tell(pending, job, following)
+        retrieve_errors(ref for ref, (job, _) in pending.items() if job.round.is_over)
         pending = {ref: one for ref, one in pending.items() if not one[0].round.is_over}
+    retrieve_errors(pending)
 
 
 def _tell(pending: dict[Any, tuple[Update, int]], job: Update, tell: Tell) -> None:

@@ -44,6 +44,28 @@ def looks(actors, sub):
     return ray.get([actor.look.remote(sub) for actor in actors])
 
 
+def test_what_is_closed_says_so(actors, name):
+    trainer, rollout = actors(Weights, 2)
+    pub, sub = col.publish(replicas([trainer]), name), col.subscribe(name, replicas([rollout]))
+    for _ in range(3):
+        pub.put()
+    with pytest.raises(errors.UnknownVersionError, match="it is not there; the newest is 3 of epoch 1"):
+        sub.update(1)
+    sub.close()
+    pub.close()
+    for call in (sub.update, lambda: pub.push([sub]), pub.put, pub.stream):
+        with pytest.raises(errors.InvalidArgumentError, match="is closed, expected one that is open"):
+            call()
+
+
+def test_ranks_of_a_receiver_group_have_tensors_of_their_own(actors, name):
+    """Two ranks wrote the same tensors, each its own part of the version."""
+    (actor,) = actors(Weights, 1)
+    ref = actor.make.remote(SHAPES)
+    with pytest.raises(errors.AliasError, match="rank 1: tensor is in the memory of rank 0's"):
+        col.subscribe(name, [ref, ref])
+
+
 def test_versions_reach_all_receivers_with_receipts(actors, name):
     trainer, *rollouts = actors(Weights, 3)
     with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas(rollouts)) as sub:
