@@ -36,7 +36,7 @@ class FaultError(RaycollectError):
 
     def _text(self) -> str:
         where = self.op or "a plan"
-        if self.group_name or not self.op:
+        if self.group_name:
             where += f" on group {self.group_name!r}"
         text = f"{where}{culprit(self.rank, self.actor)}: {super()._text()}"
         if self.story and self._tells_story:

@@ -28,6 +28,7 @@ from raycollect.errors import (
     refusal,
     wrong_argument,
 )
+from raycollect.errors.text import a_type
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos.handle import Handle
@@ -58,7 +59,7 @@ class Ranks:
 
     def __init__(self, op: str, refs: Sequence[Any], given: Any, timeout_s: float) -> None:
         if not isinstance(refs, (list, tuple)) or not refs or not all(isinstance(one, ray.ObjectRef) for one in refs):
-            raise refusal(op, "", (wrong_argument("refs", type(refs).__name__, "a list of refs, one per rank"),))
+            raise refusal(op, "", (wrong_argument("list of refs", _told(refs), "one ObjectRef per rank"),))
         self.op = op
         self.refs: list[Any] = list(refs)
         handles, violations = held_values.handles_of(dict(enumerate(refs)), timeout_s, op, "")
@@ -148,6 +149,13 @@ class Ranks:
             is_shown=is_shown,
             detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
         )
+
+
+def _told(refs: object) -> str:
+    if not isinstance(refs, (list, tuple)):
+        return a_type(refs)
+    other = next((one for one in refs if not isinstance(one, ray.ObjectRef)), None)
+    return "empty" if not refs else f"a list with {a_type(other)}"
 
 
 def _layouts(op: str, handles: Sequence[Handle], given: Any) -> Layouts:

@@ -354,5 +354,5 @@ def test_what_is_refused(actors, name):
         partial = col.layout([8, 6], mesh={"dp": 2}, partial="dp")
         pair = actors(Weights, 2)
         col.publish([one.make.remote({"w": (8, 6)}) for one in pair], name, layout={"w": partial})
-    with pytest.raises(errors.InvalidArgumentError, match="a list of refs"):
+    with pytest.raises(errors.InvalidArgumentError, match="list of refs is a str"):
         col.subscribe(name, "refs")
