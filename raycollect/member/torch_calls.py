@@ -138,7 +138,7 @@ class TorchCalls:
         return self._work(op, queue.submit(partial(_made, calls), 0), tensors, source)
 
     def _work(self, op: str, future: Future[Any], tensors: Sequence[Any], source: int) -> TorchWork:
-        return TorchWork(MemberWork(self._process_group, op, future), future, tensors, source)
+        return TorchWork(MemberWork(self._process_group, op, future, is_heard=True), future, tensors, source)
 
     def pair(self, op: str, source: int, target: int, tag: int) -> str:
         """The communicator of what one rank sends to another; refuses tags."""
