@@ -124,6 +124,16 @@ class MismatchError(RefusedError):
 
     cure = "make op, reduce op, root, dtype and shape equal on all ranks; no tensor was touched"
 
+    def _advice(self) -> str:
+        in_pieces = any(" of output" in one.field or " of input" in one.field for one in self.violations)
+        return _PIECES if in_pieces else self.cure
+
+
+_PIECES = (
+    "give all pieces one dtype, and each output the shape of what is given to it: output i of a list that of what rank "
+    "i gives; no tensor was touched"
+)
+
 
 class ReadOnlyError(RefusedError):
     """An operand that would be written is read-only."""

@@ -305,6 +305,13 @@ def test_a_violation_of_a_step_names_the_call_of_the_step_and_the_value() -> Non
     assert "call 2 of the batch" in str(replace(one, is_step=False))
 
 
+def test_what_to_do_about_pieces_is_another_thing_than_to_make_them_equal() -> None:
+    """The pieces of an all-to-all differ from pair to pair."""
+    mismatch = Violation(kind="mismatch", rank=1, field="shape of output 0", found="[2]", expected="[3]")
+    assert "output i of a list that of what rank i gives" in str(refusal("alltoall", "g", (mismatch,)))
+    assert "equal on all ranks" in str(refusal("allreduce", "g", (replace(mismatch, field="shape"),)))
+
+
 def test_an_error_in_brief_is_one_line() -> None:
     assert brief(PlanAbortedError(op="x", detail="no", story=("0.1 begin",))) == "PlanAbortedError: x: no"
     refused = refusal("reduce", "g", (VIOLATION, replace(VIOLATION, rank=5)))
