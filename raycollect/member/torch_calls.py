@@ -26,6 +26,26 @@ Call = Callable[[], None]
 """Makes one call of the member, and waits for its end."""
 
 
+class _Failed:
+    """The value of a torch future that has failed: who reads it gets the error.
+
+    `torch.futures.Future.set_exception` makes the error itself the value, for Python to raise. DDP reads the value in
+    C++: it takes the tensors out of it by pickling, looks at the first, and dies of SIGSEGV where there is none.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def look(self) -> Any:
+        """Raises the error; what a future does with its value."""
+        if isinstance(self._error, RaycollectError):
+            raise anew(self._error)
+        raise self._error.with_traceback(None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.look()
+
+
 class TorchWork(distributed.Work):  # type: ignore[misc]
     """A call under way, as torch sees it; `tensors` are those that the call was given."""
 
@@ -47,10 +67,9 @@ class TorchWork(distributed.Work):  # type: ignore[misc]
 
         def settle(future: Future[Any]) -> None:
             error = future.exception()
-            if error is None:
-                made.set_result(tensors)
-            else:
-                made.set_exception(anew(error) if isinstance(error, RaycollectError) else error)
+            if error is not None:
+                made._set_unwrap_func(_Failed.look)
+            made.set_result(tensors if error is None else _Failed(error))
 
         self._future.add_done_callback(settle)
         return made
