@@ -48,7 +48,10 @@ class FaultError(RaycollectError):
 class ParticipantDiedError(FaultError):
     """The process of a participant ended."""
 
-    cure = "group.replace(dead, new), or group.rebuild() over the members that live; these are unharmed"
+    cure = (
+        "group.replace(dead, new), or group.rebuild() over the members that live, which are unharmed; where members "
+        "made the group, destroy and make it again in all of them"
+    )
 
 
 class ActorGoneError(FaultError):

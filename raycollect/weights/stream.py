@@ -84,7 +84,7 @@ class Stream:
         unknown = set(names).difference(*held)
         if unknown or not names:
             raise refusal(
-                "part", "", (wrong_argument("names", repr(sorted(unknown)), "of tensors that are published"),)
+                "part", "", (wrong_argument("names", repr(sorted(unknown)), "names of tensors that are published"),)
             )
         for rank, keys in enumerate(held):
             mine = [name for name in names if name in keys]
