@@ -151,6 +151,13 @@ class Ranks:
         )
 
 
+def why_over(session: Any, *, is_open: bool) -> str:
+    """Why a side can't be used any more; empty where it can. `session`: that of Ray in which it was made."""
+    if is_open and session is not None and not ray_internals.is_in(session):
+        return "of a Ray that was shut down"
+    return "" if is_open else "closed"
+
+
 def _told(refs: object) -> str:
     if not isinstance(refs, (list, tuple)):
         return a_type(refs)

@@ -25,7 +25,7 @@ from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms, protocol
 from raycollect.weights.directory import Directory, HolderRecord
 from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over
 from raycollect.weights.receiver import Holder, Staged
 
 MOST_RECEIVERS = 8
@@ -112,9 +112,11 @@ class Subscription:
     """
 
     _is_open = True
+    _session: Any = None
 
     def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
         ray_internals.ensure_ray()
+        self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
         self._id = secrets.token_hex(8)
         self._inplace = inplace
@@ -167,6 +169,8 @@ class Subscription:
     def close(self) -> None:
         """Ends the subscription. The tensors stay as they are, and are served to others no more."""
         self._is_open = False
+        if why_over(self._session, is_open=True):
+            return  # its actors have ended with Ray
         for rank in range(len(self._ranks)):
             self._ranks.call(rank, agent.detach_receiver, self._id)
 
@@ -193,8 +197,8 @@ class Subscription:
         return found
 
     def _check_open(self) -> None:
-        if not self._is_open:
-            found = wrong_argument("subscription", "closed", "one that is open: subscribe() again")
+        if over := why_over(self._session, is_open=self._is_open):
+            found = wrong_argument("subscription", over, "one that is open: subscribe() again")
             raise refusal("update", "", (found,))
 
     def check(self, src: atoms.Layouts) -> None:

@@ -15,6 +15,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.weights.directory import Directory
+from raycollect.weights.ranks import Ranks
 from tests.ray.weight_actors import SHAPES, Weights, replicas, spoil
 from tests.waiting import has_ended, stop, wait_until
 
@@ -56,6 +57,22 @@ def test_what_is_closed_says_so(actors, name):
     for call in (sub.update, lambda: pub.push([sub]), pub.put, pub.stream):
         with pytest.raises(errors.InvalidArgumentError, match="is closed, expected one that is open"):
             call()
+
+
+def test_what_is_left_of_a_ray_that_was_shut_down(actors, name, monkeypatch):
+    """It waited 30 s for the store of a cluster that is gone, and `close` started a Ray to call the actors there."""
+    trainer, rollout = actors(Weights, 2)
+    pub, sub = col.publish(replicas([trainer]), name), col.subscribe(name, replicas([rollout]))
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_internals, "is_in", lambda session: False)
+        patch.setattr(Ranks, "call", None)
+        for call in (sub.update, lambda: pub.push([sub]), pub.put, pub.stream):
+            with pytest.raises(errors.InvalidArgumentError, match="of a Ray that was shut down"):
+                call()
+        sub.close()
+        pub.close()
+    sub.close()
+    pub.close()
 
 
 def test_ranks_of_a_receiver_group_have_tensors_of_their_own(actors, name):
