@@ -37,7 +37,9 @@ def follow(block: Recording, controller: Controller) -> bytes:
         return b""
     lost = succession.lost(request_list)
     if lost:
-        raise CaptureMembersError(detail="this captured step needs what its groups do not have any more", lost=lost)
+        raise CaptureMembersError(
+            detail="the members of its groups have changed, and this captured step lacks", lost=lost
+        )
     capture = secrets.token_bytes(CAPTURE_NBYTES)
     succession.apply(request_list, capture)
     held, block.held, block.is_moved = block.held, {}, True

@@ -252,7 +252,7 @@ def session() -> Any:
 def describe_process() -> str:
     """Describes this process to a person elsewhere."""
     context = ray.get_runtime_context()
-    kind = "actor" if current_actor_id() else "driver"
+    kind = "actor" if current_actor_id() else "task" if is_worker() else "driver"
     return f"{kind} process {os.getpid()} on {node_address()} (job {context.get_job_id()})"
 
 

@@ -74,6 +74,7 @@ class Call:
     ) -> None:
         self._kind = kind
         self._group_name = name_of(group_name)
+        self._is_name = isinstance(group_name, str)
         was_started = ray_internals.is_started()
         if was_started:
             self.controller: Controller = Controller.current()
@@ -173,7 +174,8 @@ class Call:
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
-        if controller.groups.find(group_name) is not None or group_name != "default" or self._kind is OpKind.BARRIER:
+        may_derive = group_name == "default" and self._is_name and self._kind is not OpKind.BARRIER
+        if controller.groups.find(group_name) is not None or not may_derive:  # a Group of that name was destroyed
             return controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
         actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()

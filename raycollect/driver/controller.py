@@ -152,7 +152,9 @@ class Controller:
     def check(self, memberships: Sequence[Membership]) -> None:
         """Checks that groups exist and can communicate."""
         if self._is_closed:
-            raise UnknownGroupError(group_name="", detail="its controller was closed: ray was shut down meanwhile")
+            name = memberships[0].spec.name if memberships else ""
+            detail = "it has ended with what used it, as Ray was shut down meanwhile; capture steps of it again, too"
+            raise UnknownGroupError(group_name=name, detail=detail)
         self.groups.check(memberships)
 
     def _group_ends(self, membership: Membership, why: str) -> None:

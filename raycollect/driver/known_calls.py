@@ -63,7 +63,7 @@ def run(
     asked = _read(kind, name_of(group_name), timeout_s, op, root, snapshot, refs, keys)
     controller = None if asked is None else Controller.running()
     if controller is not None and asked is not None:
-        known = _again(controller, asked)
+        known = _again(controller, asked, may_derive=isinstance(group_name, str))
         if known is not None:
             return _send(controller, known, keys, refs, async_op=bool(async_op))
     operands = {} if op is None else {"op": op}
@@ -94,12 +94,12 @@ def _read(
     return _Asked(kind, name, timeout_s, op, root, snapshot, tuple(actors))
 
 
-def _again(controller: Controller, asked: _Asked) -> _Known | None:
+def _again(controller: Controller, asked: _Asked, *, may_derive: bool) -> _Known | None:
     known: _Known | None = controller.known_calls.get(asked)
     if known is None:
         return None
     now = controller.groups.find(asked.group_name)
-    if now is None and known.asked.group.is_derived:
+    if now is None and may_derive and known.asked.group.is_derived:
         now = controller.groups.derived(asked.actors)
     return known if now is known.asked.group else None
 

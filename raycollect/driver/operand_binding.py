@@ -29,7 +29,10 @@ class Operand:
 
 _NEARLY: dict[type, str] = {
     ray.actor.ActorHandle: "an actor handle",
-    ray.actor.ActorMethod: "a method that was not called (call it as actor.method.remote())",
+    ray.actor.ActorMethod: (
+        "a method that was not called (call it as actor.method.remote(), or in a captured step as "
+        "step.call(actor.method))"
+    ),
 }
 """What is easily taken for a ref -> in words."""
 

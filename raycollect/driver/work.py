@@ -378,5 +378,6 @@ def absence(value: Any) -> tuple[str, str, str]:
         return "producer_failed", f"missing: its method raised {type(raised).__name__}: {raised}", "a value"
     if isinstance(value, RayError):
         return "lost", f"lost ({type(value).__name__})", ""
-    expected = "a tensor, or a list, tuple or dict of tensors, of a method whose name begins with no underscore"
+    by = "that a public method, not a static or class method, of a CollectiveParticipant returned"
+    expected = f"a tensor, or a list, tuple or dict of tensors, {by}"
     return "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value", expected

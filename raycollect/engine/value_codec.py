@@ -103,9 +103,9 @@ def _extend(value: Any) -> Any:
         return _BASES[base](value)
     memory = arrays.view(arrays.resolved(value))
     if memory is None:
-        raise TypeError(f"{_described_type(value)}, which can't travel with a run")
+        raise TypeError(f"{_described_type(value)}, which can't travel as a plain value")
     if isinstance(memory, arrays.DeviceArray):
-        raise TypeError(f"a tensor in the memory of {memory.device}, which can't travel with a run")
+        raise TypeError(f"a tensor in the memory of {memory.device}, which can't travel as a plain value")
     name = arrays.library(value).encode()
     return msgpack.ExtType(_TENSOR, bytes((len(name),)) + name + _array_bytes(memory))
 

@@ -36,7 +36,7 @@ class FaultError(RaycollectError):
 
     def _text(self) -> str:
         where = self.op or "a plan"
-        if self.group_name or not self.op:
+        if self.group_name:
             where += f" on group {self.group_name!r}"
         text = f"{where}{culprit(self.rank, self.actor)}: {super()._text()}"
         if self.story and self._tells_story:
@@ -48,7 +48,10 @@ class FaultError(RaycollectError):
 class ParticipantDiedError(FaultError):
     """The process of a participant ended."""
 
-    cure = "group.replace(dead, new), or group.rebuild() over the members that live; these are unharmed"
+    cure = (
+        "group.replace(dead, new), or group.rebuild() over the members that live, which are unharmed; where members "
+        "made the group, destroy and make it again in all of them"
+    )
 
 
 class ActorGoneError(FaultError):

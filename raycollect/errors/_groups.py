@@ -75,7 +75,10 @@ class ControllerConflictError(ControlError):
 
     actor: str
     holder: str
-    cure = "let that process destroy its groups (or end), or drive the actor from there"
+    cure = (
+        "let that process destroy its groups, or end, or drive the actor from there; a group that was derived from "
+        "refs lasts until the process ends, so declare one there, and destroy it"
+    )
 
     def _text(self) -> str:
         return f"{self.actor} is driven by another controller: {self.holder}."

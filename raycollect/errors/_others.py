@@ -34,6 +34,12 @@ class CaptureError(RaycollectError):
     detail: str
 
 
+_REPLACE = (
+    "put another member in the place of the lost one by group.replace(dead, new), and bring the actors to a known "
+    "state; then the step runs again"
+)
+
+
 @dataclass(eq=False, kw_only=True)
 class CaptureBrokenError(CaptureError):
     """A run of a captured step failed before: its values may be half-made, so that it does not run again.
@@ -49,6 +55,10 @@ class CaptureBrokenError(CaptureError):
 
     def _text(self) -> str:
         return f"{self.detail}: {self.why}"
+
+    def _advice(self) -> str:
+        is_loss = self.why.startswith(("ParticipantDiedError", "GroupBrokenError"))
+        return _REPLACE if is_loss else self.cure
 
 
 @dataclass(eq=False, kw_only=True)

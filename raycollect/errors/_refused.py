@@ -115,11 +115,24 @@ class NotATensorError(RefusedError):
         "to return that, and must not be marked by_value"
     )
 
+    def _advice(self) -> str:
+        return "give what was expected, and call again" if self.op.endswith("_object") else self.cure
+
 
 class MismatchError(RefusedError):
     """The ranks disagree about what to do."""
 
     cure = "make op, reduce op, root, dtype and shape equal on all ranks; no tensor was touched"
+
+    def _advice(self) -> str:
+        in_pieces = any(" of output" in one.field or " of input" in one.field for one in self.violations)
+        return _PIECES if in_pieces else self.cure
+
+
+_PIECES = (
+    "give all pieces one dtype, and each output the shape of what is given to it: output i of a list that of what rank "
+    "i gives; no tensor was touched"
+)
 
 
 class ReadOnlyError(RefusedError):

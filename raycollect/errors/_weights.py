@@ -31,9 +31,9 @@ class VersionError(RaycollectError):
 
 
 class UnknownVersionError(VersionError):
-    """Nothing of that name or number is there."""
+    """No version of that name is there: none was put, or the publication was closed."""
 
-    cure = "call publish() and put() first; a publisher keeps its two newest versions"
+    cure = "call publish() and put() first, and update to one of the two newest versions, which a publisher keeps"
 
 
 class PublisherReplacedError(VersionError):
@@ -51,7 +51,10 @@ class VersionNotPutError(VersionError):
 class VersionNotWholeError(VersionError):
     """A receiver could not get all atoms with the right digests; the group's methods see what they saw before."""
 
-    cure = "call update() again: it reads only what is missing"
+    cure = (
+        "call update() again: it reads only what is missing; where the subscription has ended, or all of its actors, "
+        "call subscribe() again"
+    )
 
 
 class VersionDirtyError(VersionError):

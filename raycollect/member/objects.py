@@ -7,7 +7,9 @@ same on all ranks, takes any object: who can write to the group can then run cod
 from __future__ import annotations
 
 import pickle as pickler
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from raycollect.core.model import GroupLike
 from raycollect.engine.value_codec import pack_value, unpack_value
-from raycollect.errors import Violation, refusal
+from raycollect.errors import MismatchError, Violation, refusal
 from raycollect.member import operations
 from raycollect.member.init import get_group_handle
 
@@ -45,12 +47,14 @@ def broadcast_object(
 
     Raises:
         NotATensorError: It can't travel; raised on all ranks.
+        MismatchError: The ranks have different `pickle`.
         RaycollectError: As `raycollect.allreduce`.
     """
     mine = [value] if _is_here(src_rank, group_name) else []
     exchange = _Exchange("broadcast_object", mine, group_name, pickle, timeout_s)
     length = np.array(exchange.lengths[0] if mine else 0, np.int64)
-    operations.broadcast(length, src_rank, group_name, timeout_s=timeout_s)
+    with exchange.agreed():
+        operations.broadcast(exchange.told(length), src_rank, group_name, timeout_s=timeout_s)
     exchange.check({src_rank: int(length)})
     data = exchange.packed if mine else np.empty(int(length), np.uint8)
     operations.broadcast(data, src_rank, group_name, timeout_s=timeout_s)
@@ -96,11 +100,14 @@ def scatter_object(
     exchange = _Exchange("scatter_object", given, group_name, pickle, timeout_s)
     count = get_group_handle(group_name).world_size
     if mine and len(exchange.lengths) != count:
-        exchange.why = exchange.why or f"{len(exchange.lengths)} values for {count} ranks"
+        if not exchange.why:
+            exchange.why, exchange.expected = f"{len(exchange.lengths)} values for {count} ranks", "one value per rank"
         exchange.lengths = [_FAILED] * count
     length = np.zeros(1, np.int64)
     lengths = [np.array([one], np.int64) for one in exchange.lengths] if mine else None
-    operations.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
+    told = None if lengths is None else [exchange.told(one) for one in lengths]
+    with exchange.agreed():
+        operations.scatter(exchange.told(length), told, src_rank, group_name, timeout_s=timeout_s)
     exchange.check({src_rank: int(length[0])})
     data = np.empty(int(length[0]), np.uint8)
     parts = np.split(exchange.packed, np.cumsum(exchange.lengths)[:-1]) if mine else None
@@ -113,6 +120,13 @@ def _is_here(rank: Any, group_name: GroupLike) -> bool:
     return isinstance(rank, Integral) and bool(get_group_handle(group_name).rank == rank)
 
 
+def _about_pickle(one: Violation) -> Violation:
+    if {one.found, one.expected} != {"int64", "uint64"}:
+        return one
+    found, expected = (f"pickle={told == 'uint64'}" for told in (one.found, one.expected))
+    return replace(one, field="form of values", found=found, expected=f"{expected} on all ranks")
+
+
 class _Exchange:
     """What one rank packs and reads in one call; `lengths` are those of its values, in bytes."""
 
@@ -120,6 +134,7 @@ class _Exchange:
         self, op: str, values: Sequence[Any], group_name: GroupLike, pickle: bool, timeout_s: float | None
     ) -> None:
         self.why = ""
+        self.expected = "a value that can be pickled" if pickle else "plain values, or pickle=True on all ranks"
         self._op = op
         self._group_name = group_name
         self._pickle = pickle
@@ -136,18 +151,31 @@ class _Exchange:
     def rooms(self) -> list[Any]:
         """Memory for what each rank gives, by rank."""
         process_group = get_group_handle(self._group_name)
-        lengths = np.zeros(process_group.world_size, np.int64)
-        operations.allgather(lengths, np.array(self.lengths, np.int64), self._group_name, timeout_s=self._timeout_s)
+        lengths, mine = np.zeros(process_group.world_size, np.int64), np.array(self.lengths, np.int64)
+        with self.agreed():
+            operations.allgather(self.told(lengths), self.told(mine), self._group_name, timeout_s=self._timeout_s)
         self.check(dict(enumerate(lengths.tolist())))
         return [np.empty(length, np.uint8) for length in lengths.tolist()]
+
+    def told(self, lengths: Any) -> Any:
+        """Lengths as they travel: unsigned where values are pickled, so that ranks that differ are refused."""
+        return lengths.view(np.uint64) if self._pickle else lengths
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Says of lengths that were refused for their type what that means."""
+        try:
+            yield
+        except MismatchError as exc:
+            wrong = tuple([_about_pickle(one) for one in exc.violations])
+            raise refusal(self._op, exc.group_name, wrong) from None
 
     def check(self, lengths: dict[int, int]) -> None:
         """Raises on all ranks where one of them has nothing that can travel."""
         process_group = get_group_handle(self._group_name)
-        expected = "a value that can be pickled" if self._pickle else "plain values, or pickle=True on all ranks"
-        told = self.why or "one that can't travel, as that rank says"
+        told = self.why or "refused by that rank, whose error says why"
         wrong = tuple(
-            Violation(kind="not_tensor", rank=rank, field="value", found=told, expected=expected)
+            Violation(kind="not_tensor", rank=rank, field="value", found=told, expected=self.expected)
             for rank, length in lengths.items()
             if length < 0
         )

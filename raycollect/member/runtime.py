@@ -34,7 +34,9 @@ from raycollect.errors import (
     GroupBrokenError,
     ProtocolError,
     RaycollectError,
+    Violation,
     anew,
+    refusal,
     to_wire,
 )
 from raycollect.group.process_groups import ProcessGroups
@@ -43,7 +45,7 @@ from raycollect.member.lease import Lease
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.planner import decode_order
-from raycollect.pos import Container, Store, fetch
+from raycollect.pos import Container, Store, fetch, obstacle
 from raycollect.pos.handle import Handle
 from raycollect.pos.ref_tokens import RefTokenPool
 
@@ -370,9 +372,16 @@ def mark_written(tensor: Any) -> None:
 
     Args:
         tensor: An array, or a list, tuple or dict of arrays, that the caller has overwritten.
+
+    Raises:
+        NotATensorError: It is something else, such as a ref.
     """
     container = Container.of(tensor, arrays.is_tensor)
-    if container is not None:
-        ProcessGroups.current().instruments.store.mark_written(
-            [arrays.byte_range(arrays.memory(t)) for t in container.tensors]
-        )
+    if container is None:
+        expected = "tensors of this process: call it in a method of the actor that has them"
+        found = obstacle(tensor, arrays.is_tensor).removeprefix("it is ")
+        wrong = Violation(kind="not_tensor", field="tensor", found=found, expected=expected)
+        raise refusal("mark_written", "", (wrong,))
+    ProcessGroups.current().instruments.store.mark_written(
+        [arrays.byte_range(arrays.memory(t)) for t in container.tensors]
+    )

@@ -26,6 +26,26 @@ Call = Callable[[], None]
 """Makes one call of the member, and waits for its end."""
 
 
+class _Failed:
+    """The value of a torch future that has failed: who reads it gets the error.
+
+    `torch.futures.Future.set_exception` makes the error itself the value, for Python to raise. DDP reads the value in
+    C++: it takes the tensors out of it by pickling, looks at the first, and dies of SIGSEGV where there is none.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def look(self) -> Any:
+        """Raises the error; what a future does with its value."""
+        if isinstance(self._error, RaycollectError):
+            raise anew(self._error)
+        raise self._error.with_traceback(None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.look()
+
+
 class TorchWork(distributed.Work):  # type: ignore[misc]
     """A call under way, as torch sees it; `tensors` are those that the call was given."""
 
@@ -47,10 +67,9 @@ class TorchWork(distributed.Work):  # type: ignore[misc]
 
         def settle(future: Future[Any]) -> None:
             error = future.exception()
-            if error is None:
-                made.set_result(tensors)
-            else:
-                made.set_exception(anew(error) if isinstance(error, RaycollectError) else error)
+            if error is not None:
+                made._set_unwrap_func(_Failed.look)
+            made.set_result(tensors if error is None else _Failed(error))
 
         self._future.add_done_callback(settle)
         return made
@@ -138,7 +157,7 @@ class TorchCalls:
         return self._work(op, queue.submit(partial(_made, calls), 0), tensors, source)
 
     def _work(self, op: str, future: Future[Any], tensors: Sequence[Any], source: int) -> TorchWork:
-        return TorchWork(MemberWork(self._process_group, op, future), future, tensors, source)
+        return TorchWork(MemberWork(self._process_group, op, future, is_heard=True), future, tensors, source)
 
     def pair(self, op: str, source: int, target: int, tag: int) -> str:
         """The communicator of what one rank sends to another; refuses tags."""

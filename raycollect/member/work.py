@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from raycollect.core import html
-from raycollect.errors import CollectiveTimeoutError, RaycollectError, anew
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError, anew
 from raycollect.group.process_group import ProcessGroup
 from raycollect.planner.wording import seconds_words
+
+_log = logging.getLogger("raycollect")
 
 
 class MemberWork:
@@ -21,7 +25,8 @@ class MemberWork:
     Await it in a coroutine, or call `wait`. Do not touch the tensors before that.
     """
 
-    def __init__(self, process_group: ProcessGroup, op: str, future: Future[Any]) -> None:
+    def __init__(self, process_group: ProcessGroup, op: str, future: Future[Any], *, is_heard: bool = False) -> None:
+        self._is_heard = is_heard  # whether somebody asks for the outcome, who is told of an error
         self._process_group = process_group
         self._op = op
         self._future = future
@@ -60,6 +65,7 @@ class MemberWork:
         self._raise()
 
     def _raise(self) -> None:
+        self._is_heard = True
         error = self._future.exception()
         if isinstance(error, RaycollectError):
             raise anew(error)
@@ -75,6 +81,10 @@ class MemberWork:
         error = self._future.exception()
         return ("done" if error is None else type(error).__name__), error
 
+    def __del__(self) -> None:
+        if not self._is_heard:
+            self._future.add_done_callback(partial(_log_unheard, self._op, self._process_group.name))
+
     @html.shown
     def _repr_html_(self) -> str:
         is_known = self._future.done()
@@ -89,3 +99,9 @@ class MemberWork:
 
     def __repr__(self) -> str:
         return f"<MemberWork {self._op} on group {self._process_group.name!r}: {self._outcome()[0]}>"
+
+
+def _log_unheard(op: str, group_name: str, future: Future[Any]) -> None:
+    error = future.exception()
+    if error is not None and not isinstance(error, PlanAbortedError):
+        _log.error("%s on group %r failed, and nobody waited for it: %s", op, group_name, error)

@@ -118,11 +118,8 @@ def unkept(value: Any, is_tensor: Callable[[Any], bool], tell: Tell) -> str:
         return f"{what} ({_AS_ARRAY})"
     if is_tensor(value):
         return f"{what} without dimensions ({_AS_ARRAY})" if getattr(value, "shape", None) == () else what
-    return (
-        f"{what} ({obstacle(value, is_tensor, tell)})"
-        if type(value) in (list, tuple) or isinstance(value, Mapping)
-        else what
-    )
+    why = obstacle(value, is_tensor, tell) if type(value) in (list, tuple) or isinstance(value, Mapping) else ""
+    return f"{what} ({why})" if why else what
 
 
 def _can_travel(name: Any) -> bool:

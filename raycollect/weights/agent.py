@@ -167,6 +167,11 @@ def attach_receiver(
     attached = _attached(actor, "subscribe")
     made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace)
     with _agents.lock:
+        for at, one in _agents.receivers.get(subscription, {}).items():
+            if at != rank and set(one.where) & set(made.where):
+                found, expected = f"in the memory of rank {at}'s", "tensors of its own for each rank"
+                wrong = Violation(kind="alias", rank=rank, field="tensor", found=found, expected=expected)
+                raise refusal("subscribe", "", (wrong,))
         for of, known in _agents.receivers.items():
             for at, one in list(known.items()):
                 if of == subscription or not made.where or one.where != made.where:

@@ -44,7 +44,7 @@ class LocalSide:
         self._container = container
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._tensors)
-        violations = [wrong_layout(f"{what} of the layout", found, expected, rank) for what, found, expected in faults]
+        violations = [wrong_layout(*fault, rank) for fault in faults]
         if not faults:
             self._places = places_of(container.structure, self._tensors)
             violations += list(self._unfit(is_written=is_written))

@@ -22,7 +22,7 @@ from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over
 from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Receipt, Subscription, update_all
@@ -62,8 +62,12 @@ class Publication:
         epoch: Counts up with the publishers of this name.
     """
 
+    _is_open = True
+    _session: Any = None
+
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
         ray_internals.ensure_ray()
+        self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
         self.ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)
         faults = tuple(atoms.source_faults(self.ranks.layouts))
@@ -114,6 +118,7 @@ class Publication:
             VersionNotPutError: An actor is gone or has failed, or replicas have different bits. Nothing was put.
             VersionTimeoutError: An actor did not come to it in time. Nothing was put.
             PublisherReplacedError: Another publisher has taken the name.
+            InvalidArgumentError: The publication was closed.
         """
         stream = self.stream(version=version)
         stream.commit(timeout_s=timeout_s)
@@ -183,6 +188,8 @@ class Publication:
         self._post(ordered, keys)
 
     def _check_groups(self, op: str, subscriptions: Sequence[Subscription]) -> None:
+        if over := why_over(self._session, is_open=self._is_open):
+            raise refusal(op, "", (wrong_argument("publication", over, "one that is open: publish() again"),))
         for one in subscriptions:
             if one.name != self.name:
                 raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
@@ -222,6 +229,9 @@ class Publication:
 
     def close(self) -> None:
         """Ends the publication: its versions can't be had any more, but from receivers that know of it."""
+        self._is_open = False
+        if why_over(self._session, is_open=True):
+            return  # its actors and records have ended with Ray
         for rank in range(len(self.ranks)):
             self.ranks.call(rank, agent.detach_source, self.name, self.epoch)
         if self._directory.epoch() == self.epoch:

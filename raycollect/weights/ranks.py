@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from raycollect.core import ray_internals
 from raycollect.core.model import TENSOR, Key
 from raycollect.driver import held_values
+from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.side_layouts import SideLayouts, held_tensors
 from raycollect.errors import (
     ActorGoneError,
@@ -27,6 +28,7 @@ from raycollect.errors import (
     refusal,
     wrong_argument,
 )
+from raycollect.errors.text import a_type
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos.handle import Handle
@@ -57,7 +59,7 @@ class Ranks:
 
     def __init__(self, op: str, refs: Sequence[Any], given: Any, timeout_s: float) -> None:
         if not isinstance(refs, (list, tuple)) or not refs or not all(isinstance(one, ray.ObjectRef) for one in refs):
-            raise refusal(op, "", (wrong_argument("refs", type(refs).__name__, "a list of refs, one per rank"),))
+            raise refusal(op, "", (wrong_argument("list of refs", _told(refs), "one ObjectRef per rank"),))
         self.op = op
         self.refs: list[Any] = list(refs)
         handles, violations = held_values.handles_of(dict(enumerate(refs)), timeout_s, op, "")
@@ -104,6 +106,7 @@ class Ranks:
         try:
             self.attached = self._answers(refs)
         except BaseException:
+            retrieve_errors(refs)
             for rank in range(len(self)):
                 self.call(rank, *undo)
             raise
@@ -146,6 +149,20 @@ class Ranks:
             is_shown=is_shown,
             detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
         )
+
+
+def why_over(session: Any, *, is_open: bool) -> str:
+    """Why a side can't be used any more; empty where it can. `session`: that of Ray in which it was made."""
+    if is_open and session is not None and not ray_internals.is_in(session):
+        return "of a Ray that was shut down"
+    return "" if is_open else "closed"
+
+
+def _told(refs: object) -> str:
+    if not isinstance(refs, (list, tuple)):
+        return a_type(refs)
+    other = next((one for one in refs if not isinstance(one, ray.ObjectRef)), None)
+    return "empty" if not refs else f"a list with {a_type(other)}"
 
 
 def _layouts(op: str, handles: Sequence[Handle], given: Any) -> Layouts:
@@ -241,13 +258,15 @@ def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callabl
         if not ready:
             for job, _ in jobs:
                 job.end_late()
-            return
+            break
         for ref in ready:
             job, rank = pending.pop(ref)
             job.round, following = protocol.advance(job.round, event_of(job, rank, partial(job.heard, rank, ref)))
             if following is not None:
                 _tell(pending, job, following)
+        retrieve_errors(ref for ref, (job, _) in pending.items() if job.round.is_over)
         pending = {ref: one for ref, one in pending.items() if not one[0].round.is_over}
+    retrieve_errors(pending)
 
 
 def _tell(pending: dict[Any, tuple[Update, int]], job: Update, tell: Tell) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raycollect.core.model import Key
+from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refusal, wrong_argument
 from raycollect.weights import agent, protocol
 from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
@@ -83,7 +84,7 @@ class Stream:
         unknown = set(names).difference(*held)
         if unknown or not names:
             raise refusal(
-                "part", "", (wrong_argument("names", repr(sorted(unknown)), "of tensors that are published"),)
+                "part", "", (wrong_argument("names", repr(sorted(unknown)), "names of tensors that are published"),)
             )
         for rank, keys in enumerate(held):
             mine = [name for name in names if name in keys]
@@ -156,7 +157,9 @@ class Stream:
             self._sealed({atom: digest for atom, digest in event.digests.items() if atom not in before.parts})
         elif self._job.round.is_over:
             for asked in self._sealing:
+                retrieve_errors(ref for ref, _ in asked if not isinstance(ref, ray.ObjectRefGenerator))
                 asked.clear()
+            retrieve_errors(self._landing)
             self._landing.clear()
 
     def _sealed(self, fresh: Mapping[Atom, bytes]) -> None:

@@ -14,6 +14,7 @@ from raycollect.core import ray_internals
 from raycollect.errors import (
     RaycollectError,
     UnknownVersionError,
+    VersionError,
     VersionNotWholeError,
     anew,
     kept,
@@ -24,7 +25,7 @@ from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms, protocol
 from raycollect.weights.directory import Directory, HolderRecord
 from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over
 from raycollect.weights.receiver import Holder, Staged
 
 MOST_RECEIVERS = 8
@@ -110,8 +111,12 @@ class Subscription:
         name: That of the publication.
     """
 
+    _is_open = True
+    _session: Any = None
+
     def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
         ray_internals.ensure_ray()
+        self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
         self._id = secrets.token_hex(8)
         self._inplace = inplace
@@ -151,16 +156,21 @@ class Subscription:
             timeout_s: How long all of it may take, in seconds.
 
         Raises:
-            UnknownVersionError: There is no such version.
+            UnknownVersionError: There is no such version; it does not wait for one.
+            InvalidArgumentError: The subscription was closed.
             LayoutError: The layouts do not fit those of the publisher.
             VersionNotWholeError: A rank could not get all of it, or all ranks are gone. Methods see what they saw.
             VersionTimeoutError: A rank did not come to it in time. If `is_shown` is False, methods see what they saw.
             VersionError: Ray can't reach a rank's actor, which may live; others may show the version. Update again.
         """
+        self._check_open()
         return update_all([self], version, timeout_s)[0]
 
     def close(self) -> None:
         """Ends the subscription. The tensors stay as they are, and are served to others no more."""
+        self._is_open = False
+        if why_over(self._session, is_open=True):
+            return  # its actors have ended with Ray
         for rank in range(len(self._ranks)):
             self._ranks.call(rank, agent.detach_receiver, self._id)
 
@@ -180,12 +190,20 @@ class Subscription:
         if src is None and found is not None and version == "latest" and self._directory.latest() != found:
             return self.find(version)  # a publisher after that one has forgotten its layouts
         if found is None or src is None:
-            raise UnknownVersionError(name=self.name, version="" if version == "latest" else str(version))
+            asked, newest = "" if version == "latest" else str(version), self._directory.latest()
+            detail = f"it is not there; the newest is {newest}" if asked and newest is not None else ""
+            raise UnknownVersionError(name=self.name, version=asked, detail=detail)
         self.check(src)
         return found
 
+    def _check_open(self) -> None:
+        if over := why_over(self._session, is_open=self._is_open):
+            found = wrong_argument("subscription", over, "one that is open: subscribe() again")
+            raise refusal("update", "", (found,))
+
     def check(self, src: atoms.Layouts) -> None:
-        """Raises a LayoutError where a publisher's layouts do not fit."""
+        """Raises where the subscription was closed, or a publisher's layouts do not fit."""
+        self._check_open()
         faults = tuple(atoms.reader_faults(self._ranks.layouts, src))
         if faults:
             raise refusal("update", "", faults)
@@ -299,7 +317,10 @@ class Subscription:
             return self._ranks.late_error(self.name, job, timeout_s, is_shown=job.round.is_shown)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         for error in job.errors.values():
-            return anew(error)
+            found = anew(error)
+            if isinstance(found, VersionError) and not found.name:
+                found.name = self.name  # which the actor did not know
+            return found
         if not job.round.done:
             return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
         return VersionNotWholeError(**where, detail="others have updated the same actors, or written their tensors")

@@ -77,6 +77,8 @@ def test_a_second_controller_is_refused_while_the_first_lives(actors):
     assert "Buffers(" in message
     assert "driver process" in holder
     assert str(pid) not in holder
+    task = ray.remote(num_cpus=0)(ray_internals.describe_process)
+    assert ray.get(task.remote()).startswith("task process")  # which is kept for other tasks
     col.allreduce_refs(buffers([a, b]))
     col.destroy_collective_group()
 

@@ -49,7 +49,7 @@ def test_an_actor_where_a_ref_of_its_tensor_belongs(trio):
     with pytest.raises(errors.ForeignRefError, match="an actor handle") as caught:
         col.allreduce_refs(trio)
     assert [violation.rank for violation in caught.value.violations] == [0, 1, 2]
-    with refused(errors.ForeignRefError, "not called (call it as actor.method.remote())", actors=trio):
+    with refused(errors.ForeignRefError, "not called (call it as actor.method.remote(), or", actors=trio):
         col.allreduce_refs([trio[0].get_buffer, *buffers(trio[1:])])
 
 
@@ -65,6 +65,26 @@ def test_a_reduce_op_in_the_place_of_the_group(trio):
     with pytest.raises(errors.UnknownGroupError, match="not declared") as caught:
         col.allreduce_refs(buffers(trio), "average")
     assert "op=" not in str(caught.value)
+
+
+def test_a_group_that_was_destroyed(actors):
+    """One named "default" was taken for that name, and a group derived in its place."""
+    workers = actors(Worker, 2)
+    refs = buffers(workers)
+    col.allreduce_refs(refs)  # remembered, with the group derived for it
+    group = col.declare_collective_group(workers)
+    group.destroy()
+    for inplace in (True, False):
+        with pytest.raises(errors.UnknownGroupError, match="not declared"):
+            col.allreduce_refs(refs, group, inplace=inplace)
+    col.allreduce_refs(refs)
+
+
+def test_a_ref_can_not_be_marked_as_written(trio):
+    """It was passed over in silence, and the tensor stayed dirty."""
+    for given, said in ((trio[0].get_buffer.remote(), "an ObjectRef"), ([], "empty")):
+        with pytest.raises(errors.NotATensorError, match=f"tensor is {said}, expected tensors of this process"):
+            col.mark_written(given)
 
 
 @pytest.mark.parametrize("op", ["avg", "AVG", col.ReduceOp.AVG])

@@ -15,6 +15,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.weights.directory import Directory
+from raycollect.weights.ranks import Ranks
 from tests.ray.weight_actors import SHAPES, Weights, looks, replicas, spoil
 from tests.waiting import has_ended, stop, wait_until
 
@@ -38,6 +39,44 @@ def stopped():
     yield stop_actor
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_what_is_closed_says_so(actors, name):
+    trainer, rollout = actors(Weights, 2)
+    pub, sub = col.publish(replicas([trainer]), name), col.subscribe(name, replicas([rollout]))
+    for _ in range(3):
+        pub.put()
+    with pytest.raises(errors.UnknownVersionError, match="it is not there; the newest is 3 of epoch 1"):
+        sub.update(1)
+    sub.close()
+    pub.close()
+    for call in (sub.update, lambda: pub.push([sub]), pub.put, pub.stream):
+        with pytest.raises(errors.InvalidArgumentError, match="is closed, expected one that is open"):
+            call()
+
+
+def test_what_is_left_of_a_ray_that_was_shut_down(actors, name, monkeypatch):
+    """It waited 30 s for the store of a cluster that is gone, and `close` started a Ray to call the actors there."""
+    trainer, rollout = actors(Weights, 2)
+    pub, sub = col.publish(replicas([trainer]), name), col.subscribe(name, replicas([rollout]))
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_internals, "is_in", lambda session: False)
+        patch.setattr(Ranks, "call", None)
+        for call in (sub.update, lambda: pub.push([sub]), pub.put, pub.stream):
+            with pytest.raises(errors.InvalidArgumentError, match="of a Ray that was shut down"):
+                call()
+        sub.close()
+        pub.close()
+    sub.close()
+    pub.close()
+
+
+def test_ranks_of_a_receiver_group_have_tensors_of_their_own(actors, name):
+    """Two ranks wrote the same tensors, each its own part of the version."""
+    (actor,) = actors(Weights, 1)
+    ref = actor.make.remote(SHAPES)
+    with pytest.raises(errors.AliasError, match="rank 1: tensor is in the memory of rank 0's"):
+        col.subscribe(name, [ref, ref])
 
 
 def test_versions_reach_all_receivers_with_receipts(actors, name):
@@ -328,5 +367,5 @@ def test_what_is_refused(actors, name):
         partial = col.layout([8, 6], mesh={"dp": 2}, partial="dp")
         pair = actors(Weights, 2)
         col.publish([one.make.remote({"w": (8, 6)}) for one in pair], name, layout={"w": partial})
-    with pytest.raises(errors.InvalidArgumentError, match="a list of refs"):
+    with pytest.raises(errors.InvalidArgumentError, match="list of refs is a str"):
         col.subscribe(name, "refs")

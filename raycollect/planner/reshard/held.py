@@ -23,9 +23,11 @@ def faults_of(structure: Structure, infos: Sequence[TensorInfo], tensors: Sequen
     if structure.kind != "dict" or any(item != TENSOR for item in structure.items):
         return [("value", str(structure), f"a dict of tensors: {listed(map(repr, names))}")]
     held = dict(zip(structure.names, infos, strict=True))
-    found = [("dict", f"without {name!r}", "it, as the layout says") for name in names if name not in held]
+    found = [
+        ("dict", f"without {name!r}", "a tensor of that name, as the layout says") for name in names if name not in held
+    ]
     strange = [name for name in held if name not in names]
-    found += [("dict", f"with {name!r}", "no tensor that no layout names") for name in strange]
+    found += [("dict", f"with {name!r}", "only names that have a layout") for name in strange]
     return [*found, *_unlike([(one.key, held[one.key], one) for one in tensors if one.key in held])]
 
 

@@ -60,7 +60,7 @@ def test_what_only_copies_takes_elements_as_they_are_to_be(lazy: Callable[[Any],
 
 
 def test_what_can_not_travel_with_a_run_is_told_why() -> None:
-    with pytest.raises(TypeError, match=r"torch\.sparse_coo.*can't travel with a run"):
+    with pytest.raises(TypeError, match=r"torch\.sparse_coo.*can't travel as a plain value"):
         pack_value(torch.eye(2).to_sparse())
-    with pytest.raises(TypeError, match=r"objects of Python.*can't travel with a run"):
+    with pytest.raises(TypeError, match=r"objects of Python.*can't travel as a plain value"):
         pack_value(np.array([object()]))

@@ -26,6 +26,7 @@ from raycollect.errors import (
     KernelError,
     MethodError,
     MismatchError,
+    ParticipantDiedError,
     PlanAbortedError,
     ProtocolError,
     RankReport,
@@ -304,12 +305,22 @@ def test_a_violation_of_a_step_names_the_call_of_the_step_and_the_value() -> Non
     assert "call 2 of the batch" in str(replace(one, is_step=False))
 
 
+def test_what_to_do_about_pieces_is_another_thing_than_to_make_them_equal() -> None:
+    """The pieces of an all-to-all differ from pair to pair."""
+    mismatch = Violation(kind="mismatch", rank=1, field="shape of output 0", found="[2]", expected="[3]")
+    assert "output i of a list that of what rank i gives" in str(refusal("alltoall", "g", (mismatch,)))
+    assert "equal on all ranks" in str(refusal("allreduce", "g", (replace(mismatch, field="shape"),)))
+
+
 def test_an_error_in_brief_is_one_line() -> None:
     assert brief(PlanAbortedError(op="x", detail="no", story=("0.1 begin",))) == "PlanAbortedError: x: no"
     refused = refusal("reduce", "g", (VIOLATION, replace(VIOLATION, rank=5)))
     assert brief(refused) == f"{type(refused).__name__}: reduce was refused: {VIOLATION}, and 1 more"
     broken = CaptureBrokenError(detail="broken", why=brief(refused))
     assert str(broken).count("What to do") == 1
+    assert "capture it again" in str(broken)
+    lost = CaptureBrokenError(detail="broken", why=brief(ParticipantDiedError(op="x")))
+    assert "group.replace(dead, new)" in str(lost)
 
 
 def test_a_fault_without_detail_says_what_its_class_means() -> None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from raycollect.errors import NotATensorError, RefusedError
+from raycollect.errors import MismatchError, NotATensorError, RefusedError
 from raycollect.member import objects, operations
 from tests.pure.member.operation_bodies import backend
 
@@ -70,6 +70,28 @@ def test_what_can_not_travel_is_refused_on_all_ranks(crew):
     assert "Fraction" in there[0]
     assert "3 values for 2 ranks" in there[4]
     assert "not iterable" in there[6]
+
+
+def _of_two_minds(name, rank):
+    errors = []
+    for call in (
+        lambda: objects.allgather_object(rank, name, pickle=bool(rank)),
+        lambda: objects.gather_object(rank, 0, name, pickle=bool(rank)),
+        lambda: objects.broadcast_object(rank, 0, name, pickle=bool(rank)),
+        lambda: objects.scatter_object([1, 2], 0, name, pickle=bool(rank)),
+    ):
+        with pytest.raises(
+            MismatchError, match=r"rank 1.* is pickle=True, expected pickle=False on all ranks"
+        ) as caught:
+            call()
+        errors.append(caught.value.op)
+    return errors
+
+
+def test_ranks_that_disagree_about_pickle_are_refused(crew):
+    """One rank raised pickle's error, and the other msgpack's, or it took bytes for a value."""
+    names = ["allgather_object", "gather_object", "broadcast_object", "scatter_object"]
+    assert crew.group(2).must(_of_two_minds) == [names, names]
 
 
 def _no_rank(name, rank):

@@ -83,6 +83,14 @@ def test_a_barrier_names_the_rank_that_does_not_come(ranks):
     assert "rank 1" in said[0]
 
 
+@pytest.mark.parametrize("how", ["plain", "hook"])
+def test_ddp_raises_what_failed(ranks, how):
+    """The process died of SIGSEGV: torch looks for the tensors in the value of a future that has failed."""
+    told = ranks(bodies.without_a_rank, 2, how)
+    assert "CollectiveTimeoutError" in told[0]
+    assert "rank 1" in told[0]
+
+
 def test_groups_come_and_go(crew, tmp_path):
     taken = crew.take(2)
     for turn in range(2):

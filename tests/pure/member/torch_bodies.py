@@ -349,6 +349,22 @@ def in_shared_memory(rank, world, is_possible):
     assert places[1] == places[2]  # moved once
 
 
+def without_a_rank(rank, world, how):
+    """The last rank comes to no backward pass: torch's C++ reads the futures of the others' calls."""
+    model = DistributedDataParallel(Model(), bucket_cap_mb=0.01)
+    if how == "hook":
+        model.register_comm_hook(None, raycollect.torch.allreduce_hook)
+    loss = model(_batch(rank, 0), True).square().sum()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == world - 1:
+        return store.get("waited").decode()  # and leaves only then
+    dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    store.set("waited", "yes")
+    return f"{caught.type.__name__}: {caught.value}"
+
+
 def _same(mine, other):
     assert mine.keys() == other.keys()
     for name, value in mine.items():

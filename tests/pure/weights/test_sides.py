@@ -348,14 +348,20 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
     def refused(refs, timeout):
         raise RayTaskError("attach_receiver", "", refusal("subscribe", "", (wrong_layout("dtype", "int8", "int64"),)))
 
-    called = []
+    called, asked = [], []
+
+    def call(self, rank, *args):
+        called.append((rank, *args))
+        return SimpleNamespace(future=lambda: asked.append(rank))
+
     monkeypatch.setattr(ray, "get", refused)
-    monkeypatch.setattr(Ranks, "call", lambda self, rank, *args: called.append((rank, *args)))
+    monkeypatch.setattr(Ranks, "call", call)
     side = Ranks.__new__(Ranks)
     side.refs = [None, None]
     with pytest.raises(LayoutError):
         side.attach(agent.attach_receiver, lambda rank: (), (agent.drop_receiver, "sub"))
     assert called[2:] == [(0, agent.drop_receiver, "sub"), (1, agent.drop_receiver, "sub")]
+    assert asked == [0, 1]  # or Ray logs what the other has raised as an unhandled error
 
 
 def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(runtime, held_here):

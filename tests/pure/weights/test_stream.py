@@ -55,6 +55,10 @@ class Ref:
             except VersionNotPutError as exc:
                 self.error = exc
 
+    def future(self):
+        """As `fill`: what is asked for comes some time."""
+        self.fill()
+
 
 class Ray:
     """What a stream uses of Ray. What is waited for is done, the newest first, as far as an actor's order allows."""
