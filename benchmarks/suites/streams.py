@@ -2,7 +2,8 @@
 
 The compute is a loop over an array that fits into a cache, until it has had 10 ms of a core: what moving takes from it
 counts. A stream should end when the longer of compute and transfer would end alone; without one, both take their times
-one after the other. All contenders write the same weights into the same rollouts, where all values are checked.
+one after the other. All contenders write the same values into the same rollouts, each into tensors of its own, as
+tensors are subscribed once. All values are checked.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ class Model(col.CollectiveParticipant):
     """The trainer, or a rollout."""
 
     def __init__(self) -> None:
-        self.weights: dict[str, Any] = {}
+        self.weights: dict[str, Any] = {}  # of the contender whose turn it is
+        self.all: dict[str, dict[str, Any]] = {}
         self.work = np.ones(64 << 10, np.float32)
 
-    def prepare(self, nbytes: int) -> None:
-        """Makes the weights, unless they are there."""
+    def prepare(self, nbytes: int, contender: str) -> None:
+        """Makes a contender's weights."""
         count = nbytes // (4 * LAYERS)
-        if not self.weights or self.weights["layers.0"].size != count:
-            self.weights = {f"layers.{at}": np.zeros(count, np.float32) for at in range(LAYERS)}
+        self.weights = self.all[contender] = {f"layers.{at}": np.zeros(count, np.float32) for at in range(LAYERS)}
 
-    def fill(self, value: float) -> None:
+    def fill(self, contender: str, value: float) -> None:
         """Gives all elements a value."""
+        self.weights = self.all[contender]
         for array in self.weights.values():
             array.fill(value)
 
@@ -86,8 +88,8 @@ class Training(Versions):
         """The next turn: the rollouts have no weights; where nothing is computed, the trainer has them."""
         self.turn = next(_turns)
         value = 0.0 if self.computes else float(self.turn)
-        calls = [actor.fill.remote(0.0) for actor in self.rollouts]
-        ray.get([*calls, self.trainer.fill.remote(value)])
+        calls = [actor.fill.remote(self.name, 0.0) for actor in self.rollouts]
+        ray.get([*calls, self.trainer.fill.remote(self.name, value)])
 
     def operate(self) -> None:
         """The one, then the other."""

@@ -37,19 +37,21 @@ _OP = f"sync of {COUNT}"
 
 @ray.remote(num_cpus=0)
 class Weights(RayRank, col.CollectiveParticipant):
-    """The trainer, or a rollout."""
+    """The trainer, or a rollout. Each contender has weights of its own: tensors are subscribed once."""
 
     def __init__(self) -> None:
-        self.weights: dict[str, Any] = {}
+        self.weights: dict[str, Any] = {}  # of the contender whose turn it is
+        self.all: dict[str, dict[str, Any]] = {}
 
-    def prepare(self, nbytes: int) -> None:
-        """Makes the weights, unless they are there."""
+    def prepare(self, nbytes: int, contender: str) -> None:
+        """Makes a contender's weights."""
         rows = max(nbytes // (4 * COUNT * 512), 1)
-        if not self.weights or self.weights["layers.0"].shape != (rows, 512):
-            self.weights = {f"layers.{at}": np.zeros((rows, 512), np.float32) for at in range(COUNT)}
+        self.weights = {f"layers.{at}": np.zeros((rows, 512), np.float32) for at in range(COUNT)}
+        self.all[contender] = self.weights
 
-    def fill(self, value: float, free: bytes) -> None:
+    def fill(self, contender: str, value: float, free: bytes) -> None:
         """Gives all elements a value; `free`: digests cost nothing, and are this one."""
+        self.weights = self.all[contender]
         for array in self.weights.values():
             array.fill(value)
         import_module("raycollect.weights.digests").xxhash = _Free(free) if free else import_module("xxhash")
@@ -115,12 +117,16 @@ class Sync(Moving):
         super().__init__(name, actors)
         self.trainer, *self.rollouts = self.actors
 
+    def prepare(self, nbytes: int) -> None:
+        """Makes the weights."""
+        ray.get([actor.prepare.remote(nbytes, self.name) for actor in self.actors])
+
     def fill(self) -> None:
         """The next turn: the trainer has other weights, the rollouts none."""
         self.turn = next(_turns)
         free = self.turn.to_bytes(16, "big") if self.is_free else b""
-        calls = [actor.fill.remote(0.0, free) for actor in self.rollouts]
-        ray.get([*calls, self.trainer.fill.remote(float(self.turn), free)])
+        calls = [actor.fill.remote(self.name, 0.0, free) for actor in self.rollouts]
+        ray.get([*calls, self.trainer.fill.remote(self.name, float(self.turn), free)])
 
     def is_right(self) -> list[bool]:
         """Whether each rollout has the weights of the turn."""
