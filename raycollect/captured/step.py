@@ -258,13 +258,12 @@ class Capture:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
         if timeout_s is not None and (wrong := batch.wrong_time_limit(timeout_s)):
             raise refusal("run", "", tuple(wrong))
+        tracker = None
         try:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-        except (CaptureBrokenError, GroupError):
-            followed = self._follow(installed)
-            if followed is None:
-                raise
-            installed = followed
+        except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
+            installed = self._follow(installed) or installed
+        if tracker is None:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
         self._begun += 1
         places = installed.places

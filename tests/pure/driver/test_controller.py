@@ -346,7 +346,7 @@ def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their
     groups.add(declared(old))
 
     def form(*_: Any, **__: Any) -> Declared:
-        groups._draining = old.spec.group_id
+        groups.draining = old.spec.group_id
         return declared(now)
 
     def check(*_: Any) -> None:
