@@ -69,6 +69,7 @@ class Publication:
         faults = tuple(atoms.source_faults(self.ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)
+        self.ranks.check()  # before anybody is replaced
         self._directory = Directory(name)
         self._publisher = ray_internals.describe_process()
         self.epoch: int = 0

@@ -30,7 +30,7 @@ from raycollect.errors import (
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos.handle import Handle
-from raycollect.weights import protocol
+from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import HolderRecord
@@ -96,6 +96,11 @@ class Ranks:
         """The names of a rank's local tensors."""
         return frozenset(one.key for one in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
+    def check(self) -> None:
+        """Raises what keeps any of them from taking part, while they are still parts of other sides."""
+        args = [(self.op, one.key, self.layouts, rank) for rank, one in enumerate(self.handles)]
+        self._answers([self.call(rank, agent.check_side, *one) for rank, one in enumerate(args)])
+
     def attach(
         self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]
     ) -> None:
@@ -108,9 +113,9 @@ class Ranks:
                 self.call(rank, *undo)
             raise
 
-    def _answers(self, refs: list[Any]) -> list[Attached]:
+    def _answers(self, refs: list[Any]) -> list[Any]:
         try:
-            found: list[Attached] = ray.get(refs, timeout=ATTACH_S)
+            found: list[Any] = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:
             raise cause_of(exc) from None
         except GetTimeoutError as exc:

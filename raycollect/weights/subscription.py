@@ -119,6 +119,7 @@ class Subscription:
         faults = tuple(atoms.target_faults(self._ranks.layouts))
         if faults:
             raise refusal("subscribe", "", faults)
+        self._ranks.check()  # before another subscription of the same tensors ends
         self._directory = Directory(name)
         self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles

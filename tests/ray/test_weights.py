@@ -318,6 +318,23 @@ def test_pain_5_who_was_replaced_puts_nothing(actors, name):
             assert looks([rollout], sub) == [([0.0], 1)]
 
 
+def test_who_is_refused_replaces_nobody(actors, name):
+    """Its other ranks are parts of what goes on."""
+    trainer, rollout, threaded = *actors(Weights, 2), actors(Weights, 1, max_concurrency=2)[0]
+    published, received, other = replicas([trainer]), replicas([rollout]), replicas([threaded])
+    with col.publish(published, name) as pub, col.subscribe(name, received) as sub:
+        for refused in (
+            lambda: col.publish([*published, *other], name),
+            lambda: col.subscribe(name, [*received, *other]),
+        ):
+            with pytest.raises(errors.UnsupportedError, match="methods overlap"):
+                refused()
+        ray.get(trainer.fill.remote(1))
+        assert pub.put().number == 1
+        assert sub.update().version.epoch == pub.epoch
+        assert looks([rollout], sub) == [([1.0], 1)]
+
+
 def test_what_is_refused(actors, name):
     trainer, threaded = actors(Weights, 1)[0], actors(Weights, 1, max_concurrency=2)[0]
     with pytest.raises(errors.UnsupportedError, match="methods overlap"):
