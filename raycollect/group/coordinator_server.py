@@ -175,6 +175,7 @@ class CoordinatorServer:
             link.send(Welcome())
         else:
             link.close()
+            self._all_told.set()  # the others find the next leader
 
     def _problem(self, said: dict[str, Any]) -> str:
         rank, world_size, backend = said.get("rank"), said.get("world_size"), said.get("backend")
