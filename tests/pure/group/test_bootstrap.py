@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raycollect.channel import Hub, protocol
 from raycollect.channel.messages import Refused
+from raycollect.core import threads
 from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -342,6 +344,18 @@ def test_complete_star_turns_later_followers_away(place: Place, complete: bool) 
         star.end()
         star.close()
     assert bootstrap._is_alive(star.address, place.hub) is None
+
+
+def test_rank_0_goes_on_though_a_member_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in a call with others, which has a limit, and the member may be stopped for good."""
+    monkeypatch.setattr(coordinator_server, "MOST_FLUSH_S", 0.01)
+    star = CoordinatorServer("127.0.0.1", asked(world_size=3), "w")
+    try:
+        star._links[2] = SimpleNamespace(queued_nbytes=1)  # type: ignore[assignment]
+        assert threads.has_ended(threads.apart(star.flush), WAIT_S)
+    finally:
+        star._links.clear()
+        star.close()
 
 
 def test_turned_away_follower_tries_the_new_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
