@@ -314,11 +314,11 @@ class Groups:
         inner = inner_groups(membership)
         if not inner:
             return membership
-        for one in inner:
-            self.coordinators.open(one)
-            for member in one.members:
-                self._peers.leased(member.actor_id, [one]).group_ids.add(one.spec.group_id)
         try:
+            for one in inner:
+                self.coordinators.open(one)
+                for member in one.members:
+                    self._peers.joining(member).group_ids.add(one.spec.group_id)
             self._peers.join([one for one in inner if one.spec.world_size > 1], deadline_s)
         except RaycollectError as exc:
             for one in inner:
