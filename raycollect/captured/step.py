@@ -39,7 +39,9 @@ from raycollect.errors import (
     ProtocolError,
     RefusedError,
     anew,
-    refusal,
+    refuse,
+    wrong_flags,
+    wrong_time_limit,
 )
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
@@ -256,8 +258,8 @@ class Capture:
         installed = self._installed
         if installed is None or self._state or batch.current() is not None:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
-        if timeout_s is not None and (wrong := batch.wrong_time_limit(timeout_s)):
-            raise refusal("run", "", tuple(wrong))
+        if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
+            refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
         tracker = None
         try:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)

@@ -337,7 +337,7 @@ def _submitted(workers: ThreadPoolExecutor, lease: Lease | None, seq: int, prede
         error = threads.failed("starting a thread for a plan, or a run,", exc)
         if lease is not None:
             lease.not_begun(seq, error, predecessor)
-        raise error from exc
+        raise anew(error) from exc
 
 
 def _aside(do: Callable[..., object], *args: Any) -> None:

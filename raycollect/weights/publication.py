@@ -16,13 +16,16 @@ from raycollect.errors import (
     VersionNotPutError,
     anew,
     refusal,
+    refuse,
     wrong_argument,
+    wrong_time_limit,
 )
+from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, wrong_name
 from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Receipt, Subscription, update_all
@@ -63,6 +66,7 @@ class Publication:
     """
 
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
+        refuse("publish", wrong_name(name))
         ray_internals.ensure_ray()
         self.name = name
         self.ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)
@@ -184,6 +188,10 @@ class Publication:
         self._post(ordered, keys)
 
     def _check_groups(self, op: str, subscriptions: Sequence[Subscription]) -> None:
+        if not isinstance(subscriptions, (list, tuple)) or not all(
+            isinstance(one, Subscription) for one in subscriptions
+        ):
+            refuse(op, [wrong_argument("subscriptions", shown(subscriptions), "a list of what subscribe() returned")])
         for one in subscriptions:
             if one.name != self.name:
                 raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
@@ -216,6 +224,7 @@ class Publication:
             UnknownVersionError: Nothing was put.
             RaycollectError: A group could not be updated, as `Subscription.update` raises it; the others are.
         """
+        refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         self._check_groups("push", subscriptions)
         if not self._last.number:
             return update_all(subscriptions, "latest", timeout_s)

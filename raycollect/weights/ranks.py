@@ -27,6 +27,7 @@ from raycollect.errors import (
     refusal,
     wrong_argument,
 )
+from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos.handle import Handle
@@ -151,6 +152,13 @@ class Ranks:
             is_shown=is_shown,
             detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
         )
+
+
+def wrong_name(name: object) -> list[Violation]:
+    """The violation of a name that no publication can have."""
+    return (
+        [] if isinstance(name, str) and name else [wrong_argument("name", shown(name), "a string, which is not empty")]
+    )
 
 
 def _layouts(op: str, handles: Sequence[Handle], given: Any) -> Layouts:

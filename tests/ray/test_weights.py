@@ -351,3 +351,23 @@ def test_what_is_refused(actors, name):
         col.publish([one.make.remote({"w": (8, 6)}) for one in pair], name, layout={"w": partial})
     with pytest.raises(errors.InvalidArgumentError, match="a list of refs"):
         col.subscribe(name, "refs")
+    for wrong in (3, None, b"name", ""):
+        with pytest.raises(errors.InvalidArgumentError, match="name is"):
+            col.publish(replicas([trainer]), wrong)
+        with pytest.raises(errors.InvalidArgumentError, match="name is"):
+            col.subscribe(wrong, replicas([trainer]))
+    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas(actors(Weights, 1))) as sub:
+        for wrong in ("5", None, -1, float("nan"), np.ones(2)):
+            for call in (pub.put, lambda **given: pub.push([sub], **given), sub.update):
+                with pytest.raises(errors.InvalidArgumentError, match="timeout_s is"):
+                    call(timeout_s=wrong)
+        for wrong in (np.ones(2), -1, 1.5):
+            with pytest.raises(errors.InvalidArgumentError, match="version is"):
+                sub.update(wrong)
+        for wrong in (sub, [1], None):
+            with pytest.raises(errors.InvalidArgumentError, match="subscriptions is"):
+                pub.stream(wrong)
+        with pytest.raises(errors.InvalidArgumentError, match="names is"):
+            pub.stream().part(["up"])
+        assert pub.put().number == 1
+        assert sub.update().version.number == 1
