@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -191,7 +191,7 @@ def _replicated(handles: Sequence[Handle]) -> Layouts | None:
         return None
     mesh = {"rank": len(handles)}
     return {
-        name: layout(one.shape, mesh=mesh, dtype=one.dtype)
+        name: replace(layout(one.shape, mesh=mesh, dtype=one.dtype), converts=False)  # which nobody has asked for
         for name, one in sorted(zip(names, first.infos, strict=True))
     }
 

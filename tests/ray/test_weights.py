@@ -197,6 +197,12 @@ def test_pain_3_a_layout_that_comes_late_and_another_dtype(actors, name):
             sub.update()
             for held in ray.get([one.held.remote() for one in (early, late)]):
                 np.testing.assert_equal(held["w"], np.full((8, 3), 1 / 3, np.float16))
+        with (
+            col.subscribe(name, [early.make.remote({"w": (8, 6)}, "float16")]) as sub,
+            pytest.raises(errors.LayoutError, match=r"dtype float16.*float32, or a layout that asks for it"),
+        ):
+            sub.update()  # rounding is nothing that nobody asked for
+        assert ray.get(early.held.remote())["w"].max() == 0
 
 
 def test_pain_4_a_latecomer_is_served_while_the_trainer_stands_still(actors, name, stopped):
