@@ -323,7 +323,11 @@ class Capture:
             raise CaptureError(detail=f"this captured step has no tensors yet, or no more: {self._state}")
         runs = installed.runs
         peers = controller.links(runs.memberships, runs.step_plan.participants)
-        looks = direct_transport.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout_s)
+        try:
+            looks = direct_transport.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout_s)
+        except Exception:  # it may come of a group that another thread has destroyed meanwhile
+            controller.check(runs.memberships)
+            raise
         found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
         return {source: None if one is None else tuple(one) for source, one in found.items()}
 

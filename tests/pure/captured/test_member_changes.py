@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from raycollect.captured import step
+from raycollect.captured import install, step
 from raycollect.captured.step import Capture
 from raycollect.core import threads
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import CollectiveTimeoutError, GroupBrokenError
-from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
+from tests.pure.captured.run_fleet import CAPTURE, WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.test_controller import lease
 from tests.pure.driver.test_plan_tracker_batches import group
 
@@ -116,3 +118,50 @@ def test_a_step_goes_on_where_its_members_did_not_change_in_the_end(
     for at in range(4):
         fleet.bell.give(at, fleet.bell.number)
     run.wait(WAIT_S)
+
+
+def destroying(fleet: Fleet) -> Callable[..., Any]:
+    """Gives the participants, whose groups another thread destroys right then."""
+
+    def links(*_: object) -> list[Any]:
+        for peer in fleet.peers:
+            peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
+        for name in ("left", "right"):
+            fleet.controller.groups.destroy(name)
+        return fleet.peers
+
+    return links
+
+
+def test_explaining_a_step_whose_groups_are_destroyed_meanwhile_says_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Capture()
+    made._state, made._controller = "", fleet.controller
+    made._installed = SimpleNamespace(runs=fleet.runs, operands={}, calls=())  # type: ignore[assignment]
+    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
+    with pytest.raises(UnknownGroupError, match="it was destroyed"):
+        made.explain()
+
+
+def test_capturing_a_step_whose_groups_are_destroyed_meanwhile_says_so_and_keeps_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
+    compiler = SimpleNamespace(participants=(), step_program=lambda at: b"", refs=lambda at: {})
+    monkeypatch.setattr(install._Installation, "_doorbell", lambda _: (fleet.bell, [0, 1, 2, 3]))
+    monkeypatch.setattr(install, "CAPTURES", SimpleNamespace(encode=lambda _: b""))
+    monkeypatch.setattr(fleet.bell, "segment", None, raising=False)
+    made = install._Installation(
+        controller=fleet.controller,
+        capture=CAPTURE,
+        compiler=compiler,  # type: ignore[arg-type]
+        step_plan=fleet.step_plan,
+        memberships=[fleet.left, fleet.right],
+        words=None,  # type: ignore[arg-type]
+        deadline_s=0.0,
+        timeout_s=1.0,
+    )
+    with pytest.raises(UnknownGroupError, match="it was destroyed"):
+        made.send()
+    assert fleet.bell.is_closed
