@@ -83,12 +83,14 @@ class _Installation:
             for at, peer in enumerate(peers):
                 tasks.append(self._submit(at, peer, doorbell, slots[at]))
             opened = self._hear(tasks)
-        except BaseException:
+        except BaseException as exc:
             retrieve_errors(tasks)
             for peer in peers:
                 peer.send(Forget(capture=self.capture))
             if doorbell is not None:
                 doorbell.close()
+            if isinstance(exc, Exception):  # it may come of a group that another thread has destroyed meanwhile
+                self.controller.check(self.memberships)
             raise
         return StepRuns(
             self.controller,

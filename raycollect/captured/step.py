@@ -39,7 +39,9 @@ from raycollect.errors import (
     ProtocolError,
     RefusedError,
     anew,
-    refusal,
+    refuse,
+    wrong_flags,
+    wrong_time_limit,
 )
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
@@ -256,15 +258,14 @@ class Capture:
         installed = self._installed
         if installed is None or self._state or batch.current() is not None:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
-        if timeout_s is not None and (wrong := batch.wrong_time_limit(timeout_s)):
-            raise refusal("run", "", tuple(wrong))
+        if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
+            refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
+        tracker = None
         try:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-        except (CaptureBrokenError, GroupError):
-            followed = self._follow(installed)
-            if followed is None:
-                raise
-            installed = followed
+        except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
+            installed = self._follow(installed) or installed
+        if tracker is None:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
         self._begun += 1
         places = installed.places
@@ -322,7 +323,11 @@ class Capture:
             raise CaptureError(detail=f"this captured step has no tensors yet, or no more: {self._state}")
         runs = installed.runs
         peers = controller.links(runs.memberships, runs.step_plan.participants)
-        looks = direct_transport.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout_s)
+        try:
+            looks = direct_transport.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout_s)
+        except Exception:  # it may come of a group that another thread has destroyed meanwhile
+            controller.check(runs.memberships)
+            raise
         found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
         return {source: None if one is None else tuple(one) for source, one in found.items()}
 

@@ -117,7 +117,7 @@ class CallTokens:
         self._coming: list[Any] = []
         self._living: set[Key] = set()
         self._gone: deque[Key] = deque()
-        self._is_telling = threading.Lock()
+        self._is_telling = threading.RLock()  # a finalizer may tell as well
         self._is_due = False
         self._at_end: Callable[[], None] | None = None
 
@@ -150,12 +150,27 @@ class CallTokens:
         """Tells the actor what nobody holds any more."""
         with self._is_telling:
             self._is_due = False
-            while self._gone:
-                keys = [self._gone.popleft() for _ in range(min(len(self._gone), MOST_TOLD))]
-                self._tell(keys)
-                self._living.difference_update(keys)
+            while self._gone and self._tell_some():
+                pass
         if self._at_end is not None and not self._living:
             self._at_end()
+
+    def _tell_some(self) -> bool:
+        keys: list[Key] = []
+        try:
+            with suppress(IndexError):  # there are no more
+                while len(keys) < MOST_TOLD:
+                    keys.append(self._gone.popleft())
+            self._tell(keys)
+            self._living.difference_update(keys)
+        except BaseException as exc:
+            self._gone.extendleft(reversed(keys))
+            if not isinstance(exc, Exception):  # a signal
+                raise
+            threads.failed("telling what nobody holds", exc)  # it may be that no thread can be started for it
+            self._is_due = self._soon(self.tell)
+            return False
+        return True
 
     def end(self, call: Callable[[], None]) -> None:
         """Lends no more; makes a call once nobody holds a value any more whose token was lent. Any thread."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -77,7 +77,10 @@ def apart_or_here(call: Callable[[], object]) -> None:
 
 def _fulfil(job: list[tuple[Future[_Result], Callable[..., _Result], tuple[object, ...]]]) -> None:
     # The frames of an exception, which the future keeps, may keep neither that nor what the call was given.
-    future, call, args = job.pop()
+    try:
+        future, call, args = job.pop()
+    except IndexError:  # it was taken back
+        return
     try:
         result = call(*args)
     except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
@@ -101,6 +104,19 @@ def is_own() -> bool:
 def pool(name: str, count: int) -> ThreadPoolExecutor:
     """Threads that start on demand. Where nobody waits for a result, submit `survives`."""
     return ThreadPoolExecutor(count, thread_name_prefix=name)
+
+
+def submit(workers: ThreadPoolExecutor, call: Callable[..., _Result], *args: object) -> Future[_Result]:
+    """Makes a call in a thread of a pool. RuntimeError: no thread can be started; then it is not made later, either."""
+    future: Future[_Result] = Future()
+    job = [(future, call, args)]
+    try:
+        workers.submit(_fulfil, job)
+    except RuntimeError:  # it is queued nevertheless
+        with suppress(IndexError):  # a thread of the pool has taken it
+            job.pop()
+            raise
+    return future
 
 
 @contextmanager

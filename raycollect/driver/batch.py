@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, Token
@@ -14,7 +13,7 @@ from raycollect.driver.dispatch import Submission
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
-from raycollect.errors import BatchError, Violation, refusal, wrong_argument
+from raycollect.errors import BatchError, refuse, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.planner import STAGING_NBYTES, Membership
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
@@ -248,28 +247,19 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
         RefusedError, GroupError, FaultError: At the end of the block, as the calls themselves; violations say which
             call.
     """
-    check_arguments("batch", staging_nbytes, timeout_s)
+    check_arguments("batch", staging_nbytes, timeout_s, async_op=async_op)
     return Batch(staging_nbytes=staging_nbytes, async_op=async_op, timeout_s=timeout_s)
 
 
-def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any) -> None:
+def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any, **flags: Any) -> None:
     """Checks what `batch` is given, on behalf of `op`; raises InvalidArgumentError."""
-    found = []
+    found = [*wrong_time_limit(timeout_s), *wrong_flags(**flags)]
     if type(staging_nbytes) is not int or not (
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
     ):
         expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
         found.append(wrong_argument("staging_nbytes", repr(staging_nbytes), expected))
-    found += wrong_time_limit(timeout_s)
-    if found:
-        raise refusal(op, "", tuple(found))
-
-
-def wrong_time_limit(timeout_s: Any) -> list[Violation]:
-    """The violation of a time limit for which ranks can't wait for each other; none of None, which is the default."""
-    if timeout_s is None or (isinstance(timeout_s, (int, float)) and 0 < timeout_s < math.inf):
-        return []
-    return [wrong_argument("timeout_s", repr(timeout_s), "a positive, finite number of seconds")]
+    refuse(op, found)
 
 
 def record(

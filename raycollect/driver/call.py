@@ -18,7 +18,7 @@ from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_for
-from raycollect.errors import Violation, refusal, wrong_argument
+from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, GpuLists, Membership, root_parameter
@@ -84,7 +84,7 @@ class Call:
         if timeout_s is None and self._batch is not None:
             timeout_s = self._batch.timeout_s
         self._timeout_s = timeout_s
-        self._violations += batch.wrong_time_limit(timeout_s)
+        self._violations += wrong_time_limit(timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
         self._driver_rank = self.controller.takes_part(self._group_name) if was_started else None
@@ -101,6 +101,7 @@ class Call:
 
     def run(self, *, root: Any = -1, async_op: bool, inplace: bool = True, snapshot: bool = False) -> Any:
         """Runs a collective over all ranks, or records it; `root` is -1 where there is none."""
+        self._violations += wrong_flags(inplace=inplace)
         self._check_snapshot(snapshot)
         expected = f"a rank from 0 to {self._membership.spec.world_size - 1}"
         root = self._number(root_parameter(self._kind), root, expected)
@@ -174,8 +175,8 @@ class Call:
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
-        may_derive = group_name == "default" and self._is_name and self._kind is not OpKind.BARRIER
-        if controller.groups.find(group_name) is not None or not may_derive:  # a Group of that name was destroyed
+        may_derive = self._is_name and group_name == "default" and self._kind is not OpKind.BARRIER
+        if not may_derive or controller.groups.find(group_name) is not None:  # a Group of that name was destroyed
             return controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
         actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
@@ -234,11 +235,15 @@ class Call:
         return replace(violation, found="of the actor that sends", expected="of another actor than the source")
 
     def _check_snapshot(self, snapshot: bool) -> None:
-        if snapshot and self._batch is not None:
+        if found := wrong_flags(snapshot=snapshot):
+            self._violations += found
+        elif snapshot and self._batch is not None:
             self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
 
     def _check_async(self, async_op: Any) -> None:
-        if async_op and self._batch is not None and self._batch.async_advice:
+        if found := wrong_flags(async_op=async_op):
+            self._violations += found
+        elif async_op and self._batch is not None and self._batch.async_advice:
             self._wrong("async_op", async_op, self._batch.async_advice)
 
     # ------------------------------------------------------------------------------------------ recording

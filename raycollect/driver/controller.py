@@ -38,7 +38,7 @@ class Controller:
 
     Attributes:
         dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
-        revision: Changes whenever a group, or a member of one, is gone.
+        revision: Changes whenever a group, or a member of one, is gone, and where a group's members begin to change.
         messages: Takes what participants say.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
         under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
@@ -166,7 +166,9 @@ class Controller:
             self.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
 
     def _drained(self, membership: Membership, deadline_s: float) -> bool:
-        with self.dispatching:  # after it no plan begins
+        with self.dispatching:  # a plan that began before is waited for; none begins after it, as all look again
+            self.groups.draining = membership.spec.group_id
+            self.revision = object()
             under_way = self._plans_of(membership)
         return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
 

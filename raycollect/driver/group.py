@@ -8,13 +8,13 @@ from typing import Any
 
 from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
-from raycollect.core.driver_handle import DriverHandle
+from raycollect.core.driver_handle import DriverHandle, is_handle
 from raycollect.core.model import GroupLike, name_of
 from raycollect.driver import group_change
 from raycollect.driver.controller import Controller
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import InvalidGroupError, UnknownGroupError
+from raycollect.errors import InvalidGroupError, UnknownGroupError, refuse, wrong_time_limit
 from raycollect.errors.text import listed
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
@@ -65,7 +65,7 @@ class Group:
 
     def get_rank(self, actor: Any) -> int:
         """The rank of an actor; -1 where it is no member."""
-        return next((rank for rank, one in enumerate(self.actors) if one == actor), -1)
+        return next((rank for rank, one in enumerate(self.actors) if is_handle(actor) and one == actor), -1)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every actor, as ``actor.method.remote(*args, **kwargs)``; all get the same arguments.
@@ -101,6 +101,7 @@ class Group:
         Args:
             timeout_s: How long to wait for their answers, in seconds; 0: they are not asked.
         """
+        refuse("status", wrong_time_limit(timeout_s, also=(0,)))
         membership, controller = self._membership, self._controller
         state, detail = self._state()
         asked = membership.members if timeout_s > 0 else ()
@@ -129,6 +130,7 @@ class Group:
         Raises:
             UnknownGroupError: It was destroyed.
         """
+        refuse("statistics", wrong_time_limit(timeout_s, also=(0,)))
         if not self._controller.groups.exists(self._membership):
             raise UnknownGroupError(group_name=self.name, detail="it was destroyed: declare it again")
         answers = self._controller.participants.survey(self._membership.members, timeout_s)

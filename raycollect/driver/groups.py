@@ -57,8 +57,10 @@ class Groups:
         self.coordinators: Coordinators = Coordinators(peers)
         self._peers = peers
         self._ending = ending  # aborts the plans of a group under way, for this reason
-        self._drained = drained  # waits for the plans of a group under way; False: not all have ended in time
-        self._draining = ""  # the id of a group of which no plan begins, as its members change
+        # Sets `draining`, and waits for the plans of a group under way; False: not all have ended in time
+        self._drained = drained
+        # The id of a group of which no plan begins, as its members change; set while none is being sent
+        self.draining: str = ""
         self._changing = threading.RLock()  # groups and leases
         self.held: HeldGroups = HeldGroups(self._changing)
         self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
@@ -77,7 +79,7 @@ class Groups:
 
     def find(self, name: Any) -> Membership | None:
         """A declared group; None where there is none of that name."""
-        if self._draining:
+        if self.draining:
             with self._changing:  # until its members are those that it will have
                 pass
         found = self._declared.get(name) if isinstance(name, str) else None
@@ -108,7 +110,7 @@ class Groups:
             if not self.exists(membership):
                 detail = "it was destroyed, or its members have changed, before the call: get it again"
                 raise UnknownGroupError(group_name=name, detail=detail)
-            if membership.spec.group_id == self._draining:
+            if membership.spec.group_id == self.draining:
                 raise GroupBrokenError(group_name=name, detail="its members are changing right now: call again")
             broken = self.why_broken(membership)
             if broken:
@@ -197,7 +199,7 @@ class Groups:
             self.held.succeed(old, formed[0], heirs)
             return self.add(formed)
         finally:
-            self._draining = ""
+            self.draining = ""
 
     def close(self) -> None:
         """Removes the groups, which end with their controller, from the cluster's registry."""
@@ -298,11 +300,9 @@ class Groups:
 
     def _retire(self, old: Membership, deadline_s: float, *, drains: bool) -> None:
         """Ends all that a group does; who is a member of the next one leaves it by joining that."""
-        if drains:
-            self._draining = old.spec.group_id
-            if not self._drained(old, deadline_s):
-                detail = "its collectives under way have not ended in time, so its members did not change"
-                raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
+        if drains and not self._drained(old, deadline_s):
+            detail = "its collectives under way have not ended in time, so its members did not change"
+            raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
         self._ending(old, "its group was formed again")
         for one in reversed(old.inner):
             self._part(one)
@@ -314,11 +314,11 @@ class Groups:
         inner = inner_groups(membership)
         if not inner:
             return membership
-        for one in inner:
-            self.coordinators.open(one)
-            for member in one.members:
-                self._peers.leased(member.actor_id, [one]).group_ids.add(one.spec.group_id)
         try:
+            for one in inner:
+                self.coordinators.open(one)
+                for member in one.members:
+                    self._peers.joining(member).group_ids.add(one.spec.group_id)
             self._peers.join([one for one in inner if one.spec.world_size > 1], deadline_s)
         except RaycollectError as exc:
             for one in inner:

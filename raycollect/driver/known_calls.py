@@ -60,12 +60,14 @@ def run(
 ) -> Any:
     """Calls a collective in place on one list of refs; the arguments are those of `Call` and `Call.run`."""
     keys: list[Key] = []
-    asked = _read(kind, name_of(group_name), timeout_s, op, root, snapshot, refs, keys)
+    asked = None
+    if type(async_op) is bool:
+        asked = _read(kind, name_of(group_name), timeout_s, op, root, snapshot, refs, keys)
     controller = None if asked is None else Controller.running()
     if controller is not None and asked is not None:
         known = _again(controller, asked, may_derive=isinstance(group_name, str))
         if known is not None:
-            return _send(controller, known, keys, refs, async_op=bool(async_op))
+            return _send(controller, known, keys, refs, async_op=async_op)
     operands = {} if op is None else {"op": op}
     call = Call(kind, group_name, timeout_s, tensor_refs=refs, **operands)
     result = call.run(root=root, async_op=async_op, snapshot=snapshot)

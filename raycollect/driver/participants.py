@@ -108,6 +108,14 @@ class Participants:
             raise GroupBrokenError(group_name="", detail=f"{actor} is gone")
         return peer
 
+    def joining(self, member: Member) -> ParticipantLink:
+        """The leased participant of a member that is to join a group; ActorGoneError if its process is gone since."""
+        peer = self._peers.get(member.actor_id)
+        if peer is None or peer.link is None:
+            detail = "its process ended before it was asked to join"
+            raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=detail)
+        return peer
+
     def drop(self, peer: ParticipantLink) -> bool:
         """Forgets one whose connection has ended; False where it was not leased any more."""
         if not self._forget(peer):
@@ -268,7 +276,7 @@ class Participants:
             for request, joining in asked.items():
                 rank, found = joining.member.rank, probe.get(joining.member.rank, ())
                 join = Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found)
-                self.leased(joining.member.actor_id, [membership]).send(join)
+                self.joining(joining.member).send(join)
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""

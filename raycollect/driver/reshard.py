@@ -16,6 +16,7 @@ from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
 from raycollect.driver.work import Work
+from raycollect.errors import wrong_flags
 from raycollect.planner import Membership, Reshard
 from raycollect.planner.layout import Layout
 from raycollect.planner.reshard.request import Named
@@ -93,7 +94,7 @@ def reshard_refs(
     driver_rank = None if running is None else running.takes_part(group_name)
     src_refs = own_tensors.sources_on(dst_refs, src_refs, driver_rank)
     call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
-    return call.start(src, dst, inplace=bool(inplace), snapshot=bool(snapshot), async_op=async_op)
+    return call.start(src, dst, inplace=inplace, snapshot=snapshot, async_op=async_op)
 
 
 class ReshardCall(Call):
@@ -107,6 +108,7 @@ class ReshardCall(Call):
 
     def start(self, src: Any, dst: Any, *, inplace: bool, snapshot: bool, async_op: bool) -> Any:
         """Sends the reshard, or records it."""
+        self._violations += wrong_flags(inplace=inplace)
         self._check_snapshot(snapshot)
         self._check_async(async_op)
         sides = self._layouts("src", src), self._layouts("dst", dst)
@@ -122,7 +124,7 @@ class ReshardCall(Call):
         operands = tuple((rank, source(given.get(rank)), source(taken.get(rank))) for rank in reshard.ranks)
         results = [self._ref(rank, one if inplace else None) for rank, one in taken.items()]
         call = (membership, OpKind.ALLTOALL, operands, None, -1, -1)
-        asked = RequestKey(*call, inplace, self._limit_s, snapshot and inplace, reshard=reshard)
+        asked = RequestKey(*call, bool(inplace), self._limit_s, bool(snapshot and inplace), reshard=reshard)
         request_list.add(asked, results)
         return self._result(async_op)
 

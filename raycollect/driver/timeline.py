@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from raycollect.core import html, ray_internals
 from raycollect.driver.controller import Controller
-from raycollect.errors import TimelineError, refusal, wrong_argument
+from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_flags, wrong_time_limit
+from raycollect.errors.text import shown
 from raycollect.group.process_groups import places
 from raycollect.observe import chrome
 from raycollect.observe.summary import Summary, summarize
@@ -110,11 +110,11 @@ def timeline(
         InvalidArgumentError: An argument makes no sense.
         OSError: There is no folder in which the file could be.
     """
-    _check(limit, timeout_s)
+    _check(path, limit, timeout_s, metrics)
     target = None if path is None else Path(path).absolute()
     if target is not None and not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for the timeline")
-    tracing = TimelineSession.begin("timeline()", places, limit=limit, metrics=metrics)
+    tracing = TimelineSession.begin("timeline()", places, limit=limit, metrics=bool(metrics))
     try:
         _observe(tracing)
         tracing.begun()  # runs by the doorbell would overtake the message
@@ -148,11 +148,10 @@ def _observe(tracing: TimelineSession | None) -> None:
         controller.observed(tracing)
 
 
-def _check(limit: Any, timeout_s: Any) -> None:
-    wrong = []
+def _check(path: Any, limit: Any, timeout_s: Any, metrics: Any) -> None:
+    wrong = [*wrong_time_limit(timeout_s, also=(0,)), *wrong_flags(metrics=metrics)]
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        wrong.append(wrong_argument("path", shown(path), "that of a file"))
     if type(limit) is not int or not 1 <= limit <= MOST:
         wrong.append(wrong_argument("limit", repr(limit), f"a number from 1 to {MOST}"))
-    if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s < math.inf:
-        wrong.append(wrong_argument("timeout_s", repr(timeout_s), "a number of seconds"))
-    if wrong:
-        raise refusal("timeline", "", tuple(wrong))
+    refuse("timeline", wrong)

@@ -15,7 +15,16 @@ from raycollect.core.model import Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import plain
-from raycollect.errors import NotATensorError, TensorLostError, Violation, refusal, wrong_argument
+from raycollect.errors import (
+    NotATensorError,
+    TensorLostError,
+    Violation,
+    refusal,
+    refuse,
+    wrong_argument,
+    wrong_flags,
+    wrong_time_limit,
+)
 from raycollect.errors.text import a_type
 from raycollect.group.membership import is_participant
 from raycollect.pos import fetch
@@ -62,6 +71,7 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
         BatchError: A ref is still to be made by a batch that has not ended.
         InvalidArgumentError: `ordered` in a process that never had a handle of the actor.
     """
+    refuse("get", [*wrong_time_limit(timeout_s, also=(None, 0, math.inf)), *wrong_flags(ordered=ordered)])
     ray_internals.ensure_ray()
     return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -34,6 +35,9 @@ from raycollect.errors import (
     Violation,
     anew,
     refusal,
+    refuse,
+    wrong_flags,
+    wrong_time_limit,
 )
 from raycollect.errors.text import listed
 from raycollect.planner.wording import counted, seconds_words
@@ -102,6 +106,9 @@ class UnderWay(ABC):
             CollectiveTimeoutError: The outcome was not known in time; it goes on.
             RaycollectError: It failed; the error says where and why.
         """
+        if timeout_s is not None or progress is not None:
+            wrong = wrong_time_limit(timeout_s, also=(None, 0, math.inf))
+            refuse("wait", [*wrong, *wrong_flags(progress=progress)])
         tracker = self._tracker
         if not stall_report.wait(self._controller, tracker, timeout_s, progress=progress):
             over = CollectiveTimeoutError(

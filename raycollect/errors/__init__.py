@@ -112,9 +112,13 @@ from raycollect.errors._refused import TensorFreedError as TensorFreedError
 from raycollect.errors._refused import TensorLostError as TensorLostError
 from raycollect.errors._refused import UnsupportedError as UnsupportedError
 from raycollect.errors._refused import Violation as Violation
+from raycollect.errors._refused import is_time_limit as is_time_limit
 from raycollect.errors._refused import refusal as refusal
+from raycollect.errors._refused import refuse as refuse
 from raycollect.errors._refused import wrong_argument as wrong_argument
+from raycollect.errors._refused import wrong_flags as wrong_flags
 from raycollect.errors._refused import wrong_layout as wrong_layout
+from raycollect.errors._refused import wrong_time_limit as wrong_time_limit
 from raycollect.errors._weights import PublisherReplacedError as PublisherReplacedError
 from raycollect.errors._weights import UnknownVersionError as UnknownVersionError
 from raycollect.errors._weights import VersionDirtyError as VersionDirtyError

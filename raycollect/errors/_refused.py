@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from raycollect.errors._base import RaycollectError
-from raycollect.errors.text import listed
+from raycollect.errors.text import listed, shown
+
+MOST_S = 1e9
+"""The longest time limit, in seconds; the system waits for no longer than about nine times that."""
 
 MOST_VIOLATIONS = 100
 """How many reasons of a refusal its text lists."""
@@ -233,6 +237,35 @@ REFUSALS: dict[str, type[RefusedError]] = {
 def wrong_argument(field: str, found: str, expected: str) -> Violation:
     """A violation of an argument of the call itself."""
     return Violation(kind="argument", field=field, found=found, expected=expected)
+
+
+def wrong_time_limit(timeout_s: object, *, also: Collection[float | None] = (None,)) -> list[Violation]:
+    """The violation of a time limit for which nobody can wait, and which is none of `also`, which mean something."""
+    if is_time_limit(timeout_s) or (isinstance(timeout_s, (int, float, type(None))) and timeout_s in also):
+        return []
+    return [wrong_argument("timeout_s", shown(timeout_s), f"a positive, finite number of seconds, at most {MOST_S:g}")]
+
+
+def is_time_limit(value: object, per_s: int = 1) -> bool:
+    """Whether somebody can wait for so many of what a second has `per_s` of."""
+    return isinstance(value, (int, float)) and 0 < value <= MOST_S * per_s
+
+
+def refuse(op: str, violations: Iterable[Violation]) -> None:
+    """Raises InvalidArgumentError where there are any."""
+    if found := tuple(violations):
+        raise refusal(op, "", found)
+
+
+def wrong_flags(**flags: object) -> list[Violation]:
+    """The violations of what should be True or False, by name; 0, 1 and None may stand for them."""
+    return [wrong_argument(name, shown(value), "True or False") for name, value in flags.items() if not _is_flag(value)]
+
+
+def _is_flag(value: object) -> bool:
+    if isinstance(value, int):
+        return value in (0, 1)
+    return value is None or type(value).__name__ in ("bool", "bool_")  # numpy's, which this does not import
 
 
 def wrong_layout(field: str, found: str, expected: str, rank: int = -1) -> Violation:

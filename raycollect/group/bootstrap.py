@@ -107,15 +107,19 @@ def lead(
 
 def _post(request: BootstrapRequest, store: BootstrapStore, record: bytes, hub: Hub) -> None:
     """Posts the address of rank 0; replaces the record of a dead leader, and what is no record."""
+    until_s = time.monotonic() + PROBE_S
     while not store.post(request.spec.name, record):
         there = _look(store, request.spec.name)
         if there is None:
             continue
-        if isinstance(there, Record) and _is_alive(there.address, hub):
+        is_alive = _is_alive(there.address, hub) if isinstance(there, Record) else None
+        if is_alive and isinstance(there, Record):
             detail = f"rank 0 of a group of this name waits for its members already: {there.who}"
             raise GroupExistsError(group_name=request.spec.name, detail=detail)
-        store.replace(request.spec.name, record)
-        return
+        if is_alive is None or time.monotonic() > until_s:
+            store.replace(request.spec.name, record)
+            return
+        time.sleep(_POLL_S[0])  # it removes its record itself, and might remove the one in its place
 
 
 def _look(store: BootstrapStore, name: str) -> Record | str | None:
@@ -127,13 +131,13 @@ def _look(store: BootstrapStore, name: str) -> Record | str | None:
         return exc.detail
 
 
-def _is_alive(address: Address, hub: Hub) -> bool:
-    """Whether a leader waits for its members there; one that only tells of a failure makes room."""
+def _is_alive(address: Address, hub: Hub) -> bool | None:
+    """Whether a leader waits for its members there; False: it makes room, and removes its record; None: it is gone."""
     uplink = _Uplink(lambda uplink, group_id: None)
     try:
         link = hub.connect(address, {"probe": True}, uplink, PROBE_S)
     except ChannelError:
-        return False
+        return None
     answer = uplink.answer(PROBE_S)
     link.close()
     return not isinstance(answer, ChannelError)

@@ -29,6 +29,9 @@ from raycollect.group.process_group import ProcessGroup
 FADING_S = 5.0
 """How long the hub of a group that failed to form stays to tell late members of it, in seconds."""
 
+MOST_FLUSH_S = 1.0
+"""How long rank 0 waits at most for what members take, in seconds: one that was stopped takes nothing."""
+
 _FLUSH_S = 0.0005
 
 
@@ -79,8 +82,9 @@ class CoordinatorServer:
             self._deliver(self._coordinator.receive(0, message))
 
     def flush(self) -> None:
-        """Waits until all messages are on their way; for rank 0, before it does what may hold the GIL."""
-        while any(link.queued_nbytes for link in list(self._links.values())):
+        """Waits a moment until all messages are on their way; for rank 0, before it does what may hold the GIL."""
+        until_s = time.monotonic() + MOST_FLUSH_S
+        while any(link.queued_nbytes for link in list(self._links.values())) and time.monotonic() < until_s:
             time.sleep(_FLUSH_S)
 
     def leave(self) -> None:
@@ -175,6 +179,7 @@ class CoordinatorServer:
             link.send(Welcome())
         else:
             link.close()
+            self._all_told.set()  # the others find the next leader
 
     def _problem(self, said: dict[str, Any]) -> str:
         rank, world_size, backend = said.get("rank"), said.get("world_size"), said.get("backend")

@@ -108,20 +108,26 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "raycollect" / "costs.json"
 
 
+def looked_up(environ: Mapping[str, str] = os.environ) -> tuple[Path, bool, bool]:
+    """The file, whether `RAYCOLLECT_COSTS` names it, and whether it is to be read: a file that is named has to be."""
+    path, is_named = default_path(environ), bool(environ.get(ENVIRONMENT_VARIABLE))
+    return path, is_named, is_named or os.path.exists(path)  # noqa: PTH110 - `Path.exists` raises where it may not look
+
+
 def current(environ: Mapping[str, str] = os.environ) -> Costs:
     """Reads the file; the defaults if there is none, or, with a warning, if that at the default place can't be used.
 
     Raises:
         InvalidArgumentError: The file that `RAYCOLLECT_COSTS` names can't be used.
     """
-    path = default_path(environ)
-    if environ.get(ENVIRONMENT_VARIABLE):
-        return read(path, source=ENVIRONMENT_VARIABLE)
-    if not os.path.exists(path):  # noqa: PTH110 - `Path.exists` raises where a folder may not be read
+    path, is_named, is_there = looked_up(environ)
+    if not is_there:
         return Costs()
     try:
-        return read(path)
+        return read(path, source=ENVIRONMENT_VARIABLE if is_named else "the file of costs")
     except InvalidArgumentError as exc:
+        if is_named:
+            raise
         (violation,) = exc.violations
         warnings.warn(f"{violation.field} is {violation.found}: the defaults stand", RuntimeWarning, stacklevel=2)
         return Costs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from raycollect.errors.text import a_type, shown
@@ -33,7 +34,10 @@ def _attributes(given: Any) -> dict[str, Any]:
     # what can't be set is the vendor's own business
     public = [name for name in dir(given) if not name.startswith("_")]
     settable = [name for name in public if getattr(getattr(type(given), name, None), "fset", True) is not None]
-    values = {name: getattr(given, name) for name in settable}
+    values: dict[str, Any] = {}
+    for name in settable:
+        with suppress(Exception):  # anyone's code: numpy's arrays have attributes that fail
+            values[name] = getattr(given, name)
     return {name: value for name, value in values.items() if not callable(value)}
 
 

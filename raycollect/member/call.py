@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -18,7 +17,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival, judge
 from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fast_path import FastPath
-from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal
+from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal, wrong_flags, wrong_time_limit
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
 from raycollect.group.member_communicator import Attempt
 from raycollect.group.process_group import ProcessGroup
@@ -90,7 +89,7 @@ class MemberCall:
         """Whether this rank is the root."""
         return type(self._root) is int and self._root == self._process_group.rank
 
-    def run(self, values: Sequence[tuple[str, Any]], *, async_op: bool, timeout_s: float | None) -> MemberWork | None:
+    def run(self, values: Sequence[tuple[str, Any]], *, async_op: Any, timeout_s: float | None) -> MemberWork | None:
         """Runs it with (name, value) of what this rank gives, and then of what it takes into."""
         process_group, kind, communicator = self._process_group, self._kind, self._communicator
         op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
@@ -101,9 +100,16 @@ class MemberCall:
             containers.append(_NOTHING if container is None else container)
             if container is None:
                 wrong.append(self._no_tensor(name, value))
+        if async_op is not True and async_op is not False:
+            found = wrong_flags(async_op=async_op)
+            wrong, async_op = wrong + self._here(found), not found and bool(async_op)
         program = None if wrong else self._planned(limit_s, wrong)
-        if wrong and (not communicator or not 0 < limit_s < math.inf):
-            raise refusal(op, process_group.name, tuple(wrong))
+        if program is None:
+            if found := wrong_time_limit(limit_s):
+                wrong += self._here(found)
+                limit_s = process_group.timeout_s
+            if not communicator:
+                raise refusal(op, process_group.name, tuple(wrong))
         object_to = partial(self._objection, communicator, limit_s)
         mark = _mark(containers)
         attempt = object_to(*wrong) if program is None else partial(self._attempt, program, containers, mark)
@@ -114,16 +120,18 @@ class MemberCall:
         return None
 
     def _planned(self, limit_s: float, wrong: list[Violation]) -> Program | None:
-        """The program within a time limit; None, and what is wrong is noted: the arguments make no sense."""
+        """The program within a time limit; None: that is none, or the arguments make no sense, which is noted."""
         known = self._program
         if known is not None and type(known[0]) is type(limit_s) and known[0] == limit_s:
             return known[1]
+        if wrong_time_limit(limit_s):
+            return None
         process_group = self._process_group
         rank = process_group.rank
         try:
             program = _program(process_group.planned, self._kind, rank, self._op, self._root, self._peer, limit_s)
         except RefusedError as exc:
-            wrong += [replace(v, rank=rank if v.rank < 0 else v.rank) for v in exc.violations]
+            wrong += self._here(exc.violations)
             return None
         self._program = limit_s, program
         return program
@@ -197,6 +205,10 @@ class MemberCall:
                 communicator.end(launch, False)
 
         return attempt
+
+    def _here(self, violations: Iterable[Violation]) -> list[Violation]:
+        rank = self._process_group.rank
+        return [replace(one, rank=rank if one.rank < 0 else one.rank) for one in violations]
 
     def _violate(self, kind: str, name: str, found: str, expected: str) -> None:
         self._violations.append(self._violation(kind, name, found, expected))

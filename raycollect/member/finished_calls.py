@@ -21,6 +21,7 @@ class FinishedCalls:
     """What is known of the calls, by their tasks. Any thread may call it; methods come one by one."""
 
     def __init__(self) -> None:
+        self._noting = threading.Lock()  # a plan's thread notes what a fence has told, beside that of the methods
         self._ended: dict[bytes, bool] = {}  # whether Ray needs nothing more of it
         self._changed = threading.Condition()
         self._waiting = 0
@@ -28,9 +29,10 @@ class FinishedCalls:
     def note(self, task: bytes, *, is_over: bool) -> None:
         """A method has ended; `is_over`: Ray does not read a tensor any more to tell its result."""
         ended = self._ended
-        ended[task] = is_over
-        if len(ended) > KEPT:
-            del ended[next(iter(ended))]
+        with self._noting:
+            ended[task] = is_over
+            if len(ended) > KEPT:
+                del ended[next(iter(ended))]
         if self._waiting:
             self.wake()
 

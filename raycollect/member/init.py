@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from typing import Any
@@ -11,7 +10,7 @@ from raycollect import backends
 from raycollect.backends import gpus
 from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, GroupSpec, name_of
-from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError
+from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError, is_time_limit
 from raycollect.errors.text import listed, shown
 from raycollect.group import pg_options as options
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
@@ -111,7 +110,7 @@ def _problems(world_size: Any, rank: Any, group_name: Any, gloo_timeout: Any) ->
         problems.append(f"world_size is {shown(world_size)}, not at least 1")
     elif not 0 <= rank < world_size:
         problems.append(f"rank is {shown(rank)}, not one of 0 to {shown(world_size - 1)}")
-    if not isinstance(gloo_timeout, (int, float)) or not 0 < gloo_timeout < math.inf:
+    if not is_time_limit(gloo_timeout, per_s=1000):
         problems.append(f"gloo_timeout is {shown(gloo_timeout)}, not a positive number of milliseconds")
     return problems
 
@@ -120,6 +119,9 @@ def _store(rendezvous: BootstrapStore | str | None, group_name: str) -> Bootstra
     if isinstance(rendezvous, str):
         return store_at(rendezvous)
     if rendezvous is not None:
+        if not all(hasattr(rendezvous, name) for name in ("host", "post", "read", "replace", "remove", "where")):
+            detail = f"rendezvous is {shown(rendezvous)}, not of the form 'file:///path', nor a DirectoryBulletin"
+            raise InvalidGroupError(group_name=group_name, detail=detail)
         return rendezvous
     if not ray_internals.is_worker():
         detail = (

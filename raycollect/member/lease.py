@@ -102,13 +102,14 @@ class Lease:
         return not self._runtime.is_ordered or not all(one.ordered for one in self._groups.of(self.controller))
 
     def hand_over(self, payload: bytes, submit: Callable[..., object]) -> bool:
-        """Has `submit` run a plan in another thread after its predecessor; False: it has to run in the actor task."""
+        """Has `submit` run a plan, by its number, in another thread after its predecessor; False: not this plan."""
         if not self.is_overlapping:
             return False
         ticket, _, program = decode_order(payload)
         if program.makes:
             return False
-        self._sequencer.after(ticket.seq, ticket.predecessor, lambda: submit(self.run_program, payload, None))
+        run = partial(submit, ticket.seq, self.run_program, payload, None)
+        self._sequencer.after(ticket.seq, ticket.predecessor, run)
         return True
 
     def hand_over_fenced(self, payload: bytes, submit: Callable[..., object]) -> bool:
@@ -116,7 +117,7 @@ class Lease:
         if not self.is_overlapping:
             return False
         _, seq, predecessor, _ = FENCED.decode(payload)
-        self._sequencer.after(seq, predecessor, lambda: submit(self.run_fenced, payload))
+        self._sequencer.after(seq, predecessor, partial(submit, seq, self.run_fenced, payload))
         return True
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
@@ -188,7 +189,7 @@ class Lease:
             self._runtime.exits()
             os._exit(1)
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
-            self._not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
+            self.not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
 
     def _run(self, came: Came, is_ordered: bool, keep: Keep) -> Outcome:
         seq, program, order, sequencer = came.ticket.seq, came.program, came.order, self._sequencer
@@ -312,8 +313,9 @@ class Lease:
                 raise
             finish(self, message, threads.failed(f"taking in {type(message).__name__}", exc))
 
-    def _not_begun(self, seq: int, error: InternalError) -> None:
-        self._sequencer.end(seq)  # what comes after it goes on
+    def not_begun(self, seq: int, error: InternalError, predecessor: int = 0) -> None:
+        """A plan, or a run, can't begin here: what comes after it goes on, but behind what comes before it."""
+        self._sequencer.after(seq, predecessor, partial(self._sequencer.end, seq))
         self._reporter.tell_failure(seq, error)
 
     def _stopped(self, message: messages.Abort | messages.Arrivals | messages.Go, error: InternalError) -> None:
@@ -436,8 +438,8 @@ _FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
         (messages.Survey, messages.Measure, messages.Look, messages.Record, messages.Tick, messages.Collect),
         lambda lease, message, error: lease._reporter.tell_unable(message.request, error),
     ),
-    messages.Run: lambda lease, message, error: lease._not_begun(message.seq, error),
-    messages.Order: lambda lease, message, error: lease._not_begun(decode_order(message.payload)[0].seq, error),
+    messages.Run: lambda lease, message, error: lease.not_begun(message.seq, error),
+    messages.Order: lambda lease, message, error: lease.not_begun(decode_order(message.payload)[0].seq, error),
     **dict.fromkeys((messages.Abort, messages.Arrivals, messages.Go), Lease._stopped),
     messages.Gone: Lease._broken,
     **dict.fromkeys((messages.Leave, messages.Forget), lambda lease, message, error: None),  # nobody waits for that

@@ -17,7 +17,7 @@ import numpy as np
 
 from raycollect.core.model import GroupLike
 from raycollect.engine.value_codec import pack_value, unpack_value
-from raycollect.errors import MismatchError, Violation, refusal
+from raycollect.errors import MismatchError, Violation, refusal, refuse, wrong_flags
 from raycollect.member import operations
 from raycollect.member.init import get_group_handle
 
@@ -137,10 +137,12 @@ class _Exchange:
         self.expected = "a value that can be pickled" if pickle else "plain values, or pickle=True on all ranks"
         self._op = op
         self._group_name = group_name
-        self._pickle = pickle
+        self._pickle = not wrong_flags(pickle=pickle) and bool(pickle)
         self._timeout_s = timeout_s
         parts: list[bytes] = []
+        wrong = wrong_flags(pickle=pickle)
         try:
+            refuse(op, wrong)
             parts = [pickler.dumps(one) if pickle else pack_value(one) for one in values]
             self.lengths = [len(one) for one in parts]
         except Exception as exc:  # noqa: BLE001 - foreign code gives and pickles them; all ranks hear of it

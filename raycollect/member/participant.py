@@ -20,7 +20,7 @@ from raycollect.engine.step_runner import Invoke
 from raycollect.errors import RefusedError, Violation, refusal
 from raycollect.errors.text import a_type, listed
 from raycollect.member.finished_calls import is_inert
-from raycollect.member.runtime import Runtime, describe
+from raycollect.member.runtime import Runtime, describe, run_in_thread
 from raycollect.observe import Tracer
 from raycollect.observe.trace import METHOD
 from raycollect.pos import Container, unkept
@@ -98,8 +98,7 @@ async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any
     runtime, task = Runtime.current(), ray_internals.current_task()
     if runtime.hand_over(payload):
         return None
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(runtime.kernel_threads, runtime.run_program, payload, task)
+    return await asyncio.wrap_future(run_in_thread(runtime, payload, task))
 
 
 async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:

@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from raycollect.errors import (
     ConnectionLostError,
     ControllerConflictError,
     GroupBrokenError,
+    InternalError,
     ProtocolError,
     RaycollectError,
     Violation,
@@ -236,8 +237,10 @@ class Runtime:
         lease = self._lease
         return lease is not None and lease.hand_over(payload, self._in_thread)
 
-    def _in_thread(self, do: Callable[..., object], *args: Any) -> None:
-        self.plan_threads.submit(threads.survives, _aside, do, *args, place="a plan, or a run")
+    def _in_thread(self, seq: int, do: Callable[..., object], *args: Any) -> None:
+        run = partial(threads.survives, _aside, do, *args, place="a plan, or a run")
+        with suppress(InternalError):  # the controller was told
+            _submitted(self.plan_threads, self._lease, seq, 0, run)
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """`Lease.run_program`; GroupBrokenError: the controller is gone."""
@@ -318,6 +321,23 @@ class Runtime:
         lease.end(reason)
         with self._lock:
             self._lease = None
+
+
+def run_in_thread(here: Runtime, payload: bytes, task: bytes | None) -> Future[Any]:
+    """`Runtime.run_program` in a thread of ours, where it may wait; InternalError: none can be started."""
+    ticket, _, _ = decode_order(payload)
+    run = here.run_program, payload, task
+    return _submitted(here.kernel_threads, here._lease, ticket.seq, ticket.predecessor, *run)
+
+
+def _submitted(workers: ThreadPoolExecutor, lease: Lease | None, seq: int, predecessor: int, *call: Any) -> Future[Any]:
+    try:
+        return threads.submit(workers, *call)
+    except RuntimeError as exc:
+        error = threads.failed("starting a thread for a plan, or a run,", exc)
+        if lease is not None:
+            lease.not_begun(seq, error, predecessor)
+        raise anew(error) from exc
 
 
 def _aside(do: Callable[..., object], *args: Any) -> None:

@@ -12,7 +12,14 @@ from time import monotonic
 from typing import Any
 
 from raycollect.core import html
-from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError, anew
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    PlanAbortedError,
+    RaycollectError,
+    anew,
+    refuse,
+    wrong_time_limit,
+)
 from raycollect.group.process_group import ProcessGroup
 from raycollect.planner.wording import seconds_words
 
@@ -46,6 +53,7 @@ class MemberWork:
             CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
             RaycollectError: The collective failed.
         """
+        refuse("wait", wrong_time_limit(timeout_s, also=(None, 0)))
         try:
             self._future.exception(timeout_s)
         except FutureTimeoutError:

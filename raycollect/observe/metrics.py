@@ -13,7 +13,7 @@ from ray.util.metrics import Counter, Histogram
 
 from raycollect.core import threads
 from raycollect.observe import Place, Ring, Span
-from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL
+from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, Mark
 
 EVERY_S = 2.0
 """How often the ring is read, in seconds."""
@@ -66,7 +66,7 @@ class Publisher:
         self._ring = ring
         self._places = places
         self._meters = meters
-        self._mark = 0
+        self._mark = Mark()
         self._over = threading.Event()
         self._ended = threads.apart(self._work)
 

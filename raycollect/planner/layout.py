@@ -19,6 +19,7 @@ import msgpack
 
 from raycollect.core.codec import Codec
 from raycollect.errors import ProtocolError, refusal, wrong_argument
+from raycollect.errors.text import shown
 from raycollect.planner.boxes import Box, Point, chunk, extent, words
 
 __all__ = ["ITEMSIZES", "Axes", "Layout", "Region", "Regions", "fused_layouts", "layout"]
@@ -271,6 +272,7 @@ def layout(
     Raises:
         InvalidArgumentError: An axis is unknown or used twice, or a number or dtype makes no sense.
     """
+    _check_kinds(mesh, spec, partial)
     axes = tuple(mesh.items())
     cuts = tuple(() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in spec)
     sums = (partial,) if isinstance(partial, str) else tuple(partial)
@@ -368,8 +370,24 @@ def _check_fit(shape: Point, regions: Regions) -> None:
             _refuse("region", f"addend {one.part} of rank {one.rank}", f"below {regions.parts}, {regions.world_size}")
 
 
+def _check_kinds(mesh: object, spec: object, partial: object) -> None:
+    if not isinstance(mesh, Mapping):
+        _refuse("mesh", shown(mesh), "a dict of the size of each axis")
+    if not isinstance(spec, (list, tuple)) or not all(one is None or _are_axes(one) for one in spec):
+        _refuse("spec", shown(spec), "for each dimension an axis, several axes, or None")
+    if not _are_axes(partial):
+        _refuse("partial", shown(partial), "an axis, or several axes")
+
+
+def _are_axes(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value))
+
+
 def _shape(shape: Sequence[int]) -> Point:
-    found = tuple(shape)
+    try:
+        found = tuple(shape)
+    except TypeError:
+        _refuse("shape", shown(shape), "whole numbers from 0 on")
     if any(type(size) is not int or size < 0 for size in found):
         _refuse("shape", found, "whole numbers from 0 on")
     return found

@@ -69,7 +69,7 @@ def array(object: Any, dtype: Any = None, *, like: object = None, library: str |
 
     Element type and library are those of the object where they are not given; for one of cupy the library has to be.
     """
-    made = _Constructor("array", like if library or like is not None else object, library)
+    made = _Constructor("array", like if library is not None or like is not None else object, library)
     seen = on_host(object)
     copy = made.allocate_array(seen.shape, seen.dtype if dtype is None else dtype)
     np.copyto(copy, seen, casting="unsafe")
@@ -106,8 +106,8 @@ class _Constructor:
 
     def __init__(self, op: str, like: object, library: str | None) -> None:
         self._op = op
-        self._library = library or arrays.library(like)
-        if self._library not in _LIBRARIES:
+        self._library = arrays.library(like) if library is None else library
+        if not isinstance(self._library, str) or self._library not in _LIBRARIES:
             raise self._refused("library", self._library, "'numpy' or 'torch'")
         if self._library == "torch":
             import_module("torch")  # `arrays` looks for it among the modules that are loaded
@@ -155,5 +155,8 @@ class _Constructor:
 def _filled(op: str, shape: Shape, value: Any, dtype: Any, like: object, library: str | None) -> Any:
     made = _Constructor(op, like, library)
     filled = made.allocate_array(shape, dtype)
-    np.copyto(filled, value, casting="unsafe")
+    try:
+        np.copyto(filled, value, casting="unsafe")
+    except (TypeError, ValueError) as exc:
+        raise made._refused("fill_value", value, f"a number ({exc})") from exc
     return made.finish(filled)

@@ -27,6 +27,7 @@ from raycollect.errors import (
 from raycollect.member.runtime import Runtime, describe
 from raycollect.pos import Container, fetch
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receiver import Holder, Receiver, Staged
 from raycollect.weights.source import Source
@@ -64,6 +65,13 @@ class Attached:
     incarnation: str
     machine: str
     shown: Version | None = None
+
+
+def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> None:
+    """Raises what `attach_source` or `attach_receiver` would, whose other ranks would have taken places by then."""
+    is_written = op == "subscribe"
+    _attached(actor, op)
+    LocalSide(op, _held_to_be_written(key) if is_written else _held(key), layouts, rank, is_written=is_written)
 
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:

@@ -16,13 +16,16 @@ from raycollect.errors import (
     VersionNotPutError,
     anew,
     refusal,
+    refuse,
     wrong_argument,
+    wrong_time_limit,
 )
+from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Receipt, Subscription, update_all
@@ -66,6 +69,7 @@ class Publication:
     _session: Any = None
 
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
+        refuse("publish", wrong_name(name))
         ray_internals.ensure_ray()
         self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
@@ -73,6 +77,7 @@ class Publication:
         faults = tuple(atoms.source_faults(self.ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)
+        self.ranks.check()  # before anybody is replaced
         self._directory = Directory(name)
         self._publisher = ray_internals.describe_process()
         self.epoch: int = 0
@@ -188,6 +193,10 @@ class Publication:
         self._post(ordered, keys)
 
     def _check_groups(self, op: str, subscriptions: Sequence[Subscription]) -> None:
+        if not isinstance(subscriptions, (list, tuple)) or not all(
+            isinstance(one, Subscription) for one in subscriptions
+        ):
+            refuse(op, [wrong_argument("subscriptions", shown(subscriptions), "a list of what subscribe() returned")])
         if over := why_over(self._session, is_open=self._is_open):
             raise refusal(op, "", (wrong_argument("publication", over, "one that is open: publish() again"),))
         for one in subscriptions:
@@ -222,6 +231,7 @@ class Publication:
             UnknownVersionError: Nothing was put.
             RaycollectError: A group could not be updated, as `Subscription.update` raises it; the others are.
         """
+        refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         self._check_groups("push", subscriptions)
         if not self._last.number:
             return update_all(subscriptions, "latest", timeout_s)

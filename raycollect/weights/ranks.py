@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,11 @@ from raycollect.errors import (
     refusal,
     wrong_argument,
 )
-from raycollect.errors.text import a_type
+from raycollect.errors.text import a_type, shown
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos.handle import Handle
-from raycollect.weights import protocol
+from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import HolderRecord
@@ -98,6 +98,11 @@ class Ranks:
         """The names of a rank's local tensors."""
         return frozenset(one.key for one in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
+    def check(self) -> None:
+        """Raises what keeps any of them from taking part, while they are still parts of other sides."""
+        args = [(self.op, one.key, self.layouts, rank) for rank, one in enumerate(self.handles)]
+        self._answers([self.call(rank, agent.check_side, *one) for rank, one in enumerate(args)])
+
     def attach(
         self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]
     ) -> None:
@@ -111,9 +116,9 @@ class Ranks:
                 self.call(rank, *undo)
             raise
 
-    def _answers(self, refs: list[Any]) -> list[Attached]:
+    def _answers(self, refs: list[Any]) -> list[Any]:
         try:
-            found: list[Attached] = ray.get(refs, timeout=ATTACH_S)
+            found: list[Any] = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:
             raise cause_of(exc) from None
         except GetTimeoutError as exc:
@@ -149,6 +154,13 @@ class Ranks:
             is_shown=is_shown,
             detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
         )
+
+
+def wrong_name(name: object) -> list[Violation]:
+    """The violation of a name that no publication can have."""
+    return (
+        [] if isinstance(name, str) and name else [wrong_argument("name", shown(name), "a string, which is not empty")]
+    )
 
 
 def why_over(session: Any, *, is_open: bool) -> str:
@@ -195,7 +207,7 @@ def _replicated(handles: Sequence[Handle]) -> Layouts | None:
         return None
     mesh = {"rank": len(handles)}
     return {
-        name: layout(one.shape, mesh=mesh, dtype=one.dtype)
+        name: replace(layout(one.shape, mesh=mesh, dtype=one.dtype), converts=False)  # which nobody has asked for
         for name, one in sorted(zip(names, first.infos, strict=True))
     }
 

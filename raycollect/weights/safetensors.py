@@ -20,6 +20,7 @@ import numpy as np
 
 from raycollect.backends.elements import Array
 from raycollect.errors import refusal, wrong_argument
+from raycollect.errors.text import shown
 
 __all__ = ["map_safetensors"]
 
@@ -68,6 +69,8 @@ def map_safetensors(path: str | Path) -> dict[str, Array]:
             or a tensor is in several files, or not in the one that the index names.
         OSError: A file can't be read.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise refusal("map_safetensors", "", (wrong_argument("path", shown(path), "that of a file or a folder"),))
     found: dict[str, Array] = {}
     for file, names in _files(Path(path)).items():
         tensors = _of_file(file)

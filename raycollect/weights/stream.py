@@ -19,7 +19,8 @@ import ray
 
 from raycollect.core.model import Key
 from raycollect.driver.plan_tracker import retrieve_errors
-from raycollect.errors import VersionNotPutError, refusal, wrong_argument
+from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
+from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
 from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
 from raycollect.weights.ranks import Job, event_of
@@ -81,11 +82,9 @@ class Stream:
         """Makes tensors a part, behind the methods of the actors that were called before; raises as `call`."""
         self._check_first()
         held = [self._publication.ranks.keys(rank) for rank in range(len(self._publication.ranks))]
-        unknown = set(names).difference(*held)
+        unknown = [one for one in names if not isinstance(one, str) or not any(one in keys for keys in held)]
         if unknown or not names:
-            raise refusal(
-                "part", "", (wrong_argument("names", repr(sorted(unknown)), "names of tensors that are published"),)
-            )
+            refuse("part", [wrong_argument("names", shown(unknown), "names of tensors that are published")])
         for rank, keys in enumerate(held):
             mine = [name for name in names if name in keys]
             if mine:
@@ -100,6 +99,7 @@ class Stream:
             VersionError: As `Publication.put` and `Publication.push`. A part that failed is an error here, and nothing
                 was put.
         """
+        refuse("put", wrong_time_limit(timeout_s, also=(0,)))
         until_s = time.monotonic() + timeout_s
         self._check_first()
         for rank in sorted(self._job.round.waiting):

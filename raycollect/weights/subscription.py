@@ -19,13 +19,16 @@ from raycollect.errors import (
     anew,
     kept,
     refusal,
+    refuse,
     wrong_argument,
+    wrong_flags,
+    wrong_time_limit,
 )
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms, protocol
 from raycollect.weights.directory import Directory, HolderRecord
 from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receiver import Holder, Staged
 
 MOST_RECEIVERS = 8
@@ -115,15 +118,17 @@ class Subscription:
     _session: Any = None
 
     def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
+        refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
         ray_internals.ensure_ray()
         self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
         self._id = secrets.token_hex(8)
-        self._inplace = inplace
+        self._inplace = inplace = bool(inplace)
         self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
         faults = tuple(atoms.target_faults(self._ranks.layouts))
         if faults:
             raise refusal("subscribe", "", faults)
+        self._ranks.check()  # before another subscription of the same tensors ends
         self._directory = Directory(name)
         self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles
@@ -163,6 +168,7 @@ class Subscription:
             VersionTimeoutError: A rank did not come to it in time. If `is_shown` is False, methods see what they saw.
             VersionError: Ray can't reach a rank's actor, which may live; others may show the version. Update again.
         """
+        refuse("update", wrong_time_limit(timeout_s, also=(0,)))
         self._check_open()
         return update_all([self], version, timeout_s)[0]
 
@@ -180,9 +186,9 @@ class Subscription:
         """The version that is asked for, as the directory knows it; raises as `update`."""
         if isinstance(version, Version):
             found = self._directory.version(version.epoch, version.number)
-        elif version == "latest":
+        elif isinstance(version, str) and version == "latest":
             found = self._directory.latest()
-        elif type(version) is int:
+        elif type(version) is int and version >= 0:
             found = self._directory.version(self._directory.epoch(), version)
         else:
             raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))

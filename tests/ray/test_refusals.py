@@ -304,6 +304,44 @@ def test_bad_ranks_and_timeouts(trio):
         col.allreduce_refs(buffers(trio), timeout_s=0)
 
 
+WRONG_TIMES = ["5", [], -1, 10**400, float("nan"), np.ones(2)]
+WRONG_FLAGS = ["no", [], 2, np.ones(2)]
+
+
+def test_an_option_that_makes_no_sense_is_refused_by_its_name(trio):
+    """A flag that travels as it is would be refused at the other end, and cost the connection."""
+
+    def timeline(**options):
+        with col.timeline(**options):
+            pass
+
+    refs = buffers(trio)
+    work = col.allreduce_refs(refs, async_op=True)
+    work.wait(30)
+    with col.capture() as step:
+        col.barrier()
+    calls = [
+        (lambda **given: col.allreduce_refs(refs, **given), {"async_op", "inplace", "snapshot"}),
+        (lambda **given: col.broadcast_refs(refs, **given), {"async_op"}),
+        (lambda **given: col.barrier(**given), {"async_op"}),
+        (lambda **given: col.batch(**given), {"async_op"}),
+        (step.run, {"async_op", "fence"}),
+        (lambda **given: col.get(refs, **given), {"ordered"}),
+        (timeline, {"metrics"}),
+        (work.wait, {"progress"}),
+    ]
+    for call, flags in calls:
+        for option, values in ({"timeout_s": WRONG_TIMES} | dict.fromkeys(sorted(flags), WRONG_FLAGS)).items():
+            for value in values:
+                with pytest.raises(errors.InvalidArgumentError, match=f"{option} is"):
+                    call(**{option: value})
+    with pytest.raises(errors.InvalidArgumentError, match="path is"):
+        timeline(path=3)
+    with pytest.raises(errors.UnknownGroupError):
+        col.barrier(np.ones(2))
+    step.close()
+
+
 def test_lists_of_several_gpus_need_nccl(trio):
     def build(self):
         return [np.ones(3)]

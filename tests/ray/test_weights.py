@@ -232,6 +232,12 @@ def test_pain_3_a_layout_that_comes_late_and_another_dtype(actors, name):
             sub.update()
             for held in ray.get([one.held.remote() for one in (early, late)]):
                 np.testing.assert_equal(held["w"], np.full((8, 3), 1 / 3, np.float16))
+        with (
+            col.subscribe(name, [early.make.remote({"w": (8, 6)}, "float16")]) as sub,
+            pytest.raises(errors.LayoutError, match=r"dtype float16.*float32, or a layout that asks for it"),
+        ):
+            sub.update()  # rounding is nothing that nobody asked for
+        assert ray.get(early.held.remote())["w"].max() == 0
 
 
 def test_pain_4_a_latecomer_is_served_while_the_trainer_stands_still(actors, name, stopped):
@@ -353,6 +359,23 @@ def test_pain_5_who_was_replaced_puts_nothing(actors, name):
             assert looks([rollout], sub) == [([0.0], 1)]
 
 
+def test_who_is_refused_replaces_nobody(actors, name):
+    """Its other ranks are parts of what goes on."""
+    trainer, rollout, threaded = *actors(Weights, 2), actors(Weights, 1, max_concurrency=2)[0]
+    published, received, other = replicas([trainer]), replicas([rollout]), replicas([threaded])
+    with col.publish(published, name) as pub, col.subscribe(name, received) as sub:
+        for refused in (
+            lambda: col.publish([*published, *other], name),
+            lambda: col.subscribe(name, [*received, *other]),
+        ):
+            with pytest.raises(errors.UnsupportedError, match="methods overlap"):
+                refused()
+        ray.get(trainer.fill.remote(1))
+        assert pub.put().number == 1
+        assert sub.update().version.epoch == pub.epoch
+        assert looks([rollout], sub) == [([1.0], 1)]
+
+
 def test_what_is_refused(actors, name):
     trainer, threaded = actors(Weights, 1)[0], actors(Weights, 1, max_concurrency=2)[0]
     with pytest.raises(errors.UnsupportedError, match="methods overlap"):
@@ -369,3 +392,23 @@ def test_what_is_refused(actors, name):
         col.publish([one.make.remote({"w": (8, 6)}) for one in pair], name, layout={"w": partial})
     with pytest.raises(errors.InvalidArgumentError, match="list of refs is a str"):
         col.subscribe(name, "refs")
+    for wrong in (3, None, b"name", ""):
+        with pytest.raises(errors.InvalidArgumentError, match="name is"):
+            col.publish(replicas([trainer]), wrong)
+        with pytest.raises(errors.InvalidArgumentError, match="name is"):
+            col.subscribe(wrong, replicas([trainer]))
+    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas(actors(Weights, 1))) as sub:
+        for wrong in ("5", None, -1, float("nan"), np.ones(2)):
+            for call in (pub.put, lambda **given: pub.push([sub], **given), sub.update):
+                with pytest.raises(errors.InvalidArgumentError, match="timeout_s is"):
+                    call(timeout_s=wrong)
+        for wrong in (np.ones(2), -1, 1.5):
+            with pytest.raises(errors.InvalidArgumentError, match="version is"):
+                sub.update(wrong)
+        for wrong in (sub, [1], None):
+            with pytest.raises(errors.InvalidArgumentError, match="subscriptions is"):
+                pub.stream(wrong)
+        with pytest.raises(errors.InvalidArgumentError, match="names is"):
+            pub.stream().part(["up"])
+        assert pub.put().number == 1
+        assert sub.update().version.number == 1

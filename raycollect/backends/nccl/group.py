@@ -84,7 +84,10 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
         return Joined(communicator=None, device=device, version=version, capability=least, shared=why)
     if rank == 0:
         rendezvous.put("nccl.id", unique_id(nccl))
-    unique = rendezvous.get("nccl.id", timeout_s)
+    try:
+        unique = rendezvous.get("nccl.id", max(until_s - time.monotonic(), 0.001))
+    except CollectiveTimeoutError as exc:  # it has told its place, and is gone, or stuck, since
+        raise not_joined(spec, (0,), timeout_s) from exc
     # Apart, as the call blocks until all ranks are there
     making = threads.apart(_connect, cupy, nccl, device, (spec.world_size, unique, rank))
     made = _made(making, spec, rank, timeout_s)

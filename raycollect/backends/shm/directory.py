@@ -101,6 +101,7 @@ class Directory:
         """Writes this rank's listing for the next kernel of `ranks`."""
         at = self._at(self._rank)
         segment = places.segment
+        self._offered = None  # nobody may have mapped what was offered in a launch that failed, or to other ranks
         if segment is not None and any(self._shown.get(rank) is not segment for rank in ranks if rank != self._rank):
             flags |= _NEW
             self._offered = segment

@@ -184,9 +184,9 @@ def _quota(machine: Machine) -> float:
 def measured_costs(machine: Machine) -> Finding:
     """The file of measured costs, by which the planner chooses algorithms."""
     cure = "raycollect bench --calibrate"
-    path, variable = link_costs.default_path(machine.environ), link_costs.ENVIRONMENT_VARIABLE
-    is_named = bool(machine.environ.get(variable))
-    if not is_named and not os.path.exists(path):  # noqa: PTH110 - which raises where it may not look
+    variable = link_costs.ENVIRONMENT_VARIABLE
+    path, is_named, is_there = link_costs.looked_up(machine.environ)
+    if not is_there:
         return Finding(state=WARNING, found=f"no {path}: the planner uses defaults", cure=cure)
     try:
         links = link_costs.read(path, source=variable if is_named else "the file").measured

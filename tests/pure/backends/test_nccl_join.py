@@ -259,6 +259,17 @@ def test_a_member_that_never_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert caught.value.missing == (1,)
 
 
+def test_rank_0_that_never_tells_the_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.05)
+    with gpus(2):
+        rendezvous = MemoryRendezvous()
+        place = _nccl_group._Place(gpu="127.0.0.1/0000:11:00.0", version=22803, may_share=True, capability=90)
+        rendezvous.put("nccl.place.0", _nccl_group._PLACES.encode(place))
+        with pytest.raises(CollectiveTimeoutError, match=r"'nccl': ranks \[0\] did not come") as caught:
+            create(1, 2, rendezvous)
+    assert (caught.value.missing, caught.value.group_name) == ((0,), "team")
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The library waits on; the rank does not. What comes of it when the other one does is let go of."""

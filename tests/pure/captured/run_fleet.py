@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Done
 from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
@@ -142,6 +143,16 @@ class Fleet:
             self.fail(at, tracker, PlanAbortedError(detail="aborted"))
         assert tracker.has_ended
         assert tracker.seq not in [one.seq for one in self.controller.trackers()]
+
+
+def drive(fleet: Fleet, runs: int = IN_FLIGHT + 3) -> None:
+    """Begins runs, and answers each."""
+    for _ in range(runs):
+        tracker = fleet.begin()
+        for at in range(4):
+            fleet.bell.give(at, tracker.number)
+        assert tracker.wait(WAIT_S)
+        assert tracker.error is None
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
 from raycollect.driver.plan_tracker import PlanTracker
@@ -28,7 +27,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, fleet
+from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.test_controller import said
 from tests.pure.driver.tracked_plans import key_of
 
@@ -161,16 +160,6 @@ def interrupting(call: Callable[..., Any], *, after: bool = False) -> Callable[.
         return found
 
     return interrupted
-
-
-def drive(fleet: Fleet, runs: int = IN_FLIGHT + 3) -> None:
-    """Begins runs, and answers each."""
-    for _ in range(runs):
-        tracker = fleet.begin()
-        for at in range(4):
-            fleet.bell.give(at, tracker.number)
-        assert tracker.wait(WAIT_S)
-        assert tracker.error is None
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from raycollect.core import call_tokens, ray_internals
+from raycollect.core import call_tokens, ray_internals, threads
 from raycollect.core.call_tokens import BATCH, CallTokens, LentToken
 from raycollect.core.model import Key
 from raycollect.core.serialization import PackedRef
@@ -133,6 +133,46 @@ def test_the_end_is_told_once_nobody_holds_a_value(caller):
     caller.due.pop()()
     assert caller.told == [[key(1)]]
     assert caller.ended == 1
+
+
+def test_keys_that_could_not_be_told_are_told_later(caller):
+    """As where no thread can be started for it."""
+    lent = [caller.call(number) for number in range(2)]
+    tell, failing = caller.tokens._tell, [RuntimeError("can't start new thread"), KeyboardInterrupt()]
+
+    def fails(keys):
+        if failing:
+            raise failing.pop(0)
+        tell(keys)
+
+    caller.tokens._tell = fails
+    for one in lent:
+        caller.nobody_holds(one)
+    caller.end()
+    with pytest.raises(KeyboardInterrupt):
+        caller.due.pop()()
+    assert caller.ended == 0
+    caller.due.pop()()
+    assert caller.told == [[key(0), key(1)]]
+    assert caller.ended == 1
+
+
+def test_a_finalizer_tells_while_others_are_told(caller):
+    """Where nobody makes calls in a moment any more, the thread that lets go of a value does it."""
+    lent = [caller.call(number) for number in range(2)]
+    caller.tokens._soon = lambda call: False
+    tell = caller.tokens._tell
+
+    def tells(keys):
+        if not caller.told:
+            tell(keys)
+            caller.nobody_holds(lent[1])
+        else:
+            tell(keys)
+
+    caller.tokens._tell = tells
+    assert threads.has_ended(threads.apart(caller.nobody_holds, lent[0]), 20.0)
+    assert caller.told == [[key(0)], [key(1)]]
 
 
 class Raced(deque[CallTokens]):

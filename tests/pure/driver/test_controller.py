@@ -12,6 +12,7 @@ from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined,
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
 from raycollect.core.submitted_calls import SubmittedCalls
+from raycollect.driver import groups as groups_module
 from raycollect.driver import member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_plan
@@ -19,6 +20,7 @@ from raycollect.driver.groups import Declared
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
+    ActorGoneError,
     ConnectionLostError,
     GroupBrokenError,
     GroupError,
@@ -347,7 +349,7 @@ def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their
     groups.add(declared(old))
 
     def form(*_: Any, **__: Any) -> Declared:
-        groups._draining = old.spec.group_id
+        groups.draining = old.spec.group_id
         return declared(now)
 
     def check(*_: Any) -> None:
@@ -360,3 +362,21 @@ def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their
     monkeypatch.setattr(member_discovery, "who_answers", lambda *_: None)
     assert groups.rebuild(old, None, WAIT_S)[0] is groups.named("team") is now
     assert refused
+
+
+def test_a_member_that_dies_between_its_lease_and_its_join_is_named(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it dies before and after: who forms the group again may leave it out. Nobody keeps a part of a group."""
+    team, inside = group("team", (5, 6)), group("team/host", (5, 6))
+    first, second = lease(controller, team).values()
+    controller.participants.drop(second)
+    with pytest.raises(ActorGoneError, match="before it was asked to join") as caught:
+        controller.participants.join([team], time.monotonic() + WAIT_S)
+    assert (caught.value.rank, caught.value.actor) == (1, team.members[1].actor)
+    monkeypatch.setattr(groups_module, "inner_groups", lambda _: (inside,))
+    first.group_ids.add(team.spec.group_id)
+    with pytest.raises(ActorGoneError, match="before it was asked to join"):
+        controller.groups._with_inner(team, time.monotonic() + WAIT_S)
+    assert inside.spec.group_id not in controller.groups.coordinators
+    assert first.group_ids == {team.spec.group_id}

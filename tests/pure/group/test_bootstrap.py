@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raycollect.channel import Hub, protocol
 from raycollect.channel.messages import Refused
+from raycollect.core import threads
 from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -255,6 +257,56 @@ def test_a_leader_that_waits_is_not_replaced(place: Place) -> None:
     leading.result(WAIT_S)
 
 
+def test_who_makes_room_does_not_remove_the_record_of_who_comes_next(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks whether the record is its own, and removes it: in between there must be no other one."""
+    monkeypatch.setattr(coordinator_server, "FADING_S", WAIT_S)
+    leading = place.start(place.lead, world_size=3)
+    with pytest.raises(InvalidGroupError):
+        place.follow(backend="shm", world_size=3)
+    assert isinstance(leading.exception(WAIT_S), InvalidGroupError)
+    posts, came, following = [], threading.Event(), list[Future[ProcessGroup]]()
+    read, post, replace = place.board.read, place.board.post, place.board.replace
+
+    def reading(name: str) -> bytes | None:
+        found = read(name)
+        if threading.current_thread().name == "raycollect-apart":
+            following.append(place.start(place.lead))
+            assert came.wait(WAIT_S)
+        return found
+
+    def posting(name: str, record: bytes) -> bool:
+        posts.append(name)
+        if len(posts) == 2:
+            came.set()
+        return post(name, record)
+
+    def replacing(name: str, record: bytes) -> None:
+        replace(name, record)
+        came.set()
+
+    for name, call in (("read", reading), ("post", posting), ("replace", replacing)):
+        monkeypatch.setattr(place.board, name, call)
+    place.end_fading()
+    assert place.follow(timeout_s=2).world_size == 2
+    assert following[0].result(WAIT_S).world_size == 2
+
+
+def test_who_may_lead_next_does_not_wait_for_late_members_of_a_group_that_failed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_server, "FADING_S", 10 * WAIT_S)
+    monkeypatch.setattr(bootstrap, "PROBE_S", 10 * WAIT_S)
+    leading = place.start(place.lead, world_size=3)
+    with pytest.raises(InvalidGroupError):
+        place.follow(backend="shm", world_size=3)
+    assert isinstance(leading.exception(WAIT_S), InvalidGroupError)
+    following = place.start(place.lead)
+    place.follow()
+    assert following.result(WAIT_S).world_size == 2
+
+
 class _Caller:
     """One end of a connection to a star."""
 
@@ -287,14 +339,28 @@ def test_complete_star_turns_later_followers_away(place: Place, complete: bool) 
             else:
                 assert wait_until(lambda: caller.heard)  # noqa: B023 - asked before the next turn
                 assert isinstance(caller.heard[0], Refused)
-        assert not bootstrap._is_alive(star.address, place.hub), "and makes room for another leader"
+        assert bootstrap._is_alive(star.address, place.hub) is False, "and makes room for another leader"
     finally:
         star.end()
         star.close()
+    assert bootstrap._is_alive(star.address, place.hub) is None
 
 
-def test_turned_away_follower_tries_the_new_record(place: Place) -> None:
+def test_rank_0_goes_on_though_a_member_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in a call with others, which has a limit, and the member may be stopped for good."""
+    monkeypatch.setattr(coordinator_server, "MOST_FLUSH_S", 0.01)
+    star = CoordinatorServer("127.0.0.1", asked(world_size=3), "w")
+    try:
+        star._links[2] = SimpleNamespace(queued_nbytes=1)  # type: ignore[assignment]
+        assert threads.has_ended(threads.apart(star.flush), WAIT_S)
+    finally:
+        star._links.clear()
+        star.close()
+
+
+def test_turned_away_follower_tries_the_new_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower that was turned away tries a new record at once."""
+    monkeypatch.setattr(bootstrap, "PROBE_S", 0.5)  # the record is removed by nobody
     star = CoordinatorServer("127.0.0.1", asked(), "w")
     star.complete = True
     place.board.post(NAME, Record(address=star.address, who="w").to_bytes())

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,13 +18,14 @@ import pytest
 from raycollect import backends, pos
 from raycollect.channel.messages import Depart, Done, Gone, Join, Joined, Leave, Message, Publish
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core import ray_internals, timers
+from raycollect.core import ray_internals, threads, timers
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.execution import Outcome
 from raycollect.engine.instruments import Instruments
 from raycollect.errors import (
     GroupBrokenError,
+    InternalError,
     MismatchError,
     PlanAbortedError,
     ProtocolError,
@@ -37,9 +40,10 @@ from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import lease, reporter
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
+from raycollect.member.runtime import Runtime, run_in_thread
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
-from raycollect.planner import Ticket, encode_order, encode_program
+from raycollect.planner import Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
 from tests.pure.driver.tracked_plans import key_of
 from tests.pure.thread_faults import apart
@@ -390,11 +394,42 @@ def test_a_plan_that_was_handed_over_takes_no_place_among_those_of_a_later_contr
     assert len(handed) == 1, "the second waits for the first"
     first.end("the controller is gone")
     second, heard = _leased(premises)
-    for run, *given in handed:
+    for _, run, *given in handed:
         assert run(*given) is None
     assert len(handed) == 1
     assert not second._sequencer.has_ended(1)
     assert heard.messages == []
+
+
+def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_on(
+    monkeypatch: pytest.MonkeyPatch, premises: Any
+) -> None:
+    """The pool would run them later, when the others have given up."""
+    premises.is_ordered = False
+    made, heard = _leased(premises)
+    workers, ran = threads.pool("raycollect-plan", 1), SimpleQueue[int]()
+    monkeypatch.setattr(made, "run_program", lambda payload, _: ran.put(decode_order(payload)[0].seq))
+    here = cast(Any, SimpleNamespace(_lease=made, plan_threads=workers, kernel_threads=workers))
+    here.run_program = made.run_program
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert made.hand_over(_plan(Ticket(1, 0)), partial(Runtime._in_thread, here))
+        with pytest.raises(InternalError, match="can't start new thread"):
+            run_in_thread(here, _plan(Ticket(3, 2)), b"task")
+    told = [(one.seq, from_wire(one.error)) for one in heard.messages if isinstance(one, Done) and one.error]
+    assert [seq for seq, _ in told] == [1, 3]
+    assert all(isinstance(error, InternalError) for _, error in told)
+    assert [made._sequencer.has_ended(seq) for seq in (1, 2, 3)] == [True, False, False], "each in its turn"
+    assert made.hand_over(_plan(Ticket(2, 1)), partial(Runtime._in_thread, here))
+    assert ran.get(timeout=WAIT_S) == 2
+    made._sequencer.end(2)
+    assert made._sequencer.has_ended(3)
+    workers.shutdown()
+    assert ran.empty()
 
 
 @pytest.mark.parametrize("how", [Leave(group_id="id of g"), None], ids=["the group", "the lease"])

@@ -357,3 +357,35 @@ def test_scan_and_exscan(crew, backend):
         ([3.0, 4.0], [1, 2], [[0.0, 0.0]] * 2),
         ([6.0, 6.0], [2, 4], [[0.0, 0.0]] * 2),
     ]
+
+
+WRONG_OPTIONS = {
+    "timeout_s": ["5", [], {}, 0, -1.0, 1e10, 10**400, float("inf"), float("nan"), 1j, np.ones(2), np.float32(3)],
+    "async_op": ["no", [], 2, 1.0, np.ones(2)],
+}
+
+
+def _wrong_options(name, rank, options):
+    """What each wrong option of rank 0 raises, in calls that are right on rank 1."""
+    peer = 1 - rank
+    calls = [
+        lambda **given: col.allreduce(np.ones(4), name, **given),
+        lambda **given: col.barrier(name, **given),
+        lambda **given: (col.recv if rank else col.send)(np.ones(4), peer, name, **given),
+    ]
+    found = []
+    for option, values in options.items():
+        for value in values:
+            for call in calls:
+                try:
+                    call(**({} if rank else {option: value}))
+                except InvalidArgumentError as exc:
+                    found.append((option, *((one.rank, one.field) for one in exc.violations)))
+    return found
+
+
+def test_an_option_that_makes_no_sense_is_refused_by_its_name_on_all_ranks(crew):
+    group = crew.group(2)
+    told = [(name, (0, name)) for name, values in WRONG_OPTIONS.items() for _ in values for _ in range(3)]
+    assert group.must(_wrong_options, WRONG_OPTIONS) == [told, told]
+    assert all((x == 3).all() for x in group.must(summed))

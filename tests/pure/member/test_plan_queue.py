@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -13,9 +14,10 @@ import pytest
 
 from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Listens, Order
+from raycollect.core import threads
 from raycollect.errors import ProtocolError
 from raycollect.group.membership import PROGRAM
-from raycollect.member import plan_queue
+from raycollect.member import finished_calls, plan_queue
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.sequencer import PlanSequencer
@@ -152,3 +154,23 @@ def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:
             assert tracker.wait(WAIT_S)
             assert tracker.error is None
         assert crew.sites[0].fences == before + 1
+
+
+def test_threads_that_note_the_ends_of_calls_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that has ended would raise what comes of it."""
+    monkeypatch.setattr(finished_calls, "KEPT", 16)
+    made, begin = FinishedCalls(), threading.Barrier(3)
+
+    def note(who: int) -> None:
+        begin.wait(WAIT_S)
+        for number in range(10_000):
+            made.note(b"%d of %d" % (number, who), is_over=True)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for one in [threads.apart(note, who) for who in range(3)]:
+            one.result(WAIT_S)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert len(made._ended) == 16

@@ -176,3 +176,25 @@ def test_atoms_are_all_elements_once_with_all_boxes_that_have_them(some: list[An
             over = BoxIndex(solid).over(some[0])
             assert over == [at for at, box in enumerate(solid) if common(box, some[0]) is not None]
             assert sorted(e for part in halved(some[0], 3) for e in elements(part)) == sorted(elements(some[0]))
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("shape", 4),
+        ("shape", "44"),
+        ("mesh", 2),
+        ("mesh", ["tp"]),
+        ("spec", 3),
+        ("spec", "tp"),
+        ("spec", (1,)),
+        ("spec", (("tp", 1),)),
+        ("partial", None),
+        ("partial", 1),
+        ("partial", (1,)),
+    ],
+)
+def test_an_argument_of_a_wrong_kind_is_refused_by_its_name(field: str, wrong: Any) -> None:
+    given: dict[str, Any] = {"shape": [4, 4], "mesh": {"tp": 2}, field: wrong}
+    with pytest.raises(InvalidArgumentError, match=rf"{field} is"):
+        layout(**given)

@@ -308,3 +308,12 @@ cycle.me, cycle.tensor = cycle, col.ones(1 << 20)
 Cycle.tensor = col.array([1, 2])
 """
     assert _python(code, "-X", "dev") == ("", "")
+
+
+def test_what_can_not_fill_a_tensor_is_refused() -> None:
+    for value in ([], np.ones(3)):
+        with pytest.raises(InvalidArgumentError, match="fill_value is"):
+            col.full(4, value)
+    for library in (np.ones(2), "", 3):
+        with pytest.raises(InvalidArgumentError, match="library is"):
+            col.full(4, 1.0, library=library)  # type: ignore[arg-type]

@@ -182,3 +182,9 @@ def test_bad_folders_are_refused(tmp_path):
 def test_names_of_dtypes_are_those_of_the_library():
     assert {dtype.name for dtype in _DTYPES.values()} >= {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
     assert np.dtype(ml_dtypes.bfloat16) in NAMES
+
+
+@pytest.mark.parametrize("path", [None, 1, b"file", ["file"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(errors.InvalidArgumentError, match="path is"):
+        col.map_safetensors(path)

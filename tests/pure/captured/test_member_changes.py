@@ -1,0 +1,167 @@
+"""Runs of captured steps that begin while members of their groups change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raycollect.captured import install, step
+from raycollect.captured.step import Capture
+from raycollect.core import threads
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
+from tests.pure.captured.run_fleet import CAPTURE, WAIT_S, Fleet, controller, drive, fleet
+from tests.pure.driver.test_controller import lease
+from tests.pure.driver.test_plan_tracker_batches import group
+
+__all__ = ["controller", "fleet"]  # fixtures
+
+
+class Dispatching:
+    """A lock that tells when another thread than that of the test asks for it."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._lock = threading.Lock()
+        self._own = threading.get_ident()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._own:
+            self.asked.set()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+def retire(fleet: Fleet) -> None:
+    """Ends what the group "left" does, as a change of its members has it."""
+    for peer in fleet.peers:
+        peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
+    fleet.controller.groups._retire(fleet.left, monotonic() + WAIT_S, drains=True)
+
+
+def test_a_run_that_begins_just_before_its_group_drains_goes_on_though_another_actor_dies(fleet: Fleet) -> None:
+    """The change of members waits for it: it would break the step for good where that change fails."""
+    begin, controller = fleet.bell.begin, fleet.controller
+    controller.dispatching = dispatching = Dispatching()  # type: ignore[assignment]
+    (stranger,) = lease(controller, group("other", (20,))).values()
+
+    def begun() -> int:
+        pending.append(threads.apart(retire, fleet))
+        assert dispatching.asked.wait(WAIT_S)
+        controller.messages.lost(stranger, "killed")
+        return begin()
+
+    pending: list[Future[None]] = []
+    fleet.bell.begin = begun  # type: ignore[method-assign]
+    tracker = fleet.begin()
+    assert not pending[0].done()
+    for at in range(4):
+        fleet.bell.give(at, tracker.number)
+    pending[0].result(WAIT_S)
+    assert tracker.resolved
+    assert tracker.error is None
+
+
+def test_no_run_begins_while_its_group_drains(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would wait for it, and it would fail when the group has drained. Where the change fails, runs go on."""
+    tracker, refused = fleet.begin(), list[str]()
+
+    def wait(*_: object) -> bool:
+        with pytest.raises(GroupBrokenError, match="are changing right now"):
+            fleet.begin()
+        refused.append("while it drains")
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlanTracker, "wait", wait)
+        with pytest.raises(CollectiveTimeoutError, match="its members did not change"):
+            retire(fleet)
+    assert refused
+    fleet.controller.groups.draining = ""
+    for at in range(4):
+        fleet.bell.give(at, tracker.number)
+    drive(fleet)
+
+
+def test_a_step_goes_on_where_its_members_did_not_change_in_the_end(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was refused as they were about to is begun again by itself."""
+    groups, waited = fleet.controller.groups, list[str]()
+    made = Capture()
+    made._state, made._controller = "", fleet.controller
+    made._installed = SimpleNamespace(runs=fleet.runs, places=())  # type: ignore[assignment]
+    groups.draining = fleet.left.spec.group_id
+    fleet.controller.revision = object()
+
+    def followed(*_: object) -> bytes:
+        waited.append(groups.draining)
+        groups.draining = ""
+        return b""
+
+    monkeypatch.setattr(step, "follow", followed)
+    monkeypatch.setattr(made._parameters, "pack", lambda _: (b"",) * 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "follow", lambda *_: b"")
+        with pytest.raises(GroupBrokenError, match="are changing right now"):
+            made.run(async_op=True)
+    run = made.run(async_op=True)
+    assert waited
+    for at in range(4):
+        fleet.bell.give(at, fleet.bell.number)
+    run.wait(WAIT_S)
+
+
+def destroying(fleet: Fleet) -> Callable[..., Any]:
+    """Gives the participants, whose groups another thread destroys right then."""
+
+    def links(*_: object) -> list[Any]:
+        for peer in fleet.peers:
+            peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
+        for name in ("left", "right"):
+            fleet.controller.groups.destroy(name)
+        return fleet.peers
+
+    return links
+
+
+def test_explaining_a_step_whose_groups_are_destroyed_meanwhile_says_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Capture()
+    made._state, made._controller = "", fleet.controller
+    made._installed = SimpleNamespace(runs=fleet.runs, operands={}, calls=())  # type: ignore[assignment]
+    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
+    with pytest.raises(UnknownGroupError, match="it was destroyed"):
+        made.explain()
+
+
+def test_capturing_a_step_whose_groups_are_destroyed_meanwhile_says_so_and_keeps_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
+    compiler = SimpleNamespace(participants=(), step_program=lambda at: b"", refs=lambda at: {})
+    monkeypatch.setattr(install._Installation, "_doorbell", lambda _: (fleet.bell, [0, 1, 2, 3]))
+    monkeypatch.setattr(install, "CAPTURES", SimpleNamespace(encode=lambda _: b""))
+    monkeypatch.setattr(fleet.bell, "segment", None, raising=False)
+    made = install._Installation(
+        controller=fleet.controller,
+        capture=CAPTURE,
+        compiler=compiler,  # type: ignore[arg-type]
+        step_plan=fleet.step_plan,
+        memberships=[fleet.left, fleet.right],
+        words=None,  # type: ignore[arg-type]
+        deadline_s=0.0,
+        timeout_s=1.0,
+    )
+    with pytest.raises(UnknownGroupError, match="it was destroyed"):
+        made.send()
+    assert fleet.bell.is_closed
