@@ -115,7 +115,7 @@ def _headline() -> str:
         least = min(row["ranks"] for row in found)
         by_name = {row["contender"]: row["median_ms"] for row in found if row["ranks"] == least}
         theirs = min(time_ms for name, time_ms in by_name.items() if name.startswith(_RAY))
-        rows.append([told, _number(by_name[ours]), _number(theirs), f"{theirs / by_name[ours]:.2g} times"])
+        rows.append([told, _number(by_name[ours]), _number(theirs), _times(theirs / by_name[ours])])
     return _table(["ms", _strong(_OURS), _RAY, "faster"], rows)
 
 
@@ -168,6 +168,10 @@ def _size(nbytes: int) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} B"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
 
 
 def _number(value: float | None) -> str:
