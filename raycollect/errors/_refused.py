@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 from raycollect.errors._base import RaycollectError
 from raycollect.errors.text import listed, shown
@@ -243,6 +244,8 @@ def wrong_time_limit(timeout_s: object, *, also: Collection[float | None] = (Non
     """The violation of a time limit for which nobody can wait, and which is none of `also`, which mean something."""
     if is_time_limit(timeout_s) or (isinstance(timeout_s, (int, float, type(None))) and timeout_s in also):
         return []
+    if not isinstance(timeout_s, int) and isinstance(timeout_s, Integral):  # numpy's; last, as that takes longer
+        return wrong_time_limit(int(timeout_s), also=also)
     return [wrong_argument("timeout_s", shown(timeout_s), f"a positive, finite number of seconds, at most {MOST_S:g}")]
 
 
@@ -263,9 +266,9 @@ def wrong_flags(**flags: object) -> list[Violation]:
 
 
 def _is_flag(value: object) -> bool:
-    if isinstance(value, int):
-        return value in (0, 1)
-    return value is None or type(value).__name__ in ("bool", "bool_")  # numpy's, which this does not import
+    if value is None or isinstance(value, (int, Integral)):
+        return value is None or value in (0, 1)
+    return type(value).__name__ in ("bool", "bool_")  # numpy's, which this does not import
 
 
 def wrong_layout(field: str, found: str, expected: str, rank: int = -1) -> Violation:

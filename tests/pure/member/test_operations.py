@@ -389,3 +389,15 @@ def test_an_option_that_makes_no_sense_is_refused_by_its_name_on_all_ranks(crew)
     told = [(name, (0, name)) for name, values in WRONG_OPTIONS.items() for _ in values for _ in range(3)]
     assert group.must(_wrong_options, WRONG_OPTIONS) == [told, told]
     assert all((x == 3).all() for x in group.must(summed))
+
+
+def _numpy_options(name, rank):
+    for options in ({"timeout_s": np.int64(30)}, {"async_op": np.int64(0)}, {"async_op": np.bool_(False)}):
+        col.allreduce(np.ones(2), name, **options)
+    work = col.allreduce(np.ones(2), name, async_op=np.uint8(1))
+    work.wait(np.int32(30))
+
+
+def test_options_may_be_numpys(crew):
+    """What numpy computes, as from a table of settings."""
+    crew.group(2).must(_numpy_options)
