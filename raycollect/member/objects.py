@@ -17,7 +17,7 @@ import numpy as np
 
 from raycollect.core.model import GroupLike
 from raycollect.engine.value_codec import pack_value, unpack_value
-from raycollect.errors import MismatchError, Violation, refusal, refuse, wrong_flags
+from raycollect.errors import RefusedError, Violation, refusal, wrong_flags
 from raycollect.member import operations
 from raycollect.member.init import get_group_handle
 
@@ -54,7 +54,9 @@ def broadcast_object(
     exchange = _Exchange("broadcast_object", mine, group_name, pickle, timeout_s)
     length = np.array(exchange.lengths[0] if mine else 0, np.int64)
     with exchange.agreed():
-        operations.broadcast(exchange.told(length), src_rank, group_name, timeout_s=timeout_s)
+        operations.broadcast(
+            exchange.told(length), src_rank, group_name, async_op=exchange.wrong_flag, timeout_s=timeout_s
+        )
     exchange.check({src_rank: int(length)})
     data = exchange.packed if mine else np.empty(int(length), np.uint8)
     operations.broadcast(data, src_rank, group_name, timeout_s=timeout_s)
@@ -107,7 +109,9 @@ def scatter_object(
     lengths = [np.array([one], np.int64) for one in exchange.lengths] if mine else None
     told = None if lengths is None else [exchange.told(one) for one in lengths]
     with exchange.agreed():
-        operations.scatter(exchange.told(length), told, src_rank, group_name, timeout_s=timeout_s)
+        operations.scatter(
+            exchange.told(length), told, src_rank, group_name, async_op=exchange.wrong_flag, timeout_s=timeout_s
+        )
     exchange.check({src_rank: int(length[0])})
     data = np.empty(int(length[0]), np.uint8)
     parts = np.split(exchange.packed, np.cumsum(exchange.lengths)[:-1]) if mine else None
@@ -121,6 +125,8 @@ def _is_here(rank: Any, group_name: GroupLike) -> bool:
 
 
 def _about_pickle(one: Violation) -> Violation:
+    if one.field == "async_op":
+        return replace(one, field="pickle")
     if {one.found, one.expected} != {"int64", "uint64"}:
         return one
     found, expected = (f"pickle={told == 'uint64'}" for told in (one.found, one.expected))
@@ -134,16 +140,16 @@ class _Exchange:
         self, op: str, values: Sequence[Any], group_name: GroupLike, pickle: bool, timeout_s: float | None
     ) -> None:
         self.why = ""
-        self.expected = "a value that can be pickled" if pickle else "plain values, or pickle=True on all ranks"
+        is_wrong = bool(wrong_flags(pickle=pickle))
+        self.wrong_flag: Any = pickle if is_wrong else False  # in the place of `async_op`, which all ranks refuse
+        self._pickle = not is_wrong and bool(pickle)
+        self.expected = "a value that can be pickled" if self._pickle else "plain values, or pickle=True on all ranks"
         self._op = op
         self._group_name = group_name
-        self._pickle = not wrong_flags(pickle=pickle) and bool(pickle)
         self._timeout_s = timeout_s
         parts: list[bytes] = []
-        wrong = wrong_flags(pickle=pickle)
         try:
-            refuse(op, wrong)
-            parts = [pickler.dumps(one) if pickle else pack_value(one) for one in values]
+            parts = [pickler.dumps(one) if self._pickle else pack_value(one) for one in values]
             self.lengths = [len(one) for one in parts]
         except Exception as exc:  # noqa: BLE001 - foreign code gives and pickles them; all ranks hear of it
             self.why = f"{type(exc).__name__}: {exc}"
@@ -155,7 +161,8 @@ class _Exchange:
         process_group = get_group_handle(self._group_name)
         lengths, mine = np.zeros(process_group.world_size, np.int64), np.array(self.lengths, np.int64)
         with self.agreed():
-            operations.allgather(self.told(lengths), self.told(mine), self._group_name, timeout_s=self._timeout_s)
+            told, flag = (self.told(lengths), self.told(mine)), self.wrong_flag
+            operations.allgather(*told, self._group_name, async_op=flag, timeout_s=self._timeout_s)
         self.check(dict(enumerate(lengths.tolist())))
         return [np.empty(length, np.uint8) for length in lengths.tolist()]
 
@@ -165,10 +172,10 @@ class _Exchange:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Says of lengths that were refused for their type what that means."""
+        """Says of lengths that were refused for their type, or for a flag that is none, what that means."""
         try:
             yield
-        except MismatchError as exc:
+        except RefusedError as exc:
             wrong = tuple([_about_pickle(one) for one in exc.violations])
             raise refusal(self._op, exc.group_name, wrong) from None
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from raycollect.errors import MismatchError, NotATensorError, RefusedError
+from raycollect.errors import InvalidArgumentError, MismatchError, NotATensorError, RefusedError
 from raycollect.member import objects, operations
 from tests.pure.member.operation_bodies import backend
 
@@ -92,6 +93,27 @@ def test_ranks_that_disagree_about_pickle_are_refused(crew):
     """One rank raised pickle's error, and the other msgpack's, or it took bytes for a value."""
     names = ["allgather_object", "gather_object", "broadcast_object", "scatter_object"]
     assert crew.group(2).must(_of_two_minds) == [names, names]
+
+
+def _no_flag(name, rank):
+    calls = (
+        lambda pickle: objects.allgather_object(rank, name, pickle=pickle),
+        lambda pickle: objects.gather_object(rank, 0, name, pickle=pickle),
+        lambda pickle: objects.broadcast_object(rank, 0, name, pickle=pickle),
+        lambda pickle: objects.scatter_object([1, 2], 0, name, pickle=pickle),
+    )
+    found = []
+    for wrong, who, call in itertools.product(("yes", np.ones(2)), (0, 1), calls):
+        with pytest.raises(InvalidArgumentError, match=r"pickle is .*, expected True or False") as caught:
+            call(wrong if rank == who else False)
+        found.append([one.rank for one in caught.value.violations])
+    return found, objects.broadcast_object(rank, 1, name, pickle=np.int64(1))
+
+
+def test_what_is_no_flag_is_refused_on_all_ranks_by_whoever_gives_it(crew):
+    """A rank that only takes was not refused; of an array one rank raised ValueError, and the others waited."""
+    told = [[who] for _ in range(2) for who in (0, 1) for _ in range(4)], 1
+    assert crew.group(2).must(_no_flag) == [told, told]
 
 
 def _no_rank(name, rank):
