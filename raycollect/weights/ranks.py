@@ -111,12 +111,12 @@ class Ranks:
         try:
             self.attached = self._answers(refs)
         except BaseException:
-            retrieve_errors(refs)
             for rank in range(len(self)):
                 self.call(rank, *undo)
             raise
 
     def _answers(self, refs: list[Any]) -> list[Any]:
+        retrieve_errors(refs)  # of which the first is raised
         try:
             found: list[Any] = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:

@@ -357,11 +357,16 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
     monkeypatch.setattr(ray, "get", refused)
     monkeypatch.setattr(Ranks, "call", call)
     side = Ranks.__new__(Ranks)
-    side.refs = [None, None]
+    side.op, side.refs, side.handles, side.layouts = "subscribe", [None, None], [SimpleNamespace(key=KEY)] * 2, LAYOUTS
+    with pytest.raises(LayoutError):
+        side.check()
+    assert asked == [0, 1]  # or Ray logs what the other has raised as an unhandled error
+    called.clear()
+    asked.clear()
     with pytest.raises(LayoutError):
         side.attach(agent.attach_receiver, lambda rank: (), (agent.drop_receiver, "sub"))
     assert called[2:] == [(0, agent.drop_receiver, "sub"), (1, agent.drop_receiver, "sub")]
-    assert asked == [0, 1]  # or Ray logs what the other has raised as an unhandled error
+    assert asked == [0, 1]
 
 
 def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(runtime, held_here):
