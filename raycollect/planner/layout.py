@@ -272,10 +272,11 @@ def layout(
     Raises:
         InvalidArgumentError: An axis is unknown or used twice, or a number or dtype makes no sense.
     """
-    _check_kinds(mesh, spec, partial)
+    if not isinstance(mesh, Mapping):
+        _refuse("mesh", shown(mesh), "a dict of the size of each axis")
     axes = tuple(mesh.items())
-    cuts = tuple(() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in spec)
-    sums = (partial,) if isinstance(partial, str) else tuple(partial)
+    cuts = tuple(() if one is None else _named_axes("spec", one) for one in _items("spec", spec))
+    sums = _named_axes("partial", partial)
     whole = _shape(shape)
     if not axes or any(type(size) is not int or size < 1 for _, size in axes):
         _refuse("mesh", dict(mesh), "the size of each axis, at least 1")
@@ -370,26 +371,32 @@ def _check_fit(shape: Point, regions: Regions) -> None:
             _refuse("region", f"addend {one.part} of rank {one.rank}", f"below {regions.parts}, {regions.world_size}")
 
 
-def _check_kinds(mesh: object, spec: object, partial: object) -> None:
-    if not isinstance(mesh, Mapping):
-        _refuse("mesh", shown(mesh), "a dict of the size of each axis")
-    if not isinstance(spec, (list, tuple)) or not all(one is None or _are_axes(one) for one in spec):
-        _refuse("spec", shown(spec), "for each dimension an axis, several axes, or None")
-    if not _are_axes(partial):
-        _refuse("partial", shown(partial), "an axis, or several axes")
+_KINDS = {
+    "shape": "whole numbers from 0 on",
+    "spec": "for each dimension an axis, several axes, or None",
+    "partial": "an axis, or several axes",
+}
+"""What the items of an argument are."""
 
 
-def _are_axes(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value))
+def _items(field: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        _refuse(field, shown(value), _KINDS[field])
+
+
+def _named_axes(field: str, value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else _items(field, value)
+    if not all(isinstance(one, str) for one in found):
+        _refuse(field, shown(value), _KINDS[field])
+    return found
 
 
 def _shape(shape: Sequence[int]) -> Point:
-    try:
-        found = tuple(shape)
-    except TypeError:
-        _refuse("shape", shown(shape), "whole numbers from 0 on")
+    found = _items("shape", shape)
     if any(type(size) is not int or size < 0 for size in found):
-        _refuse("shape", found, "whole numbers from 0 on")
+        _refuse("shape", found, _KINDS["shape"])
     return found
 
 

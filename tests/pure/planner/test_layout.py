@@ -178,6 +178,15 @@ def test_atoms_are_all_elements_once_with_all_boxes_that_have_them(some: list[An
             assert sorted(e for part in halved(some[0], 3) for e in elements(part)) == sorted(elements(some[0]))
 
 
+@pytest.mark.parametrize("spec", ["xy", {"x": 0, "y": 1}, iter("xy"), ({"x": 0}.keys(), "y")])
+def test_axes_come_in_whatever_can_be_iterated_over(spec: Any) -> None:
+    """As JAX's `PartitionSpec`, which need not be a tuple."""
+    mesh = {"x": 2, "y": 2, "z": 2}
+    assert layout([4, 4], mesh=mesh, spec=spec) == layout([4, 4], mesh=mesh, spec=("x", "y"))
+    whole = layout([4, 4], mesh=mesh, partial=["z"])
+    assert all(layout([4, 4], mesh=mesh, partial=one) == whole for one in ("z", {"z"}, iter("z"), {"z": 2}.keys()))
+
+
 @pytest.mark.parametrize(
     ("field", "wrong"),
     [
