@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import TracebackType
@@ -147,7 +147,7 @@ class Publication:
         if type(number) is not int or not self._used.number < number < _MOST_NUMBER:
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
             raise refusal("put", "", (wrong_argument("version", repr(version), expected),))
-        self._check_groups("stream", subscriptions)
+        groups = self._checked_groups("stream", subscriptions)
         known = self._directory.all_layouts()
         if frozenset(known) != self._cut[0]:
             self._cut = frozenset(known), atoms.cut(self.ranks.layouts, known.values())
@@ -158,7 +158,7 @@ class Publication:
             dtypes={name: one.dtype for name, one in self.ranks.layouts.items()},
             count=self._used.count + 1,
         )
-        return Stream(self, subscriptions, asked, self._cut[1])
+        return Stream(self, groups, asked, self._cut[1])
 
     # ------------------------------------------------------------------------------------------ for a stream
 
@@ -192,17 +192,17 @@ class Publication:
         job.round = replace(job.round, version=ordered)
         self._post(ordered, keys)
 
-    def _check_groups(self, op: str, subscriptions: Sequence[Subscription]) -> None:
-        if not isinstance(subscriptions, (list, tuple)) or not all(
-            isinstance(one, Subscription) for one in subscriptions
-        ):
+    def _checked_groups(self, op: str, subscriptions: Iterable[Subscription]) -> tuple[Subscription, ...]:
+        groups = tuple(subscriptions) if isinstance(subscriptions, Iterable) else None
+        if groups is None or not all(isinstance(one, Subscription) for one in groups):
             refuse(op, [wrong_argument("subscriptions", shown(subscriptions), "a list of what subscribe() returned")])
         if over := why_over(self._session, is_open=self._is_open):
             raise refusal(op, "", (wrong_argument("publication", over, "one that is open: publish() again"),))
-        for one in subscriptions:
+        for one in groups:
             if one.name != self.name:
                 raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
             one.check(self.ranks.layouts)
+        return groups
 
     def _post(self, version: Version, keys: Mapping[int, Any]) -> None:
         newest = self._directory.epoch()
@@ -232,10 +232,10 @@ class Publication:
             RaycollectError: A group could not be updated, as `Subscription.update` raises it; the others are.
         """
         refuse("push", wrong_time_limit(timeout_s, also=(0,)))
-        self._check_groups("push", subscriptions)
+        groups = self._checked_groups("push", subscriptions)
         if not self._last.number:
-            return update_all(subscriptions, "latest", timeout_s)
-        return update_all(subscriptions, self._last, timeout_s, is_known=True)
+            return update_all(groups, "latest", timeout_s)
+        return update_all(groups, self._last, timeout_s, is_known=True)
 
     def close(self) -> None:
         """Ends the publication: its versions can't be had any more, but from receivers that know of it."""

@@ -12,10 +12,11 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from raycollect.errors import InvalidArgumentError, VersionNotPutError
 from raycollect.member.runtime import Runtime
 from raycollect.pos import Store, fetch
-from raycollect.weights import agent, atoms, stream
+from raycollect.weights import agent, atoms, publication, stream
 from raycollect.weights.protocol import Phase
 from raycollect.weights.publication import Publication
 from raycollect.weights.stream import Stream
+from raycollect.weights.subscription import Subscription
 from tests.pure.weights.test_sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
 
 
@@ -259,3 +260,13 @@ def test_who_comes_after_another_version_puts_nothing(world):
         with pytest.raises(VersionNotPutError, match="another version was put"):
             late()
     assert np.array_equal(world.mine["a"], np.zeros((4, 6)))
+
+
+def test_receiver_groups_come_in_whatever_can_be_iterated_over(monkeypatch):
+    """As the values of a dict, of which a stream has always made a list."""
+    pub, sub = Publication.__new__(Publication), Subscription.__new__(Subscription)
+    pub.name, pub.ranks, pub._last = "policy", SimpleNamespace(layouts=LAYOUTS), V1
+    sub.name, sub.check = "policy", lambda layouts: None
+    monkeypatch.setattr(publication, "update_all", lambda groups, *_, **__: list(groups))
+    for given in ([sub], {1: sub}.values(), {sub}, iter([sub])):
+        assert pub.push(given) == [sub]
