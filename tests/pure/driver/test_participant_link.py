@@ -199,3 +199,23 @@ def test_the_end_of_a_group_lets_go_of_the_tokens_of_members_that_have_died():
     finally:
         call_tokens._ended.clear()
         peers.close()
+
+
+def test_what_asks_to_be_called_again_lets_the_hub_go_on(monkeypatch):
+    """As of keys that can't be told: the hub's thread tried it again and again, and did nothing else."""
+    peers, later, calls = Participants(SimpleNamespace(), "me"), [], []
+    monkeypatch.setattr(peers._hub, "later", lambda delay_s, call: later.append(call) or True)
+
+    def again():
+        calls.append(None)
+        if len(calls) < 3:
+            peers._soon(again)
+
+    try:
+        peers._soon(again)
+        for count in (1, 2, 3):
+            later.pop()()
+            assert len(calls) == count
+        assert later == []
+    finally:
+        peers.close()
