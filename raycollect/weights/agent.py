@@ -25,7 +25,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.member.runtime import Runtime, describe
-from raycollect.pos import Container, fetch
+from raycollect.pos import Container, Range, fetch
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
@@ -67,11 +67,15 @@ class Attached:
     shown: Version | None = None
 
 
-def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> None:
-    """Raises what `attach_source` or `attach_receiver` would, whose other ranks would have taken places by then."""
+def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> list[Range]:
+    """Raises what `attach_source` or `attach_receiver` would, whose other ranks would have taken places by then.
+
+    Returns where the tensors lie that are to be written.
+    """
     is_written = op == "subscribe"
     _attached(actor, op)
-    LocalSide(op, _held_to_be_written(key) if is_written else _held(key), layouts, rank, is_written=is_written)
+    side = LocalSide(op, _held_to_be_written(key) if is_written else _held(key), layouts, rank, is_written=is_written)
+    return [span for span in side.ranges() if span[0] < span[1]] if is_written else []
 
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
@@ -175,11 +179,6 @@ def attach_receiver(
     attached = _attached(actor, "subscribe")
     made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace)
     with _agents.lock:
-        for at, one in _agents.receivers.get(subscription, {}).items():
-            if at != rank and set(one.where) & set(made.where):
-                found, expected = f"in the memory of rank {at}'s", "tensors of its own for each rank"
-                wrong = Violation(kind="alias", rank=rank, field="tensor", found=found, expected=expected)
-                raise refusal("subscribe", "", (wrong,))
         for of, known in _agents.receivers.items():
             for at, one in list(known.items()):
                 if of == subscription or not made.where or one.where != made.where:

@@ -31,6 +31,7 @@ from raycollect.errors import (
 from raycollect.errors.text import a_type, shown
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
+from raycollect.pos import Range
 from raycollect.pos.handle import Handle
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
@@ -101,7 +102,14 @@ class Ranks:
     def check(self) -> None:
         """Raises what keeps any of them from taking part, while they are still parts of other sides."""
         args = [(self.op, one.key, self.layouts, rank) for rank, one in enumerate(self.handles)]
-        self._answers([self.call(rank, agent.check_side, *one) for rank, one in enumerate(args)])
+        answers = self._answers([self.call(rank, agent.check_side, *one) for rank, one in enumerate(args)])
+        owners: dict[tuple[str, Range], int] = {}  # by actor and memory, which rank's tensor lies there
+        for rank, (handle, spans) in enumerate(zip(self.handles, answers, strict=True)):
+            for span in spans:
+                if (owner := owners.setdefault((handle.actor_id, span), rank)) != rank:
+                    found, expected = f"in the memory of rank {owner}'s", "tensors of its own for each rank"
+                    wrong = Violation(kind="alias", rank=rank, field="tensor", found=found, expected=expected)
+                    raise refusal(self.op, "", (wrong,))
 
     def attach(
         self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]

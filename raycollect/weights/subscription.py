@@ -91,7 +91,7 @@ def subscribe(
 
     In any driver, or in an actor that is none of these; the publisher may be driven by another one. The actors need no
     group, and no controller has to lease them: they read from the processes that hold a version. Other subscriptions of
-    these tensors end, even if this one is refused.
+    these tensors end.
 
     Args:
         name: That of the publication.

@@ -73,10 +73,13 @@ def test_what_is_left_of_a_ray_that_was_shut_down(actors, name, monkeypatch):
 
 def test_ranks_of_a_receiver_group_have_tensors_of_their_own(actors, name):
     """Two ranks wrote the same tensors, each its own part of the version."""
-    (actor,) = actors(Weights, 1)
+    trainer, actor = actors(Weights, 2)
     ref = actor.make.remote(SHAPES)
-    with pytest.raises(errors.AliasError, match="rank 1: tensor is in the memory of rank 0's"):
-        col.subscribe(name, [ref, ref])
+    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, [ref]) as sub:
+        with pytest.raises(errors.AliasError, match="rank 1: tensor is in the memory of rank 0's"):
+            col.subscribe(name, [ref, ref])
+        pub.put()
+        assert sub.update().version.number == 1  # it goes on, as nobody has taken its place
 
 
 def test_versions_reach_all_receivers_with_receipts(actors, name):
