@@ -117,7 +117,7 @@ class UnderWay(ABC):
                 detail=f"this wait is over; the {self._KIND} goes on",
                 timeout_s=timeout_s or 0.0,
             )
-            if timeout_s:  # a mere poll does not wait for reports
+            if timeout_s is not None and timeout_s > 0:  # a mere poll does not wait for reports
                 stall_report.explain_delay(self._controller, tracker, over, timeout_s)
             raise anew(over)
         self._is_heard = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from numbers import Integral
@@ -241,8 +242,13 @@ def wrong_argument(field: str, found: str, expected: str) -> Violation:
 
 
 def wrong_time_limit(timeout_s: object, *, also: Collection[float | None] = (None,)) -> list[Violation]:
-    """The violation of a time limit for which nobody can wait, and which is none of `also`, which mean something."""
+    """The violation of a time limit for which nobody can wait, and which is none of `also`, which mean something.
+
+    Where 0 does, which looks and does not wait, so does a time that is over: callers subtract now from a deadline.
+    """
     if is_time_limit(timeout_s) or (isinstance(timeout_s, (int, float, type(None))) and timeout_s in also):
+        return []
+    if 0 in also and isinstance(timeout_s, (int, float)) and -math.inf < timeout_s < 0:
         return []
     if not isinstance(timeout_s, int) and isinstance(timeout_s, Integral):  # numpy's; last, as that takes longer
         return wrong_time_limit(int(timeout_s), also=also)

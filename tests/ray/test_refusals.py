@@ -300,11 +300,20 @@ def test_use_after_free(trio):
 def test_bad_ranks_and_timeouts(trio):
     with refused(errors.RefusedError, "src_rank", "7", actors=trio):
         col.broadcast_refs(buffers(trio), src_rank=7)
-    with refused(errors.RefusedError, "timeout_s", actors=trio):
-        col.allreduce_refs(buffers(trio), timeout_s=0)
+    for over_s in (0, -1):
+        with refused(errors.RefusedError, "timeout_s", actors=trio):
+            col.allreduce_refs(buffers(trio), timeout_s=over_s)
 
 
-WRONG_TIMES = ["5", [], -1, 10**400, float("nan"), np.ones(2)]
+def test_a_wait_whose_time_is_over_looks(trio):
+    """Callers subtract now from a deadline."""
+    refs = buffers(trio)
+    work = col.allreduce_refs(refs, async_op=True)
+    assert work.wait(30) == work.wait(-0.5)
+    assert len(col.get(refs, timeout_s=-0.5)) == 3
+
+
+WRONG_TIMES = ["5", [], 10**400, float("nan"), float("-inf"), np.ones(2)]
 WRONG_FLAGS = ["no", [], 2, np.ones(2)]
 
 
