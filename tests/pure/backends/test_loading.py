@@ -52,6 +52,13 @@ def test_who_imports_xoscar_gets_the_same_module(first: str) -> None:
     assert _run(f"{''.join(code)}print(gloo is xoscar_pygloo, xoscar.collective.common.xp is gloo)") == "True True"
 
 
+@pytest.mark.parametrize("found", ["xoscar_pygloo", "xoscar.collective.xoscar_pygloo"])
+def test_the_module_is_imported_by_its_full_name_as_ever(found: str) -> None:
+    """With its packages, of which it is an attribute."""
+    theirs = f"import {XOSCAR_GLOO}{f' as {found}' if '.' not in found else ''}\n"
+    assert _run(f"{_LOAD}{theirs}print({found} is gloo)") == "True"
+
+
 def test_other_libraries_are_imported_as_ever() -> None:
     assert load_library("xml.dom") is sys.modules["xml.dom"]
     with pytest.raises(ImportError, match="no_such_library"):
