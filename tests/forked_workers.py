@@ -26,8 +26,6 @@ LOADED_FIRST = (
     "numpy",
     "raycollect.backends.shm",
     "raycollect.backends.tcp",
-    "pandas",  # xoscar imports both; itself it changes how exceptions are pickled
-    "scipy.sparse",
 )
 LOADED_WITH_RAY = (
     "pydantic.v1",  # for the first object that Ray reads

@@ -18,7 +18,8 @@ XOSCAR_GLOO = "xoscar.collective.xoscar_pygloo"
 _ALONE = frozenset({XOSCAR_GLOO})
 """Extensions that are loaded without their packages."""
 
-_loading = threading.Lock()  # an extension is executed once in a process
+_loading = threading.Lock()
+_loaded: dict[str, Any] = {}  # an extension is executed once in a process
 
 
 def load_library(library: str) -> Any:
@@ -26,15 +27,17 @@ def load_library(library: str) -> Any:
     if library not in _ALONE:
         return import_module(library)
     with _loading:
-        found = None if library in sys.modules or library.partition(".")[0] in sys.modules else _extension(library)
+        if library in _loaded:
+            return _loaded[library]
+        found = None if library.partition(".")[0] in sys.modules else _extension(library)
         if found is None or found.loader is None:
             return import_module(library)
         module = sys.modules[library] = module_from_spec(found)
         try:
             found.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[library]
-            raise
+        finally:
+            del sys.modules[library]  # there an import of it would find it, and leave out its packages
+        _loaded[library] = module
         return module
 
 

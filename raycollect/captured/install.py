@@ -29,6 +29,7 @@ from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
     DispatchError,
+    GroupBrokenError,
     RaycollectError,
     RefusedError,
     Violation,
@@ -90,7 +91,11 @@ class _Installation:
             if doorbell is not None:
                 doorbell.close()
             if isinstance(exc, Exception):  # it may come of a group that another thread has destroyed meanwhile
-                self.controller.check(self.memberships)
+                try:
+                    self.controller.check(self.memberships)
+                except GroupBrokenError:  # which says less than who has died
+                    if not isinstance(exc, RaycollectError):
+                        raise
             raise
         return StepRuns(
             self.controller,

@@ -249,8 +249,8 @@ class Capture:
             CaptureError: It is closed, or not ready, or called in a block that records.
             CaptureBrokenError: An earlier run failed, and no member of its groups was replaced since.
             CaptureMembersError: Members have left its groups, or came, so that its calls can't be made any more.
-            InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel; or
-                `timeout_s` makes no sense.
+            InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel, or makes
+                no sense.
             UnknownGroupError, GroupBrokenError: A group was destroyed or a member is gone; nothing was sent.
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.

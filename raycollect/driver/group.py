@@ -100,6 +100,9 @@ class Group:
 
         Args:
             timeout_s: How long to wait for their answers, in seconds; 0: they are not asked.
+
+        Raises:
+            InvalidArgumentError: `timeout_s` makes no sense.
         """
         refuse("status", wrong_time_limit(timeout_s, also=(0,)))
         membership, controller = self._membership, self._controller
@@ -128,6 +131,7 @@ class Group:
             timeout_s: How long to wait for their answers, in seconds.
 
         Raises:
+            InvalidArgumentError: `timeout_s` makes no sense.
             UnknownGroupError: It was destroyed.
         """
         refuse("statistics", wrong_time_limit(timeout_s, also=(0,)))

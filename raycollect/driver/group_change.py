@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 from raycollect.core import ray_internals
@@ -86,8 +86,10 @@ def _ranks(membership: Membership, members: Any, problems: list[str]) -> list[in
             if rank < 0:
                 problems.append(f"{ray_internals.describe_actor(one)} is not a member")
         else:
-            is_number = isinstance(one, Integral)
-            rank = int(one) if is_number and one is not True and one is not False else -1
+            try:
+                rank = -1 if isinstance(one, bool) else operator.index(one)
+            except TypeError:  # arrays have `__index__`, whatever is in them
+                rank = -1
             if not 0 <= rank < size:
                 problems.append(f"{shown(one)} is neither a rank from 0 to {size - 1} nor the handle of a member")
                 continue

@@ -13,7 +13,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.progress import Progress, ProgressProbe
-from raycollect.errors import ProgressError, is_time_limit, refusal, wrong_argument
+from raycollect.errors import MOST_S, ProgressError, is_time_limit, refusal, wrong_argument
 
 _log = logging.getLogger("raycollect")
 
@@ -57,7 +57,8 @@ def progress(*, after_s: float = AFTER_S) -> ProgressBars:
         InvalidArgumentError: An argument makes no sense.
     """
     if not (is_time_limit(after_s) or (isinstance(after_s, (int, float)) and after_s == 0)):
-        raise refusal("progress", "", (wrong_argument("after_s", repr(after_s), "a number of seconds"),))
+        expected = f"a number of seconds from 0 to {MOST_S:g}"
+        raise refusal("progress", "", (wrong_argument("after_s", repr(after_s), expected),))
     _tqdm()
     return ProgressBars(after_s)
 

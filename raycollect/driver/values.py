@@ -69,9 +69,10 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
         HolderUnreachableError: The process that holds it could not be reached in time.
         GetTimeoutError: Ray's own: the method, or a collective that writes the tensor, has not ended in time.
         BatchError: A ref is still to be made by a batch that has not ended.
-        InvalidArgumentError: `ordered` in a process that never had a handle of the actor.
+        InvalidArgumentError: An argument makes no sense; `ordered` in a process that never had a handle of the actor.
     """
-    refuse("get", [*wrong_time_limit(timeout_s, also=(None, 0, math.inf)), *wrong_flags(ordered=ordered)])
+    if timeout_s is not None or ordered is not False:
+        refuse("get", [*wrong_time_limit(timeout_s, also=(None, 0, math.inf)), *wrong_flags(ordered=ordered)])
     ray_internals.ensure_ray()
     return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
 

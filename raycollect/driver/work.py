@@ -102,6 +102,7 @@ class UnderWay(ABC):
             returns, None where it returns none.
 
         Raises:
+            InvalidArgumentError: An argument makes no sense.
             ProgressError: A progress bar is wanted, and tqdm is not installed.
             CollectiveTimeoutError: The outcome was not known in time; it goes on.
             RaycollectError: It failed; the error says where and why.

@@ -19,7 +19,7 @@ VERSION = 2
 
 
 def captured_key(capture: bytes, step: int) -> Key:
-    """The key of what one call of a capture makes, as in plans; a run puts its number, of 8 bytes, in place of the 0.
+    """The key of what one call of a capture makes, as plans have it; a run puts its number in place of the 8 zeros.
 
     It names the value in errors, and is unique. `step` is the place of the call in the capture.
     """

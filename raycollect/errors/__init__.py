@@ -91,6 +91,7 @@ from raycollect.errors._others import ProgressError as ProgressError
 from raycollect.errors._others import RetryError as RetryError
 from raycollect.errors._others import StoreFullError as StoreFullError
 from raycollect.errors._others import TimelineError as TimelineError
+from raycollect.errors._refused import MOST_S as MOST_S
 from raycollect.errors._refused import REFUSALS as REFUSALS
 from raycollect.errors._refused import AliasError as AliasError
 from raycollect.errors._refused import AllocationError as AllocationError

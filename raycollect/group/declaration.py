@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from raycollect import backends
 from raycollect.core import ray_internals
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupSpec, Member
-from raycollect.errors import InvalidGroupError, is_time_limit
+from raycollect.errors import MOST_S, InvalidGroupError, is_time_limit
 from raycollect.errors.text import listed, shown
 from raycollect.group import pg_options as options
 from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, ORDERINGS, PROGRAM, on_backend
@@ -62,8 +63,11 @@ class Declaration:
         if not isinstance(ordering, str) or ordering not in ORDERINGS:
             problems.append(f"ordering is {shown(ordering)}, not {' or '.join(map(repr, ORDERINGS))}")
         for what, unit, number in (("timeout_s", "seconds", timeout_s), ("gloo_timeout", "milliseconds", gloo_timeout)):
-            if number is not None and not is_time_limit(number, 1000 if unit == "milliseconds" else 1):
-                problems.append(f"{what} is {shown(number)}, not a positive, finite number of {unit}")
+            per_s = 1000 if unit == "milliseconds" else 1
+            if number is not None and not is_time_limit(number, per_s):
+                problems.append(
+                    f"{what} is {shown(number)}, not a positive number of {unit}, at most {MOST_S * per_s:g}"
+                )
         given, strange = options.read(pg_options)
         problems += strange
         table, source = _rank_table(actors, ranks, rank_table, environ, problems)
@@ -90,7 +94,7 @@ class Declaration:
         """The same group over other actors, by rank; None: the same ones. Raises InvalidGroupError as `of`."""
         problems = [] if actors is None else _actor_problems(actors)
         if not is_time_limit(timeout_s):
-            problems.append(f"timeout_s is {shown(timeout_s)}, not a positive, finite number of seconds")
+            problems.append(f"timeout_s is {shown(timeout_s)}, not a positive number of seconds, at most {MOST_S:g}")
         if problems:
             raise InvalidGroupError(group_name=self.name, detail=listed(problems, "; "))
         found = self.actors if actors is None else tuple(actors)
@@ -158,7 +162,8 @@ def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> li
         call = f"create_collective_group(actors, backend={world_size!r}{name})"
         return [f"world_size is {world_size!r}: {said}; {here}. Call {call}"]
     problems = []
-    if world_size is not None and (type(world_size) is not int or world_size != len(actors)):
+    is_number = isinstance(world_size, Integral) and not isinstance(world_size, bool)  # numpy's are numbers, too
+    if world_size is not None and not (is_number and world_size == len(actors)):
         problems.append(f"world_size is {world_size!r}, but there are {len(actors)} actors")
     if ranks is not None and not _is_permutation(ranks, len(actors)):
         problems.append(f"ranks are {ranks!r}, not a permutation of 0 to {len(actors) - 1}")

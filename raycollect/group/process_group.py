@@ -47,7 +47,7 @@ class ProcessGroup:
         host: The address on which backends listen.
         controller: What names the controller that declared the group; empty: its members made it.
         watch: What is told of calls that block.
-        flush: Waits until all that the hub has said is on its way, if the hub is in this process.
+        flush: Waits a moment until all that the hub has said is on its way, if the hub is in this process.
         leave: Called once by `close`.
 
     Attributes:

@@ -27,8 +27,6 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "torch",
-        "pandas",  # xoscar imports both; itself it changes how exceptions are pickled
-        "scipy.sparse",
         "pytest",
         __name__,
         "raycollect.member.operations",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 from raycollect.backends.loading import XOSCAR_GLOO, load_library
 
-pytest.importorskip("xoscar")
+if find_spec("xoscar") is None:  # importing it here would change how all tests pickle exceptions
+    pytest.skip("xoscar is not installed", allow_module_level=True)
 
 _LOAD = f"""
 import pickle, sys, threading
@@ -48,6 +50,13 @@ def test_who_imports_xoscar_gets_the_same_module(first: str) -> None:
     theirs = "import xoscar.collective; from xoscar.collective import xoscar_pygloo\n"
     code = [_LOAD, theirs] if first == "ours" else [theirs, _LOAD]
     assert _run(f"{''.join(code)}print(gloo is xoscar_pygloo, xoscar.collective.common.xp is gloo)") == "True True"
+
+
+@pytest.mark.parametrize("found", ["xoscar_pygloo", "xoscar.collective.xoscar_pygloo"])
+def test_the_module_is_imported_by_its_full_name_as_ever(found: str) -> None:
+    """With its packages, of which it is an attribute."""
+    theirs = f"import {XOSCAR_GLOO}{f' as {found}' if '.' not in found else ''}\n"
+    assert _run(f"{_LOAD}{theirs}print({found} is gloo)") == "True"
 
 
 def test_other_libraries_are_imported_as_ever() -> None:
