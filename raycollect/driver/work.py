@@ -227,7 +227,7 @@ class Work(UnderWay):
         self.refs = with_results(self.refs)
         return self.refs
 
-    def wait_or_cancel(self) -> Any:
+    def _wait_or_cancel(self) -> Any:
         """Waits for a caller who is not given this: what interrupts it (Ctrl-C) cancels the collective."""
         try:
             return self.wait()
@@ -311,7 +311,7 @@ class Work(UnderWay):
 
 
 def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
-    """`Work.wait_or_cancel`, without a `Work` where all goes well; returns what stands for results as it is."""
+    """`Work._wait_or_cancel`, without a `Work` where all goes well; returns what stands for results as it is."""
     try:
         stall_report.wait(controller, tracker, None)
     except BaseException as exc:
