@@ -21,6 +21,7 @@ from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
 from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import TensorInfo
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -60,12 +61,14 @@ _RIGHT = frozenset({"stage", "calls", "bytes per rank", "estimated"})
 _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
 
 
-class Capture:
+class Capture(BoundToProcess):
     """What is recorded in a ``with capture() as step:`` block, and its runs.
 
     `call`, `argument` and `returns` work in the block, besides the driver's operations; `run` and `close` after it. Any
     thread may run it. It is closed when nobody refers to it any more.
     """
+
+    _INSTEAD = "run it here, and pass what `run` returns; or capture a step there"
 
     def __init__(self, *, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> None:
         self._id = secrets.token_bytes(CAPTURE_NBYTES)

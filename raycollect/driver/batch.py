@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, ClassVar
 
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
 from raycollect.driver.driver_rank import with_results
@@ -24,11 +25,13 @@ _FAILED = "its batch failed, and nothing of it was sent"
 _REHEARSED = "its call was only planned, not made"
 
 
-class Batch:
+class Batch(BoundToProcess):
     """The calls of a ``with batch() as b:`` block. For the thread, or the asynchronous task, that enters the block.
 
     Results (`refs`, `work`, `done`, `wait`, `cancel`) raise BatchError until the block has ended, and if it failed.
     """
+
+    _INSTEAD = "pass what is in its `refs`, after its block has ended"
 
     _takes_driver: ClassVar[bool] = True  # whether the driver may be a rank of its calls' groups
     _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from raycollect.core import ray_internals
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.errors import (
     PublisherReplacedError,
@@ -57,13 +58,15 @@ def publish(
     return Publication(refs, name, layout)
 
 
-class Publication:
+class Publication(BoundToProcess):
     """A publisher's side; see `publish`. It may be used as a context, which closes it.
 
     Attributes:
         name: The name.
         epoch: Counts up with the publishers of this name.
     """
+
+    _INSTEAD = "pass its name: subscribe(name, ...) reads its versions from there; put them here"
 
     _is_open = True
     _session: Any = None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
@@ -34,12 +35,14 @@ _Target = tuple[int, int]
 """A receiver group by number, and a rank in it."""
 
 
-class Stream:
+class Stream(BoundToProcess):
     """A version under way; see `Publication.stream`. For one thread at a time.
 
     Attributes:
         version: The version, without its digests until it is put.
     """
+
+    _INSTEAD = "call and commit it here; subscribe(name, ...) reads the version from there"
 
     def __init__(
         self, publication: Publication, subscriptions: Sequence[Subscription], version: Version, among: Sequence[Atom]
@@ -113,6 +116,9 @@ class Stream:
         if not self._subscriptions:
             return []
         return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self._publication.name!r}, version {self.version}>"
 
     def _check_first(self) -> None:
         """A part would be copied over the version that was put since."""
