@@ -23,6 +23,7 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
+from raycollect.planner.wording import counted
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
@@ -120,7 +121,7 @@ class Publication(BoundToProcess):
             timeout_s: How long the actors may take, in seconds.
 
         Returns:
-            The version, with the digest of each of its atoms.
+            The version, with the digest of each of its parts.
 
         Raises:
             VersionNotPutError: An actor is gone or has failed, or replicas have different bits. Nothing was put.
@@ -258,7 +259,7 @@ class Publication(BoundToProcess):
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.round.differing:
             first = atoms.shown(job.round.differing[0])
-            detail = f"replicas have different bits in {len(job.round.differing)} atoms, first in {first}"
+            detail = f"replicas have different bits in {counted(len(job.round.differing), 'part')}, first in {first}"
             raise VersionNotPutError(**where, detail=detail)
         for rank, error in job.errors.items():
             if isinstance(error, PublisherReplacedError):

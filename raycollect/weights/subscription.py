@@ -42,7 +42,7 @@ class RankReceipt:
     Attributes:
         rank: The rank in its receiver group.
         actor: Its actor, for people.
-        digests: Of each of its atoms, recomputed from what landed.
+        digests: Of each of its parts, recomputed from what landed.
         nbytes: The bytes that were read for this version; what had not changed was not.
         seconds: How long reading and checking took.
     """
