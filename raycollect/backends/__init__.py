@@ -21,6 +21,7 @@ from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
 from raycollect.backends.loading import load_library
+from raycollect.backends.option_names import OF_NCCL
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import (
     Again,
@@ -76,8 +77,6 @@ BACKENDS: dict[str, Capabilities] = dict(BUILT_IN)
 
 ENTRY_POINTS = "raycollect.backends"
 """The entry point group in which installed packages offer backends."""
-
-_NCCL_OPTIONS = {"device", "graphs"}
 
 _ALIASES = {"torch_gloo": "gloo"}
 """Other names that Ray knows, in lower case."""
@@ -209,7 +208,7 @@ def choose(machines: Sequence[str], gpus: Sequence[Gpu | None] = (), options: Co
     chosen = "shm" if places == 1 else "tcp"
     if not gpus or None in gpus:
         return Choice(chosen, where)
-    strange = sorted(set(options) - _NCCL_OPTIONS)
+    strange = sorted(set(options) - {*OF_NCCL})
     why_not = f"nccl has no option {strange[0]!r}" if strange else gpus_meet(machines, gpus)
     if why_not:
         return Choice(chosen, f"{where}; each has a GPU, but {why_not}")

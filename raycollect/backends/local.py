@@ -15,6 +15,7 @@ import numpy as np
 from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.completion import DONE, absent, movement, reduce_op, translated
 from raycollect.backends.folds import fold
+from raycollect.backends.option_names import refuse_unknown
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, folded_ranks
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
@@ -37,6 +38,7 @@ def create(
     segments: SegmentSource | None = None,
 ) -> Communicator:
     """Makes the communicator of a group of one; larger groups share a `LocalWorld` inside one process."""
+    refuse_unknown(spec)
     if spec.world_size != 1:
         detail = f"backend 'local' lives inside one process, and the group has {spec.world_size} members"
         raise BackendUnavailableError(group_name=spec.name, detail=detail)

@@ -29,6 +29,10 @@ def told(value: object) -> str:
     what = a_type(value, in_full=True)
     if isinstance(value, np.ndarray):
         return f"{what}{_of_numpy(value)}"
+    if isinstance(value, (list, tuple)) and type(value) not in (list, tuple):
+        return f"{what}{_of_sequence(value)}"
+    if isinstance(value, _torch_type("nn", "Module")):
+        return f"{what}, a module of torch (give x.state_dict(), the dict of its tensors)"
     return f"{what}{_of_torch(value)}" if _is_torch(value) else what
 
 
@@ -42,8 +46,22 @@ def resolved(value: Any) -> Any:
 
 
 def _is_torch(value: object) -> bool:
-    tensor_type: Any = getattr(sys.modules.get("torch"), "Tensor", ())
-    return isinstance(value, tensor_type)
+    return isinstance(value, _torch_type("Tensor"))
+
+
+def _torch_type(*names: str) -> Any:
+    """A type of torch by its path there, for `isinstance`; no type where torch was not imported."""
+    found: Any = sys.modules.get("torch")
+    for name in names:
+        found = getattr(found, name, ())
+    return found or ()
+
+
+def _of_sequence(value: Any) -> str:
+    if hasattr(type(value), "_fields"):
+        return ", a named tuple (give a plain one, tuple(x), or a dict of its fields, x._asdict())"
+    plain = "list" if isinstance(value, list) else "tuple"
+    return f", a subclass of {plain} (give a plain one, {plain}(x))"
 
 
 def _of_numpy(array: np.ndarray[Any, Any]) -> str:

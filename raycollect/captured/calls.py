@@ -82,7 +82,7 @@ class StepRequests(RequestList):
     def seal(self) -> None:
         """Ends the recording: placeholders do not keep it any more."""
         for pending in (*self.made.values(), *(call.made for call in self.calls)):
-            pending.settle(None, "its captured step has been recorded")
+            pending._settle(None, "its captured step has been recorded")
 
     def rewind(self, count: int, refs: int, why: str) -> None:
         """Drops all but the first collectives and refs, back to the last method call at most."""

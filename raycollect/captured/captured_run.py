@@ -16,6 +16,7 @@ class CapturedRun(UnderWay):
     """What ``run(async_op=True)`` returns: a run under way, and a way to wait for its results (`UnderWay`)."""
 
     _KIND = "run"
+    _INSTEAD = "wait for it here, and pass what `wait` returns"
 
     def __init__(
         self, controller: Controller, capture: Any, tracker: PlanTracker, collect: Callable[[PlanTracker], Any]

@@ -32,7 +32,7 @@ _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a lis
 class Recording(Batch):
     """What the block of a captured step records: a batch to the operations, but one that is not sent."""
 
-    takes_driver = False
+    _takes_driver = False
     _ASYNC_ADVICE = "False in a captured step: run(async_op=True) is for the whole of it"
 
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
@@ -61,14 +61,14 @@ class Recording(Batch):
         self.request_list.seal()
         self._nodes = {}
 
-    def stand_in(self, value: Any) -> Any:
+    def _stand_in(self, value: Any) -> Any:
         """Calls a bound method where it first appears; everything else stands for itself."""
         if type(value) is Pending:
             return self._own(value)
         return self._called(value) if type(value) is ClassMethodNode else value
 
     def _own(self, value: Pending) -> Pending:
-        if value.step >= 0 and not value.is_of(self.request_list):
+        if value.step >= 0 and not value._is_of(self.request_list):
             raise CaptureError(
                 detail=f"{value!r} belongs to another captured step, and is there only while that one runs"
             )
@@ -158,7 +158,7 @@ class Recording(Batch):
 
     def _stands_for(self, value: Any, where: str) -> Any:
         """What stands for a value of each run: `Argument`, `Pending` or `Ref`; a plain value as it is."""
-        value = self.stand_in(value)
+        value = self._stand_in(value)
         if type(value) is Argument:
             return self.parameters.own(value)
         if type(value) is Pending and value.step >= 0:

@@ -21,6 +21,7 @@ from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
 from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import TensorInfo
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -60,12 +61,14 @@ _RIGHT = frozenset({"stage", "calls", "bytes per rank", "estimated"})
 _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
 
 
-class Capture:
+class Capture(BoundToProcess):
     """What is recorded in a ``with capture() as step:`` block, and its runs.
 
     `call`, `argument` and `returns` work in the block, besides the driver's operations; `run` and `close` after it. Any
     thread may run it. It is closed when nobody refers to it any more.
     """
+
+    _INSTEAD = "run it here, and pass what `run` returns; or capture a step there"
 
     def __init__(self, *, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> None:
         self._id = secrets.token_bytes(CAPTURE_NBYTES)
@@ -97,14 +100,14 @@ class Capture:
             self._state = "its block failed"
             if exc is not None or self._block.has_failed:
                 self._block.clear()
-                self._block.release()
+                self._block._let_go()
         if exc is not None:
             return
         try:
             self._record()
         except BaseException:
             self._block.clear()
-            self._block.release()
+            self._block._let_go()
             raise
         self._state = ""
 
@@ -125,7 +128,7 @@ class Capture:
             self._id,
             request_list,
             block.leaves,
-            block.hold,
+            block._hold,
             staging=block.staging_nbytes,
             timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
         )
@@ -210,7 +213,7 @@ class Capture:
         found = batch.current()
         if found is self._block:
             return
-        if found is not None and found.outermost is self._block:
+        if found is not None and found._outermost is self._block:
             raise CaptureError(detail=f"{what} can't be inside a batch of the step: a batch is one plan")
         raise CaptureError(detail=f"{what} belongs into the block of its own captured step: {self!r}")
 
@@ -287,7 +290,7 @@ class Capture:
                 self._installed = None
                 self._runs.close()
                 self._block.clear()
-                self._block.release()
+                self._block._let_go()
 
     def _collect(self, places: Sequence[tuple[int, int]], tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
@@ -305,7 +308,7 @@ class Capture:
     # ------------------------------------------------------------------------------------------ looking at it
 
     @property
-    def stages(self) -> tuple[Stage | tuple[MethodCall, ...], ...]:
+    def _stages(self) -> tuple[Stage | tuple[MethodCall, ...], ...]:
         """Its plans, and between them its method calls, in order; empty where it is not ready."""
         if self._installed is None:
             return ()
@@ -316,7 +319,7 @@ class Capture:
         found.append(_until(calls, found, self._counts[0] + 1))
         return tuple(one for one in found if one)
 
-    def tensor_infos(self, timeout_s: float = 60.0) -> dict[Source, tuple[TensorInfo, ...] | None]:
+    def _tensor_infos(self, timeout_s: float = 60.0) -> dict[Source, tuple[TensorInfo, ...] | None]:
         """The infos of its plans' operands, by source; None: not known before the first run. Raises as `explain`."""
         installed, controller = self._installed, self._controller
         if installed is None or controller is None:
@@ -344,14 +347,14 @@ class Capture:
         """
         if self._installed is None:
             raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
-        return self._explained(self._installed, self.tensor_infos())
+        return self._explained(self._installed, self._tensor_infos())
 
     def _explained(
         self, installed: Installed, infos: Mapping[Source, tuple[TensorInfo, ...] | None]
     ) -> StepExplanation:
         runs = installed.runs
         fixed = {source for source in infos if not runs.keys[source].startswith(self._id)}  # type: ignore[call-overload]
-        return explain_capture(runs.step_plan, self.stages, infos, fixed)
+        return explain_capture(runs.step_plan, self._stages, infos, fixed)
 
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
@@ -367,7 +370,7 @@ class Capture:
     @html.shown
     def _repr_html_(self) -> str:
         collectives, calls = self._counts
-        runs, stages = self._runs, self.stages
+        runs, stages = self._runs, self._stages
         known = self._known()
         failure = None if runs is None else runs.failure
         under_way = "" if runs is None or runs.is_closed or runs.is_idle else "some under way"
@@ -391,7 +394,7 @@ class Capture:
         if self._installed is None:
             return None
         try:
-            return self._explained(self._installed, self.tensor_infos(SHOWN_S))
+            return self._explained(self._installed, self._tensor_infos(SHOWN_S))
         except Exception:  # noqa: BLE001 - a busy or dead actor, or what shows in the first run only: it is shown without
             return None
 

@@ -44,7 +44,7 @@ def follow(block: Recording, controller: Controller) -> bytes:
     succession.apply(request_list, capture)
     held, block.held, block.is_moved = block.held, {}, True
     for asked in request_list.asked:
-        block.hold(controller, asked.group)
+        block._hold(controller, asked.group)
     for membership in held:
         controller.groups.held.release(membership)
     return capture

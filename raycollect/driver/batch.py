@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, ClassVar
 
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
 from raycollect.driver.driver_rank import with_results
@@ -24,20 +25,15 @@ _FAILED = "its batch failed, and nothing of it was sent"
 _REHEARSED = "its call was only planned, not made"
 
 
-class Batch:
+class Batch(BoundToProcess):
     """The calls of a ``with batch() as b:`` block. For the thread, or the asynchronous task, that enters the block.
 
     Results (`refs`, `work`, `done`, `wait`, `cancel`) raise BatchError until the block has ended, and if it failed.
-
-    Attributes:
-        request_list: What is recorded.
-        staging_nbytes: See `batch`.
-        timeout_s: The time limit of calls that name none, in seconds; None: the operations' own.
-        is_rehearsal: Whether it is never sent.
-        held: The groups of its calls, until all is sent: nobody dissolves a derived one meanwhile.
     """
 
-    takes_driver: ClassVar[bool] = True  # whether the driver may be a rank of its calls' groups
+    _INSTEAD = "pass what is in its `refs`, after its block has ended"
+
+    _takes_driver: ClassVar[bool] = True  # whether the driver may be a rank of its calls' groups
     _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"
 
     def __init__(
@@ -48,10 +44,10 @@ class Batch:
         timeout_s: float | None = None,
         is_rehearsal: bool = False,
     ) -> None:
-        self.request_list: RequestList = RequestList()
+        self.request_list: RequestList = RequestList()  # what is recorded
         self.staging_nbytes = staging_nbytes
-        self.timeout_s = timeout_s
-        self.is_rehearsal = is_rehearsal
+        self.timeout_s = timeout_s  # of calls that name none; None: the operations' own
+        self.is_rehearsal = is_rehearsal  # whether it is never sent
         self._async_op = async_op
         self._outer: Batch | None = None
         self._token: Token[Batch | None] | None = None
@@ -59,6 +55,7 @@ class Batch:
         self._task: Any = None
         self._is_open = False
         self._first = self._refs_before = self._end = 0  # this block's part of the request list
+        # The groups of its calls, until all is sent: nobody dissolves a derived one meanwhile
         self.held: dict[Membership, Controller] = {}
         self._work: Work | None = None
         self._why = "it was not entered"  # why there are no results; empty once the block has ended well
@@ -90,13 +87,13 @@ class Batch:
                 raise BatchError(detail=f"a block was left in another context than it began in: {_FAILED}")
             if self._outer is None:
                 self._send()
-            elif self.outermost.is_rehearsal:
-                self.outermost.staging_nbytes = self.staging_nbytes
+            elif self._outermost.is_rehearsal:
+                self._outermost.staging_nbytes = self.staging_nbytes
             self._why = ""
         finally:
             self._release()
         if self._work is not None and not self._async_op:
-            self._work.wait_or_cancel()
+            self._work._wait_or_cancel()
 
     def _leave(self) -> bool:
         """Ends the recording; False in another context than that in which it began, as a generator may be in."""
@@ -108,36 +105,36 @@ class Batch:
         return True
 
     @property
-    def outermost(self) -> Batch:
+    def _outermost(self) -> Batch:
         """The batch that sends what this one records."""
-        return self if self._outer is None else self._outer.outermost
+        return self if self._outer is None else self._outer._outermost
 
-    def hold(self, controller: Controller, membership: Membership) -> None:
+    def _hold(self, controller: Controller, membership: Membership) -> None:
         """Keeps a group for calls that are recorded, and not sent yet."""
         if membership not in self.held:
             self.held[membership] = controller
             controller.groups.held.hold(membership)
 
-    def release(self) -> None:
+    def _let_go(self) -> None:
         """Lets go of all groups."""
         held, self.held = self.held, {}
         for membership, controller in held.items():
             controller.groups.held.release(membership)
 
     def _release(self) -> None:
-        self.release()
+        self._let_go()
 
-    def stand_in(self, value: Any) -> Any:
+    def _stand_in(self, value: Any) -> Any:
         """What stands for something that an operation was given; here, itself."""
         return value
 
     @property
-    def async_advice(self) -> str:
+    def _async_advice(self) -> str:
         """Why a call in the block can't be asynchronous; empty where it can."""
-        around = self.outermost
+        around = self._outermost
         return "" if around.is_rehearsal else around._ASYNC_ADVICE
 
-    def is_here(self) -> bool:
+    def _is_here(self) -> bool:
         """Whether the caller is the thread, and the asynchronous task if any, that entered the block."""
         return threading.get_ident() == self._thread and _running_task() is self._task
 
@@ -153,7 +150,7 @@ class Batch:
         self._work = Work(controller, tracker, self.request_list.results, submission)
 
     def _fail(self) -> None:
-        if self.outermost._work is None:  # else the outer batch has ended before it, and sent it
+        if self._outermost._work is None:  # else the outer batch has ended before it, and sent it
             self.request_list.rewind(self._first, self._refs_before, _FAILED)
         self._why = "its block failed, and nothing of it was sent"
 
@@ -214,7 +211,7 @@ def current() -> Batch | None:
     found = _current.get()
     while found is not None and not found._is_open:  # it was left in another context
         found = found._outer
-    return found if found is None or found.is_here() else None
+    return found if found is None or found._is_here() else None
 
 
 def _running_task() -> Any:

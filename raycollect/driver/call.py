@@ -93,7 +93,7 @@ class Call:
         if not was_started:  # no cluster is started for what can't be
             self.controller = Controller.current()
         self._membership = self._find(operands)
-        if self._driver_rank is not None and self._batch is not None and not self._batch.outermost.takes_driver:
+        if self._driver_rank is not None and self._batch is not None and not self._batch._outermost._takes_driver:
             self._wrong("group", f"{self._group_name!r}, with the driver as a rank", _NO_STEP)
             self._raise()
         self._bound = {name: self._bind(name, given, alone=len(refs) == 1) for name, given in operands.items()}
@@ -149,9 +149,9 @@ class Call:
             return []
         read: list[Operand] = []
         for position, given in enumerate(refs):
-            ref = given if self._batch is None else self._batch.stand_in(given)
+            ref = given if self._batch is None else self._batch._stand_in(given)
             one: Operand | Violation
-            if type(ref) is Pending and ref.is_of(self._request_list):
+            if type(ref) is Pending and ref._is_of(self._request_list):
                 one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
             elif type(ref) is Pending:
                 one = operand_binding.operand(ref.ref, position)
@@ -243,8 +243,8 @@ class Call:
     def _check_async(self, async_op: Any) -> None:
         if found := wrong_flags(async_op=async_op):
             self._violations += found
-        elif async_op and self._batch is not None and self._batch.async_advice:
-            self._wrong("async_op", async_op, self._batch.async_advice)
+        elif async_op and self._batch is not None and self._batch._async_advice:
+            self._wrong("async_op", async_op, self._batch._async_advice)
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -262,7 +262,7 @@ class Call:
         request_list, membership, kind = self._request_list, self._membership, self._kind
         source = request_list.source
         if self._batch is not None:
-            self._batch.outermost.hold(self.controller, membership)
+            self._batch._outermost._hold(self.controller, membership)
         keeps = kind is OpKind.BROADCAST or (inplace and kind in _REDUCTIONS)
         sole: int | None = None  # the one rank with a result; None: all have one
         if kind in _AT_ROOT or kind in (OpKind.SEND, OpKind.BARRIER):

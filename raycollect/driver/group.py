@@ -248,7 +248,7 @@ class Group:
             ("under way", listed(plans, most=MOST_NAMED) or "nothing"),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
-        return html.block("group", title, html.pairs(told), status.rows())
+        return html.block("group", title, html.pairs(told), status._rows())
 
     def __repr__(self) -> str:
         members = listed((member.actor for member in self._membership.members), most=MOST_NAMED)

@@ -118,7 +118,7 @@ class GroupStatus:
     detail: str
     members: tuple[MemberStatus, ...]
 
-    def rows(self) -> html.Markup:
+    def _rows(self) -> html.Markup:
         """The ranks as an HTML table without columns that say nothing; of very many ranks the most interesting ones."""
         told = sorted(self.members, key=_is_dull)[: html.MOST_ROWS]
         rows = [_cells(one) for one in sorted(told, key=lambda one: one.rank)]
@@ -131,7 +131,7 @@ class GroupStatus:
     @html.shown
     def _repr_html_(self) -> str:
         title = f"group of {counted(len(self.members), 'rank')}: {self.state}"
-        return html.block("status", title, *([html.line(self.detail)] if self.detail else []), self.rows())
+        return html.block("status", title, *([html.line(self.detail)] if self.detail else []), self._rows())
 
     def __repr__(self) -> str:
         detail = f": {self.detail}" if self.detail else ""

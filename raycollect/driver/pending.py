@@ -68,11 +68,11 @@ class Pending(Placeholder):
         what = "stands for a ref, not for its value: compute with it in a method, or fetch it after the block"
         return _misuse(BatchError(detail=f"{self!r} {what} with `col.get`"), name)
 
-    def is_of(self, request_list: object) -> bool:
+    def _is_of(self, request_list: object) -> bool:
         """Whether a call of these requests makes it, which are not sent yet."""
         return self._request_list is request_list
 
-    def settle(self, ref: Any, why: str) -> None:
+    def _settle(self, ref: Any, why: str) -> None:
         """Gives it its ref, or the reason why it has none."""
         self._request_list, self._ref, self._why = None, ref, why
 

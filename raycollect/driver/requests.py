@@ -66,7 +66,7 @@ class RequestList:
             del self._places[key]
         for pending in self._pending:
             if pending.request >= count:
-                pending.settle(None, why)
+                pending._settle(None, why)
         self._pending = [pending for pending in self._pending if pending.request < count]
 
     def send(self, controller: Controller, staging: int, *, is_batch: bool) -> tuple[PlanTracker, Submission]:
@@ -80,7 +80,7 @@ class RequestList:
         )
         tracker = submission.send(controller)
         for pending in self._pending:
-            pending.settle(made(pending, tracker), _UNSENT)
+            pending._settle(made(pending, tracker), _UNSENT)
         self.clear()
         self.results = submission.given(tracker) if is_batch else [submission.given(tracker)]
         return tracker, submission

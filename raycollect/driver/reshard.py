@@ -119,7 +119,7 @@ class ReshardCall(Call):
         reshard = Reshard(held, wanted, tuple(given), tuple(taken))
         request_list, membership = self._request_list, self._membership
         if self._batch is not None:
-            self._batch.outermost.hold(self.controller, membership)
+            self._batch._outermost._hold(self.controller, membership)
         source = request_list.source
         operands = tuple((rank, source(given.get(rank)), source(taken.get(rank))) for rank in reshard.ranks)
         results = [self._ref(rank, one if inplace else None) for rank, one in taken.items()]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raycollect.core import html, ray_internals
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import shown
@@ -18,13 +19,15 @@ from raycollect.observe.trace import LIMIT, MOST
 from raycollect.observe.whole import Trace
 
 
-class Timeline:
+class Timeline(BoundToProcess):
     """What `timeline` returns: a recording under way, or its outcome. A context manager; leaving the block stops it.
 
     Attributes:
         path: The file that is written; None: none.
         trace: What was recorded; None while it records.
     """
+
+    _INSTEAD = "stop it here, and pass what its `summary` returns, or the path of its file"
 
     def __init__(self, path: Path | None, tracing: TimelineSession, timeout_s: float) -> None:
         self.path = path

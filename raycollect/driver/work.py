@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raycollect.backends import arrays
 from raycollect.core import direct_transport, html
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
@@ -53,7 +54,7 @@ SHOWN_S = 0.5  # how long participants may take to report progress where a colle
 AWAKE_S = 0.1  # how often the loop of an await wakes, in seconds
 
 
-class UnderWay(ABC):
+class UnderWay(BoundToProcess, ABC):
     """What is under way, and a way to wait for it: await it in a coroutine, or call `wait`.
 
     It may be dropped: it goes on, and is logged if it fails.
@@ -202,6 +203,7 @@ class Work(UnderWay):
     """
 
     _KIND = "collective"
+    _INSTEAD = "pass its `refs`: what uses them waits for it"
 
     def __init__(
         self, controller: Controller, tracker: PlanTracker, refs: Any, submission: Submission | None = None
@@ -228,7 +230,7 @@ class Work(UnderWay):
         self.refs = with_results(self.refs)
         return self.refs
 
-    def wait_or_cancel(self) -> Any:
+    def _wait_or_cancel(self) -> Any:
         """Waits for a caller who is not given this: what interrupts it (Ctrl-C) cancels the collective."""
         try:
             return self.wait()
@@ -312,7 +314,7 @@ class Work(UnderWay):
 
 
 def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
-    """`Work.wait_or_cancel`, without a `Work` where all goes well; returns what stands for results as it is."""
+    """`Work._wait_or_cancel`, without a `Work` where all goes well; returns what stands for results as it is."""
     try:
         stall_report.wait(controller, tracker, None)
     except BaseException as exc:

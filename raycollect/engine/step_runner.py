@@ -144,6 +144,12 @@ class StepRunner:
             if self._execution is not None:  # under the lock: a `FastPath` is the next run's, too
                 self._execution.abort()
 
+    def seq_with(self, group_id: str) -> int:
+        """The run under way, if it is at a plan that uses a group; else 0. Any thread may call it."""
+        with self._lock:
+            execution = self._execution
+            return self._seq if execution is not None and group_id in execution.program.group_ids else 0
+
     def stop(self) -> None:
         """Does the same to the run under way and all that come; any thread may call it."""
         self._is_over = True  # first: a run that begins now sees it, or is under way when the lock is taken

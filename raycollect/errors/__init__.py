@@ -12,7 +12,7 @@
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
     ├── ControlError              who may drive whom
-    │   └── ControllerConflictError   SelfDrivenError   RayClientError   ForkedError
+    │   └── ControllerConflictError   SelfDrivenError   RayClientError   ForkedError   BoundToProcessError
     ├── FaultError                something failed while a plan was in flight
     │   ├── ParticipantDiedError   ActorGoneError   CollectiveTimeoutError
     │   ├── PlanAbortedError   DispatchError   KernelError
@@ -68,6 +68,7 @@ from raycollect.errors._forms import from_wire as from_wire
 from raycollect.errors._forms import to_wire as to_wire
 from raycollect.errors._groups import BackendNotInstalledError as BackendNotInstalledError
 from raycollect.errors._groups import BackendUnavailableError as BackendUnavailableError
+from raycollect.errors._groups import BoundToProcessError as BoundToProcessError
 from raycollect.errors._groups import ControlError as ControlError
 from raycollect.errors._groups import ControllerConflictError as ControllerConflictError
 from raycollect.errors._groups import ForkedError as ForkedError

@@ -98,6 +98,25 @@ class SelfDrivenError(ControlError):
         return f"{self.actor} drives a plan in which it takes part: its own method would have to end first."
 
 
+@dataclass(eq=False, kw_only=True)
+class BoundToProcessError(ControlError):
+    """An object that works only in the process that made it was passed to another one; nothing was sent.
+
+    Attributes:
+        found: The object.
+        instead: What to pass instead of it.
+    """
+
+    found: str
+    instead: str
+
+    def _text(self) -> str:
+        return f"{self.found} works only in the process that made it, and can't be passed to an actor or a task."
+
+    def _advice(self) -> str:
+        return self.instead
+
+
 class ForkedError(ControlError):
     """A process that was forked from one that Ray is connected in; the connection is that one's."""
 

@@ -49,7 +49,7 @@ class VersionNotPutError(VersionError):
 
 
 class VersionNotWholeError(VersionError):
-    """A receiver could not get all atoms with the right digests; the group's methods see what they saw before."""
+    """A receiver could not get all parts with the right digests; the group's methods see what they saw before."""
 
     cure = (
         "call update() again: it reads only what is missing; where the subscription has ended, or all of its actors, "

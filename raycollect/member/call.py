@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -149,7 +149,7 @@ class MemberCall:
 
     def _no_tensor(self, name: str, value: Any) -> Violation:
         what = "missing" if value is None else arrays.told(value)
-        if isinstance(value, (list, tuple, dict)):
+        if type(value) in (list, tuple) or isinstance(value, Mapping):
             what += f" ({obstacle(value, arrays.is_tensor, arrays.told)})"
         elif isinstance(value, Number):
             what += " (give numpy.array(x), which can be written)"

@@ -26,6 +26,7 @@ from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (
     CaptureError,
     ConnectionLostError,
+    GroupBrokenError,
     PlanAbortedError,
     RaycollectError,
     Violation,
@@ -233,6 +234,8 @@ class CapturedStep:
                     self._run(seq, payload, number, step)
         except RaycollectError as exc:
             error = kept(exc)  # its frames would keep values alive
+            if isinstance(error, GroupBrokenError) and (reason := self._sequencer.reason(seq)):
+                error = PlanAbortedError(detail=reason)  # the cause, not what came of it
         except Exception as exc:  # noqa: BLE001 - a bug
             error = threads.failed(f"run {seq} of a captured step", exc)
         finally:
@@ -341,6 +344,10 @@ class CapturedSteps:
         """Ends the waits of a run that was aborted, if it is under way."""
         for one in list(self._living.values()):
             one.runner.abort(seq)
+
+    def seqs_with(self, group_id: str) -> list[int]:
+        """The runs under way that are at a plan that uses a group."""
+        return [seq for one in list(self._living.values()) if (seq := one.runner.seq_with(group_id))]
 
     def exchange(self, seq: int) -> ChannelExchange | None:
         """The agreement of launch `seq` through the controller, if a run is at it."""

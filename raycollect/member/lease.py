@@ -389,8 +389,9 @@ class Lease:
             self._abort_plans(group.spec.group_id, reason)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
-        for seq, running in list(self._running.items()):
-            if group_id in running.program.group_ids and not self._sequencer.abort(seq, reason):
+        plans = [seq for seq, running in list(self._running.items()) if group_id in running.program.group_ids]
+        for seq in (*plans, *self._captures.seqs_with(group_id)):
+            if not self._sequencer.abort(seq, reason):
                 self._wake(seq)
 
 

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 from raycollect.core import html
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.errors import (
     CollectiveTimeoutError,
     PlanAbortedError,
@@ -26,11 +27,13 @@ from raycollect.planner.wording import seconds_words
 _log = logging.getLogger("raycollect")
 
 
-class MemberWork:
+class MemberWork(BoundToProcess):
     """A member's call with ``async_op=True``, which runs on a communication thread.
 
     Await it in a coroutine, or call `wait`. Do not touch the tensors before that.
     """
+
+    _INSTEAD = "wait for it where the call was made, and pass the tensor"
 
     def __init__(self, process_group: ProcessGroup, op: str, future: Future[Any], *, is_heard: bool = False) -> None:
         self._is_heard = is_heard  # whether somebody asks for the outcome, who is told of an error

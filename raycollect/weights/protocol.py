@@ -43,7 +43,7 @@ class Version:
         publisher: Who has put it, for people.
         signature: A digest of names, shapes, dtypes and layouts.
         nbytes: The bytes of its tensors, each once.
-        digests: The digest of each atom: xxh3, 128 bits, of its elements in C order.
+        digests: The digest of each part: xxh3, 128 bits, of its elements in C order.
         dtypes: The element type of each tensor, by name.
         count: How many versions its publisher had put then, this one included.
     """

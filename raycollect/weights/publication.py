@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from raycollect.core import ray_internals
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.errors import (
     PublisherReplacedError,
@@ -22,6 +23,7 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
+from raycollect.planner.wording import counted
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
@@ -57,13 +59,15 @@ def publish(
     return Publication(refs, name, layout)
 
 
-class Publication:
+class Publication(BoundToProcess):
     """A publisher's side; see `publish`. It may be used as a context, which closes it.
 
     Attributes:
         name: The name.
         epoch: Counts up with the publishers of this name.
     """
+
+    _INSTEAD = "pass its name: subscribe(name, ...) reads its versions from there; put them here"
 
     _is_open = True
     _session: Any = None
@@ -73,11 +77,11 @@ class Publication:
         ray_internals.ensure_ray()
         self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
-        self.ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)
-        faults = tuple(atoms.source_faults(self.ranks.layouts))
+        self._ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)
+        faults = tuple(atoms.source_faults(self._ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)
-        self.ranks.check()  # before anybody is replaced
+        self._ranks.check()  # before anybody is replaced
         self._directory = Directory(name)
         self._publisher = ray_internals.describe_process()
         self.epoch: int = 0
@@ -91,11 +95,11 @@ class Publication:
     def _begin(self) -> bool:
         """Begins an epoch; False where the directory has lost its records, and the actors know a later one."""
         self.epoch = self._directory.begin_epoch(ray_internals.worker_id())
-        self._signature = self._directory.post_layouts(self.ranks.layouts, self.epoch)
+        self._signature = self._directory.post_layouts(self._ranks.layouts, self.epoch)
         sweep(self.name)
-        layouts, handles = self.ranks.layouts, self.ranks.handles
+        layouts, handles = self._ranks.layouts, self._ranks.handles
         try:
-            self.ranks.attach(
+            self._ranks.attach(
                 agent.attach_source,
                 lambda rank: (self.name, self.epoch, handles[rank].key, layouts, rank),
                 (agent.detach_source, self.name, self.epoch),
@@ -117,7 +121,7 @@ class Publication:
             timeout_s: How long the actors may take, in seconds.
 
         Returns:
-            The version, with the digest of each of its atoms.
+            The version, with the digest of each of its parts.
 
         Raises:
             VersionNotPutError: An actor is gone or has failed, or replicas have different bits. Nothing was put.
@@ -150,12 +154,12 @@ class Publication:
         groups = self._checked_groups("stream", subscriptions)
         known = self._directory.all_layouts()
         if frozenset(known) != self._cut[0]:
-            self._cut = frozenset(known), atoms.cut(self.ranks.layouts, known.values())
+            self._cut = frozenset(known), atoms.cut(self._ranks.layouts, known.values())
             self._places.clear()
         asked = replace(
             Version(self.epoch, number, self._publisher, self._signature),
-            nbytes=sum(prod(one.shape) * one.itemsize for one in self.ranks.layouts.values()),
-            dtypes={name: one.dtype for name, one in self.ranks.layouts.items()},
+            nbytes=sum(prod(one.shape) * one.itemsize for one in self._ranks.layouts.values()),
+            dtypes={name: one.dtype for name, one in self._ranks.layouts.items()},
             count=self._used.count + 1,
         )
         return Stream(self, groups, asked, self._cut[1])
@@ -163,28 +167,28 @@ class Publication:
     # ------------------------------------------------------------------------------------------ for a stream
 
     @property
-    def count(self) -> int:
+    def _count(self) -> int:
         """How many versions were put."""
         return self._used.count
 
-    def places(self, rank: int) -> Mapping[Atom, tuple[int, tuple[int, ...]]]:
+    def _places_on(self, rank: int) -> Mapping[Atom, tuple[int, tuple[int, ...]]]:
         """Where the atoms of the next version lie on a rank."""
         if rank not in self._places:
-            self._places[rank] = atoms.held_places(self.ranks.layouts, rank, self._cut[1])
+            self._places[rank] = atoms.held_places(self._ranks.layouts, rank, self._cut[1])
         return self._places[rank]
 
-    def holder(self, rank: int, key: Key, places: Mapping[Atom, tuple[int, tuple[int, ...]]]) -> Holder:
+    def _holder(self, rank: int, key: Key, places: Mapping[Atom, tuple[int, tuple[int, ...]]]) -> Holder:
         """A rank, of which some atoms can be had."""
-        one = self.ranks.attached[rank]
+        one = self._ranks.attached[rank]
         return Holder(address=one.address, key=key, actor=one.actor, incarnation=one.incarnation, places=places)
 
-    def forget_overwritten(self) -> None:
+    def _forget_overwritten(self) -> None:
         """Forgets the version before the last, in whose place the next one is sealed."""
         before, self._before = self._before, Version(self.epoch, 0)
         if before.number:
             self._directory.forget(before)
 
-    def finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
+    def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
         """Posts the version of a put that is over; raises as `put`."""
         self._check(job, timeout_s)
         version = job.round.version
@@ -201,7 +205,7 @@ class Publication:
         for one in groups:
             if one.name != self.name:
                 raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
-            one.check(self.ranks.layouts)
+            one._check(self._ranks.layouts)
         return groups
 
     def _post(self, version: Version, keys: Mapping[int, Any]) -> None:
@@ -215,8 +219,8 @@ class Publication:
         self._directory.post_holders(
             version,
             (
-                self.ranks.record(rank, keys[rank], self._signature, is_publisher=True)
-                for rank in range(len(self.ranks))
+                self._ranks.record(rank, keys[rank], self._signature, is_publisher=True)
+                for rank in range(len(self._ranks))
             ),
         )
         self._directory.post_version(version)
@@ -242,8 +246,8 @@ class Publication:
         self._is_open = False
         if why_over(self._session, is_open=True):
             return  # its actors and records have ended with Ray
-        for rank in range(len(self.ranks)):
-            self.ranks.call(rank, agent.detach_source, self.name, self.epoch)
+        for rank in range(len(self._ranks)):
+            self._ranks.call(rank, agent.detach_source, self.name, self.epoch)
         if self._directory.epoch() == self.epoch:
             self._directory.forget_all(self.epoch)
 
@@ -251,11 +255,11 @@ class Publication:
         if job.round.phase is Phase.DONE:
             return
         if job.is_late:
-            raise self.ranks.late_error(self.name, job, timeout_s)
+            raise self._ranks.late_error(self.name, job, timeout_s)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.round.differing:
             first = atoms.shown(job.round.differing[0])
-            detail = f"replicas have different bits in {len(job.round.differing)} atoms, first in {first}"
+            detail = f"replicas have different bits in {counted(len(job.round.differing), 'part')}, first in {first}"
             raise VersionNotPutError(**where, detail=detail)
         for rank, error in job.errors.items():
             if isinstance(error, PublisherReplacedError):
@@ -264,11 +268,11 @@ class Publication:
                 raise PublisherReplacedError(**where, rank=rank, detail=f"epoch {newest} has begun") from error
             detail = error.detail if isinstance(error, VersionError) else "it could not copy its tensors"
             raise VersionNotPutError(
-                **where, rank=rank, actor=self.ranks.attached[rank].actor, detail=detail
+                **where, rank=rank, actor=self._ranks.attached[rank].actor, detail=detail
             ) from error
         (gone,) = job.round.lost
         raise VersionNotPutError(
-            **where, rank=gone, actor=self.ranks.attached[gone].actor, detail="its process has ended"
+            **where, rank=gone, actor=self._ranks.attached[gone].actor, detail="its process has ended"
         )
 
     def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`
@@ -278,4 +282,4 @@ class Publication:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Publication {self.name!r}, epoch {self.epoch}, {len(self.ranks)} ranks, version {self._last.number}>"
+        return f"<Publication {self.name!r}, epoch {self.epoch}, {len(self._ranks)} ranks, version {self._last.number}>"

@@ -278,7 +278,7 @@ class Receiver:
     ) -> VersionNotWholeError:
         missing = self.state.missing
         tried = [f"{one.actor}: {brief(failures[one.key])}" for one in holders if one.key in failures]
-        detail = f"{len(missing)} of {len(self.state.wanted)} atoms are missing, first {atoms.shown(missing[0])}: "
+        detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
         detail += "; ".join(tried) or "no holder of it is known"
         who = Runtime.current().actor
         return VersionNotWholeError(

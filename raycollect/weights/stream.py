@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
@@ -34,12 +35,14 @@ _Target = tuple[int, int]
 """A receiver group by number, and a rank in it."""
 
 
-class Stream:
+class Stream(BoundToProcess):
     """A version under way; see `Publication.stream`. For one thread at a time.
 
     Attributes:
         version: The version, without its digests until it is put.
     """
+
+    _INSTEAD = "call and commit it here; subscribe(name, ...) reads the version from there"
 
     def __init__(
         self, publication: Publication, subscriptions: Sequence[Subscription], version: Version, among: Sequence[Atom]
@@ -49,18 +52,18 @@ class Stream:
         self._subscriptions = list(subscriptions)
         self._among = tuple(among)
         self._attempt = secrets.token_bytes(8)
-        begun, _ = protocol.begin_put(version, len(publication.ranks))
+        begun, _ = protocol.begin_put(version, len(publication._ranks))
         self._job = Job(round=begun, errors={})
         self._keys: dict[int, Key] = {}
-        self._has = [set[Atom]() for _ in range(len(publication.ranks))]  # by rank, what it has sealed
+        self._has = [set[Atom]() for _ in range(len(publication._ranks))]  # by rank, what it has sealed
         # By rank, what it was asked for, which it does in this order: a ref or a generator, and whether it is all.
-        self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication.ranks))]
-        self._untold: list[tuple[Atom, ...] | None] = [self._among] * len(publication.ranks)
+        self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication._ranks))]
+        self._untold: list[tuple[Atom, ...] | None] = [self._among] * len(publication._ranks)
         self._landing: dict[Any, _Target] = {}
         self._due: dict[_Target, dict[Atom, bytes]] = {}
         self._wanted: dict[_Target, frozenset[Atom]] = {}
         for number, one in enumerate(self._subscriptions):
-            for rank, atoms in enumerate(one.open_stream(version, self._among)):
+            for rank, atoms in enumerate(one._open_stream(version, self._among)):
                 self._wanted[number, rank] = atoms
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -73,22 +76,22 @@ class Stream:
             VersionNotPutError: Another version was put since this stream began.
         """
         self._check_first()
-        for rank in range(len(self._publication.ranks)):
-            made = self._publication.ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
+        for rank in range(len(self._publication._ranks)):
+            made = self._publication._ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
             self._sealing[rank].append((made, False))
         self._pump(0.0)
 
     def part(self, *names: str) -> None:
         """Makes tensors a part, behind the methods of the actors that were called before; raises as `call`."""
         self._check_first()
-        held = [self._publication.ranks.keys(rank) for rank in range(len(self._publication.ranks))]
+        held = [self._publication._ranks.keys(rank) for rank in range(len(self._publication._ranks))]
         unknown = [one for one in names if not isinstance(one, str) or not any(one in keys for keys in held)]
         if unknown or not names:
             refuse("part", [wrong_argument("names", shown(unknown), "names of tensors that are published")])
         for rank, keys in enumerate(held):
             mine = [name for name in names if name in keys]
             if mine:
-                ref = self._publication.ranks.call(rank, agent.seal_part, *self._of(rank), mine)
+                ref = self._publication._ranks.call(rank, agent.seal_part, *self._of(rank), mine)
                 self._sealing[rank].append((ref, False))
         self._pump(0.0)
 
@@ -103,20 +106,23 @@ class Stream:
         until_s = time.monotonic() + timeout_s
         self._check_first()
         for rank in sorted(self._job.round.waiting):
-            self._sealing[rank].append((self._publication.ranks.call(rank, agent.seal, *self._of(rank)), True))
-        self._publication.forget_overwritten()  # beside the actors' work
+            self._sealing[rank].append((self._publication._ranks.call(rank, agent.seal, *self._of(rank)), True))
+        self._publication._forget_overwritten()  # beside the actors' work
         while not self._job.round.is_over:
             if not self._pump(max(until_s - time.monotonic(), 0.0)):
                 self._job.end_late()
-        self._publication.finish(self._job, timeout_s, self._keys, self._among)
+        self._publication._finish(self._job, timeout_s, self._keys, self._among)
         self.version = self._job.round.version
         if not self._subscriptions:
             return []
         return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
 
+    def __repr__(self) -> str:
+        return f"<Stream of {self._publication.name!r}, version {self.version}>"
+
     def _check_first(self) -> None:
         """A part would be copied over the version that was put since."""
-        if self._publication.count >= self.version.count:
+        if self._publication._count >= self.version.count:
             detail = "another version was put since this stream began"
             raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
 
@@ -182,14 +188,14 @@ class Stream:
             number, rank = target
             dtypes = {name: self.version.dtypes[name] for name, _ in part}
             version = replace(self.version, dtypes=dtypes)
-            ref = self._subscriptions[number].land(rank, version, part, self._holders(part), HOLDER_S)
+            ref = self._subscriptions[number]._land(rank, version, part, self._holders(part), HOLDER_S)
             self._landing[ref] = target
 
     def _holders(self, part: Mapping[Atom, bytes]) -> list[Holder]:
         found = []
         for rank, key in self._keys.items():
-            places = self._publication.places(rank)
+            places = self._publication._places_on(rank)
             mine = {atom: places[atom] for atom in part if atom in self._has[rank] and atom in places}
             if mine:
-                found.append(self._publication.holder(rank, key, mine))
+                found.append(self._publication._holder(rank, key, mine))
         return found

@@ -42,7 +42,7 @@ class RankReceipt:
     Attributes:
         rank: The rank in its receiver group.
         actor: Its actor, for people.
-        digests: Of each of its atoms, recomputed from what landed.
+        digests: Of each of its parts, recomputed from what landed.
         nbytes: The bytes that were read for this version; what had not changed was not.
         seconds: How long reading and checking took.
     """
@@ -182,7 +182,7 @@ class Subscription:
 
     # ------------------------------------------------------------------------------------------ an update
 
-    def find(self, version: int | Version | str) -> Version:
+    def _find(self, version: int | Version | str) -> Version:
         """The version that is asked for, as the directory knows it; raises as `update`."""
         if isinstance(version, Version):
             found = self._directory.version(version.epoch, version.number)
@@ -194,12 +194,12 @@ class Subscription:
             raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
         src = None if found is None else self._directory.layouts(found.signature, found.epoch)
         if src is None and found is not None and version == "latest" and self._directory.latest() != found:
-            return self.find(version)  # a publisher after that one has forgotten its layouts
+            return self._find(version)  # a publisher after that one has forgotten its layouts
         if found is None or src is None:
             asked, newest = "" if version == "latest" else str(version), self._directory.latest()
             detail = f"it is not there; the newest is {newest}" if asked and newest is not None else ""
             raise UnknownVersionError(name=self.name, version=asked, detail=detail)
-        self.check(src)
+        self._check(src)
         return found
 
     def _check_open(self) -> None:
@@ -207,14 +207,14 @@ class Subscription:
             found = wrong_argument("subscription", over, "one that is open: subscribe() again")
             raise refusal("update", "", (found,))
 
-    def check(self, src: atoms.Layouts) -> None:
+    def _check(self, src: atoms.Layouts) -> None:
         """Raises where the subscription was closed, or a publisher's layouts do not fit."""
         self._check_open()
         faults = tuple(atoms.reader_faults(self._ranks.layouts, src))
         if faults:
             raise refusal("update", "", faults)
 
-    def open_stream(self, version: Version, among: Sequence[Atom]) -> list[frozenset[Atom]]:
+    def _open_stream(self, version: Version, among: Sequence[Atom]) -> list[frozenset[Atom]]:
         """Has the ranks begin to take a version part by part; returns the atoms that each needs."""
         if self._inplace:
             return []  # they would be dirty for as long as the stream lasts
@@ -224,15 +224,15 @@ class Subscription:
             found.append(frozenset(atoms.places(self._ranks.layouts, rank, among, whole=False)))
         return found
 
-    def land(self, rank: int, version: Version, part: Digests, holders: Sequence[Holder], limit_s: float) -> Any:
+    def _land(self, rank: int, version: Version, part: Digests, holders: Sequence[Holder], limit_s: float) -> Any:
         """Has a rank read atoms of a version that it takes part by part; returns the ref."""
         return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
 
-    def records(self, version: Version) -> list[HolderRecord]:
+    def _records(self, version: Version) -> list[HolderRecord]:
         """Who holds a version, as the directory knows it."""
         return self._directory.holders(version)
 
-    def job(
+    def _job(
         self, version: Version, records: Sequence[HolderRecord], timeout_s: float
     ) -> tuple[Update, Tell, dict[int, Staged]]:
         """The round that brings the ranks to a version, and what they will have staged."""
@@ -290,7 +290,7 @@ class Subscription:
         receivers = [one for record, one in turned if not record.is_publisher]
         return receivers[:MOST_RECEIVERS] + [one for record, one in turned if record.is_publisher]
 
-    def finish(self, job: Job, staged: Mapping[int, Staged], began_s: float, timeout_s: float) -> Receipt:
+    def _finish(self, job: Job, staged: Mapping[int, Staged], began_s: float, timeout_s: float) -> Receipt:
         """The receipt of a round that is over; raises as `update`."""
         version = job.round.version
         for key in {key for one in staged.values() for key in one.gone}:
@@ -373,14 +373,14 @@ def update_all(
     done: dict[int, Receipt] = {}
     errors: dict[int, RaycollectError] = {}
     known = version if is_known and isinstance(version, Version) else None
-    todo = {at: known or one.find(version) for at, one in enumerate(subscriptions)}
+    todo = {at: known or one._find(version) for at, one in enumerate(subscriptions)}
     while todo:
         records: dict[Version, list[HolderRecord]] = {}
         for at, found in todo.items():
             if found not in records:
-                records[found] = subscriptions[at].records(found)
+                records[found] = subscriptions[at]._records(found)
         left_s = timeout_s - (time.monotonic() - began_s)
-        jobs = {at: subscriptions[at].job(found, records[found], left_s) for at, found in todo.items()}
+        jobs = {at: subscriptions[at]._job(found, records[found], left_s) for at, found in todo.items()}
         drive(
             [(job, tell) for job, tell, _ in jobs.values()],
             left_s,
@@ -389,9 +389,9 @@ def update_all(
         again: dict[int, Version] = {}
         for at, (job, _, staged) in jobs.items():
             try:
-                done[at] = subscriptions[at].finish(job, staged, began_s, timeout_s)
+                done[at] = subscriptions[at]._finish(job, staged, began_s, timeout_s)
             except RaycollectError as exc:
-                newer = None if job.is_late or version != "latest" else subscriptions[at].find("latest")
+                newer = None if job.is_late or version != "latest" else subscriptions[at]._find("latest")
                 if newer is not None and newer > todo[at]:
                     again[at] = newer
                 else:

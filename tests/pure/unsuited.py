@@ -22,6 +22,11 @@ class Unsuited(NamedTuple):
     cure: Callable[[Any], Any]
 
 
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
 OF_TORCH = {
     "sparse": Unsuited(
         lambda torch: torch.eye(2).to_sparse(), ("torch.sparse_coo", "to_dense()"), lambda x: x.to_dense()
@@ -76,6 +81,20 @@ OF_NUMPY = {
     "masked": Unsuited(lambda _: np.ma.masked_array([1.0]), ("MaskedArray", "filled()"), lambda x: x.filled()),
     "matrix": Unsuited(lambda _: np.eye(2).view(np.matrix), ("matrix", "numpy.asarray"), np.asarray),
 }
+
+OF_SEVERAL = {
+    "named tuple": Unsuited(
+        lambda _: Pair(np.ones(2), np.ones(3)), ("Pair", "named tuple", "tuple(x)", "x._asdict()"), Pair._asdict
+    ),
+    "named tuple, as a tuple": Unsuited(lambda _: Pair(np.ones(2), np.ones(3)), ("tuple(x)",), tuple),
+    "subclass of list": Unsuited(
+        lambda _: type("Own", (list,), {})([np.ones(2)]), ("Own", "subclass of list", "list(x)"), list
+    ),
+    "module": Unsuited(
+        lambda torch: torch.nn.Linear(2, 3), ("Linear", "module of torch", "state_dict()"), lambda x: x.state_dict()
+    ),
+}
+"""What holds several tensors."""
 
 ALL = {**OF_TORCH, **OF_NUMPY}
 

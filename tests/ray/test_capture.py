@@ -129,7 +129,7 @@ def test_a_batch_in_a_step_joins_it(trio):
         with pytest.raises(errors.CaptureError):
             col.allreduce_refs(gone)
         step.returns(sums[1])
-    assert len(step.stages) == 1
+    assert len(step._stages) == 1
     with pytest.raises(errors.CaptureError, match="results"):
         batch.wait()
     assert [one.tolist() for one in step.run()] == [[0], [3], [6]]
@@ -406,7 +406,7 @@ def test_tensor_infos_describe_the_operands_of_a_step(trio):
         gradients = [step.call(worker, "gradient") for worker in trio]
         col.allreduce_refs([*gradients[:2], hold(trio[2], [0] * 5)])
         step.call(trio[0], "loss")
-    assert [len(one) if type(one) is tuple else one.plan.name for one in step.stages] == [3, "allreduce", 1]
-    assert [one is None for one in step.tensor_infos().values()] == [True, True, False]
+    assert [len(one) if type(one) is tuple else one.plan.name for one in step._stages] == [3, "allreduce", 1]
+    assert [one is None for one in step._tensor_infos().values()] == [True, True, False]
     step.run()
-    assert [[info.shape for info in one] for one in step.tensor_infos().values()] == [[(5,)]] * 3
+    assert [[info.shape for info in one] for one in step._tensor_infos().values()] == [[(5,)]] * 3

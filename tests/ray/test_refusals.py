@@ -45,6 +45,26 @@ def test_no_ref_at_all(trio):
         col.allreduce_refs([np.ones(3), *buffers(trio[1:])])
 
 
+def test_what_works_only_in_its_own_process_says_what_to_pass_instead(trio):
+    with col.capture() as step:
+        col.allreduce_refs(buffers(trio))
+    with col.batch() as block:
+        col.barrier("default")
+    with col.publish(buffers(trio), "only here") as publication:
+        for one, instead in (
+            (step, "pass what `run` returns"),
+            (step.run(async_op=True), "pass what `wait` returns"),
+            (block, "its `refs`, after its block"),
+            (col.barrier("default", async_op=True), "pass its `refs`"),
+            (publication, r"subscribe\(name, ...\)"),
+            (publication.stream(), r"subscribe\(name, ...\)"),
+        ):
+            for send in (trio[0].set_buffer.remote, ray.put, lambda value: trio[0].set_buffer.remote([{"in": value}])):
+                with pytest.raises(errors.BoundToProcessError, match=f"What to do: .*{instead}") as caught:
+                    send(one)
+                assert caught.value.found.startswith(f"<{type(one).__name__}")  # what follows tells how far it is
+
+
 def test_an_actor_where_a_ref_of_its_tensor_belongs(trio):
     with pytest.raises(errors.ForeignRefError, match="an actor handle") as caught:
         col.allreduce_refs(trio)

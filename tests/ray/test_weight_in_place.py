@@ -75,8 +75,8 @@ def test_what_is_verified_and_not_shown_is_refused_and_another_driver_goes_on(ac
         ray.get(trainer.fill.remote(1))
         pub.put()
         sub = col.subscribe(name, refs, inplace=True)
-        version = sub.find("latest")
-        job, tell, _ = sub.job(version, sub.records(version), 10.0)
+        version = sub._find("latest")
+        job, tell, _ = sub._job(version, sub._records(version), 10.0)
         ray.get(job.tell(tell, 0))
         with pytest.raises(errors.VersionDirtyError):
             ray.get(rollout.look.remote())

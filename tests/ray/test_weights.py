@@ -134,7 +134,7 @@ def test_pain_1_replicas_that_differ_are_not_put(actors, name):
     *trainers, rollout = actors(Weights, 3)
     with col.publish(replicas(trainers), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
         ray.get(trainers[0].fill.remote(1, ["down"]))
-        with pytest.raises(errors.VersionNotPutError, match=r"replicas have different bits in 1 atoms.*'down'"):
+        with pytest.raises(errors.VersionNotPutError, match=r"replicas have different bits in 1 part,.*'down'"):
             pub.put()
         ray.get(trainers[1].fill.remote(1, ["down"]))
         assert pub.put().number == 1
@@ -163,7 +163,7 @@ def test_pain_2_a_dead_trainer_is_told_and_nothing_of_it_is_seen(actors, name):
     assert wait_until(lambda: has_ended(pid)), "as long as it lives it serves its version"
     with pytest.raises(errors.VersionNotPutError, match="its process has ended"):
         pub.put()
-    with pytest.raises(errors.VersionNotWholeError, match="atoms are missing"):
+    with pytest.raises(errors.VersionNotWholeError, match="parts are missing"):
         sub.update()
     assert looks([rollout], sub) == [([0.0], 0)]
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raycollect.backends.completion import DONE, translated
+from raycollect.backends.option_names import refuse_unknown
 from raycollect.backends.shm.boxes import Boxes
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
 from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes
@@ -47,7 +48,9 @@ def create(
     Raises:
         BackendUnavailableError: Shared memory is not available.
         CollectiveTimeoutError: Rank 0 did not come.
+        InvalidGroupError: An option is unknown.
     """
+    refuse_unknown(spec)
     nbytes = sum(part(spec.world_size) for part in (control_nbytes, slots_nbytes, directory_nbytes))
     if rank == 0:
         segment = server_segment(spec, rendezvous, nbytes, lambda fresh: prepare(fresh, spec.world_size))

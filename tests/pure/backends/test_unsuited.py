@@ -13,24 +13,25 @@ from raycollect.core.model import OpKind
 from raycollect.engine.value_codec import pack_value, unpack_value
 from raycollect.pos import Container, tensors, unkept
 from tests.pure.fleet import MakeFleet
-from tests.pure.unsuited import ALL
+from tests.pure.unsuited import ALL, OF_SEVERAL
 
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized, nested, half complex tensors
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, *OF_SEVERAL])
 def test_it_is_told_why_it_is_no_tensor_and_the_cure_gives_one(name: str) -> None:
-    value = ALL[name].make(torch)
+    kind = {**ALL, **OF_SEVERAL}[name]
+    value = kind.make(torch)
     assert arrays.view(value) is None
     for text in (
         arrays.told(value),
         unkept(value, arrays.is_tensor, arrays.told),
         unkept({"a": [np.ones(2), value]}, arrays.is_tensor, arrays.told),
     ):
-        assert [word for word in ALL[name].words if word not in text] == [], text
-    assert Container.of(ALL[name].cure(value), arrays.is_tensor) is not None
+        assert [word for word in kind.words if word not in text] == [], text
+    assert Container.of(kind.cure(value), arrays.is_tensor) is not None
 
 
 def test_nothing_is_made_up_about_what_is_a_tensor_or_does_not_look_like_one() -> None:

@@ -131,4 +131,4 @@ def test_a_step_that_is_closed_while_another_thread_plans_it_anew_stays_closed(m
     step._follow(before)  # type: ignore[arg-type]
     closing.join(20)
     assert after.runs.close.called
-    assert step.stages == ()
+    assert step._stages == ()

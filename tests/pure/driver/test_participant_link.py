@@ -154,7 +154,7 @@ def test_a_member_whose_connection_ends_as_it_is_given_back_keeps_no_other_from_
             peer = ParticipantLink(Owner(), {"participant": True, "actor_id": one.actor_id}, None)
             peer.link, peer.group_ids = Line(), {"a group"}
             peers.add(peer)
-        first = peers.all()[0]
+        first, _ = peers.all()
         first.send = lambda message: peers.drop(first)
         peers.part(SimpleNamespace(spec=SimpleNamespace(group_id="a group"), members=members))
         assert peers.all() == ()

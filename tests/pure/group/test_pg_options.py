@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from raycollect.backends import local
+from raycollect.backends.shm import communicator as shm
 from raycollect.channel import packing
 from raycollect.core.model import GroupSpec
+from raycollect.errors import InvalidGroupError
 from raycollect.group import pg_options
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
 
 
 class Vendor:
@@ -59,3 +63,21 @@ def test_anything_else_is_refused_by_name(given, where):
     pairs, problems = pg_options.read(given)
     assert pairs == ()
     assert [problem.split(" is ", 1)[0] for problem in problems] == where
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
+def test_a_backend_that_ignores_the_options_of_others_refuses_those_that_nobody_has(backend):
+    create = {"local": local, "shm": shm}[backend].create
+    known = {"checksum": True, "deterministic": "rank_order", "device": 0, "graphs": False}
+
+    def join(options, name=backend):
+        given, _ = pg_options.read(options)
+        spec = GroupSpec(name="g", group_id="1", backend=name, world_size=1, options=given)
+        return create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+
+    join(known).close()
+    join({"x": 1}, "of-another-package").close()
+    with pytest.raises(
+        InvalidGroupError, match=f"backend '{backend}': there is no option 'cheksum', 'x'; .*'checksum'"
+    ):
+        join({**known, "x": 1, "cheksum": True})

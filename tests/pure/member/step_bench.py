@@ -82,9 +82,11 @@ class Bench:
         post: FakePost | None,
         turn: Any = None,
         communicators: Callable[[str], Any] | None = None,
+        sequencer: PlanSequencer | None = None,
         **methods: Callable[..., Any],
     ) -> None:
-        self.actor, self.post, self.sequencer, self.turn = Actor(**methods), post, PlanSequencer(), turn
+        self.actor, self.post, self.turn = Actor(**methods), post, turn
+        self.sequencer = sequencer or PlanSequencer()
         self.store = Store()
         self.changed = threading.Condition()
         self.ran: dict[int, tuple[Any, ...]] = {}

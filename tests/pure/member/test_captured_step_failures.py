@@ -5,30 +5,42 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 import types
 import weakref
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from raycollect.channel.messages import Run
+from raycollect import backends
+from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.channel.messages import Gone, Joined, Message, Run
+from raycollect.core.model import OpKind
+from raycollect.core.protocols import Launch
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import (
     CaptureError,
+    GroupBrokenError,
     InternalError,
     MethodError,
     PlanAbortedError,
     ProtocolError,
 )
-from raycollect.member import captured_steps
+from raycollect.member import captured_steps, lease
 from raycollect.member.captured_steps import (
     CapturedSteps,
 )
+from raycollect.member.lease import Lease
+from raycollect.observe import Recorder
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
-from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, full, given, pinned
+from tests.pure.member.test_lease import _join, premises
+from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, given, pinned
 from tests.pure.watched import WatchedCondition
 
-__all__ = ["bench"]  # fixtures
+__all__ = ["bench", "premises"]  # fixtures
 
 
 @pytest.mark.parametrize("by_bell", [True, False])
@@ -160,6 +172,59 @@ def test_an_abort_reaches_the_run_under_way(bench: MakeBench) -> None:
     one.heard(1)
     assert one.failed[1].detail in ("timed out", "the run was aborted")  # type: ignore[attr-defined]
     assert [name for name, _, _ in one.actor.calls] == ["hold"]
+
+
+class Stuck(LocalCommunicator):
+    """A communicator whose ranks never come, and that does not see who dies."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalWorld(2, "g"), 0)
+        self.came, self.aborted, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def agree(self, launch: Launch, arrival: bytes) -> tuple[bytes, ...]:
+        self.came.set()
+        assert self.aborted.wait(WAIT_S), "it would last until its own time limit"
+        raise GroupBrokenError(group_name="g", detail=f"launch {launch.seq} was ended")
+
+    def abort(self, seq: int) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_death_that_the_backend_can_not_see_ends_the_run_that_uses_the_group(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, premises: Any, other: bool
+) -> None:
+    """Also where the controller aborts nothing, as it has heard that the dead had done their part.
+
+    Not a run that uses another group.
+    """
+    monkeypatch.setattr(lease, "LAST_S", 0.0)
+    communicator, joined = Stuck(), SimpleQueue[Message]()
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: communicator)
+    premises.instruments.recorder = Recorder(time.monotonic)
+    here = Lease("me", "a test", cast(Any, SimpleNamespace(send=joined.put)), premises)
+    team = Team(2, [Script(rank, [pinned(full(rank))]) for rank in range(2)], group_id="id of g")
+    team.collective(OpKind.ALLREDUCE, {0: 0, 1: 0})
+    one = bench(team.scripts[0], sequencer=here._sequencer, communicators=here._groups.communicator)
+    here._captures.add(CAPTURE, lambda: one.captured)
+    for name in ("g", "h")[: 1 + other]:
+        here.received(_join(name=name, group_id=f"id of {name}"))
+        assert cast(Joined, joined.get(timeout=WAIT_S)).error is None
+    one.run(1, 0)
+    assert communicator.came.wait(WAIT_S)
+    here.received(Gone(group_id="id of h" if other else "id of g", rank=1, died=True, detail="killed"))
+    if other:
+        assert communicator.closed.wait(WAIT_S)
+        assert not communicator.aborted.is_set()
+        assert here._sequencer.running() == (1,)
+    else:
+        one.heard(1)
+        assert isinstance(one.failed[1], PlanAbortedError)
+        assert one.failed[1].detail == "rank 1 (W1) died: killed"
+    here.end("the test is over")
 
 
 def test_unexpected_failure_becomes_internal_error(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ UNKEPT: list[tuple[Any, str]] = [
     ("text", "a str"),
     ([np.ones(3), 1], "a list ([1] is an int)"),
     (OrderedDict(), "a collections.OrderedDict (it is empty)"),
-    (MyList([A]), f"a {__name__}.MyList"),
+    (MyList([A]), f"a {__name__}.MyList, a subclass of list (give a plain one, list(x))"),
 ]
 
 

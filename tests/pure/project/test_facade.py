@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import importlib
 import inspect
 import subprocess
@@ -165,3 +167,32 @@ def test_an_old_path_leads_to_the_same_and_says_where_it_is_now(old: str) -> Non
     same = [name for name in backends.__all__ if hasattr(found, name)]
     assert len(same) > 5
     assert all(getattr(found, name) is getattr(backends, name) for name in same)
+
+
+SHOWN = {
+    "Batch": "cancel done refs wait work",
+    "Capture": "argument call close explain plan returns run",
+    "CapturedRun": "cancel done progress wait",
+    "CollectiveParticipant": "",
+    "DirectoryBulletin": "post read remove replace where",
+    "Group": "actors add backend call destroy epoch get_rank name ordering rank_table rebuild remove replace "
+    "statistics status world_size",
+    "Pending": "actor_id key ref request step",
+    "ProgressBars": "",
+    "Publication": "close push put stream",
+    "Subscription": "close update version",
+    "Timeline": "dropped missing stop summary",
+    "Work": "cancel done progress retry wait",
+}
+"""What `help` shows of each class that is not a value: what users call, and nothing else."""
+
+
+def test_help_shows_what_users_call() -> None:
+    public = {name: getattr(raycollect, name) for name in raycollect.__all__}
+    classes = {name: one for name, one in public.items() if inspect.isclass(one)}
+    shown = {
+        name: " ".join(sorted({own for base in one.__mro__[:-1] for own in vars(base) if not own.startswith("_")}))
+        for name, one in classes.items()
+        if not dataclasses.is_dataclass(one) and not issubclass(one, enum.Enum)
+    }
+    assert shown == SHOWN

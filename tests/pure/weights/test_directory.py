@@ -135,7 +135,7 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made,
     store = made()
     pub = Publication.__new__(Publication)
     pub.name, pub.epoch, pub._signature, pub._publisher = "policy", 1, b"", ""
-    pub.ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
+    pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
     pub._directory = Directory("policy")
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
@@ -166,7 +166,7 @@ def bare_publication(monkeypatch, epochs):
         if (known := epochs.pop(0)) > pub.epoch:
             raise PublisherReplacedError(name="policy", detail=f"epoch {known} has begun")
 
-    pub.ranks = type("Ranks", (), {"layouts": LAYOUTS, "handles": [], "attach": attach, "attached": {}})()
+    pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "handles": [], "attach": attach, "attached": {}})()
     monkeypatch.setattr(ray_internals, "worker_id", lambda: "p")
     return pub
 
@@ -183,7 +183,7 @@ def test_who_was_replaced_hears_so_whatever_its_actors_say(made, monkeypatch):
     pub, later = (bare_publication(monkeypatch, [0]) for _ in range(2))
     assert pub._begin()
     assert later._begin()
-    pub.ranks.attached[0] = SimpleNamespace(actor="A")
+    pub._ranks.attached[0] = SimpleNamespace(actor="A")
     closed = VersionNotPutError(name="policy", detail="the publication was closed")
     job = Job(round=Round(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
     with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
@@ -193,12 +193,12 @@ def test_who_was_replaced_hears_so_whatever_its_actors_say(made, monkeypatch):
 def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(made):
     store = made()
     version = publish(store, "policy", "p")
-    found = Subscription.find(SimpleNamespace(_directory=Directory("policy"), check=lambda src: None), "latest")
+    found = Subscription._find(SimpleNamespace(_directory=Directory("policy"), _check=lambda src: None), "latest")
     assert found == version
     for key in [key for key in store.kept if b"/layouts/" in key]:
         del store.kept[key]
     with pytest.raises(UnknownVersionError):
-        Subscription.find(SimpleNamespace(_directory=Directory("policy"), name="policy"), "latest")
+        Subscription._find(SimpleNamespace(_directory=Directory("policy"), name="policy"), "latest")
 
 
 def test_who_has_ended_without_a_close_leaves_nothing(made):

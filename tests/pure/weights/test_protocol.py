@@ -178,7 +178,7 @@ def test_a_trainer_that_is_gone_posts_nothing(event):
 def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
     put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], Lost(2))
     ranks = Attached([SimpleNamespace(actor=who) for who in "ABC"])
-    publication = SimpleNamespace(name="policy", ranks=ranks)
+    publication = SimpleNamespace(name="policy", _ranks=ranks)
     with pytest.raises(VersionNotPutError, match="its process has ended") as raised:
         Publication._check(publication, Job(round=put, errors={}), 1.0)
     assert (raised.value.rank, raised.value.actor) == (2, "C")
@@ -196,13 +196,13 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it(monkeypatch):
         def __init__(self, error=None):
             self.error, self.has_finished = error, False
 
-        def records(self, version):
+        def _records(self, version):
             return []
 
-        def job(self, version, records, timeout_s):
+        def _job(self, version, records, timeout_s):
             return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
 
-        def finish(self, job, staged, began_s, timeout_s):
+        def _finish(self, job, staged, began_s, timeout_s):
             self.has_finished = True
             if self.error is not None:
                 raise self.error

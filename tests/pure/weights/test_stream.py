@@ -105,11 +105,11 @@ class Group:
         self.receiver = receiver
         self.landed = []
 
-    def open_stream(self, version, among):
+    def _open_stream(self, version, among):
         self.receiver.open_stream(version, among)
         return [frozenset(among)]
 
-    def land(self, rank, version, part, holders, limit_s):
+    def _land(self, rank, version, part, holders, limit_s):
         def land():
             self.landed.append([name for name, _ in part])
             return self.receiver.land(version, part, holders, limit_s)
@@ -146,12 +146,12 @@ def world(monkeypatch):
     made.group = Group(made.receiver)
     made.publication = SimpleNamespace(
         name="policy",
-        ranks=Ranks(Trainer(held)),
-        count=0,
-        places=lambda rank: atoms.held_places(LAYOUTS, 0, AMONG),
-        holder=lambda rank, key, places: holder(key),
-        forget_overwritten=lambda: None,
-        finish=lambda job, *_: made.finished.append(job),
+        _ranks=Ranks(Trainer(held)),
+        _count=0,
+        _places_on=lambda rank: atoms.held_places(LAYOUTS, 0, AMONG),
+        _holder=lambda rank, key, places: holder(key),
+        _forget_overwritten=lambda: None,
+        _finish=lambda job, *_: made.finished.append(job),
     )
     made.stream = Stream(made.publication, [made.group], V1, AMONG)
     monkeypatch.setattr("raycollect.weights.stream.update_all", lambda *_, **__: ["receipt"])
@@ -207,14 +207,14 @@ def test_a_receiver_that_is_slow_gets_several_parts_at_once(world, monkeypatch):
 
 
 def test_a_part_is_asked_of_those_who_have_sealed_it(world):
-    world.publication.ranks = [None, None]  # replicas
-    world.publication.holder = lambda rank, key, places: (rank, [name for name, _ in places])
+    world.publication._ranks = [None, None]  # replicas
+    world.publication._holder = lambda rank, key, places: (rank, [name for name, _ in places])
     made = Stream(world.publication, [], V1, AMONG)
     for rank, names in enumerate((NAMES, NAMES[:1])):
         sealed = {atom: b"digest" for atom in AMONG if atom[0] in names}
         made._heard(rank, Ref(None, value=(b"key", sealed)), is_all=False)
     assert made._holders(dict.fromkeys(AMONG, b"digest")) == [(0, list(NAMES)), (1, ["a"])]
-    world.publication.places = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
+    world.publication._places_on = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
     assert made._holders(dict.fromkeys(AMONG, b"digest")) == []
 
 
@@ -225,7 +225,7 @@ def test_a_layer_that_fails_ends_the_stream_and_what_is_sealed_later_does_not_co
     (job,) = world.finished  # which raises, there
     assert job.round.phase is Phase.FAILED
     assert "'layers' raised ValueError: no such layer" in str(job.errors[0])
-    ref = world.publication.ranks.call(0, agent.seal, *world.stream._of(0))
+    ref = world.publication._ranks.call(0, agent.seal, *world.stream._of(0))
     ref.fill()
     assert "no such layer" in str(ref.error)
 
@@ -241,7 +241,7 @@ def test_a_stream_in_whose_place_another_one_has_sealed_puts_nothing(world):
 
 @pytest.mark.parametrize(("error", "lost"), [(RayActorError(), {0}), (ActorUnavailableError("no way", None), set())])
 def test_who_can_not_be_reached_is_not_taken_for_dead(world, error, lost):
-    world.publication.ranks.call = lambda *_: Ref(None, error=error)
+    world.publication._ranks.call = lambda *_: Ref(None, error=error)
     world.stream.commit()
     (job,) = world.finished
     assert (job.round.phase, set(job.round.lost)) == (Phase.FAILED, lost)
@@ -255,7 +255,7 @@ def test_a_number_is_above_the_last_and_fits_into_a_record(number):
 
 
 def test_who_comes_after_another_version_puts_nothing(world):
-    world.publication.count = 1
+    world.publication._count = 1
     for late in (world.stream.commit, lambda: world.stream.call("layers"), lambda: world.stream.part("a")):
         with pytest.raises(VersionNotPutError, match="another version was put"):
             late()
