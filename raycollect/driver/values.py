@@ -23,7 +23,7 @@ from raycollect.errors import (
     refuse,
     wrong_argument,
     wrong_flags,
-    wrong_time_limit,
+    wrong_wait,
 )
 from raycollect.errors.text import a_type
 from raycollect.group.membership import is_participant
@@ -72,7 +72,7 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
         InvalidArgumentError: An argument makes no sense; `ordered` in a process that never had a handle of the actor.
     """
     if timeout_s is not None or ordered is not False:
-        refuse("get", [*wrong_time_limit(timeout_s, also=(None, 0, math.inf)), *wrong_flags(ordered=ordered)])
+        refuse("get", [*wrong_wait(timeout_s), *wrong_flags(ordered=ordered)])
     ray_internals.ensure_ray()
     return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -38,7 +37,7 @@ from raycollect.errors import (
     refusal,
     refuse,
     wrong_flags,
-    wrong_time_limit,
+    wrong_wait,
 )
 from raycollect.errors.text import listed
 from raycollect.planner.wording import counted, seconds_words
@@ -109,8 +108,7 @@ class UnderWay(BoundToProcess, ABC):
             RaycollectError: It failed; the error says where and why.
         """
         if timeout_s is not None or progress is not None:
-            wrong = wrong_time_limit(timeout_s, also=(None, 0, math.inf))
-            refuse("wait", [*wrong, *wrong_flags(progress=progress)])
+            refuse("wait", [*wrong_wait(timeout_s), *wrong_flags(progress=progress)])
         tracker = self._tracker
         if not stall_report.wait(self._controller, tracker, timeout_s, progress=progress):
             over = CollectiveTimeoutError(

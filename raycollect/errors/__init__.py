@@ -121,6 +121,7 @@ from raycollect.errors._refused import wrong_argument as wrong_argument
 from raycollect.errors._refused import wrong_flags as wrong_flags
 from raycollect.errors._refused import wrong_layout as wrong_layout
 from raycollect.errors._refused import wrong_time_limit as wrong_time_limit
+from raycollect.errors._refused import wrong_wait as wrong_wait
 from raycollect.errors._weights import PublisherReplacedError as PublisherReplacedError
 from raycollect.errors._weights import UnknownVersionError as UnknownVersionError
 from raycollect.errors._weights import VersionDirtyError as VersionDirtyError

@@ -242,17 +242,22 @@ def wrong_argument(field: str, found: str, expected: str) -> Violation:
 
 
 def wrong_time_limit(timeout_s: object, *, also: Collection[float | None] = (None,)) -> list[Violation]:
-    """The violation of a time limit for which nobody can wait, and which is none of `also`, which mean something.
-
-    Where 0 does, which looks and does not wait, so does a time that is over: callers subtract now from a deadline.
-    """
+    """The violation of a time limit for which nobody can wait, and which is none of `also`, which mean something."""
     if is_time_limit(timeout_s) or (isinstance(timeout_s, (int, float, type(None))) and timeout_s in also):
-        return []
-    if 0 in also and isinstance(timeout_s, (int, float)) and -math.inf < timeout_s < 0:
         return []
     if not isinstance(timeout_s, int) and isinstance(timeout_s, Integral):  # numpy's; last, as that takes longer
         return wrong_time_limit(int(timeout_s), also=also)
     return [wrong_argument("timeout_s", shown(timeout_s), f"a positive, finite number of seconds, at most {MOST_S:g}")]
+
+
+def wrong_wait(timeout_s: object) -> list[Violation]:
+    """The violation of the time of a wait: without an end for None and inf, a mere look where the time is over.
+
+    Callers subtract now from a deadline.
+    """
+    if isinstance(timeout_s, (int, float)) and -math.inf < timeout_s <= 0:
+        return []
+    return wrong_time_limit(timeout_s, also=(None, math.inf))
 
 
 def is_time_limit(value: object, per_s: int = 1) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -19,7 +20,7 @@ from raycollect.errors import (
     RaycollectError,
     anew,
     refuse,
-    wrong_time_limit,
+    wrong_wait,
 )
 from raycollect.group.process_group import ProcessGroup
 from raycollect.planner.wording import seconds_words
@@ -56,9 +57,9 @@ class MemberWork(BoundToProcess):
             CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
             RaycollectError: The collective failed.
         """
-        refuse("wait", wrong_time_limit(timeout_s, also=(None, 0)))
+        refuse("wait", wrong_wait(timeout_s))
         try:
-            self._future.exception(timeout_s)
+            self._future.exception(None if timeout_s == math.inf else timeout_s)
         except FutureTimeoutError:
             raise CollectiveTimeoutError(
                 op=self._op,

@@ -396,6 +396,8 @@ def _numpy_options(name, rank):
         col.allreduce(np.ones(2), name, **options)
     work = col.allreduce(np.ones(2), name, async_op=np.uint8(1))
     work.wait(np.int32(30))
+    work.wait(float("inf"))
+    work.wait(-0.5)  # a time that is over: it looks
 
 
 def test_options_may_be_numpys(crew):

@@ -265,8 +265,8 @@ def test_who_comes_after_another_version_puts_nothing(world):
 def test_receiver_groups_come_in_whatever_can_be_iterated_over(monkeypatch):
     """As the values of a dict, of which a stream has always made a list."""
     pub, sub = Publication.__new__(Publication), Subscription.__new__(Subscription)
-    pub.name, pub.ranks, pub._last = "policy", SimpleNamespace(layouts=LAYOUTS), V1
-    sub.name, sub.check = "policy", lambda layouts: None
+    pub.name, pub._ranks, pub._last = "policy", SimpleNamespace(layouts=LAYOUTS), V1
+    sub.name, sub._check = "policy", lambda layouts: None
     monkeypatch.setattr(publication, "update_all", lambda groups, *_, **__: list(groups))
     for given in ([sub], {1: sub}.values(), {sub}, iter([sub])):
         assert pub.push(given) == [sub]
