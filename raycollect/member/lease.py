@@ -76,12 +76,7 @@ class Lease:
         self._tracer = Tracer.current()
         self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer)
         self.plan_queue: PlanQueue = PlanQueue(
-            self._store,
-            self._sequencer,
-            self._reporter,
-            runtime.finished_calls,
-            runtime.method_lock,
-            order_bell,
+            self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock, order_bell
         )
 
     def end(self, reason: str) -> None:
@@ -176,6 +171,8 @@ class Lease:
             self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
         self._tell_done(ticket.seq, program, outcome, rings=order is not None and order.rings)
         if outcome.error is not None and program.makes:
+            if isinstance(outcome.error, GroupBrokenError):  # by a death, before this plan was aborted for it
+                raise PlanAbortedError(detail=outcome.error.detail)
             raise anew(outcome.error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 

@@ -43,7 +43,7 @@ from raycollect.member.lease import Lease
 from raycollect.member.runtime import Runtime, run_in_thread
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
-from raycollect.planner import Ticket, decode_order, encode_order, encode_program
+from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
 from tests.pure.driver.tracked_plans import key_of
 from tests.pure.thread_faults import apart
@@ -277,6 +277,21 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
         assert isinstance(error, GroupBrokenError)
         assert "destroyed" in error.detail
     assert here._sequencer.last == 3
+    here.end("the test is over")
+
+
+def test_an_output_of_a_plan_that_found_its_group_ended_raises_a_fault(
+    monkeypatch: pytest.MonkeyPatch, premises: Any
+) -> None:
+    """A death ends the group before its plans are aborted: one that begins in between has no reason yet."""
+    monkeypatch.setattr(Program, "makes", property(lambda _: True))
+    premises.instruments = SimpleNamespace(
+        store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
+    )
+    here, _ = _leased(premises)
+    tracker = flying(asked(group("ended", (5, 6)), (0, 1)))
+    with pytest.raises(PlanAbortedError, match="destroyed"):
+        here.run_program(encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0))), None)
     here.end("the test is over")
 
 
