@@ -14,6 +14,7 @@ from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
 from raycollect.core import sockets
 from raycollect.core.model import Address
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 
 _READ_NBYTES = 64 * 1024
@@ -178,12 +179,14 @@ def open_stream(address: Address, purpose: str, hello: dict[str, Any], timeout_s
     nonce = secrets.token_bytes(NONCE_NBYTES)
     connection = Connection("client", address.secret, nonce=nonce, purpose=purpose, hello=hello)
     connection.start()
-    stream = Stream(sockets.connect(address.host, address.port, timeout_s), connection)
-    try:
-        event = stream.next_event(deadline_s)
-        if not isinstance(event, Opened):
-            raise ProtocolError(detail=f"{type(event).__name__} before the handshake ended", peer=stream.peer)
-    except BaseException:
-        stream.close()
-        raise
+    with Deferred():  # so that a signal leaves no connection open
+        stream = Stream(sockets.connect(address.host, address.port, timeout_s), connection)
+        try:
+            with Allowed():
+                event = stream.next_event(deadline_s)
+            if not isinstance(event, Opened):
+                raise ProtocolError(detail=f"{type(event).__name__} before the handshake ended", peer=stream.peer)
+        except BaseException:
+            stream.close()
+            raise
     return stream

@@ -14,7 +14,9 @@ import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.errors import ConnectionLostError
 
 # Errors of a process or a machine that can't open one more socket for now.
@@ -193,16 +195,30 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     peer = f"{host}:{port}"
     if timeout_s <= 0:
         raise ConnectionLostError(detail="no time was left to connect", peer=peer)
+    failed: OSError | None = None
     try:
-        sock = socket.create_connection((host, port), timeout_s)
+        for family, kind, number, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                return _connected(family, kind, number, place, timeout_s)
+            except OSError as exc:
+                failed = exc
     except OSError as exc:
-        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
-    try:
-        tune(sock)
-    except OSError as exc:
-        sock.close()
-        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
-    return sock
+        failed = exc
+    raise ConnectionLostError(detail=f"can't connect: {failed}", peer=peer) from failed
+
+
+def _connected(family: int, kind: int, number: int, place: Any, timeout_s: float) -> socket.socket:
+    with Deferred():  # so that a signal leaves no socket open
+        sock = socket.socket(family, kind, number)
+        try:
+            sock.settimeout(timeout_s)
+            with Allowed():
+                sock.connect(place)
+            tune(sock)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
 
 def shortage(needed: int) -> str:

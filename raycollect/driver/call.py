@@ -87,7 +87,8 @@ class Call:
         self._violations += wrong_time_limit(timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
-        self._driver_rank = self.controller.takes_part(self._group_name) if was_started else None
+        limit_s = None if self._violations else timeout_s
+        self._driver_rank = self.controller.takes_part(self._group_name, limit_s) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
         if not was_started:  # no cluster is started for what can't be
@@ -176,8 +177,9 @@ class Call:
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
         may_derive = self._is_name and group_name == "default" and self._kind is not OpKind.BARRIER
-        if not may_derive or controller.groups.find(group_name) is not None:  # a Group of that name was destroyed
-            return controller.groups.named(group_name)
+        found = controller.groups.find(group_name, self._timeout_s)
+        if found is not None or not may_derive:  # a Group of that name was destroyed
+            return found or controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
         actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
         if known := controller.groups.derived(actor_ids):

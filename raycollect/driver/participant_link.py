@@ -28,6 +28,7 @@ from raycollect.channel.messages import (
     Welcome,
 )
 from raycollect.core import threads
+from raycollect.core.signals import waiting
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
@@ -216,7 +217,7 @@ class ParticipantLink:
 
     def welcome(self, timeout_s: float) -> None:
         """Waits for the answer to the lease; ControllerConflictError where another process drives the participant."""
-        if not self._answered.wait(timeout_s):
+        if not waiting(self._answered.wait, timeout_s):
             raise CollectiveTimeoutError(
                 op="lease", actor=self.info["actor"], detail="the actor gave no answer in time"
             )
@@ -292,6 +293,8 @@ class ParticipantLink:
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """The connection has ended; on the hub's thread."""
+        if self.is_lost:
+            return
         if not self._answered.is_set():
             self._answer = kept(reason)
             self._answered.set()

@@ -173,6 +173,53 @@ def test_restart_breaks_the_old_group_and_a_new_one_works(other, tidy):
     np.testing.assert_array_equal(col.get(refs), [sum(before)] * 2)
 
 
+def die_with_open_connections(self):
+    """Ends its process, whose connections a child keeps open for a while, so that nobody sees their end."""
+    import ctypes
+    import socket
+    import stat
+    import time
+    from contextlib import suppress
+    from pathlib import Path
+
+    def is_connection(number):
+        return stat.S_ISSOCK(os.fstat(number).st_mode) and socket.socket(fileno=os.dup(number)).family == socket.AF_INET
+
+    numbers, kept = [int(one.name) for one in Path("/proc/self/fd").iterdir()], set()
+    for number in numbers:
+        with suppress(OSError):
+            kept |= {number} if is_connection(number) else set()
+    if ctypes.CDLL(None).fork():  # not Python's, which would close them
+        os._exit(1)
+    os.setsid()  # Ray ends the process group of an actor that has ended
+    for number in {*numbers} - kept:  # else Ray would not see the end of the process either
+        with suppress(OSError):
+            os.close(number)
+    time.sleep(30)
+    os._exit(1)
+
+
+def test_an_actor_that_ray_restarts_breaks_its_groups_before_it_is_leased_again(actors):
+    """Though the connection to its first process is still open. A plan of them would go to the second one."""
+    (restarted, other), (third,) = actors(Worker, 2, max_restarts=1), actors(Worker, 1)
+    old = col.declare_collective_group([restarted, other], group_name="old")
+    refs = [one.get_buffer.remote() for one in (restarted, other)]
+    col.allreduce_refs(refs, "old", timeout_s=PATIENT_S)
+    pid = process_of(restarted)
+    restarted.call.options(max_task_retries=0).remote(die_with_open_connections)
+    assert wait_until(lambda: process_of(restarted) not in (0, pid))
+    assert old.status(timeout_s=0).state == "alive", "else this shows nothing"
+    new = col.declare_collective_group([restarted, third], group_name="new", timeout_s=PATIENT_S)
+    assert old.status(timeout_s=0).state == "broken"
+    with pytest.raises(errors.GroupBrokenError) as caught:
+        col.allreduce_refs([one.get_buffer.remote() for one in (restarted, other)], "old", timeout_s=PATIENT_S)
+    assert caught.value.group_name == "old"
+    col.allreduce_refs([one.get_buffer.remote() for one in (restarted, third)], "new", timeout_s=PATIENT_S)
+    new.destroy()
+    old.rebuild(timeout_s=PATIENT_S)
+    col.allreduce_refs([one.get_buffer.remote() for one in (restarted, other)], "old", timeout_s=PATIENT_S)
+
+
 # ---------------------------------------------------------------------------------------------- retries
 
 
