@@ -23,6 +23,7 @@ from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import TensorInfo
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
@@ -123,21 +124,22 @@ class Capture(BoundToProcess):
 
     def _install(self, controller: Controller) -> None:
         block, request_list = self._block, self._block.request_list
-        installed = install(
-            controller,
-            self._id,
-            request_list,
-            block.leaves,
-            block._hold,
-            staging=block.staging_nbytes,
-            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
-        )
-        self._installed, self._runs = installed, installed.runs
-        self._parameters.place(installed.names)
+        with Deferred():
+            installed = install(
+                controller,
+                self._id,
+                request_list,
+                block.leaves,
+                block._hold,
+                staging=block.staging_nbytes,
+                timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
+            )
+            self._installed, self._runs = installed, installed.runs
+            self._parameters.place(installed.names)
 
     def _follow(self, before: Installed) -> Installed | None:
         """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
-        with self._following:
+        with self._following, Deferred():
             if self._installed is not before and self._installed is not None:
                 return self._installed  # another thread has done it
             runs = before.runs
@@ -264,20 +266,22 @@ class Capture(BoundToProcess):
         if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
             refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
         tracker = None
-        try:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-        except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
-            installed = self._follow(installed) or installed
-        if tracker is None:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-        self._begun += 1
-        places = installed.places
         returned = self._block.returned
         given = {} if returned is None else returned.given(arguments)
         controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
-        if async_op:
-            return CapturedRun(controller, self, tracker, functools.partial(self._collect, places, given=given))
-        stall_report.wait(controller, tracker, None)
+        with Deferred():
+            try:
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+            except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
+                with Allowed():
+                    installed = self._follow(installed) or installed
+            if tracker is None:
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+            self._begun += 1
+            places = installed.places
+            if async_op:
+                return CapturedRun(controller, self, tracker, functools.partial(self._collect, places, given=given))
+            stall_report.wait(controller, tracker, None)
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(controller, tracker, tracker.error)
         return self._collect(places, tracker, given)
@@ -359,6 +363,7 @@ class Capture(BoundToProcess):
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
         if runs is not None and controller is not None and not runs.is_closed:
+            runs.refs = {}  # here: a thread of the library must not let go of refs while Ray is being shut down
             controller.abandon(runs.let_go_idle, tuple(self._block.held))
 
     @property

@@ -29,6 +29,7 @@ from raycollect.errors import (
     GroupBrokenError,
     GroupExistsError,
     InvalidGroupError,
+    ReentrantCallError,
     UnknownGroupError,
 )
 from raycollect.group import cluster_registry
@@ -293,8 +294,10 @@ class Groups(Formation):
                 self._dissolve_ended(name, deadline_s)
                 yield
         except ClaimedError as exc:
-            who = "this thread: the call comes from a signal handler or a finalizer" if exc.is_own else "another thread"
-            detail = f"the group is being formed, or its members are being changed, by {who}"
+            if exc.is_own:
+                detail = "a finalizer, or a signal handler, uses a group that its thread is just forming or changing"
+                raise ReentrantCallError(detail=detail) from None
+            detail = "another thread is forming the group, or changing its members"
             raise CollectiveTimeoutError(op="declare", group_name=name, detail=detail) from None
 
     def _unknown(self, name: Any) -> UnknownGroupError:

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -230,20 +230,25 @@ class Participants:
             self.timeline.leased(peer)
         return peer
 
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Makes a call on the hub's thread after a while, unless the hub is closed by then. Takes no lock."""
+        self._hub.later(delay_s, call)
+
     def _soon(self, call: Callable[[], None]) -> bool:
         """Makes a call on the hub's thread after `UNUSED_S` at most; False where the hub is closed."""
         self._due.append(call)  # before the flag is read: who clears it looks for calls afterwards
         if self._is_due:
             return True
         self._is_due = True
-        if not self._hub.later(UNUSED_S, self._make_due_calls):
+
+        def make() -> None:
+            self._is_due = False
+            for _ in range(len(self._due)):  # not what these add: the hub has other things to do as well
+                threads.survives(self._due.popleft())
+
+        if not self._hub.later(UNUSED_S, make):
             self._is_due = False
         return self._is_due
-
-    def _make_due_calls(self) -> None:
-        self._is_due = False
-        for _ in range(len(self._due)):  # not what these add: the hub has other things to do as well
-            threads.survives(self._due.popleft())
 
     def part(self, membership: Membership) -> None:
         """Makes the members of a group leave it, and ends the leases that no other group needs."""
@@ -288,7 +293,9 @@ class Participants:
             self._joining.update({request: (one, together) for request, one in asked.items()})
             for membership in memberships:
                 mine = {request: one for request, one in asked.items() if one.group_id == membership.spec.group_id}
-                self._invite(membership, mine, probe or {}, replaces)
+                with self.inviting:
+                    for member, invitation in _invitations(membership, mine, probe or {}, replaces):
+                        self.joining(member).send(invitation)
             late = [one for one in together if not waiting(one.settled.wait, deadline_s - monotonic())]
         finally:
             for request in asked:
@@ -305,21 +312,6 @@ class Participants:
                 missing=tuple(one.member.rank for one in late),
             )
         return {one.member.rank: one.links for one in together if one.links}
-
-    def _invite(
-        self,
-        membership: Membership,
-        asked: Mapping[int, _Joining],
-        probe: Mapping[int, tuple[int, ...]],
-        replaces: str,
-    ) -> None:
-        spec = asdict(membership.spec)
-        members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
-        with self.inviting:
-            for request, joining in asked.items():
-                rank, found = joining.member.rank, probe.get(joining.member.rank, ())
-                join = Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found)
-                self.joining(joining.member).send(join)
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""
@@ -380,6 +372,21 @@ class Participants:
         asked = [None if peer is None else peer.ask(question) for peer in map(self._peer_of, members)]
         answered = wait_for(filter(None, asked), timeout_s).done
         return [one.result() if one in answered else None for one in asked]
+
+
+def _invitations(
+    membership: Membership, asked: Mapping[int, _Joining], probe: Mapping[int, tuple[int, ...]], replaces: str
+) -> Iterator[tuple[Member, Join]]:
+    """What each member is told that is to join a group; the arguments are those of `Participants.join`."""
+    spec = asdict(membership.spec)
+    members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
+    for request, joining in asked.items():
+        rank = joining.member.rank
+        found = probe.get(rank, ())
+        yield (
+            joining.member,
+            Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found),
+        )
 
 
 def _fail(together: Sequence[_Joining], error: RaycollectError) -> None:
