@@ -313,6 +313,7 @@ def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
     began_s = 0.0 if ring is None else ring.clock()
     try:
         Runtime.may_begin()
+        Runtime.check_thread(name)
         yield
     except SystemExit:
         Runtime.exits()
