@@ -67,12 +67,20 @@ def apart(call: Callable[..., _Result], *args: object, name: str = _APART) -> Fu
     return future
 
 
-def apart_or_here(call: Callable[[], object]) -> None:
-    """Makes a call of which nobody wants the result as `apart` does, or here where no more threads can be started."""
+def bounded(call: Callable[[], object], timeout_s: float = 0.0) -> bool:
+    """Makes a call as `apart` does and waits at most `timeout_s` for its end, which is all that its caller wants.
+
+    It is made here where no more threads can be started. Its failure is logged.
+
+    Returns:
+        Whether it has ended.
+    """
     try:
-        apart(survives, call)
+        making = apart(survives, call)
     except RuntimeError:
-        call()
+        survives(call)
+        return True
+    return has_ended(making, timeout_s)
 
 
 def _fulfil(job: list[tuple[Future[_Result], Callable[..., _Result], tuple[object, ...]]]) -> None:
