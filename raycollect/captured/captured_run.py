@@ -26,11 +26,6 @@ class CapturedRun(UnderWay):
         self._collect = collect
         self._values: tuple[Any, ...] = ()  # the results, once they are read
 
-    def done(self) -> bool:
-        """As `UnderWay.done`; a run whose time is over has failed."""
-        runs = self._tracker.runs
-        return super().done() or (runs is not None and runs.expire(self._tracker))
-
     def _outcome(self) -> Any:
         if not self._values:
             self._values = (self._collect(self._tracker),)

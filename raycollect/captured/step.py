@@ -22,6 +22,7 @@ from raycollect.captured.step_values import MISSING
 from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -121,8 +122,9 @@ class Capture(BoundToProcess):
         self._install(self._controller)
         self._block.seal()
 
-    def _install(self, controller: Controller) -> None:
+    def _install(self, controller: Controller, left_s: float | None = None) -> None:
         block, request_list = self._block, self._block.request_list
+        limit_s = DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s
         installed = install(
             controller,
             self._id,
@@ -130,12 +132,12 @@ class Capture(BoundToProcess):
             block.leaves,
             block._hold,
             staging=block.staging_nbytes,
-            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
+            timeout_s=limit_s if left_s is None else min(limit_s, left_s),
         )
         self._installed, self._runs = installed, installed.runs
         self._parameters.place(installed.names)
 
-    def _follow(self, before: Installed) -> Installed | None:
+    def _follow(self, before: Installed, deadline: Deadline = NEVER) -> Installed | None:
         """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
         with self._following:
             if self._installed is not before and self._installed is not None:
@@ -147,7 +149,7 @@ class Capture(BoundToProcess):
             if not capture:
                 return None
             self._id = capture
-            self._install(controller)
+            self._install(controller, deadline.left_s())
             self._block.is_moved = False
             runs.close()
             return self._installed
@@ -242,7 +244,8 @@ class Capture(BoundToProcess):
             async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
             fence: True: the run comes after all methods that were submitted to the participants before; it costs an
                 actor task each.
-            timeout_s: After how many seconds the run is given up and fails; None: the limits of its collectives alone.
+            timeout_s: After how many seconds the run is given up and fails, whether anybody waits for it or not; runs
+                before it and methods that it waits for included. None: the limits of its collectives alone.
             arguments: The arguments that the step declares, by name.
 
         Returns:
@@ -263,13 +266,13 @@ class Capture(BoundToProcess):
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
         if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
             refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
-        tracker = None
+        tracker, deadline = None, Deadline.after(timeout_s)
         try:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
         except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
-            installed = self._follow(installed) or installed
+            installed = self._follow(installed, deadline) or installed
         if tracker is None:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
         self._begun += 1
         places = installed.places
         returned = self._block.returned

@@ -100,8 +100,7 @@ def read_ref(ref: Any) -> tuple[Key, str]:
 
 
 def nbytes_of(ref: Any) -> int:
-    """The size of what a ref stands for, without fetching it; waits until it is there. 0: Ray does not tell."""
-    ray.wait([ref], fetch_local=False)
+    """The size of what a ref stands for, which is there, without fetching it; 0: Ray does not tell."""
     for ask in (get_local_object_locations, get_object_locations):  # this process, or else the ref's owner
         nbytes = ask([ref]).get(ref, {}).get("object_size")
         if nbytes:

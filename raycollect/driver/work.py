@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from raycollect.backends import arrays
 from raycollect.core import direct_transport, html
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.deadline import NEVER
 from raycollect.core.model import Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
@@ -68,6 +69,8 @@ class UnderWay(BoundToProcess, ABC):
         self._began_s = monotonic()
         self._probe: ProgressProbe | None = None  # made when somebody asks
         self._probing = threading.Lock()
+        if tracker.deadline is not NEVER:
+            controller.timeouts.watch(tracker)
 
     def progress(self, timeout_s: float = SHOWN_S) -> Progress:
         """Asks the participants how far it is; neither waits for the outcome nor changes anything.
@@ -88,7 +91,8 @@ class UnderWay(BoundToProcess, ABC):
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
-        return self._tracker.resolved
+        tracker = self._tracker
+        return tracker.resolved or (tracker.deadline.is_over and self._controller.timeouts.expire(tracker))
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
         """Waits for the outcome.
