@@ -7,6 +7,7 @@ that repeats is logged once a minute, and the thread rests in between. Whoever w
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import threading
@@ -89,12 +90,15 @@ def _fulfil(job: list[tuple[Future[_Result], Callable[..., _Result], tuple[objec
         future, call, args = job.pop()
     except IndexError:  # it was taken back
         return
+    is_wanted = future.set_running_or_notify_cancel()  # an await may be cancelled; the call is made all the same
     try:
         result = call(*args)
     except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
-        future.set_exception(exc)
+        if is_wanted:
+            future.set_exception(exc)
     else:
-        future.set_result(result)
+        if is_wanted:
+            future.set_result(result)
     finally:
         del future, call, args
 
@@ -125,6 +129,23 @@ def submit(workers: ThreadPoolExecutor, call: Callable[..., _Result], *args: obj
             job.pop()
             raise
     return future
+
+
+def awaitable(
+    call: Callable[..., _Result], *args: object, workers: ThreadPoolExecutor | None = None
+) -> asyncio.Future[_Result]:
+    """Makes a call that may wait, for a coroutine to await: in a thread of `workers`, or in a new one.
+
+    Never in the default pool of the event loop: users may fill that with calls that wait for this coroutine.
+
+    Raises:
+        InternalError: No more threads can be started.
+    """
+    try:
+        future = apart(call, *args) if workers is None else submit(workers, call, *args)
+    except RuntimeError as exc:
+        raise failed(_name_of(call), exc) from exc
+    return asyncio.wrap_future(future)
 
 
 @contextmanager

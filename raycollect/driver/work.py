@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, html
+from raycollect.core import direct_transport, html, threads
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.deadline import NEVER
 from raycollect.core.model import Key
@@ -283,7 +283,7 @@ class Work(UnderWay):
             yield from resolved.__await__()
         if self._tracker.error is None:
             return self.wait()
-        return (yield from asyncio.to_thread(self.wait).__await__())  # it may ask others for the cause
+        return (yield from threads.awaitable(self.wait).__await__())  # it may ask others for the cause
 
     def _results(self) -> str:
         if not self._tracker.resolved or self._tracker.error is not None or not ray.is_initialized():

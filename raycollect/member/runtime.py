@@ -96,25 +96,22 @@ class Runtime:
         return here.method_lock if here is not None and here.is_ordered else _OVERLAP
 
     @classmethod
-    def may_begin(cls) -> None:
-        """Raises what keeps the methods of this actor from running."""
-        here = cls._current
-        if here is not None and here.refusals:
-            raise anew(next(iter(here.refusals.values())))
-
-    @classmethod
-    def check_thread(cls, method: str) -> None:
-        """Refuses a method that Ray runs beside the others of an actor that counts as ordered.
+    def may_begin(cls, called_by_ray: str = "") -> None:
+        """Raises what keeps the methods of this actor, or that method which Ray calls, from running.
 
         Ray does not tell whether an actor with tensor transport has concurrency groups of its own. If no method of the
         class names one, a call with ``.options(concurrency_group=...)`` shows it, too late for what was ordered before.
         """
         here = cls._current
-        if here is not None and here.is_ordered and threading.get_ident() != here._methods_thread:
-            expected = f"@ray.method(concurrency_group=...) at {method!r}: then the actor is not ordered"
-            found = f"{method!r} in a concurrency group that only its caller names"
+        if here is None:
+            return
+        if here.refusals:
+            raise anew(next(iter(here.refusals.values())))
+        if called_by_ray and here.is_ordered and threading.get_ident() != here._methods_thread:
+            expected = f"@ray.method(concurrency_group=...) at {called_by_ray!r}: then the actor is not ordered"
+            found = f"{called_by_ray!r} in a concurrency group that only its caller names"
             wrong = Violation(kind="unsupported", field="method", found=found, expected=expected, actor=here.actor)
-            raise refusal(method, "", (wrong,))
+            raise refusal(called_by_ray, "", (wrong,))
 
     @classmethod
     def note_end(cls, task: bytes, *, is_over: bool) -> None:

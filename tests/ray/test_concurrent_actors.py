@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
@@ -197,6 +198,45 @@ def test_concurrency_group_that_an_ordered_actor_did_not_tell_is_refused(actors)
     with pytest.raises(errors.ProducerFailedError):
         col.allreduce_refs([worker.get_buffer.options(concurrency_group="io").remote()])
     col.allreduce_refs([ref])
+
+
+@lasting
+@ray.remote
+class Threads(col.CollectiveParticipant):
+    """An async actor whose calls wait in the default pool of its event loop."""
+
+    def __init__(self):
+        self.buffer = np.arange(3.0)
+        self.opened = threading.Event()
+
+    async def get_buffer(self):
+        return self.buffer
+
+    async def wait(self):
+        await asyncio.to_thread(self.opened.wait)
+
+    async def open(self, array=None):
+        self.opened.set()
+        return None if array is None else array.sum()
+
+    async def items(self, array):
+        self.opened.set()
+        yield array.sum()
+
+
+@pytest.mark.parametrize("given", ["nothing", "its own tensor", "another's tensor"])
+@pytest.mark.parametrize("method", ["open", "items"])
+def test_full_default_pool_of_an_event_loop_keeps_no_coroutine_from_running(actors, method, given):
+    worker, other = actors(Threads, 2)
+    args = [] if given == "nothing" else [(worker if given == "its own tensor" else other).get_buffer.remote()]
+    if method == "items" and not args:
+        args = [np.arange(3.0)]
+    waiting = [worker.wait.remote() for _ in range(40)]  # more than the pool has threads
+    if method == "items":
+        assert [ray.get(item, timeout=30) for item in worker.items.remote(*args)] == [3.0]
+    else:
+        assert ray.get(worker.open.remote(*args), timeout=30) == (3.0 if args else None)
+    ray.get(waiting, timeout=30)
 
 
 def test_mixed_actors(actors):
