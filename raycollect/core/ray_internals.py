@@ -342,6 +342,23 @@ def is_generator(handle: Any, method: str) -> bool:
     return isinstance(known, dict) and bool(known.get(method))
 
 
+def unusual_options(handle: Any, method: str, options: dict[str, Any]) -> dict[str, str]:
+    """What the caller of a method asks of its task, by option; `options` are of Ray's function that submits it."""
+    declared = getattr(handle, method)
+    retries = getattr(declared, "_max_task_retries", None) or 0
+    usual = {
+        "name": "",
+        "num_returns": "streaming" if is_generator(handle, method) else 1,  # which is refused elsewhere
+        "max_task_retries": retries,
+        "retry_exceptions": getattr(declared, "_retry_exceptions", None),
+        "concurrency_group_name": None,
+        "tensor_transport": getattr(declared, "_tensor_transport", None),
+        "labels": None,
+    }
+    found = {name: options[name] for name, value in usual.items() if name in options and options[name] != value}
+    return {name.removesuffix("_name"): repr(value) for name, value in found.items()}
+
+
 def read_method(value: Any) -> tuple[Any, str] | None:
     """The handle and the name of ``actor.method``; None for other values."""
     if not isinstance(value, ActorMethod):

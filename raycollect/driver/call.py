@@ -11,6 +11,7 @@ from raycollect.core import ray_internals
 from raycollect.core.deadline import Deadline
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
+from raycollect.core.placeholder import Placeholder
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
@@ -159,6 +160,8 @@ class Call:
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch._stand_in(given)
+            if isinstance(ref, Placeholder) and type(ref) is not Pending:
+                ref._passed_to("a collective")
             one: Operand | Violation
             if type(ref) is Pending and ref._is_of(self._request_list):
                 one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)

@@ -74,6 +74,7 @@ class StepRuns:
         self._under_way: deque[PlanTracker] = deque()
         self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
+        self.seen: list[int] = [-1] * len(step_plan.participants)  # calls of methods that runs are behind (`follow`)
         self._waiting: set[int] = set()  # the threads that wait for runs
 
     # ------------------------------------------------------------------------------------------ beginning
@@ -105,6 +106,17 @@ class StepRuns:
             missing=tuple([one.rank for group, one in late if group is late[0][0]]),
             timeout_s=deadline.timeout_s,
         )
+
+    def follow(self, arguments: Sequence[bytes]) -> PlanTracker:
+        """Begins a run that comes after the methods that this process has submitted to the participants before."""
+        counts = [-1 if peer.calls is None else peer.calls.count for peer, _ in self._links]
+        tracker = self.begin(arguments, fence=counts != self.seen)
+        self.seen = counts if len(counts) == len(self.seen) else [-1]
+        return tracker
+
+    def peer(self, position: int) -> ParticipantLink:
+        """A participant."""
+        return self._links[position][0]
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
