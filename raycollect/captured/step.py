@@ -24,6 +24,7 @@ from raycollect.core import direct_transport, html, recorded_calls
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.core.submitted_calls import Recorder
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -126,22 +127,23 @@ class Capture(BoundToProcess):
     def _install(self, controller: Controller, left_s: float | None = None) -> None:
         block, request_list = self._block, self._block.request_list
         limit_s = DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s
-        installed = install(
-            controller,
-            self._id,
-            request_list,
-            block.leaves,
-            block._hold,
-            kept=block.kept,
-            staging=block.staging_nbytes,
-            timeout_s=limit_s if left_s is None else min(limit_s, left_s),
-        )
-        self._installed, self._runs = installed, installed.runs
-        self._parameters.place(installed.names)
+        with Deferred():
+            installed = install(
+                controller,
+                self._id,
+                request_list,
+                block.leaves,
+                block._hold,
+                kept=block.kept,
+                staging=block.staging_nbytes,
+                timeout_s=limit_s if left_s is None else min(limit_s, left_s),
+            )
+            self._installed, self._runs = installed, installed.runs
+            self._parameters.place(installed.names)
 
     def _follow(self, before: Installed, deadline: Deadline = NEVER) -> Installed | None:
         """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
-        with self._following:
+        with self._following, Deferred():
             if self._installed is not before and self._installed is not None:
                 return self._installed  # another thread has done it
             runs = before.runs
@@ -267,13 +269,15 @@ class Capture(BoundToProcess):
         if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
             refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
         tracker, deadline = None, Deadline.after(timeout_s)
-        try:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
-        except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
-            installed = self._follow(installed, deadline) or installed
-        if tracker is None:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
-        return self._begun_run(installed, tracker, arguments, async_op=async_op)
+        with Deferred():
+            try:
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
+            except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
+                with Allowed():
+                    installed = self._follow(installed, deadline) or installed
+            if tracker is None:
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
+            return self._begun_run(installed, tracker, arguments, async_op=async_op)
 
     def _begun_run(
         self, installed: Installed, tracker: PlanTracker, arguments: Mapping[str, Any], *, async_op: bool
@@ -361,6 +365,7 @@ class Capture(BoundToProcess):
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
         if runs is not None and controller is not None and not runs.is_closed:
+            runs.refs = {}  # here: a thread of the library must not let go of refs while Ray is being shut down
             controller.abandon(runs.let_go_idle, tuple(self._block.held))
 
     @property

@@ -12,14 +12,14 @@ from raycollect.core.deadline import Deadline
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
 from raycollect.core.placeholder import Placeholder
+from raycollect.core.signals import Deferred
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
-from raycollect.driver.driver_rank import with_results
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
-from raycollect.driver.work import Work, wait_for
+from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type
 from raycollect.group import membership as groups
@@ -138,12 +138,15 @@ class Call:
             result = request_list.results[-1]
             return list(result) if isinstance(result, list) else result  # the caller may change it
         self.sent = request_list.asked[-1]
-        tracker, submission = request_list.send(
-            self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
-        )
-        if async_op:
-            return Work(self.controller, tracker, request_list.results[0], submission)
-        return with_results(wait_for(self.controller, tracker, request_list.results[0]))
+        with Deferred():
+            tracker, submission = request_list.send(
+                self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
+            )
+            work = Work(self.controller, tracker, request_list.results[0], submission)
+            if async_op:
+                return work
+            wait_or_abort(self.controller, tracker)
+        return work.wait()
 
     # ------------------------------------------------------------------------------------------ binding
 

@@ -250,7 +250,7 @@ def test_what_a_library_has_set_below_python_stays(tmp_path: Any) -> None:
     handlers = Handlers()
     set_all(handlers, USR1)
     with (tmp_path / "stacks").open("w") as file:
-        faulthandler.register(USR1, file)
+        faulthandler.register(USR1, file, all_threads=False)
         try:
             with Deferred():
                 signal.raise_signal(USR1)
