@@ -20,6 +20,7 @@ from raycollect.core.model import Member
 from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import StepPlan
@@ -51,6 +52,7 @@ class Installed:
 
     Attributes:
         places: For each returned value: (position, its place among what that participant returns).
+        kept: For each value that stays in its actor: (position, its place among what that participant keeps).
         names: For each position, the arguments that runs pass to it, in order.
         operands: Source of an operand -> (position, slot).
     """
@@ -58,8 +60,20 @@ class Installed:
     runs: StepRuns
     calls: tuple[MethodCall, ...]
     places: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
     names: tuple[tuple[str, ...], ...]
     operands: Mapping[Source, tuple[int, int]]
+
+    def kept_refs(self, capture: bytes, seq: int) -> list[Any]:
+        """Refs of what a run has kept, the last one first: each actor returns its values as of a method."""
+        found: dict[int, list[Any]] = {}
+        for position in dict.fromkeys(at for at, _ in self.kept):
+            count = sum(at == position for at, _ in self.kept)
+            method = self.runs.peer(position).actor.__raycollect_give_kept__
+            refs = method.options(num_returns=count, max_task_retries=0).remote(capture, seq, alone=count == 1)
+            self.runs.seen[position] += 1  # runs need not come after it
+            found[position] = refs if count > 1 else [refs]
+        return [found[position][place] for position, place in reversed(self.kept)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -196,6 +210,7 @@ def install(
     returned: Sequence[Any],
     hold: Callable[[Controller, Membership], None],
     *,
+    kept: Sequence[Pending] = (),
     staging: int,
     timeout_s: float,
 ) -> Installed:
@@ -212,7 +227,7 @@ def install(
         memberships.append(membership)
     with Allowed():
         step_plan = compiler.step_plan(memberships)
-        places = compiler.write(returned)
+        places, kept_places = compiler.write(returned), compiler.keep(kept)
         _check_refs(request_list.calls, deadline_s, timeout_s)
     installation = _Installation(
         controller=controller,
@@ -228,6 +243,7 @@ def install(
         runs=installation.send(),
         calls=tuple(request_list.calls),
         places=places,
+        kept=kept_places,
         names=compiler.names,
         operands=compiler.operands(),
     )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 from ray.actor import ActorHandle
@@ -26,6 +27,25 @@ _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is tha
 NOTHING = b""
 """In place of a call where plans need not wait for any."""
 
+
+class Recorder(Protocol):
+    """Takes the calls of methods that its thread, or asynchronous task, submits.
+
+    Attributes:
+        is_eager: Whether Ray does them nevertheless.
+    """
+
+    is_eager: ClassVar[bool]
+
+    def is_here(self) -> bool:
+        """Whether the caller is in that thread or task: a context may be copied into others."""
+
+    def method(self, submit: Callable[[], Any], handle: Any, name: str, options: dict[str, Any]) -> Any:
+        """Takes a call, and returns what the caller gets; `submit` lets Ray do it. `options` are of Ray's function."""
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("raycollect_recorder", default=None)
+
 _PATIENT_S = 0.02  # how long a thread that has locks of actors waits for one more
 
 
@@ -37,15 +57,17 @@ class SubmittedCalls:
             uses the other attributes.
         last: The task of the latest call; `NOTHING`; None where it is not known, or the actor does not note its end.
         before: Called before the next call is submitted, once.
+        count: How many calls were submitted.
         tokens: What is lent to the calls, if they take tokens.
     """
 
-    __slots__ = ("__weakref__", "before", "last", "lock", "tokens")
+    __slots__ = ("__weakref__", "before", "count", "last", "lock", "tokens")
 
     def __init__(self) -> None:
         self.lock: threading.RLock = threading.RLock()  # a finalizer may call the same actor
         self.last: bytes | None = None
         self.before: Callable[[], object] | None = None
+        self.count: int = 0
         self.tokens: CallTokens | None = None
 
     def submit(self, handle: Any, name: str, submit: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -55,6 +77,7 @@ class SubmittedCalls:
                 self.before()  # if that fails, the call must not be submitted either
                 self.before = None
             self.last = None  # unless it is known that it was submitted
+            self.count += 1
             lent = None if self.tokens is None else self.tokens.lend(name, options)
             if lent is None:
                 made = submit(handle, name, **options)
@@ -111,7 +134,7 @@ _watching = threading.RLock()  # a finalizer may declare a group
 def watch(handle: Any) -> SubmittedCalls | None:
     """Notes the calls of an actor from now on, as long as the result is referred to; None: this Ray offers no way."""
     with _watching:
-        if not _replace():
+        if not see_calls():
             return None
         found = _watched.get(handle._actor_id)
         if found is None:
@@ -119,23 +142,42 @@ def watch(handle: Any) -> SubmittedCalls | None:
         return found
 
 
-def _replace() -> bool:
-    """Puts itself in the way of all calls, once; False where it can't."""
+def recording() -> Recorder | None:
+    """What records the calls of this thread; None: Ray does them."""
+    found = recorder.get()
+    return found if found is not None and found.is_here() else None
+
+
+def see_calls() -> bool:
+    """Sees all calls of methods from now on; False: this Ray offers no way."""
     submit = getattr(ActorHandle, _FUNNEL, None)
     if submit is None or hasattr(submit, "__raycollect__"):
         return submit is not None
 
-    @functools.wraps(submit)
-    def noted(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        calls = _watched.get(self._ray_actor_id)
-        options.update(args=args, kwargs=kwargs)
-        if calls is None or method_name.startswith(_OWN):
-            return submit(self, method_name, **options)
-        return calls.submit(self, method_name, submit, options)
+    def noted(handle: Any, name: str, options: dict[str, Any]) -> Any:
+        calls = _watched.get(handle._ray_actor_id)
+        if calls is None or name.startswith(_OWN):
+            return submit(handle, name, **options)
+        return calls.submit(handle, name, submit, options)
 
-    noted.__raycollect__ = True  # type: ignore[attr-defined]
-    setattr(ActorHandle, _FUNNEL, noted)
+    @functools.wraps(submit)
+    def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        options.update(args=args, kwargs=kwargs)
+        found = recording()
+        if found is None or _is_own(method_name, args):
+            return noted(self, method_name, options)
+        return found.method(functools.partial(noted, self, method_name, options), self, method_name, options)
+
+    call.__raycollect__ = True  # type: ignore[attr-defined]
+    setattr(ActorHandle, _FUNNEL, call)
     return True
+
+
+def _is_own(name: str, args: Any) -> bool:
+    """Whether the library itself makes a call, as it forms a group or takes in a value."""
+    if name == "__ray_call__":
+        return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.")
+    return name.startswith((_OWN, f"_{_OWN}"))
 
 
 def _task_of(made: Any) -> bytes | None:

@@ -25,6 +25,7 @@ from raycollect.driver.driver_rank import DriverRank
 from raycollect.driver.groups import Groups
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
+from raycollect.driver.plan_timeouts import PlanTimeouts
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
 from raycollect.errors import PlanAbortedError, UnknownGroupError
 from raycollect.group.process_groups import ProcessGroups, places
@@ -48,6 +49,7 @@ class Controller:
         messages: Takes what participants say.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
         under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
+        timeouts: Ends plans and runs at the time limits that their callers gave.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
@@ -100,6 +102,7 @@ class Controller:
         self._driver_rank: DriverRank | None = None
         self._is_closed = False
         self.numbers: Iterator[int] = itertools.count(1)
+        self.timeouts: PlanTimeouts = PlanTimeouts(self)
         self.under_way: dict[int, PlanTracker] = {}
         self._tracer = Tracer.current()
         begin_from_environment(places)
@@ -130,6 +133,7 @@ class Controller:
         """Gives back all leases."""
         for tracker in list(self.under_way.values()):
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
+        self.timeouts.stop()
         self.under_way.clear()
         self._links.clear()
         self._is_closed = True

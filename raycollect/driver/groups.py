@@ -152,7 +152,7 @@ class Groups(Formation):
         """Dissolves the derived groups of a participant whose process is gone, in another thread."""
         actor_id = peer.info["actor_id"]
         if any(one.rank_of(actor_id) >= 0 for one in self._derived.all()):
-            threads.apart_or_here(self._dissolve_idle)
+            threads.bounded(self._dissolve_idle)
 
     # ------------------------------------------------------------------------------------------ declared ones
 

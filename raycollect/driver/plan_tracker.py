@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Abort, Arrivals, Arrive
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
 from raycollect.core.signals import Deferred, deliver, waiting
 from raycollect.driver.error_location import ErrorLocator, RankNames
@@ -41,6 +42,7 @@ from raycollect.observe.trace import PLAN, RUN
 from raycollect.planner import Membership, Plan
 
 if TYPE_CHECKING:
+    from raycollect.driver.plan_timeouts import Overdue
     from raycollect.driver.step_runs import StepRuns
 
 _log = logging.getLogger("raycollect")
@@ -71,7 +73,8 @@ class PlanTracker:
         bell: What is rung when it has gone well everywhere, where the thread that waits for it has claimed the bell.
         bell_slots: The words of its participants there.
         place: Which of the step's runs it is, from 1.
-        until_s: When its time is over, by `time.monotonic`.
+        deadline: When its caller's time limit is over.
+        overdue: Who had not ended it when that was over, and what they did; None: it was not.
         results: What the participants have answered, by position.
         slots: Position -> slot of those whose answer at the doorbell was not taken.
         is_known: Whether the outcome is known; `resolved` looks at the doorbell first.
@@ -87,6 +90,7 @@ class PlanTracker:
     bell_slots: tuple[int, ...] = ()
     ring: Ring | None = None
     began_s: float = 0.0
+    overdue: Overdue | None = None
     _first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
     _told = False  # whether the participants were told to abort
     _is_explained = False  # whether the refs have told what they know of the failure
@@ -99,14 +103,13 @@ class PlanTracker:
         refs: dict[Key, Any],
         runs: StepRuns | None = None,
         number: int = 0,
-        limit_s: float = math.inf,
+        deadline: Deadline = NEVER,
     ) -> None:
         self.seq = seq
         self.plan = plan
         self.runs = runs
         self.number = number
-        self.limit_s = limit_s
-        self.until_s: float = math.inf if limit_s == math.inf else time.monotonic() + limit_s
+        self.deadline = deadline
         self.launches: range = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))

@@ -11,6 +11,7 @@ from typing import Any
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Forget, Run
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
 from raycollect.core.signals import Deferred, deliver
 from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
@@ -74,13 +75,13 @@ class StepRuns:
         self._under_way: deque[PlanTracker] = deque()
         self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
+        self.seen: list[int] = [-1] * len(step_plan.participants)  # calls of methods that runs are behind (`follow`)
         self._waiting: set[int] = set()  # the threads that wait for runs
 
     # ------------------------------------------------------------------------------------------ beginning
 
-    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> PlanTracker:
+    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, deadline: Deadline = NEVER) -> PlanTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
-        limit_s = inf if timeout_s is None else timeout_s
         calls: list[SubmittedCalls] = []  # of the participants, where the run goes through their queues
         with Deferred():
             while True:
@@ -90,13 +91,36 @@ class StepRuns:
                     oldest = self._oldest() if self._under_way else None
                     if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
                         if not fence and not (self.controller.under_way and self._is_held_up()):
-                            return self._send(arguments, self.doorbell, limit_s)
-                        found = [one.calls for one, _ in self._links if one.calls is not None]
-                        if calls == found:
-                            return self._send(arguments, None, limit_s, fence=True)
-                        calls, oldest = found, None
-                if oldest is not None:
-                    oldest.wait(None)
+                            return self._send(arguments, self.doorbell, deadline)
+                        queues = [one.calls for one, _ in self._links if one.calls is not None]
+                        if calls == queues:
+                            return self._send(arguments, None, deadline, fence=True)
+                        calls, oldest = queues, None
+                if oldest is not None and not oldest.wait(deadline.left_s()):
+                    raise self._crowded(oldest, deadline)
+
+    def _crowded(self, oldest: PlanTracker, deadline: Deadline) -> CollectiveTimeoutError:
+        """No run could begin in time, as as many as may be under way are."""
+        late = [home for at, home in enumerate(self.step_plan.homes) if oldest.is_pending(at)]
+        names = listed(f"rank {one.rank} ({one.actor})" for _, one in late)
+        return CollectiveTimeoutError(
+            op=self.step_plan.name,
+            group_name=oldest.group_name,
+            detail=f"{IN_FLIGHT} runs are under way, and run {oldest.place} has not ended in time on {names}",
+            missing=tuple([one.rank for group, one in late if group is late[0][0]]),
+            timeout_s=deadline.timeout_s,
+        )
+
+    def follow(self, arguments: Sequence[bytes]) -> PlanTracker:
+        """Begins a run that comes after the methods that this process has submitted to the participants before."""
+        counts = [-1 if peer.calls is None else peer.calls.count for peer, _ in self._links]
+        tracker = self.begin(arguments, fence=counts != self.seen)
+        self.seen = counts if len(counts) == len(self.seen) else [-1]
+        return tracker
+
+    def peer(self, position: int) -> ParticipantLink:
+        """A participant."""
+        return self._links[position][0]
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
@@ -130,13 +154,13 @@ class StepRuns:
         return False
 
     def _send(
-        self, arguments: Sequence[bytes], doorbell: Doorbell | None, limit_s: float, *, fence: bool = False
+        self, arguments: Sequence[bytes], doorbell: Doorbell | None, deadline: Deadline, *, fence: bool = False
     ) -> PlanTracker:
         controller = self.controller
         self.begun += 1
         number = doorbell.begin() if doorbell is not None and self.in_slots else 0
         seq = next(controller.numbers)
-        tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, limit_s)
+        tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
         tracker.is_fenced = fence
         controller.register(tracker)
         self._under_way.append(tracker)
@@ -199,7 +223,7 @@ class StepRuns:
 
     def wait(self, tracker: PlanTracker, timeout_s: float | None) -> bool:
         """Waits for the outcome of a run; False where it is not known in time."""
-        until_s = tracker.until_s if timeout_s is None else min(tracker.until_s, monotonic() + timeout_s)
+        until_s = inf if timeout_s is None else monotonic() + timeout_s
         doorbell, me = self.doorbell if tracker.number else None, threading.get_ident()
         with Deferred():
             try:
@@ -209,7 +233,7 @@ class StepRuns:
                         return True
                     left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
                     if left_s <= 0:
-                        return self.expire(tracker)
+                        return tracker.resolved
                     if doorbell is None:
                         tracker.wait_for_word(left_s)
                     else:
@@ -218,22 +242,6 @@ class StepRuns:
                     tracker.look(self)
             finally:
                 self._waiting.discard(me)
-
-    def expire(self, tracker: PlanTracker) -> bool:
-        """Fails a run if its time is over; returns whether its outcome is known."""
-        if tracker.resolved or monotonic() < tracker.until_s:
-            return tracker.resolved
-        homes = self.step_plan.homes
-        late = [home for at, home in enumerate(homes) if tracker.is_pending(at)]
-        error = CollectiveTimeoutError(
-            op=self.step_plan.name,
-            group_name=tracker.group_name,
-            detail=f"its time is over, and these had not ended their part: {listed(one.actor for _, one in late)}",
-            missing=tuple(member.rank for group, member in late if group is late[0][0]),
-            timeout_s=tracker.limit_s,
-        )
-        self.abort(tracker, error)
-        return tracker.resolved
 
     def abort(self, tracker: PlanTracker, error: RaycollectError) -> None:
         """Ends a run here and on all participants."""
@@ -258,7 +266,7 @@ class StepRuns:
     ) -> RaycollectError:
         """Completes the error of a run as `ErrorLocator.locate`, and names the calls and values of the step."""
         if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return self.told(error)  # `expire` has said it all
+            return self.told(error)  # it says all
         method = error.op if isinstance(error, MethodError) else ""
         found = location.locate(position, error, story, missing)
         if method and isinstance(found, FaultError):

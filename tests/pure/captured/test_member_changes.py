@@ -98,7 +98,7 @@ def test_a_step_goes_on_where_its_members_did_not_change_in_the_end(
     groups, waited = fleet.controller.groups, list[set[str]]()
     made = Capture()
     made._state, made._controller = "", fleet.controller
-    made._installed = SimpleNamespace(runs=fleet.runs, places=())  # type: ignore[assignment]
+    made._installed = SimpleNamespace(runs=fleet.runs, places=(), kept=())  # type: ignore[assignment]
     groups.draining.add(fleet.left.spec.group_id)
     fleet.controller.revision = object()
 

@@ -91,7 +91,8 @@ def lease(controller: Controller, *memberships: Membership) -> dict[str, Partici
     found: dict[str, ParticipantLink] = {}
     for membership in memberships:
         for member in membership.members:
-            info = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            info: dict[str, Any] = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            info["incarnation"] = member.incarnation
             peer = found.setdefault(member.actor, ParticipantLink(controller.messages, info, None))
             peer.link = peer.link or Line()  # type: ignore[assignment]
             controller.participants.add(peer)

@@ -180,6 +180,7 @@ SHOWN = {
     "Pending": "actor_id key ref request step",
     "ProgressBars": "",
     "Publication": "close push put stream",
+    "Step": "cache_info close explain plan start",
     "Subscription": "close update version",
     "Timeline": "dropped missing stop summary",
     "Work": "cancel done progress retry wait",
