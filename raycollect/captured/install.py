@@ -37,6 +37,7 @@ from raycollect.errors import (
     Violation,
     anew,
     kept,
+    located,
     refusal,
 )
 from raycollect.errors.text import listed
@@ -190,7 +191,7 @@ class _Installation:
             found = tuple(replace(one, actor=one.actor or member.actor) for one in cause.violations)
             return refusal(cause.op or "capture", cause.group_name or group.spec.name, found)
         if isinstance(cause, RaycollectError):
-            return cause
+            return located(cause, member.rank, member.actor)
         if isinstance(exc, RayActorError):
             return ActorGoneError(
                 op="capture", group_name=group.spec.name, rank=member.rank, actor=member.actor, detail="it ended"

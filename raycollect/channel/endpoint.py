@@ -20,7 +20,7 @@ from raycollect.channel.protocol import Connection, Event
 from raycollect.core import sockets, threads
 from raycollect.core.signals import Deferred
 from raycollect.core.timers import Timer
-from raycollect.errors import ChannelError, ConnectionLostError, InternalError, ProtocolError, anew
+from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError, anew
 
 _log = logging.getLogger("raycollect")
 
@@ -178,7 +178,7 @@ class Link:
         except Exception as exc:  # noqa: BLE001 - any: what was half done can't be gone on with
             self.fail(threads.failed("reading a connection", exc))
 
-    def fail(self, error: InternalError) -> None:
+    def fail(self, error: threads.Failure) -> None:
         """Ends the link after a failure of this end, which leaves its state unknown; the peer is told why."""
         reason = ConnectionLostError(detail=f"this end failed: {error.detail}", peer=self.peer)
         try:

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raycollect.errors import InternalError, RaycollectError
+from raycollect.core import limits
+from raycollect.errors import InternalError, RaycollectError, ResourceLimitError, anew
 
 _log = logging.getLogger("raycollect")
 
@@ -51,9 +52,15 @@ _told: dict[tuple[str, str, type], _Told] = {}
 
 
 def start(name: str, run: Callable[..., object], *args: object) -> threading.Thread:
-    """Starts a daemon thread; what ends it is logged. Raises RuntimeError where no more threads can be started."""
+    """Starts a daemon thread; what ends it is logged. Raises ResourceLimitError, a RuntimeError, where it can't."""
     thread = threading.Thread(target=survives, args=(run, *args), name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        error = limits.exhausted(exc, f"starting thread {name!r}")
+        if error is None:
+            raise
+        raise anew(error) from exc
     return thread
 
 
@@ -187,7 +194,11 @@ def repeat(step: Callable[[], bool]) -> None:
             failures = min(failures + 1, 10)
 
 
-def failed(place: str, exc: BaseException) -> InternalError:
+Failure = InternalError | ResourceLimitError
+"""What somebody gets who waits for what has failed."""
+
+
+def failed(place: str, exc: BaseException) -> Failure:
     """Logs an unexpected exception, once a minute for each thread and place; returns the error for whoever waits."""
     thread = threading.current_thread().name
     if len(_told) >= _MOST_PLACES:  # threads of connections have names of their own
@@ -199,7 +210,7 @@ def failed(place: str, exc: BaseException) -> InternalError:
         _log.error("%s: %s failed%s; the thread goes on", thread, place, more, exc_info=exc)
     else:
         told.count += 1
-    return InternalError(detail=f"{place} failed: {cause_of(exc)}")
+    return limits.exhausted(exc, place) or InternalError(detail=f"{place} failed: {cause_of(exc)}")
 
 
 def cause_of(exc: BaseException) -> str:

@@ -99,8 +99,8 @@ class Call:
         self._driver_rank = self.controller.takes_part(self._group_name, left_s) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
-        if not was_started:  # no cluster is started for what can't be
-            self.controller = Controller.current()
+        if not was_started:  # and none is started for what can't be
+            raise groups.unknown(self._group_name, "no Ray runs in this process, so no group is declared")
         self._membership = self._find(operands)
         if self._driver_rank is not None and self._batch is not None and not self._batch._outermost._takes_driver:
             self._wrong("group", f"{self._group_name!r}, with the driver as a rank", _NO_STEP)

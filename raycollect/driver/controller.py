@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from raycollect.channel import CompletionBell
-from raycollect.core import ray_internals
+from raycollect.core import limits, ray_internals
 from raycollect.core.model import GroupLike, name_of
 from raycollect.core.signals import Allowed
 from raycollect.driver.controller_messages import ControllerMessages
@@ -27,7 +27,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_timeouts import PlanTimeouts
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
-from raycollect.errors import PlanAbortedError, UnknownGroupError
+from raycollect.errors import PlanAbortedError, UnknownGroupError, anew
 from raycollect.group.process_groups import ProcessGroups, places
 from raycollect.observe import Tracer
 from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
@@ -67,7 +67,13 @@ class Controller:
             if cls._current is None or cls._current.session is not session:
                 if cls._current is not None:
                     cls._current.close()
-                cls._current = cls(session)
+                try:
+                    cls._current = cls(session)
+                except (OSError, RuntimeError) as exc:
+                    lacking = limits.exhausted(exc, "starting the controller")
+                    if lacking is None:
+                        raise
+                    raise anew(lacking) from exc
                 ProcessGroups.current().drives = cls.drives
             return cls._current
 

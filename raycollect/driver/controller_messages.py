@@ -17,6 +17,7 @@ from raycollect.errors import (
     RaycollectError,
     Violation,
     from_wire,
+    located,
     refusal,
 )
 from raycollect.group.coordinator import PLANS
@@ -127,12 +128,14 @@ class ControllerMessages:
         controller, tracker = self._controller, self._controller.tracker(message.seq)
         if tracker is None:
             return
+        position = _position(tracker, peer)
         error = None if message.error is None else from_wire(message.error)
+        if error is not None and position >= 0:
+            error = located(error, tracker.member(position).rank, peer.info["actor"])
         if isinstance(error, GroupBrokenError):
             for membership in tracker.location.blamed(error):
                 controller.groups.breaks(membership.spec.group_id, error.detail)
             controller.revision = object()
-        position = _position(tracker, peer)
         if position >= 0:
             controller.send(tracker, tracker.done(position, error, message.story, others=message.ranks))
 

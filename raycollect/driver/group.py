@@ -11,11 +11,11 @@ from raycollect.core import html, ray_internals
 from raycollect.core.driver_handle import DriverHandle, is_handle
 from raycollect.core.model import GroupLike, name_of
 from raycollect.core.signals import Deferred
-from raycollect.driver import group_change
+from raycollect.driver import group_change, member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import InvalidGroupError, UnknownGroupError, refuse, wrong_time_limit
+from raycollect.errors import ActorGoneError, InvalidGroupError, UnknownGroupError, refuse, wrong_time_limit
 from raycollect.errors.text import listed
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
@@ -324,6 +324,8 @@ def declare_collective_group(
     if ray_internals.is_started():
         Controller.current()  # it may not be allowed here; but no cluster is started for what can't be
     declaration = Declaration.of(actors, **_with_options(asked, options))
+    if not ray_internals.is_started():
+        raise ActorGoneError(op="declare", group_name=declaration.name, detail=member_discovery.OF_ANOTHER_RAY)
     controller = Controller.current()
     return Group(controller, *controller.groups.declare(declaration))
 
@@ -370,6 +372,8 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
     if init.is_group_initialized(name) and not Controller.is_rank_of(name):
         init.destroy_collective_group(name)
         return
+    if not ray_internals.is_started():
+        raise groups.unknown(name, "no Ray runs in this process, so no group is declared")
     controller = Controller.current()
     if ray_internals.is_worker() and controller.groups.find(name) is None:
         _log.warning("there is no group %r to destroy in this process", name)

@@ -20,6 +20,7 @@ from raycollect.group.membership import is_participant
 from raycollect.member import runtime
 
 _RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
+OF_ANOTHER_RAY = "the actors are of a Ray that was shut down"
 _PENDING = "still waiting to be made (`ray status` tells what resources there are)"
 _BUSY = "still busy with a method, or being made"
 
@@ -30,6 +31,8 @@ class _StrangerError(RayActorError):
 
 def check(declaration: Declaration) -> None:
     """Refuses what can be refused before any actor is asked."""
+    if not ray_internals.is_started():
+        raise ActorGoneError(op="declare", group_name=declaration.name, detail=OF_ANOTHER_RAY)
     me = ray_internals.current_actor_id()
     for actor in declaration.actors:
         if me and actor._actor_id.hex() == me:

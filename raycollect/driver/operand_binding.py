@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key
-from raycollect.errors import CollectiveTimeoutError, Violation
+from raycollect.errors import CollectiveTimeoutError, Violation, refusal
 from raycollect.errors.text import a_type, listed
 from raycollect.group.membership import is_participant
 from raycollect.planner import Membership
@@ -52,6 +52,10 @@ class TaskWait(NamedTuple):
             return direct_transport.get(ref, self.deadline.left_s())
         except GetTimeoutError:
             raise self._late(ref) from None
+        except ValueError as exc:
+            if isinstance(exc, RayError):  # a task's own
+                raise
+            raise refusal(self.op, self.group_name, (stale(ref.hex()),)) from exc  # Ray knows no owner of it
 
     def nbytes(self, ref: Any) -> int:
         """The size of that, without fetching it; raises as `value`."""
@@ -71,6 +75,8 @@ def operand(ref: Any, position: int, wait: TaskWait) -> Operand | Violation:
         return _foreign(
             position, next((what for kind, what in _NEARLY.items() if isinstance(ref, kind)), a_type(ref)), ""
         )
+    if not ray_internals.is_started():
+        return stale(ref.hex(), position)
     key, actor_id = ray_internals.read_ref(ref)
     if actor_id:
         return Operand(ref=ref, key=key, actor_id=actor_id)
@@ -79,6 +85,12 @@ def operand(ref: Any, position: int, wait: TaskWait) -> Operand | Violation:
         return Operand(ref=ref, key=value.key, actor_id=value.actor_id)
     origin = "made by ray.put" if ray_internals.is_put(ref) else "returned by a task"
     return _foreign(position, f"{a_type(value)} {origin}", ref.hex())
+
+
+def stale(ref: str, position: int = -1) -> Violation:
+    """The violation of a ref, or handle, that is used while no Ray runs; `ref` is in hexadecimal."""
+    found, expected = "of a Ray that was shut down", "a ref of the Ray that runs"
+    return Violation(kind="lost", rank=position, field="ref", found=found, expected=expected, ref=ref)
 
 
 def _foreign(position: int, found: str, ref: str) -> Violation:

@@ -29,7 +29,7 @@ from raycollect.channel.messages import (
     Surveyed,
     Unable,
 )
-from raycollect.core import call_tokens, ray_internals, threads
+from raycollect.core import call_tokens, limits, ray_internals, threads
 from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.model import Member
 from raycollect.core.signals import waiting
@@ -44,6 +44,7 @@ from raycollect.errors import (
     RaycollectError,
     anew,
     from_wire,
+    located,
 )
 from raycollect.errors.text import listed
 from raycollect.group.coordinator import Orders
@@ -213,6 +214,9 @@ class Participants:
         except BaseException as exc:
             if peer.link is not None:
                 peer.link.close()
+            lacking = limits.exhausted(exc.__cause__, f"connecting to rank {member.rank} ({member.actor})")
+            if isinstance(exc, ConnectionLostError) and lacking is not None:
+                raise anew(lacking) from exc
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
@@ -319,7 +323,7 @@ class Participants:
         if joining is None:
             return
         if message.error is not None:
-            _fail(together, from_wire(message.error))
+            _fail(together, located(from_wire(message.error), joining.member.rank, joining.member.actor))
         joining.links = message.links
         joining.settled.set()
 

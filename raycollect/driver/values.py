@@ -8,12 +8,13 @@ from typing import Any, TypeVar, overload
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
+from raycollect.driver.operand_binding import stale
 from raycollect.driver.pending import plain
 from raycollect.errors import (
     NotATensorError,
@@ -73,7 +74,7 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
     """
     if timeout_s is not None or ordered is not False:
         refuse("get", [*wrong_wait(timeout_s), *wrong_flags(ordered=ordered)])
-    ray_internals.ensure_ray()
+    _ensure_ray("get", refs)
     return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
 
 
@@ -115,7 +116,7 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
         BatchError: A ref is still to be made by a batch that has not ended.
     """
     refuse("free", wrong_wait(timeout_s))
-    ray_internals.ensure_ray()
+    _ensure_ray("free", refs)
     count, until_s = 0, math.inf if timeout_s is None else time.monotonic() + timeout_s
     for ref in map(plain, refs if isinstance(refs, (list, tuple)) else [refs]):
         _wait_for_writers(ref, until_s, readers=True)
@@ -128,11 +129,26 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
     return count
 
 
+def _ensure_ray(op: str, refs: Any) -> None:
+    """Starts Ray if need be; TensorLostError: there is a ref, so the Ray that made it was shut down."""
+    if not ray_internals.is_started():
+        for one in refs if isinstance(refs, (list, tuple)) else [refs]:
+            if isinstance(one, (list, tuple)):
+                _ensure_ray(op, one)
+            elif isinstance(one := plain(one), (ObjectRef, Handle)):
+                raise refusal(op, "", (stale((one.key if isinstance(one, Handle) else one).hex()),))
+    ray_internals.ensure_ray()
+
+
 def _found(ref: Any, until_s: float) -> Any:
     if isinstance(ref, Handle):
         return ref
     try:
         return direct_transport.get(ref, _left_s(until_s))
+    except ValueError as exc:
+        if isinstance(exc, RayError):  # a method's own
+            raise
+        raise refusal("get", "", (stale(ref.hex()),)) from exc  # Ray knows no owner of it
     except (RayActorError, ObjectLostError) as exc:
         key, actor_id = ray_internals.read_ref(ref)
         actor = ray_internals.actor_handle(actor_id) if actor_id else None

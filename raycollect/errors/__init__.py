@@ -36,6 +36,7 @@
     ├── VersionError              a version of weights can't be put, or can't be had
     │   ├── UnknownVersionError   PublisherReplacedError   VersionNotPutError
     │   └── VersionNotWholeError   VersionDirtyError   VersionTimeoutError
+    ├── ResourceLimitError        a process has no more file descriptors, or threads
     └── InternalError             our bug: please report it
 
 Errors are values: their fields are public, the message is built from the fields, they survive pickling and they
@@ -92,11 +93,13 @@ from raycollect.errors._others import HandleError as HandleError
 from raycollect.errors._others import InternalError as InternalError
 from raycollect.errors._others import ProgressError as ProgressError
 from raycollect.errors._others import ReentrantCallError as ReentrantCallError
+from raycollect.errors._others import ResourceLimitError as ResourceLimitError
 from raycollect.errors._others import RetryError as RetryError
 from raycollect.errors._others import StoreFullError as StoreFullError
 from raycollect.errors._others import TimelineError as TimelineError
 from raycollect.errors._others import TracedValueError as TracedValueError
 from raycollect.errors._others import UnrecordableCallError as UnrecordableCallError
+from raycollect.errors._others import located as located
 from raycollect.errors._refused import MOST_S as MOST_S
 from raycollect.errors._refused import REFUSALS as REFUSALS
 from raycollect.errors._refused import AliasError as AliasError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raycollect.errors._base import RaycollectError
+from raycollect.errors._base import RaycollectError, culprit
 from raycollect.errors.text import listed
 
 
@@ -197,6 +197,42 @@ class ArenaFullError(RaycollectError, MemoryError):
     def _text(self) -> str:
         why = self.detail or f"tensors take {self.in_use} of at most {self.limit} bytes"
         return f"the arena has no room for {self.nbytes} bytes in one piece: {why}."
+
+
+@dataclass(eq=False, kw_only=True)
+class ResourceLimitError(RaycollectError):
+    """A process has no more file descriptors, or no more threads, to give.
+
+    Attributes:
+        resource: ``"file descriptors"`` or ``"threads"``.
+        limit: How many the process may have, as far as it knows; -1: it knows of no limit.
+        detail: What failed for that.
+        rank: The rank whose process it is; -1: the process that raises this.
+        actor: The actor of that rank.
+    """
+
+    resource: str
+    limit: int = -1
+    detail: str = ""
+    rank: int = -1
+    actor: str = ""
+
+    def _text(self) -> str:
+        whose = f"the process of{culprit(self.rank, self.actor).lstrip(',')}" if self.actor else "this process"
+        limit = f", its limit is {self.limit}" if self.limit >= 0 else ""
+        return f"{whose} has no more {self.resource}{limit}: {self.detail}"
+
+    def _advice(self) -> str:
+        if self.resource == "threads":
+            return "raise the limit of processes and threads (ulimit -u, or the container's), or run fewer actors there"
+        return "raise the limit before the process starts (ulimit -n), or close files and connections there"
+
+
+def located(error: RaycollectError, rank: int, actor: str) -> RaycollectError:
+    """An error that a member has sent; one of its process says whose that is."""
+    if isinstance(error, ResourceLimitError) and not error.actor:
+        error.rank, error.actor = rank, actor
+    return error
 
 
 @dataclass(eq=False, kw_only=True)

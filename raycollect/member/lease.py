@@ -24,7 +24,6 @@ from raycollect.engine.step_runner import Invoke, StepRunner
 from raycollect.errors import (
     CaptureError,
     GroupBrokenError,
-    InternalError,
     PlanAbortedError,
     ProtocolError,
     RaycollectError,
@@ -308,19 +307,19 @@ class Lease:
                 raise
             finish(self, message, threads.failed(f"taking in {type(message).__name__}", exc))
 
-    def not_begun(self, seq: int, error: InternalError, predecessor: int = 0) -> None:
+    def not_begun(self, seq: int, error: threads.Failure, predecessor: int = 0) -> None:
         """A plan, or a run, can't begin here: what comes after it goes on, but behind what comes before it."""
         self._sequencer.after(seq, predecessor, partial(self._sequencer.end, seq))
         self._reporter.tell_failure(seq, error)
 
-    def _stopped(self, message: messages.Abort | messages.Arrivals | messages.Go, error: InternalError) -> None:
+    def _stopped(self, message: messages.Abort | messages.Arrivals | messages.Go, error: threads.Failure) -> None:
         # The number may be that of one of the launches of the plan, or the run, that is under way.
         seq = max((one for one in self._sequencer.running() if one <= message.seq), default=message.seq)
         self._reporter.tell_failure(seq, error)
         self._sequencer.abort(seq, error.detail)
         self._wake(seq)
 
-    def _broken(self, message: messages.Gone, error: InternalError) -> None:
+    def _broken(self, message: messages.Gone, error: threads.Failure) -> None:
         group = self._groups.by_id.get(message.group_id)  # nobody here knows any more who is left of it
         if group is not None:
             self._abort_plans(message.group_id, error.detail)
@@ -432,7 +431,7 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     ),
 }
 
-_FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
+_FINISHES: dict[type, Callable[[Lease, Any, threads.Failure], None]] = {
     **dict.fromkeys(
         (messages.Survey, messages.Measure, messages.Look, messages.Record, messages.Tick, messages.Collect),
         lambda lease, message, error: lease._reporter.tell_unable(message.request, error),

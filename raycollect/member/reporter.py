@@ -12,7 +12,6 @@ from raycollect.core import threads
 from raycollect.errors import (
     COULD_NOT_LOOK,
     ConnectionLostError,
-    InternalError,
     RaycollectError,
     RefusedError,
     refusal,
@@ -49,7 +48,7 @@ class Reporter:
             cause = threads.failed("telling an error", exc)
             self.tell(Done(seq=seq, ranks=[], error=to_wire(cause), story=[]))
 
-    def tell_unable(self, request: int, error: InternalError) -> None:
+    def tell_unable(self, request: int, error: threads.Failure) -> None:
         """Answers a question that can't be answered."""
         self.tell(Unable(request=request, detail=f"{COULD_NOT_LOOK}{error.detail}"))
 

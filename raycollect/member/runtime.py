@@ -35,6 +35,7 @@ from raycollect.errors import (
     InternalError,
     ProtocolError,
     RaycollectError,
+    ResourceLimitError,
     Violation,
     anew,
     refusal,
@@ -252,7 +253,7 @@ class Runtime:
 
     def _in_thread(self, seq: int, do: Callable[..., object], *args: Any) -> None:
         run = partial(threads.survives, _aside, do, *args, place="a plan, or a run")
-        with suppress(InternalError):  # the controller was told
+        with suppress(InternalError, ResourceLimitError):  # the controller was told
             _submitted(self.plan_threads, self._lease, seq, 0, run)
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
@@ -337,7 +338,7 @@ class Runtime:
 
 
 def run_in_thread(here: Runtime, payload: bytes, task: bytes | None) -> Future[Any]:
-    """`Runtime.run_program` in a thread of ours, where it may wait; InternalError: none can be started."""
+    """`Runtime.run_program` in a thread of ours, where it may wait; ResourceLimitError: none can be started."""
     ticket, _, _ = decode_order(payload)
     run = here.run_program, payload, task
     return _submitted(here.kernel_threads, here._lease, ticket.seq, ticket.predecessor, *run)

@@ -21,7 +21,8 @@ _HERE = str(Path(__file__).parents[1])
 _ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/", "/raycollect/member/participant.py"
 """Parts of paths of files that call methods: event loops and futures, Ray's hooks, and what the mixin puts around
 methods (it comes with its class, from wherever the driver has it)."""
-_BEFORE_THAT = "/ray/_private/", "/threading.py", "/selectors.py", "/socket.py"
+_THREADING = "/threading.py"
+_BEFORE_THAT = "/ray/_private/", _THREADING, "/selectors.py", "/socket.py"
 """Files of a Ray process in which no method runs; event loops and raycollect's own threads wait in the last two. Where
 a method calls them, they are shown."""
 
@@ -40,7 +41,10 @@ def is_on_the_way(file: str) -> bool:
 
 
 def what_runs() -> Doing:
-    """What this process does in its main thread, or, if no user code runs there, in another thread.
+    """What this process does in its main thread, or, if no user code runs there, in another thread that runs a method.
+
+    A thread that the user has started counts only while it is in a call of raycollect: an actor that is idle is told as
+    idle, whatever its own threads do.
 
     Never raises: a diagnostic must not harm what it looks at. Where looking fails, the result says why.
     """
@@ -55,10 +59,19 @@ def _what_runs() -> Doing:
     frames = sys._current_frames()
     main = threading.main_thread().ident
     try:
-        found = [_doing(frames[ident]) for ident in sorted(frames, key=lambda one: one != main)]
+        threads = [ident for ident in sorted(frames, key=lambda one: one != main) if not _is_of_user(frames[ident])]
+        found = [_doing(frames[ident]) for ident in threads]
         return next((one for one in found if one.what), _doing(frames[main]) if main in frames else Doing("", ()))
     finally:
         del frames  # this very frame is among them
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    """Whether a thread is one that the user has started, and is in no call of raycollect."""
+    files = [one.f_code.co_filename for one, _ in traceback.walk_stack(frame)][::-1]
+    begins = next((file for file in files if not file.endswith(_THREADING)), _HERE)
+    is_way = is_on_the_way(begins) or any(part in begins for part in _BEFORE_THAT)
+    return files[0].endswith(_THREADING) and not is_way and not any(file.startswith(_HERE) for file in files)
 
 
 def _doing(frame: FrameType) -> Doing:

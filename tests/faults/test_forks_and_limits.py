@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import resource
 import select
 import signal
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -282,4 +285,80 @@ def test_a_member_without_shared_memory_is_named(actors):
     with pytest.raises(errors.BackendUnavailableError, match=r"rank 0 can't make \d+ bytes of shared memory: no"):
         col.declare_collective_group(pair, backend="shm", timeout_s=PATIENT_S)
     col.declare_collective_group(pair, backend="tcp", timeout_s=PATIENT_S)
+    assert_works(pair, "default")
+
+
+# ---------------------------------------------------------------------------------------------- nothing left to give
+
+
+@contextmanager
+def without_descriptors():
+    """Leaves this process no file descriptor to open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield highest + 8
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in taken:
+            os.close(number)
+
+
+def test_a_driver_without_descriptors_says_so_and_works_afterwards(actors):
+    """It can't connect to its actors, which live."""
+    known, new = actors(Worker, 2), actors(Worker, 2)
+    col.declare_collective_group(known)
+    assert_works(known, "default")
+    ray.get([one.get_buffer.remote() for one in new])
+    with without_descriptors() as limit, pytest.raises(errors.ResourceLimitError) as caught:
+        col.declare_collective_group(new, group_name="new", timeout_s=PATIENT_S)
+    assert (caught.value.resource, caught.value.limit) == ("file descriptors", limit)
+    assert pickle.loads(pickle.dumps(caught.value)).limit == limit
+    assert_works(known, "default")
+    col.declare_collective_group(new, group_name="new", timeout_s=PATIENT_S)
+    assert_works(new, "new")
+
+
+def lose_threads(self, is_lost):
+    """Lets this process start no more threads, as the system does at a limit; or lets it again."""
+    import threading  # that of the actor's process
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    if is_lost:
+        self.start, threading.Thread.start = threading.Thread.start, refuse
+    else:
+        threading.Thread.start = self.start
+
+
+def capture(group):
+    refs = refs_of(group.actors)
+    with col.capture(timeout_s=PATIENT_S) as step:
+        col.allreduce_refs(refs)
+    step.close()
+
+
+def declare_again(group):
+    col.declare_collective_group(group.actors, group_name="another", timeout_s=PATIENT_S)
+
+
+@pytest.mark.parametrize("use", [declare_again, capture])
+def test_a_member_without_threads_says_so_and_works_afterwards(actors, use):
+    pair = actors(Worker, 2)
+    group = col.declare_collective_group(pair)
+    assert_works(pair, "default")
+    ray.get(pair[1].call.remote(lose_threads, True))
+    with pytest.raises(errors.ResourceLimitError) as caught:
+        use(group)
+    error = caught.value
+    assert (error.resource, error.rank) == ("threads", 1)
+    assert error.actor == group.status().members[1].actor
+    ray.get(pair[1].call.remote(lose_threads, False))
+    use(group)
     assert_works(pair, "default")

@@ -14,6 +14,7 @@ from raycollect import errors
 from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works
 from tests.lives import lasting
 from tests.ray.workers import Buffers, Worker
+from tests.waiting import wait_until
 
 
 def in_threads(self, sizes, rounds, timeout_s):
@@ -165,3 +166,32 @@ def test_a_generator_that_raises_half_way(actors):
     for name in ("half", "declared_half"):
         assert_half([list(getattr(one, name).remote()) for one in pair])
     assert_works(pair)
+
+
+def begin_thread(self, calls):
+    """Starts a thread of the user's, which waits; or which waits in a collective, where others do not come."""
+    self.go, began = threading.Event(), threading.Event()
+
+    def own_work():
+        began.set()
+        if calls:
+            with pytest.raises(errors.CollectiveTimeoutError):
+                col.allreduce(np.ones(2), timeout_s=PATIENT_S)
+        else:
+            self.go.wait(60)
+
+    threading.Thread(target=own_work, daemon=True).start()
+    assert began.wait(PATIENT_S)
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_an_idle_actor_is_idle_whatever_its_own_threads_do(actors, calls):
+    """Unless one of them is in a collective, for which others may wait."""
+    pair = actors(Worker, 2)
+    group = col.declare_collective_group(pair)
+    ray.get(pair[0].call.remote(begin_thread, calls))
+    assert wait_until(lambda: ("own_work" in group.status().members[0].doing) == calls)
+    assert group.status().members[1].doing == ""
+    if not calls:
+        assert group.status().members[0].doing == ""
+        ray.get(pair[0].call.remote(lambda self: self.go.set()))

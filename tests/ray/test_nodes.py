@@ -63,3 +63,62 @@ def test_ray_starts_by_itself():
         told = run("-c", f"{program}; print('started:', ray.is_initialized())", RAY_TMPDIR=folder)
         assert "started: True" in told
         assert list(Path(folder).glob("ray/session_*")), "it has joined another one"
+
+
+_STALE = """
+import numpy as np, ray
+import raycollect as col
+from tests.ray.workers import Buffers
+
+def start():
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
+
+def errors_of(calls):
+    for name, call in calls.items():
+        try:
+            call()
+        except col.errors.RaycollectError as exc:
+            print(name, type(exc).__name__, ray.is_initialized())
+
+start()
+workers = [ray.remote(Buffers).options(num_cpus=0).remote() for _ in range(2)]
+refs = [one.get_buffer.remote() for one in workers]
+handle, put = ray.get(refs[0]), ray.put(1)
+group = col.declare_collective_group(workers, group_name="g")
+col.allreduce_refs(refs, "g")
+ray.shutdown()
+calls = {
+    "get": lambda: col.get(refs[0]),
+    "list": lambda: col.get([refs]),
+    "handle": lambda: col.get(handle),
+    "free": lambda: col.free(refs),
+    "allreduce": lambda: col.allreduce_refs(refs),
+    "named": lambda: col.allreduce_refs(refs, "g"),
+    "put": lambda: col.broadcast_refs([refs[0], put]),
+    "barrier": lambda: col.barrier("g"),
+    "declare": lambda: col.declare_collective_group(workers),
+    "destroy": lambda: col.destroy_collective_group("g"),
+    "rebuild": lambda: group.rebuild(),
+}
+errors_of(calls)
+start()
+errors_of({name: calls[name] for name in ("get", "free", "allreduce", "put", "declare")})
+"""
+
+
+def test_what_is_left_of_a_ray_that_was_shut_down_starts_none():
+    told = [line.split() for line in run("-c", _STALE).splitlines() if line.endswith(("False", "True"))]
+    down = {name: error for name, error, is_up in told if is_up == "False"}
+    assert down == {
+        **dict.fromkeys(("get", "list", "handle", "free", "allreduce", "named", "put"), "TensorLostError"),
+        **dict.fromkeys(("barrier", "destroy"), "UnknownGroupError"),
+        "declare": "ActorGoneError",
+        "rebuild": "ActorGoneError",
+    }
+    assert {name: error for name, error, is_up in told if is_up == "True"} == {
+        "get": "TensorLostError",
+        "free": "TensorLostError",
+        "allreduce": "NotAMemberError",
+        "put": "TensorLostError",
+        "declare": "ActorGoneError",
+    }

@@ -25,10 +25,10 @@ from raycollect.engine.execution import Outcome
 from raycollect.engine.instruments import Instruments
 from raycollect.errors import (
     GroupBrokenError,
-    InternalError,
     MismatchError,
     PlanAbortedError,
     ProtocolError,
+    ResourceLimitError,
     Violation,
     from_wire,
     refusal,
@@ -421,6 +421,7 @@ def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_o
 ) -> None:
     """The pool would run them later, when the others have given up."""
     premises.is_ordered = False
+    premises.instruments.recorder = Recorder(time.monotonic)
     made, heard = _leased(premises)
     workers, ran = threads.pool("raycollect-plan", 1), SimpleQueue[int]()
     monkeypatch.setattr(made, "run_program", lambda payload, _: ran.put(decode_order(payload)[0].seq))
@@ -433,11 +434,11 @@ def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_o
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         assert made.hand_over(_plan(Ticket(1, 0)), partial(Runtime._in_thread, here))
-        with pytest.raises(InternalError, match="can't start new thread"):
+        with pytest.raises(ResourceLimitError):
             run_in_thread(here, _plan(Ticket(3, 2)), b"task")
     told = [(one.seq, from_wire(one.error)) for one in heard.messages if isinstance(one, Done) and one.error]
     assert [seq for seq, _ in told] == [1, 3]
-    assert all(isinstance(error, InternalError) for _, error in told)
+    assert [error.resource for _, error in told if isinstance(error, ResourceLimitError)] == ["threads"] * 2
     assert [made._sequencer.has_ended(seq) for seq in (1, 2, 3)] == [True, False, False], "each in its turn"
     assert made.hand_over(_plan(Ticket(2, 1)), partial(Runtime._in_thread, here))
     assert ran.get(timeout=WAIT_S) == 2

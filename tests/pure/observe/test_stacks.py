@@ -160,7 +160,9 @@ def test_where_the_main_thread_does_nothing_of_the_users_another_one_is_told(
         began.set()
         gate.wait(WAIT_S)
 
-    thread = threading.Thread(target=method)
+    calling: dict[str, Any] = {"method": method}
+    exec(compile("def call(): method()", RAY, "exec"), calling)
+    thread = threading.Thread(target=calling["call"])
     thread.start()
     assert began.wait(WAIT_S)
     frames = sys._current_frames()
