@@ -31,7 +31,7 @@ from raycollect.errors import PlanAbortedError, UnknownGroupError, anew
 from raycollect.group.process_groups import ProcessGroups, places
 from raycollect.observe import Tracer
 from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
-from raycollect.planner import Membership
+from raycollect.planner import Membership, plan_cache
 from raycollect.pos import fetch
 
 _MOST_LINKS = 256  # for how many plans it is known who takes part
@@ -177,6 +177,7 @@ class Controller:
     def _group_ends(self, membership: Membership, why: str) -> None:
         self.revision = object()
         self._links.clear()
+        plan_cache.forget(membership)
         known = tuple(self.known_calls.items())
         self.known_calls = {asked: call for asked, call in known if call.asked.group is not membership}
         for tracker in self._plans_of(membership):

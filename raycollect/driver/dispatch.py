@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -55,6 +54,7 @@ from raycollect.planner import (
     plan_part,
 )
 from raycollect.planner.ir import Operands
+from raycollect.planner.plan_cache import PlanCache
 
 _BELL_SLOT = attrgetter("bell_slot")
 _CALLS = attrgetter("calls")
@@ -116,9 +116,21 @@ class DispatchPlan:
     limit_s: float | None = None
 
 
-@lru_cache(maxsize=256)
 def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs."""
+    key = asked, staging
+    found = _prepared.find(key)
+    if found is None:
+        found = _prepare(asked, staging)
+        _prepared.add(key, found.groups, found)
+    return found
+
+
+# A plan takes several times the bytes of its programs
+_prepared: PlanCache[DispatchPlan] = PlanCache(256, 64 << 20, lambda one: 8 * sum(map(len, one.programs)))
+
+
+def _prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     try:
         planned = plan([one.request() for one in asked], [one.group for one in asked], staging=staging)
     except RefusedError:

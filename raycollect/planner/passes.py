@@ -17,6 +17,7 @@ from raycollect.planner.ir import Part, Plan, Request
 from raycollect.planner.listed import listed
 from raycollect.planner.lower import committed, lower
 from raycollect.planner.membership import Membership
+from raycollect.planner.plan_cache import PlanCache
 from raycollect.planner.program import STAGING_NBYTES
 from raycollect.planner.reshard.lowering import resharded
 from raycollect.planner.schedule import schedule
@@ -26,6 +27,9 @@ from raycollect.planner.verify_order import verify_order
 
 _TIMEOUT_S = 60.0
 """Stands for the time limit in forms, which do not depend on it."""
+
+_STEP_NBYTES = 250
+"""What a step, or a buffer, of a template takes."""
 
 _alone = lru_cache(maxsize=256)(Membership.alone)
 
@@ -63,14 +67,26 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
         (rank, None if src is None else 0, None if dst is None else 0) for rank, src, dst in request.operands
     )
     form = replace(request, operands=operands, timeout_s=_TIMEOUT_S if 0 < request.timeout_s < math.inf else -1.0)
+    group = membership or _alone(request.group)
+    found = _parts.find((form, group))
+    if found is not None:
+        return found
     try:
-        return _planned(form, membership or _alone(request.group))
+        found = _planned(form, group)
+        _parts.add((form, group), [group], found)
+        return found
     except RefusedError:
         validate(request)  # says it of the request itself
         raise
 
 
-@lru_cache(maxsize=1024)
+def _nbytes_of(part: Part) -> int:
+    return sum(len(one.boxes) + _STEP_NBYTES * (len(one.buffers) + sum(map(len, one.ways))) for one in part.templates)
+
+
+_parts: PlanCache[Part] = PlanCache(1024, 64 << 20, _nbytes_of)
+
+
 def _planned(form: Request, membership: Membership) -> Part:
     validate(form)
     if form.reshard is not None:  # which proves itself

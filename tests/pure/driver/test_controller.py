@@ -16,7 +16,7 @@ from raycollect.core.model import Launch
 from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
 from raycollect.driver import formation, member_discovery
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import send_plan
+from raycollect.driver.dispatch import prepare, send_plan
 from raycollect.driver.groups import Declared
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
@@ -338,6 +338,16 @@ def test_a_group_that_is_gone_breaks_no_more(controller):
     controller.groups.destroy("team")
     controller.groups.breaks(membership.spec.group_id, "a late word")
     assert not controller.groups._broken
+
+
+def test_the_plans_of_a_group_go_with_it(controller):
+    membership = group("team", (5, 6))
+    controller.groups.add(declared(membership))
+    calls = (asked(membership, (0, 1)),)
+    first = prepare(calls, 0)
+    assert prepare(calls, 0) is first
+    controller.groups.destroy("team")
+    assert prepare(calls, 0) is not first
 
 
 def test_deferred_release_does_not_wait_for_a_derived_group(controller):

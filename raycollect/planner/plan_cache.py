@@ -1,0 +1,74 @@
+"""Caches of plans: bounded by their number and their bytes; the plans of a group go when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+from weakref import WeakSet
+
+from raycollect.planner.membership import Membership
+
+_Value = TypeVar("_Value")
+
+_caches: WeakSet[PlanCache[object]] = WeakSet()
+
+
+def forget(group: Membership) -> None:
+    """Drops the plans of a group that has ended from all caches."""
+    for cache in list(_caches):
+        cache.forget(group)
+
+
+class PlanCache(Generic[_Value]):
+    """Plans by what they were made of. Any thread may use it.
+
+    Args:
+        most: How many plans are kept at most.
+        most_nbytes: How many bytes these may take; a single plan may take more.
+        nbytes: The size of a plan, roughly.
+    """
+
+    def __init__(self, most: int, most_nbytes: int, nbytes: Callable[[_Value], int]) -> None:
+        self._most = most
+        self._most_nbytes = most_nbytes
+        self._measure = nbytes
+        # What it was made of -> when it was used last, the plan, its size, its groups
+        self._entries: dict[Hashable, tuple[list[int], _Value, int, Sequence[Membership]]] = {}
+        self._nbytes = 0
+        self._uses = itertools.count()
+        self._lock = threading.RLock()  # a finalizer may plan
+        _caches.add(self)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: Hashable) -> _Value | None:
+        """The plan that was made of `key`, which counts as used; None: there is none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry[0][0] = next(self._uses)
+        return entry[1]
+
+    def add(self, key: Hashable, groups: Sequence[Membership], value: _Value) -> None:
+        """Keeps a plan over these groups; those that were not used for the longest time go where there are too many."""
+        with self._lock:
+            self._drop(key)
+            self._entries[key] = [next(self._uses)], value, (nbytes := self._measure(value)), groups
+            self._nbytes += nbytes
+            while len(self._entries) > self._most or (self._nbytes > self._most_nbytes and len(self._entries) > 1):
+                self._drop(min(self._entries, key=lambda one: self._entries[one][0]))
+
+    def forget(self, group: Membership) -> None:
+        """Drops the plans of a group."""
+        with self._lock:
+            for key, (*_, groups) in list(self._entries.items()):
+                if group in groups:
+                    self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._nbytes -= entry[2]
