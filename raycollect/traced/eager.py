@@ -54,8 +54,8 @@ def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     return Returned.of(returned, read).fill((), {})
 
 
-class EagerRun:
-    """What `Step.start` returns where steps are eager: a run that has ended."""
+class EndedRun:
+    """What `Step.start` returns where nothing is under way: steps are eager, or the function calls nothing."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._outcome = Future[Any]()

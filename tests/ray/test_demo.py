@@ -60,7 +60,7 @@ def test_failed_checks_are_printed(capsys):
     assert not bad.ok
     said = capsys.readouterr().out
     assert said.count("NOT OK") == 3
-    assert "captured 0.50 ms (6.0 times faster)" in said
+    assert "by a step 0.50 ms (6.0 times faster)" in said
 
 
 def test_a_learner_can_begin_anew():
