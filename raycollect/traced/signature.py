@@ -129,13 +129,13 @@ def _array_key(value: Any) -> Hashable:
     if kind is np.ndarray or kind is np.memmap or isinstance(value, np.generic):
         dtype = value.dtype
         return (_ARRAY, kind, dtype, value.shape) if is_plain_dtype(dtype) else None
-    if not _may_be_tensor(kind) or isinstance(value, np.ndarray) or not arrays.is_tensor(value):
+    if isinstance(value, np.ndarray) or not _may_be_tensor(kind) or not arrays.is_tensor(value):  # type: ignore[arg-type]
         return None
     return _ARRAY, kind, arrays.describe(value)
 
 
 @lru_cache(maxsize=256)
-def _may_be_tensor(kind: Any) -> bool:
+def _may_be_tensor(kind: type) -> bool:
     """Whether objects of a type show memory: to ask an object of another type takes long."""
     return any(hasattr(kind, name) for name in ("__dlpack__", "__array_interface__", "__cuda_array_interface__"))
 
