@@ -17,6 +17,7 @@ from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Member
+from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.pending import Pending
@@ -97,7 +98,8 @@ class _Installation:
         try:
             for at, peer in enumerate(peers):
                 tasks.append(self._submit(at, peer, doorbell, slots[at]))
-            opened = self._hear(tasks)
+            with Allowed():
+                opened = self._hear(tasks)
         except BaseException as exc:
             retrieve_errors(tasks)
             for peer in peers:
@@ -219,12 +221,14 @@ def install(
     words = StepErrorText(capture, request_list, declared)
     compiler = StepCompiler(capture, request_list, staging, words)
     if compiler.idle:  # they are leased as a group that no plan uses
-        membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
+        with Allowed():
+            membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
         hold(controller, membership)
         memberships.append(membership)
-    step_plan = compiler.step_plan(memberships)
-    places, kept_places = compiler.write(returned), compiler.keep(kept)
-    _check_refs(request_list.calls, deadline_s, timeout_s)
+    with Allowed():
+        step_plan = compiler.step_plan(memberships)
+        places, kept_places = compiler.write(returned), compiler.keep(kept)
+        _check_refs(request_list.calls, deadline_s, timeout_s)
     installation = _Installation(
         controller=controller,
         capture=capture,

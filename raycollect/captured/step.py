@@ -22,7 +22,9 @@ from raycollect.captured.step_values import MISSING
 from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html, recorded_calls
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.core.submitted_calls import Recorder
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -122,24 +124,26 @@ class Capture(BoundToProcess):
         self._install(self._controller)
         self._block.seal()
 
-    def _install(self, controller: Controller) -> None:
+    def _install(self, controller: Controller, left_s: float | None = None) -> None:
         block, request_list = self._block, self._block.request_list
-        installed = install(
-            controller,
-            self._id,
-            request_list,
-            block.leaves,
-            block._hold,
-            kept=block.kept,
-            staging=block.staging_nbytes,
-            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
-        )
-        self._installed, self._runs = installed, installed.runs
-        self._parameters.place(installed.names)
+        limit_s = DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s
+        with Deferred():
+            installed = install(
+                controller,
+                self._id,
+                request_list,
+                block.leaves,
+                block._hold,
+                kept=block.kept,
+                staging=block.staging_nbytes,
+                timeout_s=limit_s if left_s is None else min(limit_s, left_s),
+            )
+            self._installed, self._runs = installed, installed.runs
+            self._parameters.place(installed.names)
 
-    def _follow(self, before: Installed) -> Installed | None:
+    def _follow(self, before: Installed, deadline: Deadline = NEVER) -> Installed | None:
         """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
-        with self._following:
+        with self._following, Deferred():
             if self._installed is not before and self._installed is not None:
                 return self._installed  # another thread has done it
             runs = before.runs
@@ -149,7 +153,7 @@ class Capture(BoundToProcess):
             if not capture:
                 return None
             self._id = capture
-            self._install(controller)
+            self._install(controller, deadline.left_s())
             self._block.is_moved = False
             runs.close()
             return self._installed
@@ -244,7 +248,8 @@ class Capture(BoundToProcess):
             async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
             fence: True: the run comes after all methods that were submitted to the participants before; it costs an
                 actor task each.
-            timeout_s: After how many seconds the run is given up and fails; None: the limits of its collectives alone.
+            timeout_s: After how many seconds the run is given up and fails, whether anybody waits for it or not; runs
+                before it and methods that it waits for included. None: the limits of its collectives alone.
             arguments: The arguments that the step declares, by name.
 
         Returns:
@@ -263,14 +268,16 @@ class Capture(BoundToProcess):
         installed = ready(self._installed, self._state)
         if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
             refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
-        tracker = None
-        try:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-        except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
-            installed = self._follow(installed) or installed
-        if tracker is None:
-            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-        return self._begun_run(installed, tracker, arguments, async_op=async_op)
+        tracker, deadline = None, Deadline.after(timeout_s)
+        with Deferred():
+            try:
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
+            except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
+                with Allowed():
+                    installed = self._follow(installed, deadline) or installed
+            if tracker is None:
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
+            return self._begun_run(installed, tracker, arguments, async_op=async_op)
 
     def _begun_run(
         self, installed: Installed, tracker: PlanTracker, arguments: Mapping[str, Any], *, async_op: bool
@@ -358,6 +365,7 @@ class Capture(BoundToProcess):
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
         if runs is not None and controller is not None and not runs.is_closed:
+            runs.refs = {}  # here: a thread of the library must not let go of refs while Ray is being shut down
             controller.abandon(runs.let_go_idle, tuple(self._block.held))
 
     @property

@@ -142,7 +142,11 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases all that the communicator holds. May be called twice."""
+        """Releases all that the communicator holds. May be called twice.
+
+        A launch under way is woken, and releases what it uses as it ends. The library may take its time: callers that
+        must not wait make the call on another thread.
+        """
         ...
 
 

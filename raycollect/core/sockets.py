@@ -12,7 +12,9 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 from raycollect.errors import ConnectionLostError
@@ -33,6 +35,7 @@ _PROBE_S = 2.0  # How long the kernel waits after a keepalive probe, as in `_TCP
 _UNASKED_S = 1.0
 
 _BACKLOG = 1024
+_MOST_VIEWS = 256  # that one system call gets, which takes 1024
 
 LOCAL_NBYTES = 2 << 20  # How much a connection within one machine takes before its other end reads
 
@@ -252,3 +255,14 @@ def close(socks: Iterable[socket.socket]) -> None:
 def flat(view: memoryview) -> memoryview:
     """Views C-contiguous memory as bytes, without a copy; raises TypeError otherwise."""
     return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def pass_on(views: Iterable[memoryview], move: Callable[[list[memoryview]], int]) -> None:
+    """Sends or fills all of `views`, in order: `move` gets some of them, and returns its count of bytes."""
+    left = deque(view for view in views if view.nbytes)
+    while left:
+        nbytes = move(list(islice(left, _MOST_VIEWS)))
+        while left and nbytes >= left[0].nbytes:
+            nbytes -= left.popleft().nbytes
+        if nbytes:
+            left[0] = left[0][nbytes:]

@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,7 @@ from ray.actor import ActorHandle
 
 from raycollect.core.call_tokens import CallTokens
 from raycollect.core.model import TASK_NBYTES
+from raycollect.core.signals import waiting
 
 _FUNNEL = "_actor_method_call"
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
@@ -97,6 +99,8 @@ class AllHeld:
 
     __slots__ = ("_calls", "_held")
 
+    # Entered inside of `Deferred`, so that no signal comes between a lock and its count
+
     def __init__(self, calls: Sequence[SubmittedCalls]) -> None:
         self._calls = calls
         self._held = 0
@@ -105,11 +109,14 @@ class AllHeld:
         calls = self._calls
         try:
             while self._held < len(calls):
-                if calls[self._held].lock.acquire(timeout=_PATIENT_S if self._held else -1):
+                lock = calls[self._held].lock
+                if lock.acquire(blocking=False) or waiting(
+                    partial(lock.acquire, True), _PATIENT_S if self._held else None
+                ):
                     self._held += 1
                 else:
                     self.__exit__()
-        except BaseException:  # of a signal
+        except BaseException:  # of a signal's handler
             self.__exit__()
             raise
 
@@ -121,7 +128,7 @@ class AllHeld:
 
 
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
-_watching = threading.Lock()
+_watching = threading.RLock()  # a finalizer may declare a group
 
 
 def watch(handle: Any) -> SubmittedCalls | None:

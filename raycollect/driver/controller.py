@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -18,10 +18,12 @@ from raycollect.channel import CompletionBell
 from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, name_of
 from raycollect.driver.controller_messages import ControllerMessages
+from raycollect.driver.dispatch_lock import DispatchLock
 from raycollect.driver.driver_rank import DriverRank
 from raycollect.driver.groups import Groups
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
+from raycollect.driver.plan_timeouts import PlanTimeouts
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
 from raycollect.errors import PlanAbortedError, UnknownGroupError
 from raycollect.group.process_groups import ProcessGroups, places
@@ -31,6 +33,9 @@ from raycollect.planner import Membership
 from raycollect.pos import fetch
 
 _MOST_LINKS = 256  # for how many plans it is known who takes part
+
+# How long a captured step that was dropped in a run is left alone before anybody looks at it again, in seconds
+_LOOK_S, _MOST_LOOK_S = 0.05, 1.0
 
 
 class Controller:
@@ -42,6 +47,7 @@ class Controller:
         messages: Takes what participants say.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
         under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
+        timeouts: Ends plans and runs at the time limits that their callers gave.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
@@ -81,7 +87,7 @@ class Controller:
 
     def __init__(self, session: object) -> None:
         self.session = session
-        self.dispatching: threading.Lock = threading.Lock()
+        self.dispatching: DispatchLock = DispatchLock()
         self.revision: object = object()
         self.known_calls: dict[Any, Any] = {}
         self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}  # as long as the revision is the same
@@ -92,8 +98,8 @@ class Controller:
         self._driver_rank: DriverRank | None = None
         self._is_closed = False
         self.numbers: Iterator[int] = itertools.count(1)
+        self.timeouts: PlanTimeouts = PlanTimeouts(self)
         self.under_way: dict[int, PlanTracker] = {}
-        self._abandoned: deque[tuple[Callable[[], bool], tuple[Membership, ...]]] = deque()  # captures to be closed
         self._tracer = Tracer.current()
         begin_from_environment(places)
         self.observed(TimelineSession.current())
@@ -123,6 +129,7 @@ class Controller:
         """Gives back all leases."""
         for tracker in list(self.under_way.values()):
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
+        self.timeouts.stop()
         self.under_way.clear()
         self._links.clear()
         self._is_closed = True
@@ -179,8 +186,6 @@ class Controller:
 
     def register(self, tracker: PlanTracker) -> None:
         """Adds a plan, or a run, under the number that was taken last, and takes those of its other launches."""
-        if self._abandoned:
-            self._close_abandoned()
         ring = self._tracer.ring
         if ring is not None:
             tracker.ring, tracker.began_s = ring, ring.clock()
@@ -199,20 +204,12 @@ class Controller:
         return found
 
     def claim_bell(self) -> CompletionBell | None:
-        """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it."""
+        """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it.
+
+        From here to its `release` the caller is inside of `Deferred`.
+        """
         bell = self._bell
         return bell if bell is not None and bell.claim() else None
-
-    def release_bell(self, bell: CompletionBell) -> None:
-        """Ends a claim; nobody looks at the bell any more."""
-        for tracker in tuple(self.under_way.values()):
-            if tracker.bell is None:
-                continue
-            if not tracker.resolved:
-                self.send(tracker, tracker.fail(PlanAbortedError(detail="its caller was interrupted")))
-            elif tracker.has_ended:
-                self.under_way.pop(tracker.seq, None)
-        bell.release()
 
     def tracker(self, seq: int) -> PlanTracker | None:
         """The plan whose first launch has that number."""
@@ -225,20 +222,19 @@ class Controller:
         if tracker.has_ended:
             self.under_way.pop(tracker.seq, None)
 
-    def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...]) -> None:
+    def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...], delay_s: float = 0.0) -> None:
         """Closes a capture that nobody refers to, once its last run has ended; `let_go` returns False until then.
 
-        Takes no lock: the garbage collector may call it, in any thread at any place.
+        Takes no lock: the garbage collector may call it, in any thread at any place. The hub's thread does the rest.
         """
-        self._abandoned.append((let_go, held))
 
-    def _close_abandoned(self) -> None:
-        for _ in range(len(self._abandoned)):
-            let_go, held = self._abandoned.popleft()
+        def close() -> None:
             if let_go():
                 self.groups.held.release_later(held)
             else:
-                self._abandoned.append((let_go, held))
+                self.abandon(let_go, held, min(delay_s + _LOOK_S, _MOST_LOOK_S))
+
+        self.participants.later(delay_s, partial(self.dispatching.soon, close))
 
 
 def _make_bell() -> CompletionBell | None:

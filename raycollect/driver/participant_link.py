@@ -195,12 +195,7 @@ class ParticipantLink:
         link, bell = self.link, self.order_bell
         if link is None or self.is_lost:
             raise ConnectionLostError(detail="its connection has ended")
-        try:
-            is_sent = self._listens and bell is not None and bell.send(message)
-        except BaseException:  # a signal
-            self._listens = False
-            raise
-        if not is_sent:
+        if not (self._listens and bell is not None and bell.send(message)):
             link.send(message)
 
     def unsent(self, exc: Exception, rank: int) -> RaycollectError:

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -192,6 +192,10 @@ class Participants:
             self.timeline.leased(peer)
         return peer
 
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Makes a call on the hub's thread after a while, unless the hub is closed by then. Takes no lock."""
+        self._hub.later(delay_s, call)
+
     def _soon(self, call: Callable[[], None]) -> bool:
         """Makes a call on the hub's thread after `UNUSED_S` at most; False where the hub is closed."""
         self._due.append(call)  # before the flag is read: who clears it looks for calls afterwards
@@ -320,8 +324,11 @@ class Participants:
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        said = self._ask(members, Look, timeout_s)
-        return [Seen(request=one.request, doing=one.detail) if isinstance(one, Unable) else one for one in said]
+        return list(map(_seen, self._ask(members, Look, timeout_s)))
+
+    def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
+        """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
+        return {one.actor_id: None if (peer := self._peer_of(one)) is None else peer.ask(Look) for one in members}
 
     def has_ended(self, member: Member, timeout_s: float) -> bool:
         """Whether a member's process is known to be gone; one that does not answer in time is not."""
@@ -339,6 +346,18 @@ class Participants:
         return peer if peer is not None and peer.info["incarnation"] == member.incarnation else None
 
     def _ask(self, members: Sequence[Member], question: type[Look | Survey], timeout_s: float) -> list[Any]:
-        asked = [None if peer is None else peer.ask(question) for peer in map(self._peer_of, members)]
-        answered = wait_for(filter(None, asked), timeout_s).done
-        return [one.result() if one in answered else None for one in asked]
+        return _answers([None if one is None else one.ask(question) for one in map(self._peer_of, members)], timeout_s)
+
+
+def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> dict[str, Seen | None]:
+    """The answers to `Participants.begin_look`, by actor; None for one that is gone, or has not answered in time."""
+    return {actor_id: _seen(one) for actor_id, one in zip(looks, _answers(looks.values(), timeout_s), strict=True)}
+
+
+def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
+    done = wait_for(filter(None, futures), timeout_s).done
+    return [one.result() if one in done else None for one in futures]
+
+
+def _seen(answer: Seen | Unable | None) -> Seen | None:
+    return Seen(request=answer.request, doing=answer.detail) if isinstance(answer, Unable) else answer

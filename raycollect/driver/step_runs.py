@@ -10,9 +10,11 @@ from time import monotonic
 from typing import Any
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
-from raycollect.channel.messages import Abort, Forget, Run
+from raycollect.channel.messages import Forget, Run
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
-from raycollect.core.submitted_calls import AllHeld
+from raycollect.core.signals import Deferred, deliver
+from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
@@ -78,21 +80,36 @@ class StepRuns:
 
     # ------------------------------------------------------------------------------------------ beginning
 
-    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> PlanTracker:
+    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, deadline: Deadline = NEVER) -> PlanTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
-        limit_s = inf if timeout_s is None else timeout_s
-        while True:
-            with self.controller.dispatching:
-                if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
-                    self._check()
-                oldest = self._oldest() if self._under_way else None
-                if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                    if not fence and not (self.controller.under_way and self._is_held_up()):
-                        return self._send(arguments, self.doorbell, limit_s)
-                    # Held before there is a run, so that a signal that comes in this wait leaves none behind
-                    with AllHeld([one.calls for one, _ in self._links if one.calls is not None]):
-                        return self._send(arguments, None, limit_s, fence=True)
-            oldest.wait(None)
+        calls: list[SubmittedCalls] = []  # of the participants, where the run goes through their queues
+        with Deferred():
+            while True:
+                with AllHeld(calls), self.controller.dispatching:
+                    if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
+                        self._check()
+                    oldest = self._oldest() if self._under_way else None
+                    if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
+                        if not fence and not (self.controller.under_way and self._is_held_up()):
+                            return self._send(arguments, self.doorbell, deadline)
+                        queues = [one.calls for one, _ in self._links if one.calls is not None]
+                        if calls == queues:
+                            return self._send(arguments, None, deadline, fence=True)
+                        calls, oldest = queues, None
+                if oldest is not None and not oldest.wait(deadline.left_s()):
+                    raise self._crowded(oldest, deadline)
+
+    def _crowded(self, oldest: PlanTracker, deadline: Deadline) -> CollectiveTimeoutError:
+        """No run could begin in time, as as many as may be under way are."""
+        late = [home for at, home in enumerate(self.step_plan.homes) if oldest.is_pending(at)]
+        names = listed(f"rank {one.rank} ({one.actor})" for _, one in late)
+        return CollectiveTimeoutError(
+            op=self.step_plan.name,
+            group_name=oldest.group_name,
+            detail=f"{IN_FLIGHT} runs are under way, and run {oldest.place} has not ended in time on {names}",
+            missing=tuple([one.rank for group, one in late if group is late[0][0]]),
+            timeout_s=deadline.timeout_s,
+        )
 
     def follow(self, arguments: Sequence[bytes]) -> PlanTracker:
         """Begins a run that comes after the methods that this process has submitted to the participants before."""
@@ -107,11 +124,7 @@ class StepRuns:
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
-        for tracker in tuple(self._under_way):
-            if not tracker.resolved:
-                return tracker
-            self.ended(tracker)  # where a signal came between its outcome and what follows from that
-        return None
+        return next((tracker for tracker in tuple(self._under_way) if not tracker.resolved), None)
 
     def _check(self) -> None:
         """Raises what is wrong with the step, and finds the participants again after a change of groups."""
@@ -141,22 +154,20 @@ class StepRuns:
         return False
 
     def _send(
-        self, arguments: Sequence[bytes], doorbell: Doorbell | None, limit_s: float, *, fence: bool = False
+        self, arguments: Sequence[bytes], doorbell: Doorbell | None, deadline: Deadline, *, fence: bool = False
     ) -> PlanTracker:
-        controller, tracker = self.controller, None
+        controller = self.controller
         self.begun += 1
+        number = doorbell.begin() if doorbell is not None and self.in_slots else 0
+        seq = next(controller.numbers)
+        tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
+        tracker.is_fenced = fence
+        controller.register(tracker)
+        self._under_way.append(tracker)
         try:
-            number = doorbell.begin() if doorbell is not None and self.in_slots else 0
-            seq = next(controller.numbers)
-            tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, limit_s)
-            tracker.is_fenced = fence
-            controller.register(tracker)
-            self._under_way.append(tracker)
             self._tell(tracker, arguments, doorbell)
-        except BaseException as exc:  # also a signal: who was told of the run hears that it has ended
+        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
-            if tracker is None or not isinstance(exc, Exception):
-                raise
             return tracker
         if controller.revision is not self._revision:  # who ended a group meanwhile may not have seen this run
             self._look_again(tracker)
@@ -182,24 +193,17 @@ class StepRuns:
                 elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
                     peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
                 peer.last_seq = seq
-        finally:  # where a signal came in the middle, those who were told are woken, too
+        finally:
             if doorbell is not None and number:
                 doorbell.ring(number)
 
-    def _stop_short(self, tracker: PlanTracker | None, exc: BaseException) -> None:
-        """Ends a run that could not be sent to all; after a signal the step, too."""
-        is_signal = not isinstance(exc, Exception)
-        if is_signal or tracker is None:  # it is not known who was told of it
-            self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
-        if tracker is None:
-            return
+    def _stop_short(self, tracker: PlanTracker, exc: Exception) -> None:
+        """Ends a run that could not be sent to all."""
         last = len(self._links) - 1
         at = next((at for at, (peer, _) in enumerate(self._links) if peer.last_seq != tracker.seq), last)
         self.controller.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, last + 1)))
-        if is_signal:
-            self._links[at][0].send(Abort(seq=tracker.seq, reason="it was interrupted as it began"))
 
-    def _unsent(self, at: int, exc: BaseException) -> RaycollectError:
+    def _unsent(self, at: int, exc: Exception) -> RaycollectError:
         group, member = self.step_plan.homes[at]
         name, detail = group.spec.name, f"{type(exc).__name__}: {exc}"
         error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
@@ -219,43 +223,30 @@ class StepRuns:
 
     def wait(self, tracker: PlanTracker, timeout_s: float | None) -> bool:
         """Waits for the outcome of a run; False where it is not known in time."""
-        until_s = tracker.until_s if timeout_s is None else min(tracker.until_s, monotonic() + timeout_s)
+        until_s = inf if timeout_s is None else monotonic() + timeout_s
         doorbell, me = self.doorbell if tracker.number else None, threading.get_ident()
-        try:
-            while True:
-                self._waiting.add(me)  # before it looks, so that it is woken
-                if tracker.is_known:
-                    return True
-                left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
-                if left_s <= 0:
-                    return self.expire(tracker)
-                if doorbell is None:
-                    tracker.wait_for_word(left_s)
-                else:
-                    doorbell.wait(left_s, tracker.number, tracker.slots.values())
-                tracker.look(self)
-        finally:
-            self._waiting.discard(me)
-
-    def expire(self, tracker: PlanTracker) -> bool:
-        """Fails a run if its time is over; returns whether its outcome is known."""
-        if tracker.resolved or monotonic() < tracker.until_s:
-            return tracker.resolved
-        homes = self.step_plan.homes
-        late = [home for at, home in enumerate(homes) if tracker.is_pending(at)]
-        error = CollectiveTimeoutError(
-            op=self.step_plan.name,
-            group_name=tracker.group_name,
-            detail=f"its time is over, and these had not ended their part: {listed(one.actor for _, one in late)}",
-            missing=tuple(member.rank for group, member in late if group is late[0][0]),
-            timeout_s=tracker.limit_s,
-        )
-        self.abort(tracker, error)
-        return tracker.resolved
+        with Deferred():
+            try:
+                while True:
+                    self._waiting.add(me)  # before it looks, so that it is woken
+                    if tracker.is_known:
+                        return True
+                    left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
+                    if left_s <= 0:
+                        return tracker.resolved
+                    if doorbell is None:
+                        tracker.wait_for_word(left_s)
+                    else:
+                        doorbell.wait(left_s, tracker.number, tracker.slots.values())
+                        deliver()
+                    tracker.look(self)
+            finally:
+                self._waiting.discard(me)
 
     def abort(self, tracker: PlanTracker, error: RaycollectError) -> None:
         """Ends a run here and on all participants."""
-        self.controller.send(tracker, tracker.fail(error))
+        with Deferred():
+            self.controller.send(tracker, tracker.fail(error))
 
     def hear(self, tracker: PlanTracker, position: int) -> None:
         """Takes what one participant, who is gone, has answered at the doorbell."""
@@ -275,7 +266,7 @@ class StepRuns:
     ) -> RaycollectError:
         """Completes the error of a run as `ErrorLocator.locate`, and names the calls and values of the step."""
         if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return self.told(error)  # `expire` has said it all
+            return self.told(error)  # it says all
         method = error.op if isinstance(error, MethodError) else ""
         found = location.locate(position, error, story, missing)
         if method and isinstance(found, FaultError):
@@ -306,9 +297,8 @@ class StepRuns:
         return all(tracker.resolved for tracker in tuple(self._under_way))
 
     def close(self) -> None:
-        """Makes the participants forget the step, and aborts runs under way. May be called twice."""
-        with self.controller.dispatching:
-            self.let_go()
+        """Makes the participants forget the step, and aborts runs under way. Never waits; may be called twice."""
+        self.controller.dispatching.soon(self.let_go)
 
     def let_go_idle(self) -> bool:
         """`close` for who holds `dispatching`; does nothing and returns False where a run is under way."""

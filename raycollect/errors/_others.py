@@ -127,6 +127,17 @@ class CaptureMembersError(CaptureError):
 
 
 @dataclass(eq=False, kw_only=True)
+class ReentrantCallError(RaycollectError):
+    """A finalizer, or a signal handler, made a call in the middle of another call of its thread; nothing was sent."""
+
+    detail: str
+    cure = (
+        "make the call after the other one has returned: let the finalizer, or the handler, put it on a "
+        "queue.SimpleQueue that another thread reads"
+    )
+
+
+@dataclass(eq=False, kw_only=True)
 class RetryError(RaycollectError):
     """A collective can't be run again as it was; nothing was sent."""
 

@@ -13,11 +13,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, ray_internals
+from raycollect.core import direct_transport, ray_internals, threads
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
-from raycollect.errors import RefusedError, Violation, refusal
+from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
 from raycollect.errors.text import a_type, listed
 from raycollect.member.finished_calls import is_inert
 from raycollect.member.runtime import Runtime, describe, run_in_thread
@@ -30,6 +30,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _BY_VALUE = "__raycollect_by_value__"
 _HELD = "__raycollect_held__"
+
+MOST_FETCHING = 64
+"""How many coroutines fetch tensors of other participants at once."""
 
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 """True while a method that Ray called runs: calls that it makes itself are plain calls."""
@@ -164,7 +167,7 @@ def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]
         if task is None:
             return await method(self, *args, **kwargs)
         with _called_by_ray(task, name):
-            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            args, kwargs = await _resolve_async(args, kwargs)
             value = await method(self, *args, **kwargs)
         return _keep(method, task, value)
 
@@ -209,7 +212,7 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
                 yield value
             return
         with _called_by_ray(task, name):
-            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            args, kwargs = await _resolve_async(args, kwargs)
             items = method(self, *args, **kwargs)
         index = _first_index(method, sys._getframe())
         while True:
@@ -319,7 +322,7 @@ def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
     token, ring = _inside.set(True), Tracer.current().ring
     began_s = 0.0 if ring is None else ring.clock()
     try:
-        Runtime.may_begin()
+        Runtime.may_begin(name)
         yield
     except SystemExit:
         Runtime.exits()
@@ -338,6 +341,29 @@ def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if not any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
+
+
+_fetching = threads.pool("raycollect-fetch", MOST_FETCHING)
+
+
+async def _resolve_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`_resolve`, which waits only where tensors are elsewhere, and then in a thread."""
+    handles = [value for value in (*args, *kwargs.values()) if isinstance(value, Handle)]
+    if not handles:
+        return args, kwargs
+    here = ray_internals.worker_id()
+    if all(handle.incarnation == here for handle in handles):
+        return _resolve(args, kwargs)
+    return await threads.awaitable(_resolve_here, args, kwargs, workers=_fetching)
+
+
+def _resolve_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        return _resolve(args, kwargs)
+    except (RaycollectError, MemoryError):
+        raise
+    except Exception as exc:
+        raise threads.failed("fetching the arguments of a coroutine", exc) from exc
 
 
 def _value(argument: Any) -> Any:
