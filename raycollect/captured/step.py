@@ -285,7 +285,7 @@ class Capture(BoundToProcess):
         """What `run` returns of a run that has begun."""
         self._begun += 1
         returned = self._block.returned
-        given = {} if returned is None else returned.given(arguments)
+        given = {} if returned is None or not returned.echoed else returned.given(arguments)
         controller: Controller = self._controller  # type: ignore[assignment]  # or it would not be ready
         if async_op:
             return CapturedRun(controller, self, tracker, functools.partial(self._collect, installed, given=given))

@@ -176,7 +176,7 @@ def see_calls() -> bool:
 def _is_own(name: str, args: Any) -> bool:
     """Whether the library itself makes a call, as it forms a group or takes in a value."""
     if name == "__ray_call__":
-        return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.")
+        return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.member.")
     return name.startswith((_OWN, f"_{_OWN}"))
 
 

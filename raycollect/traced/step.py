@@ -18,7 +18,7 @@ from raycollect.driver.batch import check_arguments
 from raycollect.errors import CaptureBrokenError, CaptureError, GroupError, refuse, wrong_argument
 from raycollect.planner import STAGING_NBYTES
 from raycollect.planner.explain import StepExplanation
-from raycollect.traced.eager import EagerRun, run_eagerly
+from raycollect.traced.eager import EndedRun, run_eagerly
 from raycollect.traced.forms import CacheInfo, Forms
 from raycollect.traced.kept import unkept
 from raycollect.traced.signature import CallReader
@@ -135,7 +135,7 @@ class Step(Generic[_P]):
             return run_eagerly(traces.function, given, kwargs)
         return traces.run(given, kwargs, async_op=False)
 
-    def start(self, *args: _P.args, **kwargs: _P.kwargs) -> CapturedRun | EagerRun:
+    def start(self, *args: _P.args, **kwargs: _P.kwargs) -> CapturedRun | EndedRun:
         """Begins a run; several may be under way. Its `wait` returns what a call returns; it can be awaited as well."""
         traces, given = self._traces, (*self._before, *args)
         if recording() is not None:
@@ -143,7 +143,7 @@ class Step(Generic[_P]):
                 detail="a run can't be started inside a step: call the step, which makes it a part of it"
             )
         if traces.is_eager:
-            return EagerRun(functools.partial(run_eagerly, traces.function, given, kwargs))
+            return EndedRun(functools.partial(run_eagerly, traces.function, given, kwargs))
         return traces.run(given, kwargs, async_op=True)  # type: ignore[no-any-return]
 
     def explain(self, *args: _P.args, **kwargs: _P.kwargs) -> str:

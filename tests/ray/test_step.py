@@ -117,8 +117,7 @@ def test_a_step_that_calls_nothing_returns_what_the_function_does(cluster):
         return {"value": value}
 
     assert [step(1), step(2)] == [{"value": 1}, {"value": 2}]
-    with pytest.raises(errors.CaptureError):
-        step.start(1)
+    assert step.start(3).wait() == {"value": 3}
 
 
 def test_asynchronous_actors_take_part(actors):
