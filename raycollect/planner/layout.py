@@ -26,12 +26,29 @@ __all__ = ["ITEMSIZES", "Axes", "Layout", "Region", "Regions", "fused_layouts", 
 
 ITEMSIZES: dict[str, int] = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
     **dict.fromkeys(("int32", "uint32", "float32"), 4),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
 """The dtypes that a layout may have -> bytes per element."""
+
+_ALIASES = {
+    "bool_": "bool",
+    "int": "int64",
+    "float": "float64",
+    "complex": "complex128",
+    "half": "float16",
+    "single": "float32",
+    "double": "float64",
+    "longlong": "int64",
+    "ulonglong": "uint64",
+    "b1": "bool",
+    **{f"{kind[0]}{nbytes}": f"{kind}{8 * nbytes}" for kind in ("int", "uint") for nbytes in (1, 2, 4, 8)},
+    **{f"{kind[0]}{nbytes}": f"{kind}{8 * nbytes}" for kind in ("float", "complex") for nbytes in (2, 4, 8, 16)},
+}
+"""Other names that numpy and Python have for them."""
 
 Axes = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a global tensor the dimensions of the local one that together make it, the slowest first: (the
@@ -140,7 +157,7 @@ class Layout:
         if self.axes and len(self.axes) != len(self.shape):
             _refuse("axes", self.axes, f"the local dimensions of each of {len(self.shape)}")
         if self.dtype not in ITEMSIZES:
-            _refuse("dtype", repr(self.dtype), f"one of {', '.join(ITEMSIZES)}")
+            _refuse("dtype", shown(self.dtype), f"one of {', '.join(ITEMSIZES)}")
         _check_fit(self.shape, self.regions)
 
     @classmethod
@@ -405,9 +422,11 @@ def _asked(dtype: Any) -> dict[str, Any]:
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name, by numpy, of a dtype of numpy or torch."""
-    name = getattr(dtype, "__name__", None) or str(dtype)  # numpy's scalar types are classes
-    return str(name).removeprefix("torch.")
+    """The name that numpy has for a dtype of numpy, torch or Python, or for another name of it; without byte order."""
+    # A dtype of numpy has a name, and its scalar types are classes.
+    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or dtype
+    plain = str(name).removeprefix("torch.").lstrip("<>=|")
+    return _ALIASES.get(plain, plain)
 
 
 def _mesh_words(mesh: Sequence[tuple[str, int]], cuts: Sequence[Sequence[str]], sums: Sequence[str]) -> str:

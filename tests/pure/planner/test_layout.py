@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raycollect.errors import InvalidArgumentError
 from raycollect.planner.boxes import BoxIndex, atoms, common, halved, volume, without
-from raycollect.planner.layout import Layout, Region, fused_layouts, layout
+from raycollect.planner.layout import ITEMSIZES, Layout, Region, fused_layouts, layout
 from tests.pure.resharding import boxes, meshes
 
 WORLD = 4
@@ -108,6 +108,36 @@ def test_a_layout_tells_what_it_is() -> None:
 def test_dtypes_go_by_their_names(dtype: Any) -> None:
     one = layout([2], mesh={"a": 1}, dtype=dtype)
     assert (one.dtype, one.itemsize) == ("bfloat16", 2)
+
+
+BoolOfNumpy1 = type("bool_", (), {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (BoolOfNumpy1, "bool"),
+        *((one, np.dtype(one).name) for one in (bool, int, float, complex, np.bool_, np.longlong, np.double)),
+        *((one, np.dtype(one).name) for one in ("float", "half", "longlong", "c16", ">f4", "<i8", "=u2", "|b1", "f2")),
+        *((np.dtype(one), np.dtype(one).name) for one in (">f4", ">i2", "longlong", "c8", "|b1")),
+    ],
+)
+def test_dtypes_have_the_names_that_numpy_gives_them(dtype: Any, name: str) -> None:
+    assert layout([2], mesh={"a": 1}, dtype=dtype) == layout([2], mesh={"a": 1}, dtype=name)
+
+
+@pytest.mark.parametrize("name", sorted(ITEMSIZES))
+def test_layouts_have_dtypes_of_numpy(name: str) -> None:
+    assert np.dtype(getattr(ml_dtypes, name, name)).itemsize == ITEMSIZES[name]
+
+
+@pytest.mark.parametrize("dtype", [object, str, b"f4", 3, "\ud800", float("nan"), [], np.dtype("S3"), "x" * 10_000])
+def test_other_dtypes_are_refused_in_few_words(dtype: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        layout([2], mesh={"a": 1}, dtype=dtype)
+    (violation,) = caught.value.violations
+    assert violation.field == "dtype"
+    assert len(violation.found) < 100
 
 
 @pytest.mark.parametrize(
