@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
-from raycollect.backends import arrays, dtensors
+from raycollect.backends import dtensors
 from raycollect.core.model import TENSOR, Structure
 from raycollect.core.placement import Placement
-from raycollect.errors.text import a_type
+from raycollect.errors.text import a_type, is_unicode
 
 DEEPEST = 32
 """How deep lists, tuples and dicts may nest: what messages can carry, and the end of one that contains itself."""
@@ -105,6 +105,8 @@ def _lasting_values(value: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) 
 
 
 def _share_memory(first: Any, second: Any) -> bool:
+    from raycollect.backends import arrays  # loads numpy, which whoever has tensors has loaded
+
     return arrays.place(arrays.memory(first)) == arrays.place(arrays.memory(second))
 
 
@@ -149,10 +151,4 @@ def unkept(value: Any, is_tensor: Callable[[Any], bool], tell: Tell) -> str:
 def _can_travel(name: Any) -> bool:
     if type(name) is int:
         return -(1 << 63) <= name < 1 << 64
-    if type(name) is not str:
-        return False
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
+    return type(name) is str and is_unicode(name)

@@ -21,7 +21,7 @@ import numpy as np
 
 from raycollect.backends.elements import Array
 from raycollect.errors import refusal, wrong_argument
-from raycollect.errors.text import listed, shown
+from raycollect.errors.text import is_unicode, listed, shown
 
 __all__ = ["map_safetensors"]
 
@@ -167,7 +167,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any] | str, list
     except (TypeError, KeyError, ValueError):
         expected = "'dtype', 'shape' and two 'data_offsets'"
         raise _wrong(path, f"a header that says {shown(entry)} of {shown(name)}", expected) from None
-    if not isinstance(kind, str) or not isinstance(shape, list) or not _is_text(name):
+    if not isinstance(kind, str) or not isinstance(shape, list) or not is_unicode(name):
         expected = "names in Unicode, and a list of extents"
     elif len(shape) > MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < 1 << 63 for one in (*shape, lo, hi)):
         expected = f"a shape that numpy takes: at most {MOST_DIMENSIONS} extents below 2**63"
@@ -178,14 +178,6 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any] | str, list
         expected = f"as many bytes as {shown(kind)} takes"
     told = f"{shown(name)} of dtype {shown(kind)} and shape {shown(shape)} in bytes {shown(lo)} to {shown(hi)}"
     raise _wrong(path, told, expected)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
 
 
 def _is_file_name(value: object) -> bool:
