@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+import ray
 from ray.actor import ActorHandle
 
 from raycollect.core.call_tokens import CallTokens
-from raycollect.core.model import TASK_NBYTES
+from raycollect.core.model import TASK_NBYTES, Key
 
 _FUNNEL = "_actor_method_call"
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
@@ -97,8 +98,32 @@ class AllHeld:
             calls[self._held].lock.release()
 
 
+_retried: dict[bytes, None] = {}
+"""The latest tasks that Ray tries again if their methods raise."""
+
+_MOST_RETRIED = 4096
+
+
+def unsettled_retries(refs: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Those of some refs that have no value yet, and whose methods Ray may run again after an exception.
+
+    Calls of other processes, and those before there was a class of participants here, are not known.
+    """
+    found = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
+    if found:
+        pending = set(ray.wait([*found.values()], num_returns=len(found), timeout=0, fetch_local=False)[1])
+        found = {key: ref for key, ref in found.items() if ref in pending}
+    return found
+
+
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
 _watching = threading.Lock()
+
+
+def watch_retries() -> None:
+    """Notes from now on which calls Ray may try again."""
+    with _watching:
+        _replace()
 
 
 def watch(handle: Any) -> SubmittedCalls | None:
@@ -123,12 +148,23 @@ def _replace() -> bool:
         calls = _watched.get(self._ray_actor_id)
         options.update(args=args, kwargs=kwargs)
         if calls is None or method_name.startswith(_OWN):
-            return submit(self, method_name, **options)
-        return calls.submit(self, method_name, submit, options)
+            made = submit(self, method_name, **options)
+        else:
+            made = calls.submit(self, method_name, submit, options)
+        if options.get("retry_exceptions") and options.get("max_task_retries"):
+            _note_retried(_task_of(made))
+        return made
 
     noted.__raycollect__ = True  # type: ignore[attr-defined]
     setattr(ActorHandle, _FUNNEL, noted)
     return True
+
+
+def _note_retried(task: bytes | None) -> None:
+    if task is not None:
+        _retried[task] = None
+        for old in list(_retried)[:-_MOST_RETRIED]:
+            _retried.pop(old, None)
 
 
 def _task_of(made: Any) -> bytes | None:
