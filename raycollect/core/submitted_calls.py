@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
+import ray
 from ray.actor import ActorHandle
 
 from raycollect.core.call_tokens import CallTokens
-from raycollect.core.model import TASK_NBYTES
+from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
 
 _FUNNEL = "_actor_method_call"
@@ -127,8 +129,32 @@ class AllHeld:
             calls[self._held].lock.release()
 
 
+_retried: OrderedDict[bytes, None] = OrderedDict()
+"""The latest tasks that Ray tries again if their methods raise."""
+
+_MOST_RETRIED = 4096
+
+
+def unsettled_retries(refs: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Those of some refs that have no value yet, and whose methods Ray may run again after an exception.
+
+    Calls of other processes, and those before there was a class of participants here, are not known.
+    """
+    found = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
+    if found:
+        pending = set(ray.wait([*found.values()], num_returns=len(found), timeout=0, fetch_local=False)[1])
+        found = {key: ref for key, ref in found.items() if ref in pending}
+    return found
+
+
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
 _watching = threading.RLock()  # a finalizer may declare a group
+
+
+def watch_retries() -> None:
+    """Notes from now on which calls Ray may try again."""
+    with _watching:
+        see_calls()
 
 
 def watch(handle: Any) -> SubmittedCalls | None:
@@ -157,8 +183,12 @@ def see_calls() -> bool:
     def noted(handle: Any, name: str, options: dict[str, Any]) -> Any:
         calls = _watched.get(handle._ray_actor_id)
         if calls is None or name.startswith(_OWN):
-            return submit(handle, name, **options)
-        return calls.submit(handle, name, submit, options)
+            made = submit(handle, name, **options)
+        else:
+            made = calls.submit(handle, name, submit, options)
+        if options.get("retry_exceptions") and options.get("max_task_retries"):
+            _note_retried(_task_of(made))
+        return made
 
     @functools.wraps(submit)
     def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
@@ -178,6 +208,13 @@ def _is_own(name: str, args: Any) -> bool:
     if name == "__ray_call__":
         return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.member.")
     return name.startswith((_OWN, f"_{_OWN}"))
+
+
+def _note_retried(task: bytes | None) -> None:
+    if task is not None:
+        _retried[task] = None
+        if len(_retried) > _MOST_RETRIED:
+            _retried.popitem(last=False)
 
 
 def _task_of(made: Any) -> bytes | None:

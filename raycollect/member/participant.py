@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, ray_internals, threads
+from raycollect.core import direct_transport, ray_internals, submitted_calls, threads
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
@@ -56,6 +56,7 @@ class CollectiveParticipant:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        submitted_calls.watch_retries()
         for name in dir(cls):
             method = inspect.getattr_static(cls, name)
             if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, _HELD):
@@ -71,7 +72,7 @@ class CollectiveParticipant:
     def _raycollect_describe(self) -> dict[str, Any]:
         return {**describe(self), "participant": True}
 
-    def _raycollect_run(self, payload: bytes) -> Any:
+    def _raycollect_run(self, payload: bytes, *values: Any) -> Any:
         return Runtime.current().run_task(payload, ray_internals.current_task())
 
     def _raycollect_tokens(self, count: int) -> list[None]:
@@ -97,7 +98,7 @@ class CollectiveParticipant:
         return Runtime.current().leased().captured_step(capture).runner.look()
 
 
-async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
+async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
     runtime, task = Runtime.current(), ray_internals.current_task()
     if runtime.hand_over(payload):
         return None
