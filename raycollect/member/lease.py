@@ -383,7 +383,8 @@ class Lease:
         try:
             self._abort_plans(group.spec.group_id, reason)
         finally:
-            if communicator is not None:  # it keeps no memory of the dead
+            if communicator is not None:  # it keeps no memory of the dead, and waits for none of them to close it too
+                communicator.abort(0)
                 threads.bounded(communicator.close)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
