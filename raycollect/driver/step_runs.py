@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
-from raycollect.core.submitted_calls import AllHeld
+from raycollect.core.submitted_calls import NOTHING, AllHeld
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
@@ -75,6 +76,8 @@ class StepRuns:
         self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
         self._waiting: set[int] = set()  # the threads that wait for runs
+        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way come behind, by run and position
+        self._passed = [NOTHING] * len(self._slots)  # those of a run that has ended well
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -86,11 +89,9 @@ class StepRuns:
                     self._check()
                 oldest = self._oldest() if self._under_way else None
                 if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                    if not fence and not (self.controller.under_way and self._is_held_up()):
-                        return self._send(arguments, self.doorbell, deadline)
                     # Held before there is a run, so that a signal that comes in this wait leaves none behind
                     with AllHeld([one.calls for one, _ in self._links if one.calls is not None]):
-                        return self._send(arguments, None, deadline, fence=True)
+                        return self._send(arguments, deadline, None if fence else self._calls_before())
             if not oldest.wait(deadline.left_s()):
                 raise self._crowded(oldest, deadline)
 
@@ -126,34 +127,33 @@ class StepRuns:
         self._links = list(zip(peers, self._slots, strict=True))
         self._revision = revision
 
-    def _is_held_up(self) -> bool:
-        """Whether a participant may have to wait for a plan that waits for methods.
+    def _calls_before(self) -> list[bytes] | None:
+        """The last call of each actor, behind which the next run comes; None: only actor tasks can come behind them."""
+        found = []
+        for (peer, _), passed in zip(self._links, self._passed, strict=True):
+            calls = peer.calls
+            last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
+            if last is None:
+                return None
+            if last and last == passed and calls is not None:  # a run behind it has ended
+                calls.last = last = NOTHING
+            found.append(last)
+        return found
 
-        Meanwhile the others would hold up the methods of their own actors, and that plan may wait for one of these.
-        A run that goes through the actors' queues comes after such methods.
-        """
-        participants = self.step_plan.positions
-        for tracker in self.controller.trackers():
-            if tracker.runs is not None and not tracker.is_fenced:
-                continue
-            for actor_id, position in tracker.plan.positions.items():
-                if actor_id in participants and tracker.is_pending(position):
-                    return True
-        return False
-
-    def _send(
-        self, arguments: Sequence[bytes], doorbell: Doorbell | None, deadline: Deadline, *, fence: bool = False
-    ) -> PlanTracker:
-        controller, tracker = self.controller, None
+    def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes] | None) -> PlanTracker:
+        """Sends a run to all, behind the calls `after`; None: as actor tasks."""
+        controller, tracker, doorbell = self.controller, None, None if after is None else self.doorbell
         self.begun += 1
         try:
             number = doorbell.begin() if doorbell is not None and self.in_slots else 0
             seq = next(controller.numbers)
             tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
-            tracker.is_fenced = fence
+            tracker.is_fenced = after is None
             controller.register(tracker)
             self._under_way.append(tracker)
-            self._tell(tracker, arguments, doorbell)
+            if after is not None and any(after):
+                self._after[seq] = after
+            self._tell(tracker, arguments, doorbell, after)
         except BaseException as exc:  # also a signal: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
             if tracker is None or not isinstance(exc, Exception):
@@ -173,15 +173,28 @@ class StepRuns:
             given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
             self.controller.send(tracker, tracker.fail(kept(exc), unsent=given_back))
 
-    def _tell(self, tracker: PlanTracker, arguments: Sequence[bytes], doorbell: Doorbell | None) -> None:
+    def _tell(
+        self,
+        tracker: PlanTracker,
+        arguments: Sequence[bytes],
+        doorbell: Doorbell | None,
+        after: list[bytes] | None,
+    ) -> None:
         seq, number, rings = tracker.seq, tracker.number, [] if doorbell is None else doorbell.runs
+        behind = ref(tracker)
         try:
             for at, (peer, slot) in enumerate(self._links):
                 predecessor, payload = peer.last_seq, arguments[at]
-                if tracker.is_fenced:
+                if after is None:
                     self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
-                elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
-                    peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
+                    if peer.calls is not None:  # methods are behind it, and plans after it wait for it
+                        peer.calls.last, peer.calls.before = NOTHING, None
+                else:
+                    peer.keep_behind(behind, at)
+                    call = after[at]
+                    if slot < 0 or not rings[slot].write(number, seq, predecessor, payload, call):
+                        capture = self._capture
+                        peer.send(Run(capture=capture, seq=seq, predecessor=predecessor, payload=payload, after=call))
                 peer.last_seq = seq
         finally:  # where a signal came in the middle, those who were told are woken, too
             if doorbell is not None and number:
@@ -273,7 +286,10 @@ class StepRuns:
             self._under_way.remove(tracker)
         except ValueError:
             return  # a repeated call
-        if tracker.error is not None:
+        after = self._after.pop(tracker.seq, self._passed)
+        if tracker.error is None:
+            self._passed = after
+        else:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
