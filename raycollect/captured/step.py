@@ -240,14 +240,12 @@ class Capture(BoundToProcess):
     ) -> Any:
         """Runs the step: all its calls, in order, on all participants.
 
-        Runs take place in the order in which they are begun, after the collectives of this process begun before, and
-        before those begun after. They do not wait for methods that were submitted to the actors but have not begun;
-        refs that the step uses were made when it was captured.
+        A run comes after what this process began before: collectives, runs, and methods of its actors; and before what
+        is begun after it. Methods of actors that run several at a time have no order.
 
         Args:
             async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
-            fence: True: the run comes after all methods that were submitted to the participants before; it costs an
-                actor task each.
+            fence: True: the run is sent through the actors' queues, as an actor task each.
             timeout_s: After how many seconds the run is given up and fails, whether anybody waits for it or not; runs
                 before it and methods that it waits for included. None: the limits of its collectives alone.
             arguments: The arguments that the step declares, by name.

@@ -24,6 +24,7 @@ from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
 
 _FUNNEL = "_actor_method_call"
+_HELD = "__raycollect_"  # prefix of those whose results are kept, and whose end is noted
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
 
 NOTHING = b""
@@ -59,17 +60,15 @@ class SubmittedCalls:
             uses the other attributes.
         last: The task of the latest call; `NOTHING`; None where it is not known, or the actor does not note its end.
         before: Called before the next call is submitted, once.
-        count: How many calls were submitted.
         tokens: What is lent to the calls, if they take tokens.
     """
 
-    __slots__ = ("__weakref__", "before", "count", "last", "lock", "tokens")
+    __slots__ = ("__weakref__", "before", "last", "lock", "tokens")
 
     def __init__(self) -> None:
         self.lock: threading.RLock = threading.RLock()  # a finalizer may call the same actor
         self.last: bytes | None = None
         self.before: Callable[[], object] | None = None
-        self.count: int = 0
         self.tokens: CallTokens | None = None
 
     def submit(self, handle: Any, name: str, submit: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -79,7 +78,6 @@ class SubmittedCalls:
                 self.before()  # if that fails, the call must not be submitted either
                 self.before = None
             self.last = None  # unless it is known that it was submitted
-            self.count += 1
             lent = None if self.tokens is None else self.tokens.lend(name, options)
             if lent is None:
                 made = submit(handle, name, **options)
@@ -87,7 +85,7 @@ class SubmittedCalls:
                 to, submitted = lent
                 made = submit(to, name, **options)
                 submitted(made)
-            if not name.startswith("_"):
+            if not name.startswith("_") or name.startswith(_HELD):
                 self.last = _task_of(made)
         return made
 

@@ -184,8 +184,13 @@ class ParticipantLink:
             if calls.last is None:
                 self.submit(payload, 0)
                 return
-            calls.before = partial(_keep_behind, ref(tracker), position, ref(self))
+            self.keep_behind(ref(tracker), position)
             self.order(Order(payload=payload, together=False, in_order=True, after=calls.last, rings=rings))
+
+    def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
+        """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""
+        if self.calls is not None:
+            self.calls.before = partial(_keep_behind, tracker, position, ref(self))
 
     def fence(self, seq: int) -> None:
         """Submits an actor task that lets a plan begin, and ends with it."""

@@ -260,7 +260,7 @@ class Lease:
         runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
         lock = here.method_lock if here.is_ordered else None
-        tell = self.link.send, self._reporter.tell_failure
+        tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call
         try:
             make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell)
             self._captures.add(step_program.capture, make)

@@ -155,7 +155,7 @@ class TracedCapture(Capture):
         installed = ready(self._installed, self._state)
         if self._on_derived and Controller.drives("default"):
             raise UnknownGroupError(group_name="default", detail="it is declared now: collectives take it")
-        return installed, installed.runs.follow(self._parameters.pack(given))
+        return installed, installed.runs.begin(self._parameters.pack(given))
 
 
 def _leaves_of(value: Any) -> list[Any]:
