@@ -23,7 +23,7 @@ from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import TensorInfo
-from raycollect.core.signals import Allowed, Deferred
+from raycollect.core.signals import Allowed, Deferred, guarded
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
@@ -94,23 +94,25 @@ class Capture(BoundToProcess):
         self._state = "its block has not ended"
         return self
 
+    @guarded
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        try:
-            self._block.__exit__(kind, exc, trace)
-        finally:
-            self._state = "its block failed"
-            if exc is not None or self._block.has_failed:
+        with Deferred():
+            try:
+                self._block.__exit__(kind, exc, trace)
+            finally:
+                self._state = "its block failed"
+                if exc is not None or self._block.has_failed:
+                    self._block.clear()
+                    self._block._let_go()
+            if exc is not None:
+                return
+            try:
+                self._record()
+            except BaseException:
                 self._block.clear()
                 self._block._let_go()
-        if exc is not None:
-            return
-        try:
-            self._record()
-        except BaseException:
-            self._block.clear()
-            self._block._let_go()
-            raise
-        self._state = ""
+                raise
+            self._state = ""
 
     def _record(self) -> None:
         request_list = self._block.request_list
@@ -124,18 +126,17 @@ class Capture(BoundToProcess):
 
     def _install(self, controller: Controller) -> None:
         block, request_list = self._block, self._block.request_list
-        with Deferred():
-            installed = install(
-                controller,
-                self._id,
-                request_list,
-                block.leaves,
-                block._hold,
-                staging=block.staging_nbytes,
-                timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
-            )
-            self._installed, self._runs = installed, installed.runs
-            self._parameters.place(installed.names)
+        installed = install(
+            controller,
+            self._id,
+            request_list,
+            block.leaves,
+            block._hold,
+            staging=block.staging_nbytes,
+            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
+        )
+        self._installed, self._runs = installed, installed.runs
+        self._parameters.place(installed.names)
 
     def _follow(self, before: Installed) -> Installed | None:
         """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
