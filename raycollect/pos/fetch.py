@@ -12,7 +12,6 @@ arena are copied to it first.
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -83,7 +82,7 @@ class _Clients:
     """Idle data connections of this process, and the stores that live in it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Without a lock: a finalizer may fetch, too, in the middle of another call of its thread
         self._idle: list[tuple[tuple[str, int], DataClient]] = []
         self.local: dict[bytes, Store] = {}
 
@@ -102,10 +101,7 @@ class _Clients:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for _, client in idle:
-            client.close()
+        self._shrink(0)
 
     def _ask(
         self, address: Address, client: DataClient, message: Any, timeout_s: float, read: Callable[..., Any]
@@ -122,20 +118,21 @@ class _Clients:
         return result
 
     def _take(self, place: tuple[str, int]) -> DataClient | None:
-        with self._lock:
-            for i, (other, client) in enumerate(self._idle):
-                if other == place:
-                    del self._idle[i]
-                    return client
+        for entry in tuple(self._idle):
+            if entry[0] == place:
+                with suppress(ValueError):  # somebody else has taken it
+                    self._idle.remove(entry)
+                    return entry[1]
         return None
 
     def _give(self, place: tuple[str, int], client: DataClient) -> None:
-        with self._lock:
-            self._idle.append((place, client))
-            surplus = self._idle[:-MAX_IDLE]
-            del self._idle[:-MAX_IDLE]
-        for _, old in surplus:
-            old.close()
+        self._idle.append((place, client))
+        self._shrink(MAX_IDLE)
+
+    def _shrink(self, most: int) -> None:
+        with suppress(IndexError):
+            while len(self._idle) > most:
+                self._idle.pop(0)[1].close()
 
 
 def _is_gone(error: ConnectionLostError) -> bool:
