@@ -23,7 +23,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
-from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Read
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Look, Read, Seen
 from raycollect.core import sockets, threads
 from raycollect.core.model import Address, BufferRef, Key, Segment, Structure, TensorInfo
 from raycollect.core.ray_internals import memory_domain
@@ -41,6 +41,7 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.pos import Absence, Container, State, Store, boxes, tensors
+from raycollect.pos.held import reading
 from raycollect.pos.segments import Segments
 
 MAX_IDLE = 32
@@ -202,10 +203,8 @@ def read(
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
     if local is not None:
-        held = [arrays.memory(tensor) for tensor in find(local, key).tensors]
-        with local.reading(list(map(arrays.byte_range, held))):
-            find(local, key)  # once more, as `_serve_read`
-            for at, view in enumerate(boxes.views(held, plain)):
+        with reading(find, local, key, limit_s=timeout_s) as held:
+            for at, view in enumerate(boxes.views([*map(arrays.memory, held.tensors)], plain)):
                 take(at, view)
         return
     until_s = time.monotonic() + timeout_s
@@ -326,10 +325,12 @@ def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelEr
 
 def find(store: Store, key: Key) -> Container:
     """The container of a key; raises as `fetch` does."""
-    found = store.look(key)
+    found = store.current(key)
     if isinstance(found, Absence):
         if found.state is State.FREED:
             raise _refused("freed", "freed", key)
+        if found.state is State.REPLACED:
+            raise _refused("replaced", found.detail, key)
         raise _refused("lost", f"not there ({f'{found.state.value} {found.detail}'.rstrip()})", key)
     try:
         ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
@@ -340,12 +341,15 @@ def find(store: Store, key: Key) -> Container:
     return found
 
 
-def serve(link: DataLink, store: Store) -> None:
-    """Answers one data connection until it ends, on a thread of its own in the holder."""
+def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
+    """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`."""
     while True:
         message = link.receive()
         if message is None:
             return
+        if isinstance(message, Look):
+            link.send(seen())
+            continue
         before = link.sent
         try:
             if isinstance(message, Fetch):
@@ -377,14 +381,11 @@ class _Offer:
 
 
 def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
-    key = Key(message.key)
-    container = find(store, key)
-    views = [arrays.memory(tensor) for tensor in container.tensors]
-    nbytes = sum(view.nbytes for view in views)
-    lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
     with ExitStack() as claim:
-        claim.enter_context(store.reading([arrays.byte_range(view) for view in views]))
-        find(store, key)  # once more: the plan that was waited for may have failed
+        container = claim.enter_context(reading(find, store, Key(message.key), link.has_ended))
+        views = [arrays.memory(tensor) for tensor in container.tensors]
+        nbytes = sum(view.nbytes for view in views)
+        lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
         pairs = list(zip(views, container.tensors, strict=True))
         offers = [_offer(view, tensor, lend) for view, tensor in pairs]
         if any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full: none is lent
@@ -401,11 +402,8 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
-    key = Key(message.key)
-    held = [arrays.memory(tensor) for tensor in find(store, key).tensors]
-    with store.reading(list(map(arrays.byte_range, held))):
-        find(store, key)  # once more: it may have been freed to be written
-        found = boxes.views(held, message.boxes)
+    with reading(find, store, Key(message.key), link.has_ended) as held:
+        found = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
         nbytes = sum(view.nbytes for view in found)
         lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:

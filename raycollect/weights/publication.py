@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from types import TracebackType
@@ -12,7 +14,9 @@ from raycollect.core import ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.errors import (
+    LayoutError,
     PublisherReplacedError,
+    TensorReplacedError,
     VersionError,
     VersionNotPutError,
     anew,
@@ -28,9 +32,11 @@ from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
+from raycollect.weights.receipts import Receipt
 from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
-from raycollect.weights.subscription import Receipt, Subscription, update_all
+from raycollect.weights.subscription import Subscription, update_all
+from raycollect.weights.turns import Turns
 
 _MOST_NUMBER = 1 << 63
 
@@ -83,6 +89,7 @@ class Publication(BoundToProcess):
             raise refusal("publish", "", faults)
         self._ranks.check()  # before anybody is replaced
         self._directory = Directory(name)
+        self._turns = Turns(name)
         self._publisher = ray_internals.describe_process()
         self.epoch: int = 0
         while not self._begin():
@@ -125,12 +132,17 @@ class Publication(BoundToProcess):
 
         Raises:
             VersionNotPutError: An actor is gone or has failed, or replicas have different bits. Nothing was put.
-            VersionTimeoutError: An actor did not come to it in time. Nothing was put.
+            VersionTimeoutError: An actor did not come to it in time, or another thread's put lasts: nothing was put. Or
+                the cluster's key-value store gave no answer: then it may be there.
+            TensorReplacedError: An actor has put tensors of other names, shapes or types in place of those that it had.
             PublisherReplacedError: Another publisher has taken the name.
             InvalidArgumentError: The publication was closed.
         """
-        stream = self.stream(version=version)
-        stream.commit(timeout_s=timeout_s)
+        refuse("put", wrong_time_limit(timeout_s, also=(0,)))
+        until_s = time.monotonic() + timeout_s
+        with self._one_at_a_time("put", timeout_s, until_s):
+            stream = self._begun((), version)
+            stream._put(until_s, timeout_s)
         return stream.version
 
     def stream(self, subscriptions: Sequence[Subscription] = (), *, version: int | None = None) -> Stream:
@@ -147,6 +159,16 @@ class Publication(BoundToProcess):
         Raises:
             LayoutError: Layouts of a receiver group do not fit those of the publisher.
         """
+        with self._one_at_a_time("stream", ATTACH_S, time.monotonic() + ATTACH_S):
+            return self._begun(subscriptions, version)
+
+    @contextmanager
+    def _one_at_a_time(self, op: str, timeout_s: float, until_s: float) -> Iterator[None]:
+        """Waits until no other thread puts anything, and bounds what the directory may take."""
+        with self._turns.taken(op, timeout_s, until_s), self._directory.within(timeout_s, until_s):
+            yield
+
+    def _begun(self, subscriptions: Iterable[Subscription], version: int | None) -> Stream:
         number = self._used.number + 1 if version is None else version
         if type(number) is not int or not self._used.number < number < _MOST_NUMBER:
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
@@ -202,6 +224,8 @@ class Publication(BoundToProcess):
             refuse(op, [wrong_argument("subscriptions", shown(subscriptions), "a list of what subscribe() returned")])
         if over := why_over(self._session, is_open=self._is_open):
             raise refusal(op, "", (wrong_argument("publication", over, "one that is open: publish() again"),))
+        if len(set(groups)) < len(groups):
+            refuse(op, [wrong_argument("subscriptions", "a list with the same one twice", "each of them once")])
         for one in groups:
             if one.name != self.name:
                 raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
@@ -232,8 +256,9 @@ class Publication(BoundToProcess):
         """Updates receiver groups that this process drives to the newest version, all at once; see `update`.
 
         Raises:
-            UnknownVersionError: Nothing was put.
-            RaycollectError: A group could not be updated, as `Subscription.update` raises it; the others are.
+            InvalidArgumentError: A subscription is named twice, or belongs to another publication.
+            PushError: Some of several groups could not be updated; it has the receipts of the others.
+            RaycollectError: The only group could not be updated, as `Subscription.update` raises it.
         """
         refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         groups = self._checked_groups("push", subscriptions)
@@ -254,7 +279,7 @@ class Publication(BoundToProcess):
     def _check(self, job: Job, timeout_s: float) -> None:
         if job.round.phase is Phase.DONE:
             return
-        if job.is_late:
+        if job.is_late or job.has_waited:
             raise self._ranks.late_error(self.name, job, timeout_s)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.round.differing:
@@ -266,6 +291,8 @@ class Publication(BoundToProcess):
                 raise anew(error)
             if (newest := self._directory.epoch()) > self.epoch:  # and its actors may have given up that one, too
                 raise PublisherReplacedError(**where, rank=rank, detail=f"epoch {newest} has begun") from error
+            if isinstance(error, (TensorReplacedError, LayoutError)):
+                raise anew(error)
             detail = error.detail if isinstance(error, VersionError) else "it could not copy its tensors"
             raise VersionNotPutError(
                 **where, rank=rank, actor=self._ranks.attached[rank].actor, detail=detail
