@@ -128,7 +128,7 @@ class _Group:
             info.transport,
             info.group_name,
             int(info.timeout_s * 1000),
-            rendezvous=info.rendezvous,
+            rendezvous=info.rendezvous or init.JOB,  # vLLM makes its workers, and others the trainer
         )
         self.rank = rank
         self._name = info.group_name

@@ -32,7 +32,7 @@
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
     ├── VersionError              a version of weights can't be put, or can't be had
-    │   ├── UnknownVersionError   PublisherReplacedError   VersionNotPutError
+    │   ├── UnknownVersionError   PublicationExistsError   PublisherReplacedError   VersionNotPutError
     │   └── VersionNotWholeError   VersionDirtyError   VersionTimeoutError   PushError
     └── InternalError             our bug: please report it
 
@@ -124,6 +124,7 @@ from raycollect.errors._refused import wrong_flags as wrong_flags
 from raycollect.errors._refused import wrong_layout as wrong_layout
 from raycollect.errors._refused import wrong_time_limit as wrong_time_limit
 from raycollect.errors._refused import wrong_wait as wrong_wait
+from raycollect.errors._weights import PublicationExistsError as PublicationExistsError
 from raycollect.errors._weights import PublisherReplacedError as PublisherReplacedError
 from raycollect.errors._weights import PushError as PushError
 from raycollect.errors._weights import UnknownVersionError as UnknownVersionError

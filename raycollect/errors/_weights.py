@@ -45,6 +45,12 @@ class PublisherReplacedError(VersionError):
     cure = "let one publisher put versions of a name; the newer one goes on"
 
 
+class PublicationExistsError(VersionError):
+    """Another process publishes under this name, and lives."""
+
+    cure = "publish under another name; or close() the other publication, or end its process, and call publish() again"
+
+
 class VersionNotPutError(VersionError):
     """A version was not put: a rank of the publisher failed, or replicas differ; no receiver can see anything of it."""
 

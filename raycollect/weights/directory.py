@@ -33,6 +33,8 @@ _NAMESPACE = b"raycollect"
 _ROOT, _FLOOR = "weights/", "weights-epochs/"
 _TIMEOUT_S, _LEAST_S = 30.0, 0.05
 """The most that one request may take, and the least: what was done by then is still to be said, in seconds."""
+_ENDED = "-"
+"""In place of a publisher's process, of one that was closed."""
 MOST_SWEPT = 16
 """How many publications one `sweep` looks into, of those whose publishers have ended."""
 
@@ -159,6 +161,16 @@ class Directory(_Records):
     def keep_epoch(self, epoch: int, worker: str) -> bool:
         """Writes the record of an epoch again, where it was lost; False: there is one."""
         return self._put(f"epochs/{epoch:08d}", worker.encode(), overwrite=False)
+
+    def publisher(self) -> str:
+        """Ray's id of the process that has begun the newest epoch; empty where that was ended, or there is none."""
+        epoch = self.epoch()
+        worker = (self._get(f"epochs/{epoch:08d}") or b"").decode() if epoch else ""
+        return "" if worker == _ENDED else worker
+
+    def end_epoch(self, epoch: int) -> None:
+        """Says that the publisher of an epoch has closed it. The record stays, so that the next one gets another."""
+        self._put(f"epochs/{epoch:08d}", _ENDED.encode(), overwrite=True)
 
     # ------------------------------------------------------------------------------------------ layouts
 

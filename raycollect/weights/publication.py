@@ -15,6 +15,7 @@ from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.errors import (
     LayoutError,
+    PublicationExistsError,
     PublisherReplacedError,
     TensorReplacedError,
     VersionError,
@@ -46,8 +47,9 @@ def publish(
 ) -> Publication:
     """Publishes the tensors of actors, so that others can have versions of them by a name.
 
-    Nothing is there to be had before the first `Publication.put`. Who published under this name before is replaced: its
-    versions can be had until then, and it can put no more. In any driver, or in an actor that is none of these.
+    Nothing is there to be had before the first `Publication.put`. A publication of this name that this process made, or
+    one that has ended, is replaced: its versions can be had until then, and it can put no more. In any driver, or in an
+    actor that is none of these.
 
     Args:
         refs: One ref per rank, in the order of the layouts' ranks. Each stands for a tensor, or for a dict of tensors
@@ -60,6 +62,7 @@ def publish(
         LayoutError: The tensors do not fit the layouts, or no rank has some of their elements.
         UnsupportedError: A tensor is on a GPU, or methods of an actor overlap.
         RefusedError: As `reshard_refs`.
+        PublicationExistsError: Another process publishes under this name, and lives.
         PublisherReplacedError: Another publisher has taken the name meanwhile.
     """
     return Publication(refs, name, layout)
@@ -90,6 +93,7 @@ class Publication(BoundToProcess):
         self._ranks.check()  # before anybody is replaced
         self._directory = Directory(name)
         self._turns = Turns(name)
+        self._check_free()
         self._publisher = ray_internals.describe_process()
         self.epoch: int = 0
         while not self._begin():
@@ -98,6 +102,14 @@ class Publication(BoundToProcess):
         self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
         # The last version that was put; the last whose number is used, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
+
+    def _check_free(self) -> None:
+        """Raises where another process that lives publishes under this name: two teams would read each other's."""
+        worker = self._directory.publisher()
+        if worker and worker != ray_internals.worker_id() and ray_internals.is_alive(worker):
+            latest = self._directory.latest()
+            who = latest.publisher if latest is not None else f"process {worker[:6]} of Ray"
+            raise PublicationExistsError(name=self.name, detail=f"{who} publishes under this name")
 
     def _begin(self) -> bool:
         """Begins an epoch; False where the directory has lost its records, and the actors know a later one."""
@@ -274,6 +286,7 @@ class Publication(BoundToProcess):
         for rank in range(len(self._ranks)):
             self._ranks.call(rank, agent.detach_source, self.name, self.epoch)
         if self._directory.epoch() == self.epoch:
+            self._directory.end_epoch(self.epoch)
             self._directory.forget_all(self.epoch)
 
     def _check(self, job: Job, timeout_s: float) -> None:

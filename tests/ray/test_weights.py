@@ -366,6 +366,24 @@ def test_pain_5_who_was_replaced_puts_nothing(actors, name):
             assert looks([rollout], sub) == [([0.0], 1)]
 
 
+def test_pain_5_another_process_takes_no_name_of_one_that_lives(actors, name):
+    first, second = actors(Weights, 2)
+    driver, (other,) = Driver.remote(), actors(Weights, 1)
+    with col.publish(replicas([first]), name) as pub:
+        pub.put()
+        with pytest.raises(ray.exceptions.RayTaskError) as raised:
+            ray.get(driver.publish.remote(name, [second], replicas([second])))
+        assert (type(raised.value.cause), raised.value.cause.name) == (errors.PublicationExistsError, name)
+        assert str(os.getpid()) in raised.value.cause.detail
+        assert pub.put().number == 2
+    assert ray.get(driver.publish.remote(name, [second], replicas([second]))) == 1  # the first one was closed
+    with pytest.raises(errors.PublicationExistsError):
+        col.publish(replicas([other]), name)
+    end(driver)
+    with col.publish(replicas([other]), name) as pub:
+        assert pub.put().number == 1
+
+
 def test_who_is_refused_replaces_nobody(actors, name):
     """Its other ranks are parts of what goes on."""
     trainer, rollout, threaded = *actors(Weights, 2), actors(Weights, 1, max_concurrency=2)[0]
