@@ -213,7 +213,7 @@ class Lease:
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
         if exchange is None and len(program.tasks) == 1:
-            fast = FastPath.of(program, [*map(self._store.look, keys)], instruments, communicators)
+            fast = FastPath.of(program, [*map(self._store.current, keys)], instruments, communicators)
             if fast is not None:
                 fast.seq, fast.keys, fast.aborted = seq, keys, aborted
                 return fast
