@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
-from raycollect.core import html
+from raycollect.core import html, threads
 from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.work import UnderWay, awake
@@ -36,7 +37,7 @@ class CapturedRun(UnderWay):
             return self.wait()
         # The doorbell rings for threads alone; `wait` warns there, too.
         with awake(asyncio.get_running_loop()):
-            return (yield from asyncio.to_thread(self.wait, progress=False).__await__())
+            return (yield from threads.awaitable(partial(self.wait, progress=False)).__await__())
 
     @html.shown
     def _repr_html_(self) -> str:

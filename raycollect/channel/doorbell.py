@@ -30,7 +30,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from raycollect.core import shared_memory
@@ -38,6 +38,7 @@ from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
 from raycollect.core.futex import FUTEX_NBYTES, Futex
 from raycollect.core.model import TASK_NBYTES, Segment
 from raycollect.core.semaphores import SEM_NBYTES, semaphores
+from raycollect.core.signals import waiting
 
 IN_FLIGHT = 16  # how many runs of one capture may be under way
 _NAME = "raycollect-doorbell"
@@ -161,7 +162,6 @@ class Doorbell:
         self._awake_s = YIELD_S if slots <= len(os.sched_getaffinity(0)) else 0.0
         self._awake_until_s = 0.0
         self._asleep = threading.Lock()  # held by the one thread that sleeps, or takes posts
-        self._sleeper = 0  # that thread
         self._taken = 0  # how often posts were taken, which may have been meant for another thread
         self._seen = threading.local()
 
@@ -217,18 +217,12 @@ class Doorbell:
             os.sched_yield()
             return
         seen, until_s = self._seen, now_s + min(timeout_s, _SLICE_S)
-        if getattr(seen, "taken", -1) == self._taken and self._asleep.acquire(timeout=max(until_s - now_s, 0)):
+        if getattr(seen, "taken", -1) == self._taken and waiting(partial(self._asleep.acquire, True), until_s - now_s):
             try:
-                self._sleeper = threading.get_ident()
                 if seen.taken == self._taken:
                     self._semaphore.wait(max(until_s - time.monotonic(), 0))
                     self._taken += 1
-            finally:  # a signal may raise
-                self._sleeper = 0
-                with suppress(RuntimeError):  # it was taken for forgotten
-                    self._asleep.release()
-        elif not self._sleeper and time.monotonic() >= until_s:
-            with suppress(RuntimeError):  # a signal came after it was taken, and no thread holds it
+            finally:
                 self._asleep.release()
         seen.taken = self._taken  # after it the caller looks, so that it misses nothing that was taken before
 

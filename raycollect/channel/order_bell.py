@@ -25,10 +25,7 @@ class OrderBell(Doorbell):
         super().__init__(1)
 
     def send(self, order: Order) -> bool:
-        """Sends an order; False where it has to go over the channel.
-
-        After an exception, that of a signal, it must not be used any more: the order may have been sent.
-        """
+        """Sends an order; False where it has to go over the channel."""
         number, payload = self._number + 1, order.after + order.payload
         (taken,) = self._answers
         last = taken.words[taken.cells[number % IN_FLIGHT]]  # taken from this cell; 0: none

@@ -9,11 +9,12 @@ from contextvars import ContextVar, Token
 from typing import Any, ClassVar
 
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.signals import Deferred
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
-from raycollect.driver.work import Work
+from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import BatchError, refuse, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.planner import STAGING_NBYTES, Membership
 
@@ -76,24 +77,31 @@ class Batch(BoundToProcess):
         return self
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        self._end, self._is_open = len(self.request_list.asked), False
-        try:
-            is_elsewhere = not self._leave()
-            if exc is not None or is_elsewhere:
-                self._fail()
-            if exc is not None:
-                return
-            if is_elsewhere:
-                raise BatchError(detail=f"a block was left in another context than it began in: {_FAILED}")
-            if self._outer is None:
-                self._send()
-            elif self._outermost.is_rehearsal:
-                self._outermost.staging_nbytes = self.staging_nbytes
-            self._why = ""
-        finally:
-            self._release()
-        if self._work is not None and not self._async_op:
-            self._work._wait_or_cancel()
+        with Deferred():
+            self._end, self._is_open = len(self.request_list.asked), False
+            try:
+                self._close(exc)
+            finally:
+                self._release()
+            work = None if self._async_op else self._work
+            if work is not None:
+                wait_or_abort(work._controller, work._tracker)
+        if work is not None:
+            work.wait()
+
+    def _close(self, exc: BaseException | None) -> None:
+        is_elsewhere = not self._leave()
+        if exc is not None or is_elsewhere:
+            self._fail()
+        if exc is not None:
+            return
+        if is_elsewhere:
+            raise BatchError(detail=f"a block was left in another context than it began in: {_FAILED}")
+        if self._outer is None:
+            self._send()
+        elif self._outermost.is_rehearsal:
+            self._outermost.staging_nbytes = self.staging_nbytes
+        self._why = ""
 
     def _leave(self) -> bool:
         """Ends the recording; False in another context than that in which it began, as a generator may be in."""
@@ -119,7 +127,7 @@ class Batch(BoundToProcess):
         """Lets go of all groups."""
         held, self.held = self.held, {}
         for membership, controller in held.items():
-            controller.groups.held.release(membership)
+            controller.groups.held.release_later([membership])
 
     def _release(self) -> None:
         self._let_go()

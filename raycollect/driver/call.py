@@ -11,14 +11,15 @@ from raycollect.core import ray_internals
 from raycollect.core.deadline import Deadline
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
+from raycollect.core.placeholder import Placeholder
+from raycollect.core.signals import Deferred
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
-from raycollect.driver.driver_rank import with_results
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
-from raycollect.driver.work import Work, wait_for
+from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type
 from raycollect.group import membership as groups
@@ -94,7 +95,8 @@ class Call:
         self._wait: TaskWait = wait or task_wait(self.name or kind.value, group_name, timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
-        self._driver_rank = self.controller.takes_part(self._group_name) if was_started else None
+        left_s = self._wait.deadline.left_s()
+        self._driver_rank = self.controller.takes_part(self._group_name, left_s) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
         if not was_started:  # no cluster is started for what can't be
@@ -137,12 +139,15 @@ class Call:
             result = request_list.results[-1]
             return list(result) if isinstance(result, list) else result  # the caller may change it
         self.sent = request_list.asked[-1]
-        tracker, submission = request_list.send(
-            self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
-        )
-        if async_op:
-            return Work(self.controller, tracker, request_list.results[0], submission)
-        return with_results(wait_for(self.controller, tracker, request_list.results[0]))
+        with Deferred():
+            tracker, submission = request_list.send(
+                self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
+            )
+            work = Work(self.controller, tracker, request_list.results[0], submission)
+            if async_op:
+                return work
+            wait_or_abort(self.controller, tracker)
+        return work.wait()
 
     # ------------------------------------------------------------------------------------------ binding
 
@@ -159,6 +164,8 @@ class Call:
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch._stand_in(given)
+            if isinstance(ref, Placeholder) and type(ref) is not Pending:
+                ref._passed_to("a collective")
             one: Operand | Violation
             if type(ref) is Pending and ref._is_of(self._request_list):
                 one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
@@ -185,8 +192,9 @@ class Call:
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
         may_derive = self._is_name and group_name == "default" and self._kind is not OpKind.BARRIER
-        if not may_derive or controller.groups.find(group_name) is not None:  # a Group of that name was destroyed
-            return controller.groups.named(group_name)
+        found = controller.groups.find(group_name, self._wait.deadline.left_s())
+        if found is not None or not may_derive:  # a Group of that name was destroyed
+            return found or controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
         actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
         if known := controller.groups.derived(actor_ids):

@@ -47,11 +47,7 @@ def _wait(controller: Controller, tracker: PlanTracker, left_s: float) -> bool:
         return True
     until_s = time.monotonic() - first_s + left_s
     with Attention(controller, tracker, first_s, left_s):
-        while (left_s := until_s - time.monotonic()) > 0:
-            # In parts: a signal to another waiter may leave this one without a word.
-            if tracker.wait(_finite(min(left_s, tracker.plan.timeout_s))):
-                return True
-    return tracker.resolved
+        return tracker.wait(_finite(max(until_s - time.monotonic(), 0.0)))
 
 
 def _wait_with_bar(controller: Controller, tracker: PlanTracker, within_s: float) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
-from raycollect.channel.messages import Abort, Forget, Run
+from raycollect.channel.messages import Forget, Run
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
-from raycollect.core.submitted_calls import NOTHING, AllHeld
+from raycollect.core.signals import Deferred, deliver
+from raycollect.core.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
@@ -76,24 +77,28 @@ class StepRuns:
         self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
         self._waiting: set[int] = set()  # the threads that wait for runs
-        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way come behind, by run and position
-        self._passed = [NOTHING] * len(self._slots)  # those of a run that has ended well
+        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
+        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
+        self._calls = _ordered(self._links)
 
     # ------------------------------------------------------------------------------------------ beginning
 
     def begin(self, arguments: Sequence[bytes], *, fence: bool = False, deadline: Deadline = NEVER) -> PlanTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
-        while True:
-            with self.controller.dispatching:
-                if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
-                    self._check()
-                oldest = self._oldest() if self._under_way else None
-                if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                    # Held before there is a run, so that a signal that comes in this wait leaves none behind
-                    with AllHeld([one.calls for one, _ in self._links if one.calls is not None]):
-                        return self._send(arguments, deadline, None if fence else self._calls_before())
-            if not oldest.wait(deadline.left_s()):
-                raise self._crowded(oldest, deadline)
+        with Deferred():
+            while True:
+                calls = self._calls
+                # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
+                with AllHeld(calls), self.controller.dispatching:
+                    if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
+                        self._check()
+                    oldest = self._oldest() if self._under_way else None
+                    if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
+                        if calls is self._calls:
+                            return self._send(arguments, deadline, None if fence else self._calls_before())
+                        oldest = None
+                if oldest is not None and not oldest.wait(deadline.left_s()):
+                    raise self._crowded(oldest, deadline)
 
     def _crowded(self, oldest: PlanTracker, deadline: Deadline) -> CollectiveTimeoutError:
         """No run could begin in time, as as many as may be under way are."""
@@ -107,13 +112,22 @@ class StepRuns:
             timeout_s=deadline.timeout_s,
         )
 
+    def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
+        """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
+        peer, _ = self._links[position]
+        calls = peer.calls
+        if calls is None:
+            return submit(peer.actor)
+        with calls.lock:
+            is_passed = calls.last in (NOTHING, self._passed[position])
+            made = submit(peer.actor)
+            if is_passed and calls.last is not None:
+                self._passed[position] = calls.last
+        return made
+
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
-        for tracker in tuple(self._under_way):
-            if not tracker.resolved:
-                return tracker
-            self.ended(tracker)  # where a signal came between its outcome and what follows from that
-        return None
+        return next((tracker for tracker in tuple(self._under_way) if not tracker.resolved), None)
 
     def _check(self) -> None:
         """Raises what is wrong with the step, and finds the participants again after a change of groups."""
@@ -125,6 +139,7 @@ class StepRuns:
         revision = self.controller.revision
         peers = self.controller.links(self.memberships, self.step_plan.participants)
         self._links = list(zip(peers, self._slots, strict=True))
+        self._calls = _ordered(self._links)
         self._revision = revision
 
     def _calls_before(self) -> list[bytes] | None:
@@ -135,29 +150,25 @@ class StepRuns:
             last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
             if last is None:
                 return None
-            if last and last == passed and calls is not None:  # a run behind it has ended
-                calls.last = last = NOTHING
-            found.append(last)
+            found.append(NOTHING if last == passed else last)
         return found
 
     def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes] | None) -> PlanTracker:
         """Sends a run to all, behind the calls `after`; None: as actor tasks."""
-        controller, tracker, doorbell = self.controller, None, None if after is None else self.doorbell
+        controller, doorbell = self.controller, None if after is None else self.doorbell
         self.begun += 1
+        number = doorbell.begin() if doorbell is not None and self.in_slots else 0
+        seq = next(controller.numbers)
+        tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
+        tracker.is_fenced = after is None
+        controller.register(tracker)
+        self._under_way.append(tracker)
+        if after is not None and any(after):
+            self._after[seq] = after
         try:
-            number = doorbell.begin() if doorbell is not None and self.in_slots else 0
-            seq = next(controller.numbers)
-            tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
-            tracker.is_fenced = after is None
-            controller.register(tracker)
-            self._under_way.append(tracker)
-            if after is not None and any(after):
-                self._after[seq] = after
             self._tell(tracker, arguments, doorbell, after)
-        except BaseException as exc:  # also a signal: who was told of the run hears that it has ended
+        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
-            if tracker is None or not isinstance(exc, Exception):
-                raise
             return tracker
         if controller.revision is not self._revision:  # who ended a group meanwhile may not have seen this run
             self._look_again(tracker)
@@ -196,24 +207,17 @@ class StepRuns:
                         capture = self._capture
                         peer.send(Run(capture=capture, seq=seq, predecessor=predecessor, payload=payload, after=call))
                 peer.last_seq = seq
-        finally:  # where a signal came in the middle, those who were told are woken, too
+        finally:
             if doorbell is not None and number:
                 doorbell.ring(number)
 
-    def _stop_short(self, tracker: PlanTracker | None, exc: BaseException) -> None:
-        """Ends a run that could not be sent to all; after a signal the step, too."""
-        is_signal = not isinstance(exc, Exception)
-        if is_signal or tracker is None:  # it is not known who was told of it
-            self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
-        if tracker is None:
-            return
+    def _stop_short(self, tracker: PlanTracker, exc: Exception) -> None:
+        """Ends a run that could not be sent to all."""
         last = len(self._links) - 1
         at = next((at for at, (peer, _) in enumerate(self._links) if peer.last_seq != tracker.seq), last)
         self.controller.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, last + 1)))
-        if is_signal:
-            self._links[at][0].send(Abort(seq=tracker.seq, reason="it was interrupted as it began"))
 
-    def _unsent(self, at: int, exc: BaseException) -> RaycollectError:
+    def _unsent(self, at: int, exc: Exception) -> RaycollectError:
         group, member = self.step_plan.homes[at]
         name, detail = group.spec.name, f"{type(exc).__name__}: {exc}"
         error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
@@ -235,25 +239,28 @@ class StepRuns:
         """Waits for the outcome of a run; False where it is not known in time."""
         until_s = inf if timeout_s is None else monotonic() + timeout_s
         doorbell, me = self.doorbell if tracker.number else None, threading.get_ident()
-        try:
-            while True:
-                self._waiting.add(me)  # before it looks, so that it is woken
-                if tracker.is_known:
-                    return True
-                left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
-                if left_s <= 0:
-                    return tracker.resolved
-                if doorbell is None:
-                    tracker.wait_for_word(left_s)
-                else:
-                    doorbell.wait(left_s, tracker.number, tracker.slots.values())
-                tracker.look(self)
-        finally:
-            self._waiting.discard(me)
+        with Deferred():
+            try:
+                while True:
+                    self._waiting.add(me)  # before it looks, so that it is woken
+                    if tracker.is_known:
+                        return True
+                    left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
+                    if left_s <= 0:
+                        return tracker.resolved
+                    if doorbell is None:
+                        tracker.wait_for_word(left_s)
+                    else:
+                        doorbell.wait(left_s, tracker.number, tracker.slots.values())
+                        deliver()
+                    tracker.look(self)
+            finally:
+                self._waiting.discard(me)
 
     def abort(self, tracker: PlanTracker, error: RaycollectError) -> None:
         """Ends a run here and on all participants."""
-        self.controller.send(tracker, tracker.fail(error))
+        with Deferred():
+            self.controller.send(tracker, tracker.fail(error))
 
     def hear(self, tracker: PlanTracker, position: int) -> None:
         """Takes what one participant, who is gone, has answered at the doorbell."""
@@ -286,10 +293,10 @@ class StepRuns:
             self._under_way.remove(tracker)
         except ValueError:
             return  # a repeated call
-        after = self._after.pop(tracker.seq, self._passed)
-        if tracker.error is None:
-            self._passed = after
-        else:
+        for at, call in enumerate(self._after.pop(tracker.seq, ())):
+            if call and tracker.error is None:
+                self._passed[at] = call
+        if tracker.error is not None:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
@@ -307,9 +314,8 @@ class StepRuns:
         return all(tracker.resolved for tracker in tuple(self._under_way))
 
     def close(self) -> None:
-        """Makes the participants forget the step, and aborts runs under way. May be called twice."""
-        with self.controller.dispatching:
-            self.let_go()
+        """Makes the participants forget the step, and aborts runs under way. Never waits; may be called twice."""
+        self.controller.dispatching.soon(self.let_go)
 
     def let_go_idle(self) -> bool:
         """`close` for who holds `dispatching`; does nothing and returns False where a run is under way."""
@@ -330,6 +336,11 @@ class StepRuns:
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}
-        self._links, self._fences = [], {}  # which hold the actors
+        self._links, self._calls, self._fences = [], [], {}  # which hold the actors
         if self.doorbell is not None:
             self.doorbell.close()
+
+
+def _ordered(links: Sequence[tuple[ParticipantLink, int]]) -> list[SubmittedCalls]:
+    """The calls of those participants whose methods have an order."""
+    return [peer.calls for peer, _ in links if peer.calls is not None]

@@ -34,6 +34,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.group.channel_exchange import ChannelExchange
+from raycollect.member import method_lock
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps
 from raycollect.observe.run_steps import RunStep
@@ -44,9 +45,6 @@ from raycollect.pos.handle import Handle
 
 MOST_NBYTES = MAX_FRAME_NBYTES - 1024
 """The longest results of a run that a message can carry."""
-
-_SLICE_S = 0.1
-"""How often a run that waits for a method looks whether it was aborted, in seconds."""
 
 IDLE_S = 60.0
 """How long the thread waits at the doorbell, in seconds; whoever needs it wakes it."""
@@ -256,20 +254,9 @@ class CapturedStep:
         if error is not None:
             self._tell_failure(seq, error)
 
-    def _wait_for_methods(self, seq: int) -> None:
-        ring = self._tracer.ring
-        began_s = 0.0 if ring is None else ring.clock()
-        run_steps.here().at = "waits for a method to end"
-        while not self._method_lock.acquire(timeout=_SLICE_S):
-            reason = self._closed or self._sequencer.reason(seq)
-            if reason:
-                raise PlanAbortedError(detail=reason)
-        if ring is not None:
-            ring.waited("a method", began_s, seq)
-
     def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
         if not self._method_lock.acquire(blocking=False):
-            self._wait_for_methods(seq)
+            method_lock.acquire(self._method_lock, seq, lambda: self._closed or self._sequencer.reason(seq))
         try:
             with self._busy:
                 if reason := self._closed or self._broken:

@@ -28,7 +28,7 @@ from raycollect.errors import (
     refusal,
     wrong_argument,
 )
-from raycollect.errors.text import a_type, shown
+from raycollect.errors.text import a_type, not_a_name
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos import Range
@@ -166,9 +166,8 @@ class Ranks:
 
 def wrong_name(name: object) -> list[Violation]:
     """The violation of a name that no publication can have."""
-    return (
-        [] if isinstance(name, str) and name else [wrong_argument("name", shown(name), "a string, which is not empty")]
-    )
+    wrong = not_a_name(name)
+    return [wrong_argument("name", wrong, "a string")] if wrong else []
 
 
 def why_over(session: Any, *, is_open: bool) -> str:
