@@ -16,6 +16,7 @@ from raycollect.errors import (
     GroupBrokenError,
     GroupExistsError,
     InvalidGroupError,
+    MismatchError,
     ParticipantDiedError,
     UnknownGroupError,
     UnsupportedError,
@@ -312,6 +313,30 @@ def test_plans_and_calls_of_one_group_take_turns(actors):
         col.allreduce_refs(refs, "both")
         assert all((x == 3).all() for x in told(called))
     assert all((x == 64).all() for x in col.get(refs))
+
+
+@pytest.mark.parametrize("is_formed", [False, True])
+def test_ranks_that_come_later_to_a_call_that_was_refused_are_refused_as_well(actors, is_formed):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    refs = [worker.get_buffer.remote() for worker in workers]
+    if is_formed:
+        on_all(workers, call_here, 30)
+    first = workers[0].call.remote(call_here, 30)  # for which the others wait in the plan
+    plan = col.allreduce_refs(refs, async_op=True)
+    (refused,) = told([first])
+    plan.wait()
+    assert isinstance(refused, MismatchError)
+    began_s = time.monotonic()
+    for later in told([worker.call.remote(call_here, 30) for worker in workers[1:]]):
+        assert isinstance(later, MismatchError)
+        assert [one.rank for one in later.violations] == [one.rank for one in refused.violations]
+    assert time.monotonic() - began_s < 15, "of the 30 s that the call may take"
+    assert on_all(workers, call_here, 30) == [None] * 3
+
+
+def call_here(self, timeout_s):
+    col.allreduce(np.ones(3), timeout_s=timeout_s)
 
 
 def test_a_member_of_a_declared_group_that_dies_is_named(actors):
