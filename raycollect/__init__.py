@@ -120,6 +120,9 @@ if TYPE_CHECKING:
     from raycollect.pos.tensors import full as full
     from raycollect.pos.tensors import ones as ones
     from raycollect.pos.tensors import zeros as zeros
+    from raycollect.traced.kept import keep as keep
+    from raycollect.traced.step import Step as Step
+    from raycollect.traced.step import step as step
     from raycollect.weights.layouts.dtensors import layout_of as layout_of
     from raycollect.weights.layouts.record import record_layout as record_layout
     from raycollect.weights.protocol import Version as Version
@@ -159,6 +162,7 @@ _HOMES: dict[str, str] = {
     "Receipt": "weights.receipts",
     "ReduceOp": "core.model",
     "Region": "planner.layout",
+    "Step": "traced.step",
     "Subscription": "weights.subscription",
     "Summary": "observe.summary",
     "SummaryRow": "observe.summary",
@@ -210,6 +214,7 @@ _HOMES: dict[str, str] = {
     "is_backend_available": "member.init",
     "is_group_initialized": "member.init",
     "join_layouts": "planner.joined",
+    "keep": "traced.kept",
     "layout": "planner.layout",
     "layout_of": "weights.layouts.dtensors",
     "map_safetensors": "weights.safetensors",
@@ -242,6 +247,7 @@ _HOMES: dict[str, str] = {
     "send_multigpu": "member.multigpu_operations",
     "send_multigpu_ref": "driver.multigpu_operations",
     "send_ref": "driver.operations",
+    "step": "traced.step",
     "subscribe": "weights.subscription",
     "summary": "driver.timeline",
     "synchronize": "member.multigpu_operations",

@@ -17,8 +17,10 @@ from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Member
+from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import StepPlan
@@ -50,6 +52,7 @@ class Installed:
 
     Attributes:
         places: For each returned value: (position, its place among what that participant returns).
+        kept: For each value that stays in its actor: (position, its place among what that participant keeps).
         names: For each position, the arguments that runs pass to it, in order.
         operands: Source of an operand -> (position, slot).
     """
@@ -57,8 +60,19 @@ class Installed:
     runs: StepRuns
     calls: tuple[MethodCall, ...]
     places: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
     names: tuple[tuple[str, ...], ...]
     operands: Mapping[Source, tuple[int, int]]
+
+    def kept_refs(self, capture: bytes, seq: int) -> list[Any]:
+        """Refs of what a run has kept, the last one first: each actor returns its values as of a method."""
+        found: dict[int, list[Any]] = {}
+        for position in dict.fromkeys(at for at, _ in self.kept):
+            count = sum(at == position for at, _ in self.kept)
+            method = self.runs.peer(position).actor.__raycollect_give_kept__
+            refs = method.options(num_returns=count, max_task_retries=0).remote(capture, seq, alone=count == 1)
+            found[position] = refs if count > 1 else [refs]
+        return [found[position][place] for position, place in reversed(self.kept)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +97,8 @@ class _Installation:
         try:
             for at, peer in enumerate(peers):
                 tasks.append(self._submit(at, peer, doorbell, slots[at]))
-            opened = self._hear(tasks)
+            with Allowed():
+                opened = self._hear(tasks)
         except BaseException as exc:
             retrieve_errors(tasks)
             for peer in peers:
@@ -194,6 +209,7 @@ def install(
     returned: Sequence[Any],
     hold: Callable[[Controller, Membership], None],
     *,
+    kept: Sequence[Pending] = (),
     staging: int,
     timeout_s: float,
 ) -> Installed:
@@ -204,12 +220,14 @@ def install(
     words = StepErrorText(capture, request_list, declared)
     compiler = StepCompiler(capture, request_list, staging, words)
     if compiler.idle:  # they are leased as a group that no plan uses
-        membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
+        with Allowed():
+            membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
         hold(controller, membership)
         memberships.append(membership)
-    step_plan = compiler.step_plan(memberships)
-    places = compiler.write(returned)
-    _check_refs(request_list.calls, deadline_s, timeout_s)
+    with Allowed():
+        step_plan = compiler.step_plan(memberships)
+        places, kept_places = compiler.write(returned), compiler.keep(kept)
+        _check_refs(request_list.calls, deadline_s, timeout_s)
     installation = _Installation(
         controller=controller,
         capture=capture,
@@ -224,6 +242,7 @@ def install(
         runs=installation.send(),
         calls=tuple(request_list.calls),
         places=places,
+        kept=kept_places,
         names=compiler.names,
         operands=compiler.operands(),
     )

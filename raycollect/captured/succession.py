@@ -15,6 +15,7 @@ from raycollect.captured.calls import StepRequests
 from raycollect.captured.recording import Recording
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
+from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.groups import Groups
@@ -32,7 +33,8 @@ def follow(block: Recording, controller: Controller) -> bytes:
         CaptureMembersError: It needs what is not there any more; it is as it was.
     """
     request_list = block.request_list
-    succession = Succession.of([one.group for one in request_list.asked], controller.groups)
+    with Allowed():  # a change of members may take long
+        succession = Succession.of([one.group for one in request_list.asked], controller.groups)
     if not succession.now and not block.is_moved:
         return b""
     lost = succession.lost(request_list)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Broken, Message
 from raycollect.channel.protocol import Connection, Event
 from raycollect.core import sockets, threads
+from raycollect.core.signals import Deferred
 from raycollect.core.timers import Timer
 from raycollect.errors import ChannelError, ConnectionLostError, InternalError, ProtocolError, anew
 
@@ -48,7 +50,11 @@ class _Phase(enum.Enum):
 
 
 class Link:
-    """An open control connection. `send` and `close` may be called by any thread."""
+    """An open control connection. `send` and `close` may be called by any thread, also by finalizers.
+
+    A frame is numbered and written in one piece, as the peer takes no frame but the next: no signal handler runs in
+    between, and what a finalizer sends there waits for the loop's thread.
+    """
 
     def __init__(
         self, loop: Loop, sock: socket.socket, connection: Connection, handler: LinkHandler, *, hello: dict[str, Any]
@@ -60,7 +66,8 @@ class Link:
         self._sock = sock
         self._connection = connection
         self._handler: LinkHandler | None = handler  # None: it was told of the end
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_sending = False  # a frame was numbered and is not written yet
         self._phase = _Phase.OPEN
         self._queue: deque[memoryview] = deque()
         self._queued_nbytes = 0
@@ -83,23 +90,36 @@ class Link:
             ConnectionLostError: The link has ended, or its peer doesn't read.
             ProtocolError: The message can't be sent (too big, not plain values); the link goes on.
         """
-        with self._lock:
-            if self._phase is not _Phase.OPEN:
-                raise ConnectionLostError(detail="the link is closed", peer=self.peer)
-            lost = self._write(self._connection.send(message))
+        with Deferred():
+            with self._lock:
+                if self._is_sending:  # by this thread, which runs a finalizer now
+                    self._loop.call_soon(partial(self._send_late, message))
+                    return
+                if self._phase is not _Phase.OPEN:
+                    raise ConnectionLostError(detail="the link is closed", peer=self.peer)
+                self._is_sending = True
+                try:
+                    lost = self._write(self._connection.send(message))
+                finally:
+                    self._is_sending = False
+                if lost is not None:
+                    self._phase = _Phase.CLOSING
             if lost is not None:
-                self._phase = _Phase.CLOSING
-        if lost is not None:
-            self._loop.call_soon(partial(self._give_up, lost))
-            raise anew(lost)
+                self._loop.call_soon(partial(self._give_up, lost))
+                raise anew(lost)
+
+    def _send_late(self, message: Message) -> None:
+        with suppress(ConnectionLostError):
+            self.send(message)
 
     def close(self) -> None:
         """Ends the link, after what was sent has gone out, or a second. May be called twice."""
-        with self._lock:
-            if self._phase is not _Phase.OPEN:
-                return
-            self._phase = _Phase.CLOSING
-        self._loop.call_soon(self._drain)
+        with Deferred():
+            with self._lock:
+                if self._phase is not _Phase.OPEN:
+                    return
+                self._phase = _Phase.CLOSING
+            self._loop.call_soon(self._drain)
 
     def _write(self, frame: bytes) -> ConnectionLostError | None:
         # Under the lock, so that frames go out in the order of their numbers.

@@ -32,7 +32,8 @@ class Owned(Protocol):
 class Loop:
     """A thread that calls back when sockets are ready.
 
-    `call_soon` and `close` may be called by any thread, everything else by the loop's own thread only.
+    `call_soon` and `close` may be called by any thread, everything else by the loop's own thread only. `call_soon`
+    takes no lock: the garbage collector may call it, in any thread at any place.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,27 +43,25 @@ class Loop:
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._on_wake)
         self._calls: deque[Callable[[], None]] = deque()
         self._timers = TimerQueue()
-        self._lock = threading.Lock()
         self._stopping = False
         self.buffer: memoryview = memoryview(bytearray(256 * 1024))  # what all sockets of this thread are read into
         self._thread = threads.start(name, self._run)
 
     def call_soon(self, call: Callable[[], None]) -> bool:
         """Makes a call on the loop's thread; False when it has stopped and never will."""
-        with self._lock:
-            if self._stopping:
+        self._calls.append(call)
+        if self._stopping:  # then the thread may have looked for the last time
+            with contextlib.suppress(ValueError):  # it has made the call, or makes it now
+                self._calls.remove(call)
                 return False
-            self._calls.append(call)
         if threading.current_thread() is not self._thread:
             self._wake()
         return True
 
     def close(self) -> None:
         """Ends all that the loop owns, and the thread; waits for it, unless called by it. May be called twice."""
-        with self._lock:
-            first, self._stopping = not self._stopping, True
-        if first:
-            self._wake()
+        self._stopping = True
+        self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
@@ -90,10 +89,8 @@ class Loop:
         try:
             threads.repeat(self._turn)
         finally:
-            with self._lock:
-                self._stopping = True
-            while self._calls:  # what was asked for before the end: links to take over, and so to close
-                threads.survives(self._calls.popleft())
+            self._stopping = True
+            self._make_calls()  # what was asked for before the end: links to take over, and so to close
             reason = ConnectionLostError(detail="this end was closed")
             for owned in list(self.owned):
                 threads.survives(owned.end, reason)
@@ -106,11 +103,15 @@ class Loop:
         """Does what is due, and waits where nothing is; False: the loop has to stop."""
         if not self._stopping:
             self._select()
-        while self._calls and not self._stopping:
-            threads.survives(self._calls.popleft())
+        self._make_calls()
         while self._timers.all and (call := self._timers.pop()) is not None:
             threads.survives(call)
         return not self._stopping
+
+    def _make_calls(self) -> None:
+        with contextlib.suppress(IndexError):  # there are no more
+            while True:
+                threads.survives(self._calls.popleft())
 
     def _select(self) -> None:
         # The thread holds nothing of what was ready while it waits for more.

@@ -25,10 +25,7 @@ class OrderBell(Doorbell):
         super().__init__(1)
 
     def send(self, order: Order) -> bool:
-        """Sends an order; False where it has to go over the channel.
-
-        After an exception, that of a signal, it must not be used any more: the order may have been sent.
-        """
+        """Sends an order; False where it has to go over the channel."""
         number, payload = self._number + 1, order.after + order.payload
         (taken,) = self._answers
         last = taken.words[taken.cells[number % IN_FLIGHT]]  # taken from this cell; 0: none
@@ -60,7 +57,7 @@ class OrderBellClient(DoorbellClient):
         entry = self.take(timeout_s)
         if entry is None:
             return None
-        number, flags, split, message = entry
+        number, flags, split, message, _ = entry
         self._answers.write(number, 0, 0, b"")  # nobody answers: the controller may write to the cell again
         payload = message or b""
         return Order(

@@ -9,11 +9,12 @@ from contextvars import ContextVar, Token
 from typing import Any, ClassVar
 
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.signals import Deferred, close_block, guarded, open_block
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
-from raycollect.driver.work import Work
+from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import BatchError, refuse, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.planner import STAGING_NBYTES, Membership
 
@@ -65,6 +66,17 @@ class Batch(BoundToProcess):
     def __enter__(self) -> Batch:  # noqa: PYI034 - typing.Self came with Python 3.11
         if self._token is not None:
             raise BatchError(detail="a batch is entered once: enter a new batch()")
+        try:
+            with Deferred():
+                self._open()
+        except BaseException:  # of a signal's handler: `__exit__` is not called
+            with Deferred():
+                self._close(BatchError(detail=_FAILED))
+            raise
+        return self
+
+    def _open(self) -> None:
+        open_block()
         self._outer = None if self.is_rehearsal else current()
         if self._outer is not None:
             self.request_list = self._outer.request_list
@@ -73,10 +85,22 @@ class Batch(BoundToProcess):
         self._thread, self._task = threading.get_ident(), _running_task()
         self._why, self._is_open = "its block has not ended", True
         self._token = _current.set(self)
-        return self
 
+    @guarded
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        with Deferred():
+            self._close(exc)
+            work = None if self._async_op else self._work
+            if work is not None:
+                wait_or_abort(work._controller, work._tracker)
+        if work is not None:
+            work.wait()
+
+    def _close(self, exc: BaseException | None) -> None:
+        if not self._is_open:
+            return
         self._end, self._is_open = len(self.request_list.asked), False
+        close_block()
         try:
             is_elsewhere = not self._leave()
             if exc is not None or is_elsewhere:
@@ -92,8 +116,6 @@ class Batch(BoundToProcess):
             self._why = ""
         finally:
             self._release()
-        if self._work is not None and not self._async_op:
-            self._work._wait_or_cancel()
 
     def _leave(self) -> bool:
         """Ends the recording; False in another context than that in which it began, as a generator may be in."""
@@ -119,7 +141,7 @@ class Batch(BoundToProcess):
         """Lets go of all groups."""
         held, self.held = self.held, {}
         for membership, controller in held.items():
-            controller.groups.held.release(membership)
+            controller.groups.held.release_later([membership])
 
     def _release(self) -> None:
         self._let_go()
@@ -214,6 +236,12 @@ def current() -> Batch | None:
     return found if found is None or found._is_here() else None
 
 
+def limit_s(timeout_s: float | None) -> float | None:
+    """The time limit of a call: what it says, or else the block in which it is made; None: neither does."""
+    around = current() if timeout_s is None else None
+    return timeout_s if around is None else around.timeout_s
+
+
 def _running_task() -> Any:
     try:
         return asyncio.current_task()
@@ -235,8 +263,9 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
         staging_nbytes: How many bytes of memory a participant may use for packing small tensors, at least 16; 0: no
             packing.
         async_op: True: the end of the block does not wait; ``b.wait()`` does.
-        timeout_s: How long ranks wait for each other, in seconds, where a call does not say; by default as its group
-            says. The batch is one plan with one limit: the longest of its calls.
+        timeout_s: The limit of calls that name none, in seconds. The batch is one plan, which may take as long as the
+            longest limit of its calls, from the end of the block on, waits for methods included. Where a call has no
+            limit, ranks wait for each other alone, as its group says.
 
     Raises:
         InvalidArgumentError: An argument makes no sense.

@@ -9,19 +9,23 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from raycollect.channel import CompletionBell
 from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, name_of
+from raycollect.core.signals import Allowed
 from raycollect.driver.controller_messages import ControllerMessages
+from raycollect.driver.dispatch_lock import DispatchLock
 from raycollect.driver.driver_rank import DriverRank
 from raycollect.driver.groups import Groups
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
+from raycollect.driver.plan_timeouts import PlanTimeouts
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
 from raycollect.errors import PlanAbortedError, UnknownGroupError
 from raycollect.group.process_groups import ProcessGroups, places
@@ -31,6 +35,9 @@ from raycollect.planner import Membership
 from raycollect.pos import fetch
 
 _MOST_LINKS = 256  # for how many plans it is known who takes part
+
+# How long a captured step that was dropped in a run is left alone before anybody looks at it again, in seconds
+_LOOK_S, _MOST_LOOK_S = 0.05, 1.0
 
 
 class Controller:
@@ -42,6 +49,7 @@ class Controller:
         messages: Takes what participants say.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
         under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
+        timeouts: Ends plans and runs at the time limits that their callers gave.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
@@ -52,7 +60,9 @@ class Controller:
     def current(cls) -> Controller:
         """The controller of this process and Ray session; starts Ray if need be."""
         ray_internals.ensure_ray()
-        session = ray_internals.session()
+        session, current = ray_internals.session(), cls._current
+        if current is not None and current.session is session:
+            return current
         with cls._making:
             if cls._current is None or cls._current.session is not session:
                 if cls._current is not None:
@@ -77,23 +87,23 @@ class Controller:
     def drives(cls, name: str) -> bool:
         """Whether this process has declared a group of that name; starts nothing."""
         current = cls.running()
-        return current is not None and current.groups.find(name) is not None
+        return current is not None and current.groups.is_declared(name)
 
     def __init__(self, session: object) -> None:
         self.session = session
-        self.dispatching: threading.Lock = threading.Lock()
+        self.dispatching: DispatchLock = DispatchLock()
         self.revision: object = object()
         self.known_calls: dict[Any, Any] = {}
         self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}  # as long as the revision is the same
         self.messages: ControllerMessages = ControllerMessages(self)
         self._bell = _make_bell()
         self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
-        self.groups: Groups = Groups(self.participants, self._group_ends, self._drained)
+        self.groups: Groups = Groups(self.participants, self._group_ends, self._drained, self._none_begins)
         self._driver_rank: DriverRank | None = None
         self._is_closed = False
         self.numbers: Iterator[int] = itertools.count(1)
+        self.timeouts: PlanTimeouts = PlanTimeouts(self)
         self.under_way: dict[int, PlanTracker] = {}
-        self._abandoned: deque[tuple[Callable[[], bool], tuple[Membership, ...]]] = deque()  # captures to be closed
         self._tracer = Tracer.current()
         begin_from_environment(places)
         self.observed(TimelineSession.current())
@@ -113,16 +123,17 @@ class Controller:
                 self._driver_rank = DriverRank()
             return self._driver_rank
 
-    def takes_part(self, group_name: GroupLike) -> DriverRank | None:
-        """This process as a participant, if it is a member of the declared group of that name."""
+    def takes_part(self, group_name: GroupLike, limit_s: float | None = None) -> DriverRank | None:
+        """This process as a participant, if it is a member of the declared group of that name; waits as `find` does."""
         rank = self._driver_rank
-        found = None if rank is None else self.groups.find(name_of(group_name))
+        found = None if rank is None else self.groups.find(name_of(group_name), limit_s)
         return rank if rank is not None and found is not None and found.rank_of(rank.actor_id) >= 0 else None
 
     def close(self) -> None:
         """Gives back all leases."""
         for tracker in list(self.under_way.values()):
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
+        self.timeouts.stop()
         self.under_way.clear()
         self._links.clear()
         self._is_closed = True
@@ -167,10 +178,17 @@ class Controller:
 
     def _drained(self, membership: Membership, deadline_s: float) -> bool:
         with self.dispatching:  # a plan that began before is waited for; none begins after it, as all look again
-            self.groups.draining = membership.spec.group_id
+            self.groups.draining.add(membership.spec.group_id)
             self.revision = object()
             under_way = self._plans_of(membership)
-        return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
+        with Allowed():
+            return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
+
+    @contextmanager
+    def _none_begins(self) -> Iterator[list[Membership]]:
+        with self.dispatching:
+            yield [group for tracker in self.trackers() if not tracker.resolved for group in tracker.groups]
+            self.revision = object()  # as groups may have ended in the block
 
     def _plans_of(self, membership: Membership) -> list[PlanTracker]:
         return [tracker for tracker in self.trackers() if membership in tracker.groups]
@@ -179,8 +197,6 @@ class Controller:
 
     def register(self, tracker: PlanTracker) -> None:
         """Adds a plan, or a run, under the number that was taken last, and takes those of its other launches."""
-        if self._abandoned:
-            self._close_abandoned()
         ring = self._tracer.ring
         if ring is not None:
             tracker.ring, tracker.began_s = ring, ring.clock()
@@ -199,20 +215,12 @@ class Controller:
         return found
 
     def claim_bell(self) -> CompletionBell | None:
-        """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it."""
+        """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it.
+
+        From here to its `release` the caller is inside of `Deferred`.
+        """
         bell = self._bell
         return bell if bell is not None and bell.claim() else None
-
-    def release_bell(self, bell: CompletionBell) -> None:
-        """Ends a claim; nobody looks at the bell any more."""
-        for tracker in tuple(self.under_way.values()):
-            if tracker.bell is None:
-                continue
-            if not tracker.resolved:
-                self.send(tracker, tracker.fail(PlanAbortedError(detail="its caller was interrupted")))
-            elif tracker.has_ended:
-                self.under_way.pop(tracker.seq, None)
-        bell.release()
 
     def tracker(self, seq: int) -> PlanTracker | None:
         """The plan whose first launch has that number."""
@@ -225,20 +233,19 @@ class Controller:
         if tracker.has_ended:
             self.under_way.pop(tracker.seq, None)
 
-    def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...]) -> None:
+    def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...], delay_s: float = 0.0) -> None:
         """Closes a capture that nobody refers to, once its last run has ended; `let_go` returns False until then.
 
-        Takes no lock: the garbage collector may call it, in any thread at any place.
+        Takes no lock: the garbage collector may call it, in any thread at any place. The hub's thread does the rest.
         """
-        self._abandoned.append((let_go, held))
 
-    def _close_abandoned(self) -> None:
-        for _ in range(len(self._abandoned)):
-            let_go, held = self._abandoned.popleft()
+        def close() -> None:
             if let_go():
                 self.groups.held.release_later(held)
             else:
-                self._abandoned.append((let_go, held))
+                self.abandon(let_go, held, min(delay_s + _LOOK_S, _MOST_LOOK_S))
+
+        self.participants.later(delay_s, partial(self.dispatching.soon, close))
 
 
 def _make_bell() -> CompletionBell | None:

@@ -10,6 +10,7 @@ from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
 from raycollect.core.driver_handle import DriverHandle, is_handle
 from raycollect.core.model import GroupLike, name_of
+from raycollect.core.signals import Deferred
 from raycollect.driver import group_change
 from raycollect.driver.controller import Controller
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
@@ -167,7 +168,8 @@ class Group:
             RaycollectError: A member could not join. The group is broken, and may be rebuilt again.
         """
         groups = self._controller.groups
-        self._membership, self._declaration = groups.rebuild(self._membership, actors, timeout_s)
+        with Deferred():
+            self._membership, self._declaration = groups.rebuild(self._membership, actors, timeout_s)
         return self
 
     def add(self, actors: Any, *, timeout_s: float = 60.0) -> Group:
@@ -219,7 +221,8 @@ class Group:
 
     def _change(self, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any] | None = None) -> Group:
         groups = self._controller.groups
-        self._membership, self._declaration = groups.change(self._membership, actors, timeout_s, new or {})
+        with Deferred():
+            self._membership, self._declaration = groups.change(self._membership, actors, timeout_s, new or {})
         return self
 
     def destroy(self) -> None:

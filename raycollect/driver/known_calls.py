@@ -13,11 +13,12 @@ from ray import ObjectRef
 
 from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, Key, OpKind, ReduceOp, name_of
+from raycollect.core.signals import Deferred
 from raycollect.driver import batch
 from raycollect.driver.call import Call
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, prepare, send_prepared
-from raycollect.driver.work import Work, wait_for
+from raycollect.driver.work import Work, wait_or_abort
 from raycollect.planner import STAGING_NBYTES
 
 MOST = 256
@@ -100,7 +101,7 @@ def _again(controller: Controller, asked: _Asked, *, may_derive: bool) -> _Known
     known: _Known | None = controller.known_calls.get(asked)
     if known is None:
         return None
-    now = controller.groups.find(asked.group_name)
+    now = controller.groups.find(asked.group_name, asked.timeout_s)
     if now is None and may_derive and known.asked.group.is_derived:
         now = controller.groups.derived(asked.actors)
     return known if now is known.asked.group else None
@@ -109,23 +110,26 @@ def _again(controller: Controller, asked: _Asked, *, may_derive: bool) -> _Known
 def _send(controller: Controller, known: _Known, keys: list[Key], refs: Any, *, async_op: bool) -> Any:
     results = list(map(refs.__getitem__, known.order))
     operands = dict(zip(map(keys.__getitem__, known.order), results, strict=True))
-    if async_op:
-        tracker = send_prepared(controller, known.prepared, operands)
-        submission = Submission(
-            asked=(known.asked,),
-            refs=operands,
-            results=(results,),
-            staging=STAGING_NBYTES,
-            is_batch=False,
-        )
-        return Work(controller, tracker, results, submission)
-    bell = controller.claim_bell()
-    try:
-        tracker = send_prepared(controller, known.prepared, operands, bell)
-        return wait_for(controller, tracker, results)
-    finally:
-        if bell is not None:
-            controller.release_bell(bell)
+    with Deferred():
+        if async_op:
+            tracker = send_prepared(controller, known.prepared, operands)
+            submission = Submission(
+                asked=(known.asked,),
+                refs=operands,
+                results=(results,),
+                staging=STAGING_NBYTES,
+                is_batch=False,
+            )
+            return Work(controller, tracker, results, submission)
+        bell = controller.claim_bell()
+        try:
+            tracker = send_prepared(controller, known.prepared, operands, bell)
+            wait_or_abort(controller, tracker)
+        finally:
+            if bell is not None:
+                bell.release()
+        controller.send(tracker, [])  # who rings tells the hub nothing
+    return results if tracker.error is None else Work(controller, tracker, results).wait()
 
 
 def _note(asked: _Asked, controller: Controller, request: RequestKey) -> None:

@@ -19,12 +19,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Abort, Arrivals, Arrive
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
+from raycollect.core.signals import Deferred, deliver, waiting
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.engine.agreement import ArrivalGather
 from raycollect.errors import (
@@ -40,6 +42,7 @@ from raycollect.observe.trace import PLAN, RUN
 from raycollect.planner import Membership, Plan
 
 if TYPE_CHECKING:
+    from raycollect.driver.plan_timeouts import Overdue
     from raycollect.driver.step_runs import StepRuns
 
 _log = logging.getLogger("raycollect")
@@ -70,7 +73,8 @@ class PlanTracker:
         bell: What is rung when it has gone well everywhere, where the thread that waits for it has claimed the bell.
         bell_slots: The words of its participants there.
         place: Which of the step's runs it is, from 1.
-        until_s: When its time is over, by `time.monotonic`.
+        deadline: When its caller's time limit is over.
+        overdue: Who had not ended it when that was over, and what they did; None: it was not.
         results: What the participants have answered, by position.
         slots: Position -> slot of those whose answer at the doorbell was not taken.
         is_known: Whether the outcome is known; `resolved` looks at the doorbell first.
@@ -81,11 +85,11 @@ class PlanTracker:
     error: RaycollectError | None = None
     is_known: bool = False
     is_committed: bool = False
-    is_fenced: bool = False
     bell: CompletionBell | None = None
     bell_slots: tuple[int, ...] = ()
     ring: Ring | None = None
     began_s: float = 0.0
+    overdue: Overdue | None = None
     _first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
     _told = False  # whether the participants were told to abort
     _is_explained = False  # whether the refs have told what they know of the failure
@@ -98,14 +102,13 @@ class PlanTracker:
         refs: dict[Key, Any],
         runs: StepRuns | None = None,
         number: int = 0,
-        limit_s: float = math.inf,
+        deadline: Deadline = NEVER,
     ) -> None:
         self.seq = seq
         self.plan = plan
         self.runs = runs
         self.number = number
-        self.limit_s = limit_s
-        self.until_s: float = math.inf if limit_s == math.inf else time.monotonic() + limit_s
+        self.deadline = deadline
         self.launches: range = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
@@ -124,7 +127,7 @@ class PlanTracker:
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
         self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may ask, or end it, in a thread that has it
 
     # ------------------------------------------------------------------------------------------ queries
 
@@ -175,21 +178,23 @@ class PlanTracker:
         if bell is None or not bell.is_mine:
             return self.wait_for_word(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self.is_known:
-            left_s = until_s - time.monotonic()
-            if left_s > 0:
-                bell.wait(left_s)
-            if bell.has_rung(self.seq, self.bell_slots):
-                self._ended(range(len(self.plan.participants)), None, ())
-            elif left_s <= 0:
-                return self.is_known
+        with Deferred():
+            while not self.is_known:
+                left_s = until_s - time.monotonic()
+                if left_s > 0:
+                    bell.wait(left_s)  # or until a signal comes
+                    deliver()
+                if bell.has_rung(self.seq, self.bell_slots):
+                    self._ended(range(len(self.plan.participants)), None, ())
+                elif left_s <= 0:
+                    return self.is_known
         return True
 
     def wait_for_word(self, timeout_s: float | None) -> bool:
         """Waits for an outcome that somebody else finds out."""
-        # A signal may come between the two calls, after which nobody gets the lock: it only wakes, and tells nothing.
-        if not self.is_known and self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
-            self._unresolved.release()
+        with Deferred():
+            if not self.is_known and waiting(partial(self._unresolved.acquire, True), timeout_s):
+                self._unresolved.release()
         return self.is_known
 
     def look(self, runs: StepRuns) -> bool:
@@ -208,11 +213,6 @@ class PlanTracker:
             if ended:
                 self._ended(ended, None, ())
             self.slots = left
-        if not self._pending and not self.is_known:  # a signal came between the last answer and what follows
-            if self._first is not None:
-                self._failed(*self._first)
-            else:
-                self._resolve(None)
         return self.is_known
 
     def when_resolved(self, call: Callable[[], None]) -> None:
@@ -249,6 +249,10 @@ class PlanTracker:
         return self._ended((position, *others) if self.runs is None else (position,), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
+        with Deferred():
+            return self._take_end(positions, error, story)
+
+    def _take_end(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
         position = positions[0]
         with self._lock:
             self._pending.difference_update(positions)

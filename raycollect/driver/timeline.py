@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raycollect.core import html, ray_internals
+from raycollect.core import files, html, ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_flags, wrong_time_limit
@@ -111,12 +111,14 @@ def timeline(
     Raises:
         TimelineError: One is recorded in this process already.
         InvalidArgumentError: An argument makes no sense.
-        OSError: There is no folder in which the file could be.
+        OSError: There is no folder in which the file could be, or the path names something other than a regular file.
     """
     _check(path, limit, timeout_s, metrics)
     target = None if path is None else Path(path).absolute()
     if target is not None and not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for the timeline")
+    if target is not None:
+        files.check(target)
     tracing = TimelineSession.begin("timeline()", places, limit=limit, metrics=bool(metrics))
     try:
         _observe(tracing)

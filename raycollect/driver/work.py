@@ -17,9 +17,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, html
+from raycollect.core import direct_transport, html, threads
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.deadline import NEVER
 from raycollect.core.model import Key
+from raycollect.core.signals import Deferred
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
@@ -67,7 +69,9 @@ class UnderWay(BoundToProcess, ABC):
         self._is_heard = False  # whether the caller knows the outcome, or does not want to
         self._began_s = monotonic()
         self._probe: ProgressProbe | None = None  # made when somebody asks
-        self._probing = threading.Lock()
+        self._probing = threading.RLock()  # a finalizer may ask, too
+        if tracker.deadline is not NEVER:
+            controller.timeouts.watch(tracker)
 
     def progress(self, timeout_s: float = SHOWN_S) -> Progress:
         """Asks the participants how far it is; neither waits for the outcome nor changes anything.
@@ -88,7 +92,8 @@ class UnderWay(BoundToProcess, ABC):
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
-        return self._tracker.resolved
+        tracker = self._tracker
+        return tracker.resolved or (tracker.deadline.is_over and self._controller.timeouts.expire(tracker))
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
         """Waits for the outcome.
@@ -134,12 +139,7 @@ class UnderWay(BoundToProcess, ABC):
             False where the outcome was known already, or all ranks are about to take their results (``snapshot=True``).
         """
         self._is_heard = True
-        tracker = self._tracker
-        if tracker.resolved or tracker.is_committed:
-            return False
-        self._controller.send(tracker, tracker.fail(PlanAbortedError(detail="cancelled by its caller")))
-        retrieve_errors(tracker.made.values())
-        return True
+        return abort(self._controller, self._tracker, "cancelled by its caller")
 
     @abstractmethod
     def _outcome(self) -> Any:
@@ -228,14 +228,6 @@ class Work(UnderWay):
         self.refs = with_results(self.refs)
         return self.refs
 
-    def _wait_or_cancel(self) -> Any:
-        """Waits for a caller who is not given this: what interrupts it (Ctrl-C) cancels the collective."""
-        try:
-            return self.wait()
-        except (KeyboardInterrupt, SystemExit):
-            self.cancel()
-            raise
-
     def retry(self) -> Work:
         """Runs the same collective, or batch, again after it has failed: with the same refs, on the same actors.
 
@@ -259,8 +251,9 @@ class Work(UnderWay):
         if self._tracker.error is None:
             raise RetryError(op=self._tracker.plan.name, detail="it ended without an error: nothing to retry")
         submission = self._sent[0].again(self._controller, self._tracker)
-        tracker = submission.send(self._controller)
-        return Work(self._controller, tracker, submission.given(tracker), submission)
+        with Deferred():
+            tracker = submission.send(self._controller)
+            return Work(self._controller, tracker, submission.given(tracker), submission)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -279,7 +272,7 @@ class Work(UnderWay):
             yield from resolved.__await__()
         if self._tracker.error is None:
             return self.wait()
-        return (yield from asyncio.to_thread(self.wait).__await__())  # it may ask others for the cause
+        return (yield from threads.awaitable(self.wait).__await__())  # it may ask others for the cause
 
     def _results(self) -> str:
         if not self._tracker.resolved or self._tracker.error is not None or not ray.is_initialized():
@@ -311,16 +304,26 @@ class Work(UnderWay):
         return f"<Work {tracker.plan.name} on group {tracker.group_name!r}, plan {tracker.seq}: {self._state}>"
 
 
-def wait_for(controller: Controller, tracker: PlanTracker, refs: Any) -> Any:
-    """`Work._wait_or_cancel`, without a `Work` where all goes well; returns what stands for results as it is."""
+def wait_or_abort(controller: Controller, tracker: PlanTracker) -> None:
+    """Waits for a plan's outcome, inside of the `Deferred` in which it was sent.
+
+    What a signal's handler raises, as Ctrl-C, aborts the plan: nobody else can wait for it.
+    """
     try:
         stall_report.wait(controller, tracker, None)
-    except BaseException as exc:
-        unheard = Work(controller, tracker, refs)
-        if isinstance(exc, (KeyboardInterrupt, SystemExit)):
-            unheard.cancel()
+    except BaseException:
+        abort(controller, tracker, "its caller was interrupted")
         raise
-    return refs if tracker.error is None else Work(controller, tracker, refs).wait()
+
+
+def abort(controller: Controller, tracker: PlanTracker, why: str) -> bool:
+    """Aborts a plan or a run on all participants; False where its outcome is known, or all take their results."""
+    with Deferred():
+        if tracker.resolved or tracker.is_committed:
+            return False
+        controller.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
+        retrieve_errors(tracker.made.values())
+        return True
 
 
 @contextmanager

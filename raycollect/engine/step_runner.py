@@ -38,6 +38,9 @@ Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 _ABORTED = "the run was aborted"
 
+MOST_KEPT = 64
+"""Of how many runs values are kept that nobody has taken."""
+
 _READ_IT = "let it return plain values and arrays, and read other things with an ordinary method"
 
 
@@ -70,6 +73,7 @@ class StepRunner:
         self.step: RunStep | None = None  # the slot of the thread that does the run
         self.tracer: Tracer = Tracer.current()
         self._known = _Known(step_program.slots)
+        self._kept: dict[int, list[Any]] = {}  # by the run's number
         self._runs = 0
         self._lock = threading.Lock()  # guards what follows
         self._seq = 0  # the run under way; 0: none
@@ -116,7 +120,7 @@ class StepRunner:
                 aborted.setdefault(seq, _ABORTED)
         self._runs += 1
         self.run8 = self._runs.to_bytes(8, "little")
-        if step_program.returns:
+        if step_program.returns or step_program.kept:
             landed = None
         if step is None:
             step = run_steps.here()
@@ -129,11 +133,27 @@ class StepRunner:
                 self._execution = None  # the last one may keep tensors
                 self._at, step.action, step.at = at, action, ""
                 action.do(seq, why, exchange, landed if action is self._final else None)
+            if step_program.kept:
+                self._keep(seq, step_program.kept)
             return self._results() if step_program.returns else b""
         finally:
             step.action = None  # else it would keep the values
             with self._lock:
                 self._seq, self._execution = 0, None
+
+    def _keep(self, seq: int, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._kept[seq] = [value_of(self.slots[slot]) for slot in slots]
+            while len(self._kept) > MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+
+    def take_kept(self, seq: int) -> list[Any]:
+        """Gives away what a run has kept; CaptureError: it has kept nothing, or that was taken."""
+        with self._lock:
+            found = self._kept.pop(seq, None)
+        if found is None:
+            raise CaptureError(detail=f"run {seq} of this captured step keeps no values, or no more")
+        return found
 
     def abort(self, seq: int = 0) -> None:
         """Ends the waits of run `seq`, or of any (0), and lets it begin no other action; any thread may call it."""

@@ -25,7 +25,9 @@
     ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
     ├── CaptureError              a captured step was used where it can't be
     │   ├── CaptureBrokenError        one of its runs failed: there will be no others
-    │   └── CaptureMembersError       it needs a member that has left its group
+    │   ├── CaptureMembersError       it needs a member that has left its group
+    │   └── TracedValueError   UnrecordableCallError       a step's function can't be traced
+    ├── ReentrantCallError        a finalizer, or a signal handler, made a call in the middle of another one
     ├── RetryError                a collective can't be run again as it was
     ├── TimelineError             a timeline was asked for where there can't be one
     ├── ProgressError             a progress bar was asked for, and tqdm is not installed
@@ -90,9 +92,12 @@ from raycollect.errors._others import HandleAttributeError as HandleAttributeErr
 from raycollect.errors._others import HandleError as HandleError
 from raycollect.errors._others import InternalError as InternalError
 from raycollect.errors._others import ProgressError as ProgressError
+from raycollect.errors._others import ReentrantCallError as ReentrantCallError
 from raycollect.errors._others import RetryError as RetryError
 from raycollect.errors._others import StoreFullError as StoreFullError
 from raycollect.errors._others import TimelineError as TimelineError
+from raycollect.errors._others import TracedValueError as TracedValueError
+from raycollect.errors._others import UnrecordableCallError as UnrecordableCallError
 from raycollect.errors._refused import MOST_S as MOST_S
 from raycollect.errors._refused import REFUSALS as REFUSALS
 from raycollect.errors._refused import AliasError as AliasError

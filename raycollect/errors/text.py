@@ -37,6 +37,28 @@ def listed(parts: Iterable[object], between: str = ", ", most: int = MOST_LISTED
     return between.join([*words, f"and {more} more"] if more else words)
 
 
+MOST_NAME = 1000
+"""The longest name of a group, in characters."""
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be sent: half of a surrogate pair can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def not_a_name(value: object) -> str:
+    """Why a value can't be the name of a group or of a publication; empty where it can."""
+    if not isinstance(value, str) or not value:
+        return f"{shown(value)}, not a non-empty string"
+    if len(value) > MOST_NAME:
+        return f"{shown(value)}, of {len(value)} characters, not at most {MOST_NAME}"
+    return "" if is_unicode(value) else f"{shown(value)}, which is not Unicode text"
+
+
 class _Short(reprlib.Repr):
     """`reprlib.repr`, also of numbers that Python does not write."""
 

@@ -13,7 +13,7 @@ from raycollect.core import ray_internals
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupSpec, Member
 from raycollect.errors import MOST_S, InvalidGroupError, is_time_limit
-from raycollect.errors.text import listed, shown
+from raycollect.errors.text import listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, ORDERINGS, PROGRAM, on_backend
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
@@ -58,8 +58,8 @@ class Declaration:
         """Checks the arguments; InvalidGroupError has every reason."""
         problems = [*_actor_problems(actors), *_rank_problems(actors, world_size, ranks, backend)]
         for what, value in (("group_name", group_name), ("backend", backend)):
-            if not isinstance(value, str) or not value:
-                problems.append(f"{what} is {shown(value)}, not a non-empty string")
+            if wrong := not_a_name(value):
+                problems.append(f"{what} is {wrong}")
         if not isinstance(ordering, str) or ordering not in ORDERINGS:
             problems.append(f"ordering is {shown(ordering)}, not {' or '.join(map(repr, ORDERINGS))}")
         for what, unit, number in (("timeout_s", "seconds", timeout_s), ("gloo_timeout", "milliseconds", gloo_timeout)):

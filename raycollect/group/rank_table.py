@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raycollect.core import files
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import listed, shown
 
@@ -215,9 +216,9 @@ class RankTable:
         """Writes the file; one that exists is replaced.
 
         Raises:
-            OSError: It can't be written.
+            OSError: It can't be written, or the path names a device, a FIFO, a directory or a link.
         """
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        files.write(path, self.to_json().encode())
 
     def __str__(self) -> str:
         return f"{_count(self.world_size, 'rank')} on {_count(len(self.nodes), 'node')}"

@@ -17,7 +17,7 @@ from raycollect.errors import (
     UnknownBackendError,
     is_time_limit,
 )
-from raycollect.errors.text import listed, shown
+from raycollect.errors.text import listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, store_at
@@ -29,8 +29,6 @@ from raycollect.observe.timeline_session import begin_from_environment
 
 DEFAULT_TIMEOUT_MS = 30_000
 """How long members wait for each other if `init_collective_group` does not say, in milliseconds."""
-
-MOST_NAME = 1000
 
 JOB = "job"
 """The rendezvous of members that several processes of a job made."""
@@ -121,13 +119,8 @@ def _followed(request: BootstrapRequest, store: BootstrapStore, process_groups: 
 
 
 def _problems(world_size: Any, rank: Any, group_name: Any, gloo_timeout: Any) -> list[str]:
-    problems = []
-    if not isinstance(group_name, str) or not group_name:
-        problems.append(f"group_name is {shown(group_name)}, not a non-empty string")
-    elif len(group_name) > MOST_NAME:
-        problems.append(f"group_name has {len(group_name)} characters, not at most {MOST_NAME}")
-    elif not group_name.isprintable() and group_name.encode(errors="ignore").decode() != group_name:
-        problems.append(f"group_name is {group_name!r}, which is not Unicode text")
+    wrong = not_a_name(group_name)
+    problems = [f"group_name is {wrong}"] if wrong else []
     sizes = [type(value) is int for value in (world_size, rank)]
     if not all(sizes):
         problems.append(f"world_size is {shown(world_size)} and rank is {shown(rank)}, not two integers")

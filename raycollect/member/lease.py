@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -152,15 +152,13 @@ class Lease:
             reason = self._sequencer.start(ticket.seq, ticket.predecessor)
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            between: AbstractContextManager[Any] = self._runtime.method_lock if is_in_turn else nullcontext()
             if order is not None and not is_in_turn:
                 came_s = 0.0 if ring is None else ring.clock()
-                between = self.plan_queue.between_methods(
-                    order, ticket.seq, keys, program.timeout_s, is_ordered=is_ordered
-                )
+                self.plan_queue.wait_for_operands(order, ticket.seq, keys, program.timeout_s)
                 if ring is not None:
                     ring.waited("operands, and the others", came_s, ticket.seq)
-            with between:
+            is_apart = is_in_turn or (order is not None and is_ordered)
+            with self.plan_queue.without_methods(ticket.seq) if is_apart else nullcontext():
                 outcome = self._run(came, is_ordered, keep)
         except RaycollectError as exc:  # aborted before it came
             outcome = Outcome(error=kept(exc))
@@ -168,8 +166,9 @@ class Lease:
             outcome = Outcome(error=threads.failed(f"plan {ticket.seq}", exc))
         finally:
             step.number = 0
-            self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
-        self._tell_done(ticket.seq, program, outcome, rings=order is not None and order.rings)
+            was_aborted = self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
+        rings = order is not None and order.rings
+        self._tell_done(ticket.seq, program, outcome, rings=rings, was_aborted=was_aborted)
         if outcome.error is not None and program.makes:
             if isinstance(outcome.error, GroupBrokenError):  # by a death, before this plan was aborted for it
                 raise PlanAbortedError(detail=outcome.error.detail)
@@ -230,10 +229,13 @@ class Lease:
             keep=keep,
         )
 
-    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool) -> None:
-        # If all participants see each other, the last one tells for all that it went well.
+    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool, was_aborted: bool) -> None:
+        # If all participants see each other, the last one tells for all that it went well. Nobody waits at the bell for
+        # a plan that was aborted, and who was told so answers for itself.
         if outcome.error is not None:
             self._reporter.tell_failure(seq, outcome.error)
+        elif was_aborted:
+            self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
         elif rings and self._bell is not None and len(outcome.ended) == len(program.agreement.ranks):
             self._bell.ring(seq)
         elif not outcome.ended or len(outcome.ended) == len(program.agreement.ranks):
@@ -262,7 +264,7 @@ class Lease:
         runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
         lock = here.method_lock if here.is_ordered else None
-        tell = self.link.send, self._reporter.tell_failure
+        tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call
         try:
             make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell)
             self._captures.add(step_program.capture, make)
@@ -377,13 +379,17 @@ class Lease:
                 continue
             end = partial(self._end_group, group, reason)
             if not group.plans.lost(actor_id):
-                timers.soon_or_now(LAST_S, partial(threads.apart_or_here, end))  # backends may wait when closed
+                timers.soon_or_now(LAST_S, end)
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
         communicator = group.plans.refuse(reason)  # first: a plan has begun, and is aborted, or gets none
-        with nullcontext() if communicator is None else closing(communicator):  # it keeps no memory of the dead
+        try:
             self._abort_plans(group.spec.group_id, reason)
+        finally:
+            if communicator is not None:  # it keeps no memory of the dead, and waits for none of them to close it too
+                communicator.abort(0)
+                threads.bounded(communicator.close)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
         plans = [seq for seq, running in list(self._running.items()) if group_id in running.program.group_ids]

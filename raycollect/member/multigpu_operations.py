@@ -226,7 +226,7 @@ class _Call(MemberCall):
             return self._wrong("argument", "n_elements", repr(n_elements), f"0, or at most {array.size}")
         if not array.shadow.flags.c_contiguous:
             return self._wrong("argument", "tensor", "one with gaps", "a contiguous one, where n_elements is given")
-        return [DeviceArray(array.tensor.reshape(-1)[:n_elements])]
+        return [DeviceArray(array.tensor.reshape(-1)[:n_elements], array.is_read_only)]
 
     def chosen(self, name: str, index: Any, among: Sequence[DeviceArray]) -> Sequence[DeviceArray]:
         """The one tensor of that index; empty if there is none."""

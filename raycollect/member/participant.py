@@ -13,11 +13,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, ray_internals
+from raycollect.core import direct_transport, ray_internals, submitted_calls, threads
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
-from raycollect.errors import RefusedError, Violation, refusal
+from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
 from raycollect.errors.text import a_type, listed
 from raycollect.member.finished_calls import is_inert
 from raycollect.member.runtime import Runtime, describe, run_in_thread
@@ -30,6 +30,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _BY_VALUE = "__raycollect_by_value__"
 _HELD = "__raycollect_held__"
+
+MOST_FETCHING = 64
+"""How many coroutines fetch tensors of other participants at once."""
 
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 """True while a method that Ray called runs: calls that it makes itself are plain calls."""
@@ -53,6 +56,7 @@ class CollectiveParticipant:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        submitted_calls.watch_retries()
         for name in dir(cls):
             method = inspect.getattr_static(cls, name)
             if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, _HELD):
@@ -68,7 +72,7 @@ class CollectiveParticipant:
     def _raycollect_describe(self) -> dict[str, Any]:
         return {**describe(self), "participant": True}
 
-    def _raycollect_run(self, payload: bytes) -> Any:
+    def _raycollect_run(self, payload: bytes, *values: Any) -> Any:
         return Runtime.current().run_task(payload, ray_internals.current_task())
 
     def _raycollect_tokens(self, count: int) -> list[None]:
@@ -94,7 +98,7 @@ class CollectiveParticipant:
         return Runtime.current().leased().captured_step(capture).runner.look()
 
 
-async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
+async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
     runtime, task = Runtime.current(), ray_internals.current_task()
     if runtime.hand_over(payload):
         return None
@@ -164,7 +168,7 @@ def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]
         if task is None:
             return await method(self, *args, **kwargs)
         with _called_by_ray(task, name):
-            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            args, kwargs = await _resolve_async(args, kwargs)
             value = await method(self, *args, **kwargs)
         return _keep(method, task, value)
 
@@ -209,7 +213,7 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
                 yield value
             return
         with _called_by_ray(task, name):
-            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            args, kwargs = await _resolve_async(args, kwargs)
             items = method(self, *args, **kwargs)
         index = _first_index(method, sys._getframe())
         while True:
@@ -241,7 +245,14 @@ def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
     return [value] * copies if copies else value
 
 
-# Not `_raycollect_...`: plans are behind it, as behind the methods of users.
+def _give_kept(self: CollectiveParticipant, capture: bytes, seq: int, *, alone: bool) -> Any:
+    """Gives what a run of a captured step has kept, as if this method had made it; `alone`: the one value."""
+    found = Runtime.current().leased().captured_step(capture).runner.take_kept(seq)
+    return found[0] if alone else found
+
+
+# Not `_raycollect_...`: plans are behind them, as behind the methods of users.
+CollectiveParticipant.__raycollect_give_kept__ = _hold(_give_kept, "__raycollect_give_kept__")  # type: ignore[attr-defined]
 CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_take_in__")  # type: ignore[attr-defined]
 
 
@@ -312,7 +323,7 @@ def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
     token, ring = _inside.set(True), Tracer.current().ring
     began_s = 0.0 if ring is None else ring.clock()
     try:
-        Runtime.may_begin()
+        Runtime.may_begin(name)
         yield
     except SystemExit:
         Runtime.exits()
@@ -331,6 +342,29 @@ def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if not any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
+
+
+_fetching = threads.pool("raycollect-fetch", MOST_FETCHING)
+
+
+async def _resolve_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`_resolve`, which waits only where tensors are elsewhere, and then in a thread."""
+    handles = [value for value in (*args, *kwargs.values()) if isinstance(value, Handle)]
+    if not handles:
+        return args, kwargs
+    here = ray_internals.worker_id()
+    if all(handle.incarnation == here for handle in handles):
+        return _resolve(args, kwargs)
+    return await threads.awaitable(_resolve_here, args, kwargs, workers=_fetching)
+
+
+def _resolve_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        return _resolve(args, kwargs)
+    except (RaycollectError, MemoryError):
+        raise
+    except Exception as exc:
+        raise threads.failed("fetching the arguments of a coroutine", exc) from exc
 
 
 def _value(argument: Any) -> Any:

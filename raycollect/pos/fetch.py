@@ -12,7 +12,6 @@ arena are copied to it first.
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -24,8 +23,9 @@ import numpy as np
 from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Look, Read, Seen
+from raycollect.channel.packing import pack, unpack
 from raycollect.core import sockets, threads
-from raycollect.core.model import Address, BufferRef, Key, Segment, Structure, TensorInfo
+from raycollect.core.model import Address, BufferRef, Key, Segment, TensorInfo
 from raycollect.core.ray_internals import memory_domain
 from raycollect.errors import (
     ChannelError,
@@ -40,7 +40,8 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.pos import Absence, Container, State, Store, boxes, tensors
+from raycollect.pos import Absence, Container, State, Store, boxes, description, tensors
+from raycollect.pos.description import Description
 from raycollect.pos.held import reading
 from raycollect.pos.segments import Segments
 
@@ -59,13 +60,19 @@ FULL_S = 3.0
 FREE_S = 30.0
 """How long a holder may take to free values."""
 
-LENDING_S, LENDING_RATE = 5.0, 500e6
-"""A value is lent for so many seconds, and one more for so many bytes."""
+LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
+"""A value is lent for so many seconds, one more for so many bytes, and so many more for each of its tensors."""
+
+FREED_AT_ONCE = 8192
+"""How many keys one message frees: a message is bounded."""
+
+_MOST_TOLD = 10_000
+"""The most of a reason that an answer carries: the words of a method's exception can be of any length."""
 
 
-def lending_s(nbytes: int) -> float:
-    """How long a value of that size is lent, in seconds."""
-    return LENDING_S + nbytes / LENDING_RATE
+def lending_s(nbytes: int, count: int = 1) -> float:
+    """How long a value of that size and so many tensors is lent, in seconds."""
+    return LENDING_S + nbytes / LENDING_RATE + count * LENDING_EACH_S
 
 
 class _OutOfReach(Exception):
@@ -76,7 +83,7 @@ class _Clients:
     """Idle data connections of this process, and the stores that live in it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Without a lock: a finalizer may fetch, too, in the middle of another call of its thread
         self._idle: list[tuple[tuple[str, int], DataClient]] = []
         self.local: dict[bytes, Store] = {}
 
@@ -95,10 +102,7 @@ class _Clients:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for _, client in idle:
-            client.close()
+        self._shrink(0)
 
     def _ask(
         self, address: Address, client: DataClient, message: Any, timeout_s: float, read: Callable[..., Any]
@@ -115,20 +119,21 @@ class _Clients:
         return result
 
     def _take(self, place: tuple[str, int]) -> DataClient | None:
-        with self._lock:
-            for i, (other, client) in enumerate(self._idle):
-                if other == place:
-                    del self._idle[i]
-                    return client
+        for entry in tuple(self._idle):
+            if entry[0] == place:
+                with suppress(ValueError):  # somebody else has taken it
+                    self._idle.remove(entry)
+                    return entry[1]
         return None
 
     def _give(self, place: tuple[str, int], client: DataClient) -> None:
-        with self._lock:
-            self._idle.append((place, client))
-            surplus = self._idle[:-MAX_IDLE]
-            del self._idle[:-MAX_IDLE]
-        for _, old in surplus:
-            old.close()
+        self._idle.append((place, client))
+        self._shrink(MAX_IDLE)
+
+    def _shrink(self, most: int) -> None:
+        with suppress(IndexError):
+            while len(self._idle) > most:
+                self._idle.pop(0)[1].close()
 
 
 def _is_gone(error: ConnectionLostError) -> bool:
@@ -221,13 +226,14 @@ def read(
 def _take(
     client: DataClient, answer: Any, wanted: Sequence[boxes.Box], take: Callable[[int, arrays.Array], None]
 ) -> None:
-    found = _expect(answer, Fetched).found
-    if found.get("segment"):
+    lent = unpack(_expect(answer, Fetched).found)
+    if lent:
         try:
-            memory = Segments.current().open(Segment(*found["segment"]))
-        except (OSError, TypeError) as exc:
+            segment, rows = lent
+            memory = Segments.current().open(Segment(*segment))
+        except (OSError, TypeError, ValueError) as exc:
             raise _OutOfReach from exc
-        for at, view in enumerate(boxes.mapped(memory, found.get("rows", ()), wanted)):
+        for at, view in enumerate(boxes.mapped(memory, rows, wanted)):
             take(at, view)
         client.tell(Copied())
         return
@@ -250,56 +256,35 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
     if local is not None:
         return local.free(keys)
     try:
-        until_s = time.monotonic() + FREE_S
-        message = Free(keys=list(keys))
-        count: int = _clients.request(address, message, until_s, lambda _, answer: _expect(answer, Freed).count)
+        count = 0
+        for at in range(0, len(keys), FREED_AT_ONCE):
+            message = Free(keys=[*keys[at : at + FREED_AT_ONCE]])
+            until_s = time.monotonic() + FREE_S
+            count += _clients.request(address, message, until_s, lambda _, answer: _expect(answer, Freed).count)
         return count
     except ChannelError as exc:
         raise _no_answer("free", keys[0], actor, incarnation, exc) from exc
 
 
 def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
-    structure, infos, refs = _read_description(_expect(answer, Fetched).found)
-    sent = [info.nbytes for info, ref in zip(infos, refs, strict=True) if ref is None]
-    if sum(sent) != answer.blob_nbytes:
+    described = description.decode(_expect(answer, Fetched).found)
+    sent = sum(info.nbytes for info, ref in zip(described.infos, described.refs, strict=True) if ref is None)
+    if sent != answer.blob_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
-    tensors = []
-    for info, ref in zip(infos, refs, strict=True):
-        array = np.empty(info.shape, info.dtype)
-        into = array.reshape(-1).view(np.uint8).data
-        if ref is None:
-            client.receive_blob(into)
-        else:
-            try:
-                Segments.current().read(ref, into)
-            except OSError as exc:
-                raise _OutOfReach from exc
-        tensors.append(arrays.restore(array, info.library))
-    if len(sent) < len(infos):
-        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in infos)):
+    found = [np.empty(info.shape, info.dtype) for info in described.infos]
+    memory = [array.reshape(-1).view(np.uint8).data for array in found]
+    client.receive_blob(*(into for into, ref in zip(memory, described.refs, strict=True) if ref is None))
+    lent = [(ref, into) for into, ref in zip(memory, described.refs, strict=True) if ref is not None]
+    if lent:
+        try:
+            Segments.current().read(lent)
+        except OSError as exc:
+            raise _OutOfReach from exc
+        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in described.infos), len(found)):
             raise _OutOfReach
         client.tell(Copied())
-    return structure.build(tensors)
-
-
-def _read_description(found: dict[str, Any]) -> tuple[Structure, list[TensorInfo], list[BufferRef | None]]:
-    try:
-        structure = Structure.from_plain(found["structure"])
-        infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, library=lib) for s, d, i, lib in found["infos"]]
-        samples = [np.empty(0, info.dtype) for info in infos]
-        segment = Segment(*found["segment"])
-        places = zip(infos, found["offsets"], strict=True)
-        refs = [None if at is None else BufferRef(segment, at, info.nbytes) for info, at in places]
-        sound = structure.count == len(infos) and all(
-            arrays.is_tensor(sample) and sample.itemsize == info.itemsize and min(info.shape, default=0) >= 0
-            for sample, info in zip(samples, infos, strict=True)
-        )
-        sound = sound and all(0 <= ref.offset <= segment.nbytes - ref.nbytes for ref in refs if ref)
-    except (ValueError, TypeError, LookupError) as exc:
-        raise ProtocolError(detail=f"a malformed description of tensors: {exc}") from exc
-    if not sound:
-        raise ProtocolError(detail="a description of tensors that can't be")
-    return structure, infos, refs
+    made = [arrays.restore(array, info.library) for array, info in zip(found, described.infos, strict=True)]
+    return described.structure.build(made)
 
 
 def _expect(answer: Any, kind: type[Any]) -> Any:
@@ -342,7 +327,10 @@ def find(store: Store, key: Key) -> Container:
 
 
 def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
-    """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`."""
+    """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`.
+
+    A client that gets no answer asks again until its time is up, so a request that fails is answered with the reason.
+    """
     while True:
         message = link.receive()
         if message is None:
@@ -350,24 +338,26 @@ def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(
         if isinstance(message, Look):
             link.send(seen())
             continue
+        answer = _ANSWERS.get(type(message))
+        if answer is None:
+            raise ProtocolError(detail=f"unexpected message {type(message).__name__} on a data connection")
         before = link.sent
         try:
-            if isinstance(message, Fetch):
-                _serve_fetch(link, store, message)
-            elif isinstance(message, Read):
-                _serve_read(link, store, message)
-            elif isinstance(message, Free):
-                link.send(Freed(count=store.free([Key(key) for key in message.keys])))
-            else:
-                raise ProtocolError(detail=f"{type(message).__name__} has no place on a data connection")
-        except ChannelError:
+            answer(link, store, message)
+        except ConnectionLostError:
             raise
-        except RaycollectError as exc:
-            link.send(Failed(error=to_wire(exc)))
         except Exception as exc:
             if link.sent > before:  # no other answer is due
                 raise
-            link.send(Failed(error=to_wire(threads.failed(f"answering {type(message).__name__}", exc))))
+            _tell_failure(link, message, exc)
+
+
+def _tell_failure(link: DataLink, message: Any, cause: Exception) -> None:
+    if isinstance(cause, ProtocolError):  # the request is wrong, or its answer can't be sent
+        cause = _refused("unsupported", cause.detail, getattr(message, "key", b""))
+    elif not isinstance(cause, RaycollectError):
+        cause = threads.failed(f"answering {type(message).__name__}", cause)
+    link.send(Failed(error=to_wire(cause)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,12 +383,17 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
         if all(offer.is_copy for offer in offers):
             claim.close()  # a slow reader of copies holds up nobody
         blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
-        found = _describe(container.structure, offers)
+        infos, refs = [offer.info for offer in offers], [offer.ref for offer in offers]
+        found = description.encode(Description(container.structure, infos, refs))
         link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
         if len(blobs) < len(offers):
-            answer = link.receive(lending_s(nbytes))
+            answer = link.receive(lending_s(nbytes, len(offers)))
             if answer is not None:  # else the client is gone, or too slow
                 _expect(answer, Copied)
+
+
+def _serve_free(link: DataLink, store: Store, message: Free) -> None:
+    link.send(Freed(count=store.free(list(map(Key, message.keys)))))
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
@@ -407,11 +402,18 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
         nbytes = sum(view.nbytes for view in found)
         lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:
-            link.send(Fetched(found={"segment": list(astuple(lent[0])), "rows": lent[1]}))
+            link.send(Fetched(found=pack([astuple(lent[0]), lent[1]])))
             link.receive(lending_s(nbytes))  # `Copied`, or nothing: the client is gone, or too slow
             return
         blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in found]
-    link.send(Fetched(found={}, blob_nbytes=nbytes), blobs)
+    link.send(Fetched(found=pack(None), blob_nbytes=nbytes), blobs)
+
+
+_ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
+    Fetch: _serve_fetch,
+    Read: _serve_read,
+    Free: _serve_free,
+}
 
 
 def _offer(view: Any, tensor: object, lend: bool) -> _Offer:
@@ -431,17 +433,6 @@ def _located(array: arrays.Array) -> BufferRef | None:
     return Segments.current().locate(array.ctypes.data, array.nbytes)
 
 
-def _describe(structure: Structure, offers: Sequence[_Offer]) -> dict[str, Any]:
-    infos = [offer.info for offer in offers]
-    segment = next((offer.ref.segment for offer in offers if offer.ref), Segment(0, 0, b"", 0))
-    return {
-        "structure": structure.to_plain(),
-        "infos": [(list(info.shape), info.dtype, info.itemsize, info.library) for info in infos],
-        "segment": list(astuple(segment)),
-        "offsets": [offer.ref.offset if offer.ref else None for offer in offers],
-    }
-
-
-def _refused(kind: str, found: str, key: Key) -> RaycollectError:
-    violation = Violation(kind=kind, rank=-1, field="tensor", found=found, ref=key.hex())
+def _refused(kind: str, found: str, key: bytes) -> RaycollectError:
+    violation = Violation(kind=kind, rank=-1, field="tensor", found=found[:_MOST_TOLD], ref=key.hex())
     return refusal("get", "", (violation,))

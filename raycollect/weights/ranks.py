@@ -33,7 +33,7 @@ from raycollect.errors import (
     refusal,
     wrong_argument,
 )
-from raycollect.errors.text import a_type, shown
+from raycollect.errors.text import a_type, not_a_name
 from raycollect.group.watchdog import report_of
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
@@ -203,9 +203,8 @@ def _look(address: Address, limit_s: float) -> Seen | None:
 
 def wrong_name(name: object) -> list[Violation]:
     """The violation of a name that no publication can have."""
-    return (
-        [] if isinstance(name, str) and name else [wrong_argument("name", shown(name), "a string, which is not empty")]
-    )
+    wrong = not_a_name(name)
+    return [wrong_argument("name", wrong, "a string")] if wrong else []
 
 
 def why_over(session: Any, *, is_open: bool) -> str:

@@ -166,4 +166,4 @@ def test_a_caller_that_is_interrupted_gives_the_bell_back(actors, known, monkeyp
     wait_until(lambda: trackers[0].has_ended)
     bell = Controller.current().claim_bell()
     assert bell is not None
-    Controller.current().release_bell(bell)
+    bell.release()

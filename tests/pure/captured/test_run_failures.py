@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Forget, Run
+from raycollect.channel.messages import Abort, Forget, Look, Run
+from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key
+from raycollect.driver import stall_report
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_runs import StepRuns
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
     CollectiveTimeoutError,
-    DispatchError,
     GroupBrokenError,
     KernelError,
     MethodError,
     MismatchError,
     ParticipantDiedError,
     PlanAbortedError,
+    ReentrantCallError,
     UnknownGroupError,
     Violation,
     refusal,
@@ -30,6 +34,7 @@ from raycollect.errors import (
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.test_controller import said
 from tests.pure.driver.tracked_plans import key_of
+from tests.waiting import wait_until
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -135,28 +140,28 @@ def test_a_run_that_can_not_be_sent_to_all(fleet: Fleet, monkeypatch: pytest.Mon
 
 
 def test_run_timeout_names_the_missing_participants(fleet: Fleet) -> None:
-    tracker = fleet.begin(timeout_s=0.01)
+    tracker = fleet.begin(deadline=Deadline.after(0.01))
     fleet.bell.give(0, tracker.number)
-    assert tracker.wait(None)
+    assert stall_report.wait(fleet.controller, tracker, None)
     error = tracker.error
     assert isinstance(error, CollectiveTimeoutError)
-    assert "Worker(6), Worker(7), Worker(8)" in error.detail
+    assert [f"Worker({at})" in error.detail for at in (5, 6, 7, 8)] == [False, True, True, True]
     assert (error.missing, error.timeout_s) == ((1, 2), 0.01)
-    assert [type(said(peer)[0]) for peer in fleet.peers[1:]] == [Abort] * 3
+    assert [[type(one) for one in said(peer)] for peer in fleet.peers[1:]] == [[Look, Abort]] * 3
     fleet.land(tracker)
 
 
 def interrupting(call: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
-    """The function, but its first call is interrupted by a signal: as it begins, or as it ends."""
+    """The function, but a signal comes in its first call: as it begins, or as it ends."""
     calls = itertools.count()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         hit = next(calls) == 0
         if hit and not after:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         found = call(*args, **kwargs)
-        if hit:
-            raise KeyboardInterrupt
+        if hit and after:
+            signal.raise_signal(signal.SIGINT)
         return found
 
     return interrupted
@@ -164,10 +169,9 @@ def interrupting(call: Callable[..., Any], *, after: bool = False) -> Callable[.
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("where", ["begin", "register", "write 0", "write 2", "write 3", "ring"])
-def test_a_signal_as_a_run_begins_breaks_the_step(
+def test_a_signal_as_a_run_begins_comes_up_once_all_have_it(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
 ) -> None:
-    """Nobody knows who has heard of it, and none of them waits for ever."""
     before = fleet.begin()
     name, _, at = where.partition(" ")
     target: Any = {"begin": fleet.bell, "ring": fleet.bell, "register": fleet.controller}.get(name) or fleet.bell.runs[
@@ -177,25 +181,17 @@ def test_a_signal_as_a_run_begins_breaks_the_step(
         patch.setattr(target, name, interrupting(getattr(target, name), after=after))
         with pytest.raises(KeyboardInterrupt):
             fleet.begin()
-    with pytest.raises(CaptureBrokenError, match="interrupted"):
-        fleet.begin()
-    rung = [slot for slot, number in fleet.bell.rung if number == before.number + 1]
-    told = [[type(one) for one in said(peer)] for peer in fleet.peers]
-    assert all(told[slot] == [Abort] for slot in rung), "who was rung for ends it"
-    if rung and name != "ring":
-        assert fleet.bell.woken[-1] == (before.number + 1, len(rung)), "and nobody sleeps over it"
-    assert not any(told[max(rung, default=-1) + 2 :])
-    for tracker in list(fleet.controller.trackers()):
-        if tracker is not before:
-            fleet.land(tracker)  # type: ignore[arg-type]
-            assert isinstance(tracker.error, DispatchError)
-    for slot in range(4):
-        fleet.bell.give(slot, before.number)
-    assert before.wait(0)
-    assert before.error is None
+    assert fleet.bell.woken[-1] == (before.number + 1, 4)
+    _, interrupted = fleet.controller.trackers()
+    for tracker in (before, interrupted):
+        for slot in range(4):
+            fleet.bell.give(slot, tracker.number)
+        assert tracker.wait(0)
+        assert tracker.error is None
+    assert [said(peer) for peer in fleet.peers] == [[]] * 4
     assert list(fleet.controller.trackers()) == []
     assert fleet.runs.is_idle
-    drive(Fleet(fleet.controller, beside=fleet))
+    drive(fleet)
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -292,25 +288,42 @@ def test_close_ends_running_runs(fleet: Fleet) -> None:
         fleet.land(one)
 
 
-def test_unreferenced_idle_step_is_closed_by_the_next_plan(fleet: Fleet) -> None:
+def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
     controller = fleet.controller
-    other = Fleet(controller, beside=fleet)
     tracker = fleet.begin()
     controller.groups.held.hold(fleet.left)
-    controller.abandon(fleet.runs.let_go_idle, (fleet.left,))
-    assert not fleet.runs.is_closed
-    assert controller.groups.held.ids == {fleet.left.spec.group_id}
-    other.runs.abort(other.begin(), PlanAbortedError(detail="the end"))
+    looked = threading.Event()
+
+    def let_go() -> bool:
+        is_closed = fleet.runs.let_go_idle()
+        looked.set()
+        return is_closed
+
+    controller.abandon(let_go, (fleet.left,))
+    assert looked.wait(WAIT_S)
     assert not fleet.runs.is_closed, "a run is under way"
+    assert controller.groups.held.ids == {fleet.left.spec.group_id}
     for at in range(4):
         fleet.bell.give(at, tracker.number)
-    with pytest.raises(CaptureBrokenError):
-        other.begin()
-    last = Fleet(controller, beside=fleet)
-    last.runs.abort(last.begin(), PlanAbortedError(detail="the end"))
-    assert fleet.runs.is_closed
+    assert wait_until(lambda: fleet.runs.is_closed)
+    assert wait_until(lambda: controller.groups.held.ids == set())
     assert tracker.error is None
-    assert controller.groups.held.ids == set()
+
+
+def test_a_step_that_is_closed_while_a_run_is_sent_is_closed_after_it(fleet: Fleet) -> None:
+    """A finalizer may close it in the thread that sends, and in another one."""
+    with fleet.controller.dispatching:
+        fleet.runs.close()
+        elsewhere = threading.Thread(target=fleet.runs.close)
+        elsewhere.start()
+        elsewhere.join(WAIT_S)
+        assert not elsewhere.is_alive()
+        assert not fleet.runs.is_closed
+        with pytest.raises(ReentrantCallError):
+            fleet.begin()
+    assert fleet.runs.is_closed
+    with pytest.raises(CaptureError, match="closed"):
+        fleet.begin()
 
 
 def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:

@@ -13,9 +13,12 @@ import pytest
 
 from raycollect.channel import doorbell as doorbell_module
 from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient, Entry
-from raycollect.core.model import Segment
+from raycollect.core.model import TASK_NBYTES, Segment
+from raycollect.core.semaphores import Semaphore
+from raycollect.core.signals import Deferred, deliver
 from tests.pure.channel.bells import serve, take
 from tests.pure.processes import Process
+from tests.waiting import interrupt_in
 
 
 @pytest.fixture
@@ -67,8 +70,9 @@ def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
     for nbytes, fits in ((INLINE_NBYTES, True), (INLINE_NBYTES + 1, False), (0, True)):
         payload = os.urandom(nbytes)
         number = bell.begin()
-        assert bell.runs[0].write(number, 1, 0, payload) is fits
-        assert take(post).payload == (payload if fits else None)
+        after = os.urandom(TASK_NBYTES) if nbytes % 2 else b""
+        assert bell.runs[0].write(number, 1, 0, payload, after) is fits
+        assert take(post) == Entry(number, 1, 0, payload if fits else None, after)
         assert post.answer(number, payload) is fits
         assert answer(bell, 0, number) == (payload if fits else None)
 
@@ -163,74 +167,21 @@ def test_many_threads_wait_for_runs_of_their_own():
     doorbell.close()
 
 
-class Interrupted:
-    """A lock whose next acquisition is interrupted by a signal, once the lock is taken."""
-
-    def __init__(self, lock):
-        self.lock, self.armed = lock, True
-
-    def acquire(self, *args, **kwargs):
-        taken = self.lock.acquire(*args, **kwargs)
-        if taken and self.armed:
-            self.armed = False
-            raise KeyboardInterrupt
-        return taken
-
-    def release(self):
-        self.lock.release()
-
-
-def sleep_at(bell):
-    """Waits as one does who was not told of anything since."""
-    bell.wait(20.0)  # it sees what was taken
-    bell.wait(20.0)
-
-
-@pytest.mark.parametrize("where", ["lock", "bells"])
-def test_a_signal_in_a_wait_holds_up_nobody_for_long(bell, monkeypatch, where):
-    monkeypatch.setattr(doorbell_module, "_SLICE_S", 0.05)
-    post, number = DoorbellClient(bell.segment, 0), bell.begin()
+def test_a_signal_ends_a_sleep_and_leaves_nothing_locked(bell, monkeypatch):
     monkeypatch.setattr(bell, "_awake_until_s", 0.0)
-    bell.runs[0].write(number, 1, 0, b"")
-    with monkeypatch.context() as patch:
-        if where == "lock":
-            patch.setattr(bell, "_asleep", Interrupted(bell._asleep))
-        else:
-            patch.setattr(bell._semaphore, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sleep_at(bell)
-        if where == "lock":
-            monkeypatch.setattr(bell, "_asleep", bell._asleep.lock)
-    assert bell._asleep.locked() is (where == "lock")
-    for _ in range(2):
-        start_s = time.monotonic()
-        sleep_at(bell)
-        assert time.monotonic() - start_s < 10.0
+    interrupting = interrupt_in(Semaphore.wait)
+    with pytest.raises(KeyboardInterrupt), Deferred():
+        for _ in range(100):
+            bell.wait(20.0)
+            deliver()
+    interrupting.join(20)
     assert not bell._asleep.locked()
     waits, wait = [], bell._semaphore.wait
     monkeypatch.setattr(bell._semaphore, "wait", lambda *args: waits.append(args) or wait(*args))
-    sleep_at(bell)
+    bell.wake()
+    for _ in range(2):
+        bell.wait(20.0)
     assert waits, "it sleeps again, and does not only look"
-    serve(post, 1)
-    assert answer(bell, 0, number) == b""
-
-
-def test_a_signal_as_rings_are_taken_holds_up_nobody_for_long(bell, monkeypatch):
-    """Now and then a run takes those that nobody waited for."""
-    monkeypatch.setattr(doorbell_module, "_SLICE_S", 0.05)
-    lock = Interrupted(bell._asleep)
-    monkeypatch.setattr(bell, "_asleep", lock)
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(1000):
-            bell.begin()
-    monkeypatch.setattr(bell, "_awake_until_s", 0.0)
-    assert lock.lock.locked()
-    sleep_at(bell)
-    assert not lock.lock.locked()
-
-
-def interrupted(*args):
-    raise KeyboardInterrupt
 
 
 def test_wake_ends_a_wait_on_either_side(bell):

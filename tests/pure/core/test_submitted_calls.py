@@ -50,8 +50,8 @@ def test_who_holds_the_last_lock_and_wants_the_first_gets_it():
     class Telling:
         """The first lock, which tells that it was taken."""
 
-        def acquire(self, **given):
-            taken = acquire(**given)
+        def acquire(self, *args, **given):
+            taken = acquire(*args, **given)
             begun.set()
             return taken
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +13,8 @@ import pytest
 from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined, Meet, Met, Publish, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
-from raycollect.core.submitted_calls import SubmittedCalls
-from raycollect.driver import groups as groups_module
-from raycollect.driver import member_discovery
+from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
+from raycollect.driver import formation, member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_plan
 from raycollect.driver.groups import Declared
@@ -25,7 +26,6 @@ from raycollect.errors import (
     GroupBrokenError,
     GroupError,
     KernelError,
-    PlanAbortedError,
     ProtocolError,
     UnknownGroupError,
     from_wire,
@@ -36,6 +36,7 @@ from raycollect.group.declaration import Declaration
 from raycollect.planner import Membership
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
 from tests.pure.driver.tracked_plans import key_of
+from tests.waiting import interrupt_in
 
 WAIT_S = 20.0
 
@@ -59,8 +60,8 @@ class RLocked:
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
-    def acquire(self, timeout: float) -> bool:
-        return self._lock.acquire(timeout=timeout)
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        return self._lock.acquire(blocking, timeout)
 
     def release(self) -> None:
         self._lock.release()
@@ -90,7 +91,8 @@ def lease(controller: Controller, *memberships: Membership) -> dict[str, Partici
     found: dict[str, ParticipantLink] = {}
     for membership in memberships:
         for member in membership.members:
-            info = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            info: dict[str, Any] = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            info["incarnation"] = member.incarnation
             peer = found.setdefault(member.actor, ParticipantLink(controller.messages, info, None))
             peer.link = peer.link or Line()  # type: ignore[assignment]
             controller.participants.add(peer)
@@ -220,15 +222,17 @@ def test_early_publish_reaches_members_invited_later(controller):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
-    """Those who may have it are told to abort, the interrupted one too; nobody waits in the check for the others."""
+def test_a_signal_while_a_plan_is_sent_comes_up_once_all_have_it(controller, at):
     membership = group("team", (5, 6, 7))
     controller.groups.add(declared(membership))
     peers = list(lease(controller, membership).values())
 
+    sent = []
+
     def submit(place: int) -> list[Any]:
         if place == at:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+        sent.append(place)
         return []
 
     for place, peer in enumerate(peers):
@@ -236,12 +240,12 @@ def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
     refs = {key_of(place): object() for place in range(3)}
     with pytest.raises(KeyboardInterrupt):
         send_plan(controller, (asked(membership, (0, 1, 2)),), refs, 0)
-    told = [[type(message) for message in said(peer)] for peer in peers]
-    assert told == [[Abort] if place <= at else [] for place in range(3)]
-    for tracker in controller.trackers():
-        assert isinstance(tracker.error, PlanAbortedError)
-        for place in range(at):
-            tracker.done(place, PlanAbortedError(detail="told so"), [])
+    assert sent == [0, 1, 2]
+    (tracker,) = controller.trackers()
+    for place, peer in enumerate(peers):
+        controller.messages.received(peer, Done(seq=tracker.seq, ranks=[], error=None, story=[]))
+        assert tracker.is_pending(place) is False
+    assert tracker.error is None
     assert not controller.trackers()
 
 
@@ -251,18 +255,26 @@ def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(con
     controller.groups.add(declared(membership))
     peers = list(lease(controller, membership).values())
 
-    class Held:
-        """A lock that is waited for until a signal comes."""
-
-        def acquire(self, timeout: float) -> bool:
-            raise KeyboardInterrupt
-
     for peer in peers:
         peer.calls = SubmittedCalls()
-    peers[1].calls.lock = Held()  # type: ignore[assignment, union-attr]
+    has_it, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with peers[1].calls.lock:  # type: ignore[union-attr]
+            has_it.set()
+            let_go.wait(WAIT_S)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert has_it.wait(WAIT_S)
+    interrupting = interrupt_in(AllHeld.__enter__)
     with pytest.raises(KeyboardInterrupt):
         send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)}, 0)
-    assert not controller.trackers()
+    interrupting.join(WAIT_S)
+    with controller.dispatching:  # nobody waits for the other thread
+        assert not controller.trackers()
+    let_go.set()
+    holding.join(WAIT_S)
     assert [said(peer) for peer in peers] == [[], [], []]
 
 
@@ -279,12 +291,12 @@ def test_what_ends_in_the_wait_for_the_queues_of_actors_gets_no_plan(
     class Held(RLocked):
         """A lock that is waited for until something has ended."""
 
-        def acquire(self, timeout: float) -> bool:
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
             if ends == "group":
                 controller.groups.destroy("team")
             else:
                 peers[1].closed(peers[1].link, ConnectionLostError(detail="reset"))  # type: ignore[arg-type]
-            return super().acquire(timeout=timeout)
+            return super().acquire(blocking, timeout)
 
     for peer in peers:
         peer.group_ids.add(membership.spec.group_id)
@@ -348,8 +360,9 @@ def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their
     groups, refused = controller.groups, list[str]()
     groups.add(declared(old))
 
-    def form(*_: Any, **__: Any) -> Declared:
-        groups.draining = old.spec.group_id
+    def form(_: Any, __: float, add: Callable[[Declared], None], **___: Any) -> Declared:
+        groups.draining.add(old.spec.group_id)
+        add(declared(now))
         return declared(now)
 
     def check(*_: Any) -> None:
@@ -374,7 +387,7 @@ def test_a_member_that_dies_between_its_lease_and_its_join_is_named(
     with pytest.raises(ActorGoneError, match="before it was asked to join") as caught:
         controller.participants.join([team], time.monotonic() + WAIT_S)
     assert (caught.value.rank, caught.value.actor) == (1, team.members[1].actor)
-    monkeypatch.setattr(groups_module, "inner_groups", lambda _: (inside,))
+    monkeypatch.setattr(formation, "inner_groups", lambda _: (inside,))
     first.group_ids.add(team.spec.group_id)
     with pytest.raises(ActorGoneError, match="before it was asked to join"):
         controller.groups._with_inner(team, time.monotonic() + WAIT_S)

@@ -209,25 +209,3 @@ def test_plan_sent_to_no_rank_has_ended_at_once() -> None:
     assert tracker.fail(DispatchError(detail="x"), unsent=(0, 1)) == []
     assert tracker.has_ended
     assert tracker.resolved
-
-
-def test_a_signal_at_the_end_of_a_wait_keeps_nobody_waiting() -> None:
-    """It comes between the lock's `acquire` and `release`; the plan has ended, and the next wait says so."""
-    tracker = tracked(2)
-    unresolved = tracker._unresolved
-
-    class Interrupted:
-        def acquire(self, *, timeout: float) -> bool:
-            for rank in range(2):
-                tracker.done(rank, None, [])
-            assert unresolved.acquire(timeout=timeout)
-            tracker._unresolved = unresolved
-            raise KeyboardInterrupt
-
-        def release(self) -> None:
-            unresolved.release()
-
-    tracker._unresolved = Interrupted()  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
-        tracker.wait(5)
-    assert tracker.wait(0)
