@@ -267,6 +267,18 @@ def refused(rank, world):
     ):
         with pytest.raises((UnsupportedError, NotATensorError)):
             call()
+    with pytest.raises(InvalidArgumentError):
+        dist.group.WORLD.send([torch.ones(1)], rank, 0).wait()  # torch's own function refuses it, too
+    strided = torch.zeros(8, 2)[:, 0]
+    for call in (
+        lambda: dist.all_gather_into_tensor(strided, torch.ones(4)),
+        lambda: dist.reduce_scatter_tensor(torch.ones(4), strided),
+        lambda: dist.all_to_all_single(strided, torch.ones(8)),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            call()
+        assert {one.rank for one in caught.value.violations} == {0, 1}
+        assert all(one.found.endswith("not contiguous") for one in caught.value.violations)
     assert summed(rank, world) == 3
 
 
