@@ -66,9 +66,13 @@ class Forms(Generic[_Form]):
         if self._forms.get(key) is form:
             del self._forms[key]
 
+    def all(self) -> list[_Form]:
+        """All forms, the first one first."""
+        return list(self._forms.values())
+
     def clear(self) -> list[_Form]:
         """Forgets all; returns them."""
-        found, self._forms = list(self._forms.values()), {}
+        found, self._forms = self.all(), {}
         return found
 
     def info(self) -> CacheInfo:

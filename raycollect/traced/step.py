@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from raycollect.captured.captured_run import CapturedRun
+from raycollect.core import html
 from raycollect.core.signals import Allowed, Deferred
 from raycollect.core.submitted_calls import recording
 from raycollect.driver.batch import check_arguments
@@ -206,6 +207,10 @@ class Step(Generic[_P]):
 
     def __reduce__(self) -> Any:
         return _bound if self._before else Step, (self._traces.function, self._traces.options, *self._before)
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        return "".join(one.capture._repr_html_() for one in self._traces.forms.all()) or html.block("step", repr(self))
 
     def __repr__(self) -> str:
         info = self.cache_info()

@@ -377,8 +377,26 @@ def test_an_object_is_let_go_of_with_its_steps(pair):
     try:
         del one
         assert dead() is None
-        col.barrier()
         assert wait_until(lambda: ray.get(pair[0].call.remote(captured_here)) == 0)
+    finally:
+        gc.enable()
+
+
+def test_a_cell_that_is_run_again_releases_the_step_before(pair):
+    def cell():
+        @col.step
+        def step(value):
+            return [one.note.remote(value) for one in pair]
+
+        return step
+
+    gc.disable()
+    try:
+        step = cell()
+        assert step(1) == [1, 1]
+        step = cell()
+        assert wait_until(lambda: ray.get([one.call.remote(captured_here) for one in pair]) == [0, 0])
+        assert step(2) == [2, 2]
     finally:
         gc.enable()
 
