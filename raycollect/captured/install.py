@@ -71,7 +71,6 @@ class Installed:
             count = sum(at == position for at, _ in self.kept)
             method = self.runs.peer(position).actor.__raycollect_give_kept__
             refs = method.options(num_returns=count, max_task_retries=0).remote(capture, seq)
-            self.runs.seen[position] += 1  # runs need not come after it
             found[position] = refs if count > 1 else [refs]
         return [found[position][place] for position, place in reversed(self.kept)]
 

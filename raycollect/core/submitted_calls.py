@@ -57,7 +57,7 @@ class SubmittedCalls:
             uses the other attributes.
         last: The task of the latest call; `NOTHING`; None where it is not known, or the actor does not note its end.
         before: Called before the next call is submitted, once.
-        count: How many calls were submitted.
+        count: How many calls were submitted, without those of the library.
         tokens: What is lent to the calls, if they take tokens.
     """
 
@@ -77,7 +77,7 @@ class SubmittedCalls:
                 self.before()  # if that fails, the call must not be submitted either
                 self.before = None
             self.last = None  # unless it is known that it was submitted
-            self.count += 1
+            self.count += not name.startswith(f"_{_OWN}")
             lent = None if self.tokens is None else self.tokens.lend(name, options)
             if lent is None:
                 made = submit(handle, name, **options)

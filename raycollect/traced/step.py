@@ -68,8 +68,7 @@ class _Traces:
                 try:
                     begun = trace.begin(leaves)
                 except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
-                    with self._tracing:
-                        self.forms.drop(key, trace)
+                    self.forms.drop(key, trace)
             if trace is None or begun is None:
                 with Allowed():
                     trace = self._trace(key, values)

@@ -293,7 +293,7 @@ def test_a_call_that_does_not_fit_the_function_is_refused_as_by_python(worker):
         step(1, other=2)
 
 
-def test_other_threads_and_asynchronous_tasks_are_not_recorded(worker):
+def test_other_threads_are_not_recorded(worker):
     def elsewhere():
         thread = threading.Thread(target=lambda: ray.get(worker.note.remote("thread")))
         thread.start()
