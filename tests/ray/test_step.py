@@ -198,6 +198,21 @@ def test_each_method_gets_a_copy_of_its_own(pair):
     assert step([8]) == ([8, 1], [8, 1])
 
 
+def test_methods_get_arguments_as_they_were_when_they_were_called(pair):
+    @col.step
+    def step(value):
+        values, array = [value, [0]], np.zeros(1)
+        calls = [pair[0].echo.remote(values), pair[0].echo.remote([value, array]), pair[0].echo.remote(array)]
+        values[1].append(1)
+        array[0] = 1
+        return [*calls, pair[0].echo.remote(values), pair[0].echo.remote([value, array])]
+
+    for value in (2, 3):
+        first, (_, second), third, fourth, (_, fifth) = step(value)
+        assert (first, second.tolist(), third.tolist()) == ([value, [0]], [0], [0])
+        assert (fourth, fifth.tolist()) == ([value, [0, 1]], [1])
+
+
 def test_other_objects_are_static(pair):
     class Setting:
         pass
