@@ -18,6 +18,7 @@ from raycollect.captured.step import Capture, ready
 from raycollect.captured.step_values import MISSING, Fixed, Parameters, structured
 from raycollect.core.placeholder import Placeholder
 from raycollect.driver import values
+from raycollect.driver.batch import Batch
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.plan_tracker import PlanTracker
@@ -86,6 +87,9 @@ class TracedRecording(Recording):
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
         super().__init__(capture, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
         self.parameters: TracedParameters = TracedParameters()
+
+    def _sent(self) -> Batch:
+        return self  # the results of a batch in the function are those of its calls
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
         kind = type(value)

@@ -239,6 +239,21 @@ def test_a_method_in_a_batch_comes_before_it(worker):
         behind()
 
 
+def test_a_batch_gives_what_its_calls_give(worker, actors):
+    workers = [worker, *actors(Learner, 1)]
+
+    @col.step
+    def step():
+        with col.batch() as batch:
+            col.allreduce_refs([one.steady.remote() for one in workers])
+        (refs,) = batch.wait()
+        assert batch.done()
+        assert len(batch.refs) == 1
+        return [one.echo.remote(ref) for one, ref in zip(workers, refs, strict=True)]
+
+    assert [one.tolist() for one in step()] == [[2], [2]]
+
+
 def test_steps_do_not_run_in_batches(worker):
     step = col.step(lambda: worker.note.remote())
     for _ in range(2):
