@@ -69,7 +69,8 @@ class Installed:
         found: dict[int, list[Any]] = {}
         for position in dict.fromkeys(at for at, _ in self.kept):
             count = sum(at == position for at, _ in self.kept)
-            method = self.runs.peer(position).actor.__raycollect_give_kept__
+            actor = ray_internals.actor_handle(self.runs.step_plan.participants[position])
+            method = actor.__raycollect_give_kept__
             refs = method.options(num_returns=count, max_task_retries=0).remote(capture, seq)
             found[position] = refs if count > 1 else [refs]
         return [found[position][place] for position, place in reversed(self.kept)]

@@ -118,10 +118,6 @@ class StepRuns:
         self.seen = counts if len(counts) == len(self.seen) else [-1]
         return tracker
 
-    def peer(self, position: int) -> ParticipantLink:
-        """A participant."""
-        return self._links[position][0]
-
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
         return next((tracker for tracker in tuple(self._under_way) if not tracker.resolved), None)

@@ -196,6 +196,18 @@ def test_a_value_of_another_actor_is_refused(worker, actors):
         col.step(lambda: other.echo.remote(worker.loss.remote()))()
 
 
+def test_recorded_values_compare_as_refs_do(worker):
+    @col.step
+    def step():
+        refs = [worker.loss.remote(), worker.loss.remote()]
+        assert refs[1] in refs
+        assert refs.index(refs[1]) == 1
+        assert refs[0] != refs[1]
+        return {ref: at for at, ref in enumerate(refs)}[refs[1]]
+
+    assert step() == 1
+
+
 def test_recorded_values_in_a_list_are_refused(worker):
     with pytest.raises(errors.InvalidArgumentError):
         col.step(lambda: worker.echo.remote([worker.loss.remote()]))()
