@@ -76,8 +76,7 @@ class Installed:
 
 
 def _give_kept(capture: bytes, seq: int, count: int, actor: Any) -> Any:
-    method = actor.__raycollect_give_kept__.options(num_returns=count, max_task_retries=0)
-    return method.remote(capture, seq, alone=count == 1)
+    return actor.__raycollect_give_kept__.options(num_returns=count, max_task_retries=0).remote(capture, seq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

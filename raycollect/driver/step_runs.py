@@ -12,6 +12,7 @@ from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Forget, Run
+from raycollect.core import ray_internals
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
 from raycollect.core.signals import Deferred, deliver
@@ -115,16 +116,16 @@ class StepRuns:
 
     def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
         """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
-        peer, _ = self._links[position]
-        calls = peer.calls
+        actor = ray_internals.actor_handle(self.step_plan.participants[position])  # the lease may have ended
+        calls = self._links[position][0].calls if self._links else None
         if calls is None:
-            return submit(peer.actor)
+            return submit(actor)
         with calls.lock:
             is_passed = calls.last in (NOTHING, self._passed[position])
-            made = submit(peer.actor)
+            submitted = submit(actor)
             if is_passed and calls.last is not None:
                 self._passed[position] = calls.last
-        return made
+        return submitted
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""

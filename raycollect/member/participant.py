@@ -245,14 +245,11 @@ def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
     return [value] * copies if copies else value
 
 
-def _give_kept(self: CollectiveParticipant, capture: bytes, seq: int, *, alone: bool) -> Any:
-    """Gives what a run of a captured step has kept, as if this method had made it; `alone`: the one value."""
-    found = Runtime.current().leased().captured_step(capture).runner.take_kept(seq)
-    return found[0] if alone else found
-
-
 # Not `_raycollect_...`: plans are behind them, as behind the methods of users.
-CollectiveParticipant.__raycollect_give_kept__ = _hold(_give_kept, "__raycollect_give_kept__")  # type: ignore[attr-defined]
+CollectiveParticipant.__raycollect_give_kept__ = _hold(  # type: ignore[attr-defined]
+    lambda self, capture, seq: Runtime.current().leased().captured_step(capture).runner.take_kept(seq),
+    "__raycollect_give_kept__",
+)
 CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_take_in__")  # type: ignore[attr-defined]
 
 
