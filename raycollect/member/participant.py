@@ -17,8 +17,8 @@ from raycollect.core import direct_transport, ray_internals, submitted_calls, th
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
-from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
-from raycollect.errors.text import a_type, listed
+from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
+from raycollect.errors.text import a_type, listed, shown
 from raycollect.member.finished_calls import is_inert
 from raycollect.member.runtime import Runtime, describe, run_in_thread
 from raycollect.observe import Tracer
@@ -39,7 +39,13 @@ _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 
 
 def by_value(method: _Method) -> _Method:
-    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual."""
+    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual.
+
+    Raises:
+        InvalidArgumentError: It is no function.
+    """
+    if not callable(method) or isinstance(method, type):
+        raise refusal("by_value", "", (wrong_argument("method", shown(method), "a function in a class"),))
     setattr(method, _BY_VALUE, True)
     return method
 
