@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import Token
 from typing import Any, ClassVar, Literal, overload
 
 from raycollect.captured.calls import MethodCall
 from raycollect.captured.captured_run import CapturedRun
-from raycollect.captured.explanation import explain_capture, stages_html
+from raycollect.captured.explanation import explain_capture, stages_html, stages_of
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
@@ -24,7 +24,7 @@ from raycollect.core import direct_transport, html, recorded_calls
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
-from raycollect.core.signals import Allowed, Deferred
+from raycollect.core.signals import Allowed, Deferred, guarded
 from raycollect.core.submitted_calls import Recorder
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -94,25 +94,27 @@ class Capture(BoundToProcess):
         self._state = "its block has not ended"
         return self
 
+    @guarded
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        try:
-            if self._recorder is not None:
-                recorded_calls.end(self._recorder)
-            self._block.__exit__(kind, exc, trace)
-        finally:
-            self._state = "its block failed"
-            if exc is not None or self._block.has_failed:
+        with Deferred():
+            try:
+                if self._recorder is not None:
+                    recorded_calls.end(self._recorder)
+                self._block.__exit__(kind, exc, trace)
+            finally:
+                self._state = "its block failed"
+                if exc is not None or self._block.has_failed:
+                    self._block.clear()
+                    self._block._let_go()
+            if exc is not None:
+                return
+            try:
+                self._record()
+            except BaseException:
                 self._block.clear()
                 self._block._let_go()
-        if exc is not None:
-            return
-        try:
-            self._record()
-        except BaseException:
-            self._block.clear()
-            self._block._let_go()
-            raise
-        self._state = ""
+                raise
+            self._state = ""
 
     def _record(self) -> None:
         request_list = self._block.request_list
@@ -240,14 +242,12 @@ class Capture(BoundToProcess):
     ) -> Any:
         """Runs the step: all its calls, in order, on all participants.
 
-        Runs take place in the order in which they are begun, after the collectives of this process begun before, and
-        before those begun after. They do not wait for methods that were submitted to the actors but have not begun;
-        refs that the step uses were made when it was captured.
+        A run comes after what this process began before: collectives, runs, and methods of its actors; and before what
+        is begun after it. Methods of actors that run several at a time have no order.
 
         Args:
             async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
-            fence: True: the run comes after all methods that were submitted to the participants before; it costs an
-                actor task each.
+            fence: True: the run is sent through the actors' queues, as an actor task each.
             timeout_s: After how many seconds the run is given up and fails, whether anybody waits for it or not; runs
                 before it and methods that it waits for included. None: the limits of its collectives alone.
             arguments: The arguments that the step declares, by name.
@@ -285,7 +285,7 @@ class Capture(BoundToProcess):
         """What `run` returns of a run that has begun."""
         self._begun += 1
         returned = self._block.returned
-        given = {} if returned is None else returned.given(arguments)
+        given = {} if returned is None or not returned.echoed else returned.given(arguments)
         controller: Controller = self._controller  # type: ignore[assignment]  # or it would not be ready
         if async_op:
             return CapturedRun(controller, self, tracker, functools.partial(self._collect, installed, given=given))
@@ -323,14 +323,7 @@ class Capture(BoundToProcess):
     @property
     def _stages(self) -> tuple[Stage | tuple[MethodCall, ...], ...]:
         """Its plans, and between them its method calls, in order; empty where it is not ready."""
-        if self._installed is None:
-            return ()
-        calls = self._installed.calls
-        found: list[Stage | tuple[MethodCall, ...]] = []
-        for stage in self._installed.runs.step_plan.stages:
-            found += [_until(calls, found, stage.first), stage]
-        found.append(_until(calls, found, self._counts[0] + 1))
-        return tuple(one for one in found if one)
+        return () if self._installed is None else stages_of(self._installed)
 
     def _tensor_infos(self, timeout_s: float = 60.0) -> dict[Source, tuple[TensorInfo, ...] | None]:
         """The infos of its plans' operands, by source; None: not known before the first run. Raises as `explain`."""
@@ -360,7 +353,7 @@ class Capture(BoundToProcess):
         """
         if self._installed is None:
             raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
-        return _explained(self._id, self._installed, self._stages, self._tensor_infos())
+        return explain_capture(self._id, self._installed, self._tensor_infos())
 
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
@@ -400,7 +393,7 @@ class Capture(BoundToProcess):
         if self._installed is None:
             return None
         try:
-            return _explained(self._id, self._installed, self._stages, self._tensor_infos(SHOWN_S))
+            return explain_capture(self._id, self._installed, self._tensor_infos(SHOWN_S))
         except Exception:  # noqa: BLE001 - a busy or dead actor, or what shows in the first run only: it is shown without
             return None
 
@@ -416,17 +409,6 @@ def ready(installed: Installed | None, state: str) -> Installed:
     if installed is None or state or batch.current() is not None:
         raise CaptureError(detail=(state and f"this captured step can't run: {state}") or _IN_BLOCK)
     return installed
-
-
-def _explained(
-    capture: bytes,
-    installed: Installed,
-    stages: Sequence[Stage | tuple[MethodCall, ...]],
-    infos: Mapping[Source, tuple[TensorInfo, ...] | None],
-) -> StepExplanation:
-    runs = installed.runs
-    fixed = {source for source in infos if not runs.keys[source].startswith(capture)}  # type: ignore[call-overload]
-    return explain_capture(runs.step_plan, stages, infos, fixed)
 
 
 def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> Capture:
@@ -449,10 +431,3 @@ def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = N
     """
     batch.check_arguments("capture", staging_nbytes, timeout_s)
     return Capture(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
-
-
-def _until(
-    calls: tuple[MethodCall, ...], found: list[Stage | tuple[MethodCall, ...]], request: int
-) -> tuple[MethodCall, ...]:
-    known = sum(len(one) for one in found if not isinstance(one, Stage))
-    return tuple(call for call in calls[known:] if call.before <= request)

@@ -138,7 +138,10 @@ class Communicator(Protocol):
         ...
 
     def abort(self, seq: int) -> None:
-        """Makes every wait of that launch, now or later, raise PlanAbortedError."""
+        """Makes every wait of that launch, now or later, raise PlanAbortedError.
+
+        0 is no launch: the process of a rank has ended, so that `close` must not wait for the others.
+        """
         ...
 
     def close(self) -> None:

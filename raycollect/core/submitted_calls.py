@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
+import ray
 from ray.actor import ActorHandle
 
 from raycollect.core.call_tokens import CallTokens
-from raycollect.core.model import TASK_NBYTES
+from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
 
 _FUNNEL = "_actor_method_call"
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
+
+_KEPT = "__raycollect_"  # of those that return tensors as methods of users do, and note their end as these
 
 NOTHING = b""
 """In place of a call where plans need not wait for any."""
@@ -57,17 +61,15 @@ class SubmittedCalls:
             uses the other attributes.
         last: The task of the latest call; `NOTHING`; None where it is not known, or the actor does not note its end.
         before: Called before the next call is submitted, once.
-        count: How many calls were submitted.
         tokens: What is lent to the calls, if they take tokens.
     """
 
-    __slots__ = ("__weakref__", "before", "count", "last", "lock", "tokens")
+    __slots__ = ("__weakref__", "before", "last", "lock", "tokens")
 
     def __init__(self) -> None:
         self.lock: threading.RLock = threading.RLock()  # a finalizer may call the same actor
         self.last: bytes | None = None
         self.before: Callable[[], object] | None = None
-        self.count: int = 0
         self.tokens: CallTokens | None = None
 
     def submit(self, handle: Any, name: str, submit: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -77,7 +79,6 @@ class SubmittedCalls:
                 self.before()  # if that fails, the call must not be submitted either
                 self.before = None
             self.last = None  # unless it is known that it was submitted
-            self.count += 1
             lent = None if self.tokens is None else self.tokens.lend(name, options)
             if lent is None:
                 made = submit(handle, name, **options)
@@ -85,7 +86,7 @@ class SubmittedCalls:
                 to, submitted = lent
                 made = submit(to, name, **options)
                 submitted(made)
-            if not name.startswith("_"):
+            if not name.startswith("_") or name.startswith(_KEPT):
                 self.last = _task_of(made)
         return made
 
@@ -127,8 +128,32 @@ class AllHeld:
             calls[self._held].lock.release()
 
 
+_retried: OrderedDict[bytes, None] = OrderedDict()
+"""The latest tasks that Ray tries again if their methods raise."""
+
+_MOST_RETRIED = 4096
+
+
+def unsettled_retries(refs: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Those of some refs that have no value yet, and whose methods Ray may run again after an exception.
+
+    Calls of other processes, and those before there was a class of participants here, are not known.
+    """
+    found = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
+    if found:
+        pending = set(ray.wait([*found.values()], num_returns=len(found), timeout=0, fetch_local=False)[1])
+        found = {key: ref for key, ref in found.items() if ref in pending}
+    return found
+
+
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
 _watching = threading.RLock()  # a finalizer may declare a group
+
+
+def watch_retries() -> None:
+    """Notes from now on which calls Ray may try again."""
+    with _watching:
+        see_calls()
 
 
 def watch(handle: Any) -> SubmittedCalls | None:
@@ -157,8 +182,12 @@ def see_calls() -> bool:
     def noted(handle: Any, name: str, options: dict[str, Any]) -> Any:
         calls = _watched.get(handle._ray_actor_id)
         if calls is None or name.startswith(_OWN):
-            return submit(handle, name, **options)
-        return calls.submit(handle, name, submit, options)
+            made = submit(handle, name, **options)
+        else:
+            made = calls.submit(handle, name, submit, options)
+        if options.get("retry_exceptions") and options.get("max_task_retries"):
+            _note_retried(_task_of(made))
+        return made
 
     @functools.wraps(submit)
     def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
@@ -176,8 +205,15 @@ def see_calls() -> bool:
 def _is_own(name: str, args: Any) -> bool:
     """Whether the library itself makes a call, as it forms a group or takes in a value."""
     if name == "__ray_call__":
-        return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.")
+        return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.member.")
     return name.startswith((_OWN, f"_{_OWN}"))
+
+
+def _note_retried(task: bytes | None) -> None:
+    if task is not None:
+        _retried[task] = None
+        if len(_retried) > _MOST_RETRIED:
+            _retried.popitem(last=False)
 
 
 def _task_of(made: Any) -> bytes | None:

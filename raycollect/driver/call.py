@@ -16,12 +16,13 @@ from raycollect.core.signals import Deferred
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.driver_rank import with_results
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
-from raycollect.errors.text import a_type
+from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, GpuLists, Membership, root_parameter
 
@@ -41,6 +42,7 @@ _PARTS: dict[OpKind, tuple[str, str]] = {
 }
 """Operation -> the parameters of the inputs and of the outputs, which may be None."""
 
+_MOST_NUMBER = 1 << 63  # ranks, and numbers of GPUs, are far below
 _SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the others take lists
 
 _NO_STEP = "one of actors: runs of a captured step run in actors. Make the calls in a batch(), or outside of the step"
@@ -143,11 +145,11 @@ class Call:
             tracker, submission = request_list.send(
                 self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
             )
-            work = Work(self.controller, tracker, request_list.results[0], submission)
+            refs = request_list.results[0]
             if async_op:
-                return work
+                return Work(self.controller, tracker, refs, submission)
             wait_or_abort(self.controller, tracker)
-        return work.wait()
+        return with_results(refs) if tracker.error is None else Work(self.controller, tracker, refs).wait()
 
     # ------------------------------------------------------------------------------------------ binding
 
@@ -232,13 +234,16 @@ class Call:
 
     def _number(self, field: str, value: Any, expected: str) -> int:
         try:
-            return operator.index(value)
+            number = operator.index(value)
         except TypeError:
-            self._wrong(field, value, expected)
-            return -1
+            number = _MOST_NUMBER
+        if -_MOST_NUMBER < number < _MOST_NUMBER:
+            return number
+        self._wrong(field, value, expected)
+        return -1
 
     def _wrong(self, field: str, value: Any, expected: str) -> None:
-        self._violations.append(wrong_argument(field, repr(value), expected))
+        self._violations.append(wrong_argument(field, shown(value), expected))
 
     def _raise(self) -> None:
         if self._violations:

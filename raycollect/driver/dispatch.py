@@ -6,7 +6,8 @@ their part (`core.signals`): an exception of a handler comes up where there is n
 
 The message is an `Order`, by the order bell or the channel. In program order it says behind which call of the actor the
 plan is; where that can't be known the plan is an actor task, which takes its place in the actor's queue. So is a plan
-that makes something, as its refs are the task's returns.
+that makes something, as its refs are the task's returns. So is one whose operand's method Ray may run again, after an
+exception: that ref is an argument of the task, so that Ray begins it, and what is behind it, after the last try.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.core.signals import Allowed, Deferred
-from raycollect.core.submitted_calls import AllHeld
+from raycollect.core.submitted_calls import AllHeld, unsettled_retries
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink, StartBarrier
@@ -219,7 +220,7 @@ def send_prepared(
                     tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
                 if together:
                     _start_barrier(controller, tracker, peers)
-                _send_parts(controller, prepared, tracker, peers, tuple(refs), by_channel=by_channel, together=together)
+                _send_parts(controller, prepared, tracker, peers, by_channel=by_channel, together=together)
                 return tracker
 
 
@@ -228,21 +229,25 @@ def _send_parts(
     prepared: DispatchPlan,
     tracker: PlanTracker,
     peers: Sequence[ParticipantLink],
-    keys: Sequence[Key],
     *,
     by_channel: bool,
     together: bool,
 ) -> None:
     """Sends each participant its part; if one can't be sent, the plan ends for all."""
-    rings = tracker.bell is not None
+    rings, keys = tracker.bell is not None, tuple(tracker.refs)
+    retried = {} if by_channel else unsettled_retries(tracker.refs)
     for at, peer in enumerate(peers):
         outputs = prepared.outputs[at]
         ticket = Ticket(tracker.seq, peer.last_seq)
-        order = encode_order(ticket, list(map(keys.__getitem__, prepared.sources[at])), prepared.programs[at])
+        own = list(map(keys.__getitem__, prepared.sources[at]))
+        order = encode_order(ticket, own, prepared.programs[at])
+        behind = [retried[key] for key in own if key in retried] if retried else []
         made: Sequence[Any] = ()
         try:
             if by_channel:
                 peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
+            elif behind:
+                made = peer.submit_behind(order, len(outputs), behind)
             elif prepared.fits_channel:
                 peer.submit_in_order(order, tracker, at, rings=rings)
             else:

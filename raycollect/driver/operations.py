@@ -122,14 +122,14 @@ def reduce_refs(
 
 # fmt: off
 @overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *,
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
     async_op: Literal[False] = ..., timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
 @overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *,
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
 @overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
+    async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def broadcast_refs(
     tensor_refs: Sequence[Any],

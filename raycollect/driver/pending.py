@@ -42,7 +42,8 @@ class _Recorded(Placeholder):
         return repr(self)
 
     def __eq__(self, other: object) -> bool:
-        if self._traced and self is not other and other is not None:
+        is_ref = type(self) is type(other) is Pending  # as refs of two calls, they differ
+        if self._traced and self is not other and other is not None and not is_ref:
             raise self._used("==")
         return super().__eq__(other)
 
@@ -97,8 +98,8 @@ class Pending(_Recorded):
             BatchError: Its batch has not ended, or failed.
             CaptureError: It is made in the runs of a captured step.
         """
-        if self._traced:
-            raise self._used("its ref")
+        if self._traced:  # it may stand wherever its ref would
+            return self
         if self.step >= 0:
             raise CaptureError(detail=f"{self!r} is not a ref: {_IN_RUNS}")
         if self._ref is None:
@@ -192,4 +193,6 @@ class Argument(_Recorded):
 
 def plain(value: Any) -> Any:
     """The ref of a `Pending`, which raises where it has none; any other value as it is."""
+    if isinstance(value, Pending) and value._traced:
+        raise value._used("raycollect.get() or another function")
     return value.ref if isinstance(value, Pending) else value

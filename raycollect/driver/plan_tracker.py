@@ -70,8 +70,7 @@ class PlanTracker:
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
         made: (request, position) -> the ref of what the request makes there.
-        bell: What is rung when it has gone well everywhere, where the thread that waits for it has claimed the bell.
-        bell_slots: The words of its participants there.
+        bell: What is rung when it has gone well everywhere, if the thread that waits has claimed it; by `bell_slots`.
         place: Which of the step's runs it is, from 1.
         deadline: When its caller's time limit is over.
         overdue: Who had not ended it when that was over, and what they did; None: it was not.
@@ -85,7 +84,6 @@ class PlanTracker:
     error: RaycollectError | None = None
     is_known: bool = False
     is_committed: bool = False
-    is_fenced: bool = False
     bell: CompletionBell | None = None
     bell_slots: tuple[int, ...] = ()
     ring: Ring | None = None

@@ -22,7 +22,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.engine.execution import Execution
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.instruments import Instruments
-from raycollect.engine.program_operands import MissingOperand
+from raycollect.engine.program_operands import MissingOperand, missing
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.engine.step_actions import Exchanges, MethodCall, PlanCall, value_of
 from raycollect.engine.step_program import Invocation, StepProgram
@@ -30,7 +30,7 @@ from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import CaptureError, MethodError, PlanAbortedError, ProtocolError, RaycollectError
 from raycollect.observe import Tracer, run_steps
 from raycollect.observe.run_steps import RunStep
-from raycollect.pos import Container, unkept
+from raycollect.pos import Absence, Container, State, unkept
 from raycollect.pos.store import weak
 
 # Calls a method: its name, its arguments by place and by name.
@@ -147,13 +147,13 @@ class StepRunner:
             while len(self._kept) > MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
 
-    def take_kept(self, seq: int) -> list[Any]:
-        """Gives away what a run has kept; CaptureError: it has kept nothing, or that was taken."""
+    def take_kept(self, seq: int) -> Any:
+        """Gives away the value that a run has kept, or the list of them; CaptureError: there is none, or no more."""
         with self._lock:
             found = self._kept.pop(seq, None)
         if found is None:
             raise CaptureError(detail=f"run {seq} of this captured step keeps no values, or no more")
-        return found
+        return found if len(found) > 1 else found[0]
 
     def abort(self, seq: int = 0) -> None:
         """Ends the waits of run `seq`, or of any (0), and lets it begin no other action; any thread may call it."""
@@ -212,7 +212,11 @@ class StepRunner:
         """The value of a slot as collectives take it."""
         value = self.slots[slot]
         if type(value) is Container:
-            return value
+            now = value.current()
+            if isinstance(now, str):
+                return missing(Absence(State.REPLACED, now))
+            self.slots[slot] = now
+            return now
         found = None if slot < self.step_program.refs else self._known.container(slot, value)
         if found is None:
             expected = "a tensor, or a list, tuple or dict of tensors"

@@ -238,8 +238,7 @@ class MemberCommunicator:
             self._give_up(exc)
             raise
         except Exception as exc:
-            unforeseen = InternalError(detail=threads.cause_of(exc))
-            self._give_up(unforeseen)
+            self._give_up(unforeseen := InternalError(detail=threads.cause_of(exc)))
             raise anew(unforeseen) from exc
         except BaseException as exc:  # a signal: the others wait for the next call of this rank
             self._give_up(PlanAbortedError(detail=f"it was interrupted: {threads.cause_of(exc)}"))
@@ -432,9 +431,10 @@ class MemberCommunicator:
             return
         if isinstance(communicator, Surviving):
             communicator.lost(self.ranks.index(rank))
-            return
-        # The launch may wait for the dead rank for ever. If it has ended by then, this changes nothing.
-        timers.soon_or_now(LAST_S, partial(communicator.abort, seq))
+        elif self.hub.call:  # it may wait for the dead for ever; if it has ended by then, this changes nothing
+            timers.soon_or_now(LAST_S, partial(communicator.abort, seq))
+        else:
+            communicator.abort(0)
 
     def close(self, error: RaycollectError, wait_s: float = 0.0) -> None:
         """Ends the communicator for good; a call under way was stopped before. Waits for the backend so long."""

@@ -90,6 +90,7 @@ class CapturedStep:
         method_lock: Held by a run while it is done; None if methods overlap anyway.
         send: Sends to the controller; raises ConnectionLostError.
         tell_failure: Tells the controller that a run, by its number, failed.
+        wait_for_call: Waits until a method call, by its task, and all before it have ended, or a run was aborted.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class CapturedStep:
         method_lock: threading.Lock | None,
         send: Callable[[Message], None],
         tell_failure: Callable[[int, RaycollectError], None],
+        wait_for_call: Callable[[bytes, int], None],
     ) -> None:
         self.runner = runner
         self._doorbell = doorbell
@@ -107,6 +109,7 @@ class CapturedStep:
         self._method_lock = threading.Lock() if method_lock is None else method_lock
         self._send_or_raise = send
         self._tell_failure = tell_failure
+        self._wait_for_call = wait_for_call
         self._tracer = Tracer.current()
         self._busy = threading.Lock()  # held while the values are in use
         self._changed = threading.Condition()  # guards what follows
@@ -169,21 +172,21 @@ class CapturedStep:
         if self._doorbell is None:
             run = self._wait_for(lambda _: True)
             if run is not None:
-                self.run_now(run.seq, run.predecessor, run.payload)
+                self.run_now(run.seq, run.predecessor, run.payload, after=run.after)
             return run is not None
         closed = bool(self._closed)  # first, as no message comes after it
         # The bell comes before the message, so a run that is here and was not rung for never will be.
         unrung = self._came[0] if self._came else None
         entry = self._doorbell.take(0.0 if unrung or closed else IDLE_S)
         if entry is not None:
-            number, seq, predecessor, payload = entry
+            number, seq, predecessor, payload, after = entry
             if payload is None:
                 run = self._wait_for(lambda run: run.seq == seq)
                 payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
-            self.run_now(seq, predecessor, payload, number=number)
+            self.run_now(seq, predecessor, payload, number=number, after=after)
         elif unrung is not None:
             self._came.remove(unrung)
-            self.run_now(unrung.seq, unrung.predecessor, unrung.payload)
+            self.run_now(unrung.seq, unrung.predecessor, unrung.payload, after=unrung.after)
         else:
             return not closed
         return True
@@ -208,10 +211,12 @@ class CapturedStep:
         payload: bytes,
         watched: Callable[[], AbstractContextManager[Any]] | None = None,
         number: int = 0,
+        after: bytes = b"",
     ) -> None:
         """Does a run in the calling thread; `watched` is entered around it.
 
-        `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel.
+        `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel. `after` is the
+        task of the method call behind which it comes; empty: none.
         """
         ring = self._tracer.ring
         if ring is not None and self.runner.is_single:  # the plan notes all
@@ -220,6 +225,8 @@ class CapturedStep:
         came_s, step = 0.0, run_steps.here()
         step.at, step.number = "", seq
         try:
+            if after:
+                self._wait_for_call(after, seq)
             reason = self._sequencer.start(seq, predecessor)
             came_s = 0.0 if ring is None else ring.clock()
             self._count += 1

@@ -165,8 +165,9 @@ class Lease:
             outcome = Outcome(error=threads.failed(f"plan {ticket.seq}", exc))
         finally:
             step.number = 0
-            self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
-        self._tell_done(ticket.seq, program, outcome, rings=order is not None and order.rings)
+            was_aborted = self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
+        rings = order is not None and order.rings
+        self._tell_done(ticket.seq, program, outcome, rings=rings, was_aborted=was_aborted)
         if outcome.error is not None and program.makes:
             if isinstance(outcome.error, GroupBrokenError):  # by a death, before this plan was aborted for it
                 raise PlanAbortedError(detail=outcome.error.detail)
@@ -211,7 +212,7 @@ class Lease:
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
         if exchange is None and len(program.tasks) == 1:
-            fast = FastPath.of(program, [*map(self._store.look, keys)], instruments, communicators)
+            fast = FastPath.of(program, [*map(self._store.current, keys)], instruments, communicators)
             if fast is not None:
                 fast.seq, fast.keys, fast.aborted = seq, keys, aborted
                 return fast
@@ -227,10 +228,13 @@ class Lease:
             keep=keep,
         )
 
-    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool) -> None:
-        # If all participants see each other, the last one tells for all that it went well.
+    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool, was_aborted: bool) -> None:
+        # If all participants see each other, the last one tells for all that it went well. Nobody waits at the bell for
+        # a plan that was aborted, and who was told so answers for itself.
         if outcome.error is not None:
             self._reporter.tell_failure(seq, outcome.error)
+        elif was_aborted:
+            self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
         elif rings and self._bell is not None and len(outcome.ended) == len(program.agreement.ranks):
             self._bell.ring(seq)
         elif not outcome.ended or len(outcome.ended) == len(program.agreement.ranks):
@@ -259,7 +263,7 @@ class Lease:
         runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
         lock = here.method_lock if here.is_ordered else None
-        tell = self.link.send, self._reporter.tell_failure
+        tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call
         try:
             make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell)
             self._captures.add(step_program.capture, make)
@@ -382,7 +386,8 @@ class Lease:
         try:
             self._abort_plans(group.spec.group_id, reason)
         finally:
-            if communicator is not None:  # it keeps no memory of the dead
+            if communicator is not None:  # it keeps no memory of the dead, and waits for none of them to close it too
+                communicator.abort(0)
                 threads.bounded(communicator.close)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:

@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, ray_internals, threads
+from raycollect.core import direct_transport, ray_internals, submitted_calls, threads
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
-from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
-from raycollect.errors.text import a_type, listed
+from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
+from raycollect.errors.text import a_type, listed, shown
 from raycollect.member.finished_calls import is_inert
 from raycollect.member.runtime import Runtime, describe, run_in_thread
 from raycollect.observe import Tracer
@@ -39,7 +39,13 @@ _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 
 
 def by_value(method: _Method) -> _Method:
-    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual."""
+    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual.
+
+    Raises:
+        InvalidArgumentError: It is no function.
+    """
+    if not callable(method) or isinstance(method, type):
+        raise refusal("by_value", "", (wrong_argument("method", shown(method), "a function in a class"),))
     setattr(method, _BY_VALUE, True)
     return method
 
@@ -56,6 +62,7 @@ class CollectiveParticipant:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        submitted_calls.watch_retries()
         for name in dir(cls):
             method = inspect.getattr_static(cls, name)
             if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, _HELD):
@@ -71,7 +78,7 @@ class CollectiveParticipant:
     def _raycollect_describe(self) -> dict[str, Any]:
         return {**describe(self), "participant": True}
 
-    def _raycollect_run(self, payload: bytes) -> Any:
+    def _raycollect_run(self, payload: bytes, *values: Any) -> Any:
         return Runtime.current().run_task(payload, ray_internals.current_task())
 
     def _raycollect_tokens(self, count: int) -> list[None]:
@@ -97,7 +104,7 @@ class CollectiveParticipant:
         return Runtime.current().leased().captured_step(capture).runner.look()
 
 
-async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
+async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
     runtime, task = Runtime.current(), ray_internals.current_task()
     if runtime.hand_over(payload):
         return None
@@ -244,14 +251,11 @@ def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
     return [value] * copies if copies else value
 
 
-def _give_kept(self: CollectiveParticipant, capture: bytes, seq: int, *, alone: bool) -> Any:
-    """Gives what a run of a captured step has kept, as if this method had made it; `alone`: the one value."""
-    found = Runtime.current().leased().captured_step(capture).runner.take_kept(seq)
-    return found[0] if alone else found
-
-
 # Not `_raycollect_...`: plans are behind them, as behind the methods of users.
-CollectiveParticipant.__raycollect_give_kept__ = _hold(_give_kept, "__raycollect_give_kept__")  # type: ignore[attr-defined]
+CollectiveParticipant.__raycollect_give_kept__ = _hold(  # type: ignore[attr-defined]
+    lambda self, capture, seq: Runtime.current().leased().captured_step(capture).runner.take_kept(seq),
+    "__raycollect_give_kept__",
+)
 CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_take_in__")  # type: ignore[attr-defined]
 
 

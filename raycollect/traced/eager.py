@@ -14,6 +14,7 @@ import ray
 from raycollect.captured.step_values import Fixed, Returned
 from raycollect.core import recorded_calls
 from raycollect.driver import values
+from raycollect.driver.pending import Pending, plain
 from raycollect.traced.kept import Kept
 
 
@@ -47,14 +48,14 @@ def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
     def read(value: Any, where: str) -> Any:
         if type(value) is Kept:
-            return Fixed(lambda: value.value)
-        return Fixed(partial(values.get, value) if isinstance(value, ray.ObjectRef) else lambda: value)
+            return Fixed(partial(plain, value.value))
+        return Fixed(partial(values.get, value) if isinstance(value, (ray.ObjectRef, Pending)) else lambda: value)
 
     return Returned.of(returned, read).fill((), {})
 
 
-class EagerRun:
-    """What `Step.start` returns where steps are eager: a run that has ended."""
+class EndedRun:
+    """What `Step.start` returns where nothing is under way: steps are eager, or the function calls nothing."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._outcome = Future[Any]()

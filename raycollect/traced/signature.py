@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -59,13 +59,19 @@ class CallReader:
             raise refusal("step", "", (wrong_argument("static", ", ".join(map(repr, unknown)), expected),))
         self._is_static = tuple([name in static for name in self.names])
         self._first = int(bound)
-        kinds = {one.kind for one in parameters.values()}
-        self._is_plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        self._is_plain = all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in parameters.values())
+        self._defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The value of each parameter, those by default included; TypeError as the function itself raises it."""
-        if self._is_plain and not kwargs and len(args) == len(self.names):
+        rest = self.names[len(args) :]
+        if self._is_plain and not rest and not kwargs and len(args) == len(self.names):
             return args
+        if self._is_plain and rest and kwargs.keys() <= set(rest):
+            try:
+                return [*args, *[kwargs[name] if name in kwargs else self._defaults[name] for name in rest]]
+            except KeyError:
+                pass  # one is missing
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return [bound.arguments[name] for name in self.names]
@@ -123,9 +129,15 @@ def _array_key(value: Any) -> Hashable:
     if kind is np.ndarray or kind is np.memmap or isinstance(value, np.generic):
         dtype = value.dtype
         return (_ARRAY, kind, dtype, value.shape) if is_plain_dtype(dtype) else None
-    if isinstance(value, np.ndarray) or not arrays.is_tensor(value):
+    if isinstance(value, np.ndarray) or not _may_be_tensor(kind) or not arrays.is_tensor(value):  # type: ignore[arg-type]
         return None
     return _ARRAY, kind, arrays.describe(value)
+
+
+@lru_cache(maxsize=256)
+def _may_be_tensor(kind: type) -> bool:
+    """Whether objects of a type show memory: to ask an object of another type takes long."""
+    return any(hasattr(kind, name) for name in ("__dlpack__", "__array_interface__", "__cuda_array_interface__"))
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from raycollect.captured.captured_run import CapturedRun
+from raycollect.core import html
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.core.submitted_calls import recording
 from raycollect.driver.batch import check_arguments
 from raycollect.errors import CaptureBrokenError, CaptureError, GroupError, refuse, wrong_argument
 from raycollect.planner import STAGING_NBYTES
 from raycollect.planner.explain import StepExplanation
-from raycollect.traced.eager import EagerRun, run_eagerly
+from raycollect.traced.eager import EndedRun, run_eagerly
 from raycollect.traced.forms import CacheInfo, Forms
 from raycollect.traced.kept import unkept
 from raycollect.traced.signature import CallReader
@@ -61,16 +63,17 @@ class _Traces:
         values, leaves = self._reader.values(args, kwargs), list[Any]()
         key = self._reader.read(values, leaves)
         trace, begun = self.forms.find(key), None
-        if trace is not None:
-            try:
-                begun = trace.begin(leaves)
-            except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
-                with self._tracing:
+        with Deferred():
+            if trace is not None:
+                try:
+                    begun = trace.begin(leaves)
+                except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
                     self.forms.drop(key, trace)
-        if trace is None or begun is None:
-            trace = self._trace(key, values)
-            begun = trace.begin(leaves)
-        return trace.end(begun, async_op=async_op)
+            if trace is None or begun is None:
+                with Allowed():
+                    trace = self._trace(key, values)
+                begun = trace.begin(leaves)
+            return trace.end(begun, async_op=async_op)
 
     def look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
         """The trace of a call, without a run."""
@@ -135,7 +138,7 @@ class Step(Generic[_P]):
             return run_eagerly(traces.function, given, kwargs)
         return traces.run(given, kwargs, async_op=False)
 
-    def start(self, *args: _P.args, **kwargs: _P.kwargs) -> CapturedRun | EagerRun:
+    def start(self, *args: _P.args, **kwargs: _P.kwargs) -> CapturedRun | EndedRun:
         """Begins a run; several may be under way. Its `wait` returns what a call returns; it can be awaited as well."""
         traces, given = self._traces, (*self._before, *args)
         if recording() is not None:
@@ -143,7 +146,7 @@ class Step(Generic[_P]):
                 detail="a run can't be started inside a step: call the step, which makes it a part of it"
             )
         if traces.is_eager:
-            return EagerRun(functools.partial(run_eagerly, traces.function, given, kwargs))
+            return EndedRun(functools.partial(run_eagerly, traces.function, given, kwargs))
         return traces.run(given, kwargs, async_op=True)  # type: ignore[no-any-return]
 
     def explain(self, *args: _P.args, **kwargs: _P.kwargs) -> str:
@@ -203,6 +206,10 @@ class Step(Generic[_P]):
 
     def __reduce__(self) -> Any:
         return _bound if self._before else Step, (self._traces.function, self._traces.options, *self._before)
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        return "".join(one.capture._repr_html_() for one in self._traces.forms.all()) or html.block("step", repr(self))
 
     def __repr__(self) -> str:
         info = self.cache_info()

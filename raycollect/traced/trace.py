@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from raycollect.captured.install import Installed
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import CaptureError
+from raycollect.traced.eager import EndedRun
 from raycollect.traced.recording import TracedCapture
 from raycollect.traced.signature import CallReader
 
@@ -28,12 +29,13 @@ class Trace:
         used: When it was used last (`Forms`).
     """
 
-    __slots__ = ("_names", "capture", "used")
+    __slots__ = ("_is_empty", "_names", "capture", "used")
 
     def __init__(self, capture: TracedCapture, names: Sequence[str]) -> None:
         self.capture = capture
         self.used = 0
         self._names = tuple(names)
+        self._is_empty = capture.is_empty
 
     @classmethod
     def of(
@@ -55,13 +57,15 @@ class Trace:
 
         bound = reader.traced(values, leaf)
         with capture:
-            capture.returns(function(*bound.args, **bound.kwargs))
+            returned = function(*bound.args, **bound.kwargs)
+            if returned is not None:
+                capture.returns(returned)
         return cls(capture, names)
 
     def begin(self, leaves: Sequence[Any]) -> Begun:
         """Begins a run; raises CaptureBrokenError or GroupError where nothing was sent, and another trace may run."""
         given = dict(zip(self._names, leaves, strict=True))
-        if self.capture.is_empty:
+        if self._is_empty:
             return Begun(given, None, None)
         return Begun(given, *self.capture.begin(given))
 
@@ -70,9 +74,7 @@ class Trace:
         given, installed, tracker = begun
         if installed is not None and tracker is not None:
             return self.capture._begun_run(installed, tracker, given, async_op=async_op)
-        if async_op:
-            raise CaptureError(detail="the step calls no method and no collective: there is nothing to start")
-        return self.capture.fixed(given)
+        return EndedRun(partial(self.capture.fixed, given)) if async_op else self.capture.fixed(given)
 
     def close(self) -> None:
         """Releases it."""

@@ -280,7 +280,7 @@ def _echo() -> Script:
 
 
 def _run(seq: int, predecessor: int, *arguments: Any) -> Run:
-    return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments))
+    return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
 
 
 def _fenced(seq: int, predecessor: int, *arguments: Any) -> bytes:

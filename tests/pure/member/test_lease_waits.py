@@ -140,8 +140,8 @@ def test_a_backend_that_takes_its_time_to_close_does_not_hold_up_the_channel(
         assert may_close.wait(WAIT_S)
         closed.set()
 
-    slow = SimpleNamespace(close=close, rank=0, world_size=2, lost=lambda rank: None)
-    quick = SimpleNamespace(close=lambda: None, lost=lambda rank: None)
+    slow = SimpleNamespace(close=close, rank=0, world_size=2, lost=lambda rank: None, abort=lambda seq: None)
+    quick = SimpleNamespace(close=lambda: None, lost=lambda rank: None, abort=lambda seq: None)
     made = slow if communicator == "of plans" else quick
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
     here, heard = leased
