@@ -128,9 +128,9 @@ if TYPE_CHECKING:
     from raycollect.weights.protocol import Version as Version
     from raycollect.weights.publication import Publication as Publication
     from raycollect.weights.publication import publish as publish
+    from raycollect.weights.receipts import RankReceipt as RankReceipt
+    from raycollect.weights.receipts import Receipt as Receipt
     from raycollect.weights.safetensors import map_safetensors as map_safetensors
-    from raycollect.weights.subscription import RankReceipt as RankReceipt
-    from raycollect.weights.subscription import Receipt as Receipt
     from raycollect.weights.subscription import Subscription as Subscription
     from raycollect.weights.subscription import subscribe as subscribe
 
@@ -157,9 +157,9 @@ _HOMES: dict[str, str] = {
     "ProgressBars": "driver.progress_bar",
     "Publication": "weights.publication",
     "RankProgress": "driver.progress",
-    "RankReceipt": "weights.subscription",
+    "RankReceipt": "weights.receipts",
     "RankTable": "group.rank_table",
-    "Receipt": "weights.subscription",
+    "Receipt": "weights.receipts",
     "ReduceOp": "core.model",
     "Region": "planner.layout",
     "Step": "traced.step",

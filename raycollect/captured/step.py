@@ -24,7 +24,7 @@ from raycollect.core import direct_transport, html, recorded_calls
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
-from raycollect.core.signals import Allowed, Deferred
+from raycollect.core.signals import Allowed, Deferred, guarded
 from raycollect.core.submitted_calls import Recorder
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -94,25 +94,27 @@ class Capture(BoundToProcess):
         self._state = "its block has not ended"
         return self
 
+    @guarded
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        try:
-            if self._recorder is not None:
-                recorded_calls.end(self._recorder)
-            self._block.__exit__(kind, exc, trace)
-        finally:
-            self._state = "its block failed"
-            if exc is not None or self._block.has_failed:
+        with Deferred():
+            try:
+                if self._recorder is not None:
+                    recorded_calls.end(self._recorder)
+                self._block.__exit__(kind, exc, trace)
+            finally:
+                self._state = "its block failed"
+                if exc is not None or self._block.has_failed:
+                    self._block.clear()
+                    self._block._let_go()
+            if exc is not None:
+                return
+            try:
+                self._record()
+            except BaseException:
                 self._block.clear()
                 self._block._let_go()
-        if exc is not None:
-            return
-        try:
-            self._record()
-        except BaseException:
-            self._block.clear()
-            self._block._let_go()
-            raise
-        self._state = ""
+                raise
+            self._state = ""
 
     def _record(self) -> None:
         request_list = self._block.request_list

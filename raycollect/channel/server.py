@@ -73,6 +73,10 @@ class DataLink:
         self._stream.send(last, blobs)
         self.sent += 1
 
+    def has_ended(self) -> bool:
+        """Whether the client has ended the connection; never waits."""
+        return self._stream.has_ended()
+
 
 class ServerHandler(LinkHandler, Protocol):
     """Handles a participant's connections. All but `serve_data` run on the server's thread: be quick."""

@@ -125,6 +125,15 @@ class Stream:
         self._events.clear()
         return events
 
+    def has_ended(self) -> bool:
+        """Whether the peer has ended the connection, and all that came before was received; never waits."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def shutdown(self) -> None:
         """Ends the connection from another thread: whoever is blocked in it wakes with ConnectionLostError."""
         with contextlib.suppress(OSError):

@@ -9,15 +9,16 @@ import functools
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
 from ray import cloudpickle
 from ray._private.worker import global_worker
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
-from raycollect.core import threads
+from raycollect.core import signals, threads
 from raycollect.errors import RaycollectError, Violation, refusal
 
 
@@ -94,11 +95,26 @@ def is_direct(ref: Any) -> bool:
 def get(ref: Any, timeout_s: float | None = None) -> Any:
     """As `ray.get`, but returns the handle of kept tensors that Ray would move by a `tensor_transport`.
 
+    What the handler of a signal raises comes up as it is: Ray, which would make a RaySystemError of it, unpickles the
+    value while signals are deferred.
+
     Raises:
         UnsupportedError: This Ray does not let one look into such an object.
     """
     try:
-        return _get(ref, timeout_s)
+        if not signals.runs_handlers():
+            return _get(ref, timeout_s)
+        with signals.Deferred():
+            try:
+                return _get(ref, 0)
+            except GetTimeoutError:
+                if timeout_s == 0:
+                    raise
+            until_s = time.monotonic() + (timeout_s or 0)
+            refs = list(dict.fromkeys(ref if isinstance(ref, list) else [ref]))
+            with signals.Allowed():
+                ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+            return _get(ref, None if timeout_s is None else max(until_s - time.monotonic(), 0))
     except RayError as exc:
         raise exc.with_traceback(None) from exc.__cause__  # Ray's frames hold it, and its callers' frames
 

@@ -261,6 +261,17 @@ def worker_id() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
+def owner_id() -> str:
+    """Ray's id of the process that made this actor, in hexadecimal; empty where this is no actor."""
+    from ray.core.generated import core_worker_pb2
+
+    read: Any = core_worker_pb2  # its names are made when it is imported
+    if not current_actor_id():
+        return ""
+    serialized, _ = core_worker().serialize_actor_handle(core_worker().get_actor_id())
+    return str(read.ActorHandle.FromString(serialized).owner_address.worker_id.hex())
+
+
 def is_alive(worker: str) -> bool:
     """Whether Ray takes a process for alive, by its `worker_id`; asks the cluster's control store."""
     return worker in living_workers()

@@ -29,8 +29,8 @@ from functools import cache
 from math import inf
 from threading import get_ident
 from time import monotonic
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 SLICE_S = 0.05
 """For how long `waiting` may keep a signal from its handler, in seconds."""
@@ -40,7 +40,11 @@ _NAMES = "HUP INT QUIT USR1 USR2 ALRM TERM CHLD CONT TSTP XCPU VTALRM PROF WINCH
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}"))
 """The signals that programs handle in Python, but for real-time signals, whose handlers are not deferred."""
 
+_DEPTH = 7  # how deep the frames of `Deferred.__enter__` lie at most, below that of its caller
+
 _ACTION_NBYTES = 1024  # more than any `struct sigaction` takes
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _get: Callable[[int], Any] = _signal.getsignal
 _set: Callable[[int, Any], Any] = _signal.signal
@@ -53,6 +57,7 @@ class _Main:
         ident: The main thread.
         is_deferring: Whether signals are recorded.
         pending: The signals that were recorded, in the order of their arrival.
+        open: How many blocks of `open_block` there are; meanwhile the handlers stay replaced.
         handlers: The handlers that `_record` replaces, or did, by signal.
     """
 
@@ -60,6 +65,7 @@ class _Main:
         self.ident = threading.main_thread().ident
         self.is_deferring = False
         self.pending: list[int] = []
+        self.open = 0
         self.handlers: dict[int, Any] = {}
         self._seen: list[Any] = []  # the handlers of `_SIGNALS` at the last look
         self._to_swap: tuple[int, ...] = ()  # the signals among them that `_record` can handle
@@ -80,6 +86,8 @@ class _Main:
 
     def restore(self) -> None:
         """Puts the handlers back, but not over those that somebody has set meanwhile."""
+        if self.open:
+            return
         for number, handler in self.handlers.items():
             if _get(number) is _record:
                 _set(number, handler)
@@ -97,7 +105,7 @@ class _Main:
     def forked(self) -> None:
         """The process is a new one, whose main thread is the one that forked."""
         self.ident = get_ident()
-        self.is_deferring = False
+        self.is_deferring, self.open = False, 0
         self.pending.clear()
         self.restore()
 
@@ -120,6 +128,9 @@ class Deferred:
             main.is_deferring = False  # from here on a handler may raise
             try:
                 main.restore()
+            except BaseException:  # of a handler
+                main.restore()
+                raise
             finally:
                 if main.pending:
                     main.deliver(sys._getframe(1))
@@ -146,6 +157,33 @@ class Allowed:
         if self._begins:
             _main.swap()  # a handler may have used `Deferred`, whose end puts all handlers back
             _main.is_deferring = True
+
+
+def guarded(function: _Function) -> _Function:
+    """Marks a method `__exit__` that has to begin, whatever comes: it uses `Deferred` first of all.
+
+    A handler that raises at the very beginning of such a method would leave its block open for ever. The method is
+    guarded between `open_block` and `close_block`, which it calls itself.
+    """
+    _guarded.add(function.__code__)
+    return function
+
+
+def open_block() -> None:
+    """Begins a block whose `__exit__` is `guarded`; called inside of `Deferred`."""
+    if runs_handlers():
+        _main.open += 1
+
+
+def close_block() -> None:
+    """Ends a block of `open_block`; called inside of `Deferred`."""
+    if runs_handlers():
+        _main.open = max(_main.open - 1, 0)
+
+
+def runs_handlers() -> bool:
+    """Whether the calling thread is the one that runs the handlers of signals."""
+    return get_ident() == _main.ident
 
 
 def deliver() -> None:
@@ -178,11 +216,20 @@ def waiting(wait: Callable[[float], object], timeout_s: float | None = None) -> 
 
 def _record(number: int, frame: FrameType | None) -> Any:
     main = _main
-    if not main.is_deferring:
+    if not (main.is_deferring or (main.open and _is_guarded(frame))):
         return main.handlers[number](number, frame)
     if number not in main.pending:
         main.pending.append(number)
     return None
+
+
+def _is_guarded(frame: FrameType | None) -> bool:
+    """Whether a `guarded` method begins, or the `Deferred` in it."""
+    for _ in range(_DEPTH):
+        if frame is None or frame.f_code in _guarded:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _guarded
 
 
 def _is_python(number: int, handler: Any) -> bool:
@@ -213,5 +260,6 @@ def _address(number: int) -> int:
     return int(action[0])  # the handler comes first
 
 
+_guarded: set[CodeType] = set()
 _main = _Main()
 os.register_at_fork(after_in_child=_main.forked)

@@ -9,7 +9,7 @@ from contextvars import ContextVar, Token
 from typing import Any, ClassVar
 
 from raycollect.core.bound_to_process import BoundToProcess
-from raycollect.core.signals import Deferred
+from raycollect.core.signals import Deferred, close_block, guarded, open_block
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission
 from raycollect.driver.driver_rank import with_results
@@ -66,6 +66,17 @@ class Batch(BoundToProcess):
     def __enter__(self) -> Batch:  # noqa: PYI034 - typing.Self came with Python 3.11
         if self._token is not None:
             raise BatchError(detail="a batch is entered once: enter a new batch()")
+        try:
+            with Deferred():
+                self._open()
+        except BaseException:  # of a signal's handler: `__exit__` is not called
+            with Deferred():
+                self._close(BatchError(detail=_FAILED))
+            raise
+        return self
+
+    def _open(self) -> None:
+        open_block()
         self._outer = None if self.is_rehearsal else current()
         if self._outer is not None:
             self.request_list = self._outer.request_list
@@ -74,15 +85,11 @@ class Batch(BoundToProcess):
         self._thread, self._task = threading.get_ident(), _running_task()
         self._why, self._is_open = "its block has not ended", True
         self._token = _current.set(self)
-        return self
 
+    @guarded
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         with Deferred():
-            self._end, self._is_open = len(self.request_list.asked), False
-            try:
-                self._close(exc)
-            finally:
-                self._release()
+            self._close(exc)
             work = None if self._async_op else self._work
             if work is not None:
                 wait_or_abort(work._controller, work._tracker)
@@ -90,18 +97,25 @@ class Batch(BoundToProcess):
             work.wait()
 
     def _close(self, exc: BaseException | None) -> None:
-        is_elsewhere = not self._leave()
-        if exc is not None or is_elsewhere:
-            self._fail()
-        if exc is not None:
+        if not self._is_open:
             return
-        if is_elsewhere:
-            raise BatchError(detail=f"a block was left in another context than it began in: {_FAILED}")
-        if self._outer is None:
-            self._send()
-        elif self._outermost.is_rehearsal:
-            self._outermost.staging_nbytes = self.staging_nbytes
-        self._why = ""
+        self._end, self._is_open = len(self.request_list.asked), False
+        close_block()
+        try:
+            is_elsewhere = not self._leave()
+            if exc is not None or is_elsewhere:
+                self._fail()
+            if exc is not None:
+                return
+            if is_elsewhere:
+                raise BatchError(detail=f"a block was left in another context than it began in: {_FAILED}")
+            if self._outer is None:
+                self._send()
+            elif self._outermost.is_rehearsal:
+                self._outermost.staging_nbytes = self.staging_nbytes
+            self._why = ""
+        finally:
+            self._release()
 
     def _leave(self) -> bool:
         """Ends the recording; False in another context than that in which it began, as a generator may be in."""

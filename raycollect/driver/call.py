@@ -16,6 +16,7 @@ from raycollect.core.signals import Deferred
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.driver_rank import with_results
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
@@ -143,11 +144,11 @@ class Call:
             tracker, submission = request_list.send(
                 self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
             )
-            work = Work(self.controller, tracker, request_list.results[0], submission)
+            refs = request_list.results[0]
             if async_op:
-                return work
+                return Work(self.controller, tracker, refs, submission)
             wait_or_abort(self.controller, tracker)
-        return work.wait()
+        return with_results(refs) if tracker.error is None else Work(self.controller, tracker, refs).wait()
 
     # ------------------------------------------------------------------------------------------ binding
 

@@ -84,7 +84,6 @@ class PlanTracker:
     error: RaycollectError | None = None
     is_known: bool = False
     is_committed: bool = False
-    is_fenced: bool = False
     bell: CompletionBell | None = None
     bell_slots: tuple[int, ...] = ()
     ring: Ring | None = None

@@ -73,13 +73,13 @@ class StepRuns:
         self.in_slots: dict[int, int] = {at: slot for at, slot in enumerate(self._slots) if slot >= 0}
         self._revision: object = None
         self._links: list[tuple[ParticipantLink, int]] = list(zip(peers, self._slots, strict=False))
+        self._calls: list[SubmittedCalls] = []  # of the participants; found with `_links`
         self._under_way: deque[PlanTracker] = deque()
         self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
         self._waiting: set[int] = set()  # the threads that wait for runs
-        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
-        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
-        self._calls = _ordered(self._links)
+        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way come behind, by run and position
+        self._passed = [NOTHING] * len(self._slots)  # those of a run that has ended well
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -88,16 +88,16 @@ class StepRuns:
         with Deferred():
             while True:
                 calls = self._calls
-                # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
+                # The actors' locks first: see `dispatch.send_prepared`
                 with AllHeld(calls), self.controller.dispatching:
                     if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
                         self._check()
+                    if self._calls is not calls:
+                        continue
                     oldest = self._oldest() if self._under_way else None
                     if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                        if calls is self._calls:
-                            return self._send(arguments, deadline, None if fence else self._calls_before())
-                        oldest = None
-                if oldest is not None and not oldest.wait(deadline.left_s()):
+                        return self._send(arguments, deadline, None if fence else self._calls_before())
+                if not oldest.wait(deadline.left_s()):
                     raise self._crowded(oldest, deadline)
 
     def _crowded(self, oldest: PlanTracker, deadline: Deadline) -> CollectiveTimeoutError:
@@ -112,18 +112,9 @@ class StepRuns:
             timeout_s=deadline.timeout_s,
         )
 
-    def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
-        """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
-        peer, _ = self._links[position]
-        calls = peer.calls
-        if calls is None:
-            return submit(peer.actor)
-        with calls.lock:
-            is_passed = calls.last in (NOTHING, self._passed[position])
-            made = submit(peer.actor)
-            if is_passed and calls.last is not None:
-                self._passed[position] = calls.last
-        return made
+    def peer(self, position: int) -> ParticipantLink:
+        """A participant."""
+        return self._links[position][0]
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
@@ -139,7 +130,7 @@ class StepRuns:
         revision = self.controller.revision
         peers = self.controller.links(self.memberships, self.step_plan.participants)
         self._links = list(zip(peers, self._slots, strict=True))
-        self._calls = _ordered(self._links)
+        self._calls = [peer.calls for peer in peers if peer.calls is not None]
         self._revision = revision
 
     def _calls_before(self) -> list[bytes] | None:
@@ -150,7 +141,9 @@ class StepRuns:
             last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
             if last is None:
                 return None
-            found.append(NOTHING if last == passed else last)
+            if last and last == passed and calls is not None:  # a run behind it has ended
+                calls.last = last = NOTHING
+            found.append(last)
         return found
 
     def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes] | None) -> PlanTracker:
@@ -160,12 +153,11 @@ class StepRuns:
         number = doorbell.begin() if doorbell is not None and self.in_slots else 0
         seq = next(controller.numbers)
         tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
-        tracker.is_fenced = after is None
         controller.register(tracker)
         self._under_way.append(tracker)
-        if after is not None and any(after):
-            self._after[seq] = after
         try:
+            if after is not None and any(after):
+                self._after[seq] = after
             self._tell(tracker, arguments, doorbell, after)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
@@ -293,10 +285,10 @@ class StepRuns:
             self._under_way.remove(tracker)
         except ValueError:
             return  # a repeated call
-        for at, call in enumerate(self._after.pop(tracker.seq, ())):
-            if call and tracker.error is None:
-                self._passed[at] = call
-        if tracker.error is not None:
+        after = self._after.pop(tracker.seq, self._passed)
+        if tracker.error is None:
+            self._passed = after
+        else:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
@@ -336,11 +328,6 @@ class StepRuns:
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}
-        self._links, self._calls, self._fences = [], [], {}  # which hold the actors
+        self._links, self._fences = [], {}  # which hold the actors
         if self.doorbell is not None:
             self.doorbell.close()
-
-
-def _ordered(links: Sequence[tuple[ParticipantLink, int]]) -> list[SubmittedCalls]:
-    """The calls of those participants whose methods have an order."""
-    return [peer.calls for peer, _ in links if peer.calls is not None]

@@ -301,7 +301,7 @@ class Execution:
 
     def _find(self, key: Key) -> Container | MissingOperand:
         store = self._instruments.store
-        found = store.look(key)
+        found = store.current(key)
         if type(found) is Absence and found.state is State.ABSENT and self._waiting:
             self._waiting(key)
             self._instruments.recorder.add("waiting", self._launches.seq, key.hex())

@@ -22,7 +22,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.engine.execution import Execution
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.instruments import Instruments
-from raycollect.engine.program_operands import MissingOperand
+from raycollect.engine.program_operands import MissingOperand, missing
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.engine.step_actions import Exchanges, MethodCall, PlanCall, value_of
 from raycollect.engine.step_program import Invocation, StepProgram
@@ -30,7 +30,7 @@ from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import CaptureError, MethodError, PlanAbortedError, ProtocolError, RaycollectError
 from raycollect.observe import Tracer, run_steps
 from raycollect.observe.run_steps import RunStep
-from raycollect.pos import Container, unkept
+from raycollect.pos import Absence, Container, State, unkept
 from raycollect.pos.store import weak
 
 # Calls a method: its name, its arguments by place and by name.
@@ -212,7 +212,11 @@ class StepRunner:
         """The value of a slot as collectives take it."""
         value = self.slots[slot]
         if type(value) is Container:
-            return value
+            now = value.current()
+            if isinstance(now, str):
+                return missing(Absence(State.REPLACED, now))
+            self.slots[slot] = now
+            return now
         found = None if slot < self.step_program.refs else self._known.container(slot, value)
         if found is None:
             expected = "a tensor, or a list, tuple or dict of tensors"

@@ -166,8 +166,9 @@ class Lease:
             outcome = Outcome(error=threads.failed(f"plan {ticket.seq}", exc))
         finally:
             step.number = 0
-            self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
-        self._tell_done(ticket.seq, program, outcome, rings=order is not None and order.rings)
+            was_aborted = self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
+        rings = order is not None and order.rings
+        self._tell_done(ticket.seq, program, outcome, rings=rings, was_aborted=was_aborted)
         if outcome.error is not None and program.makes:
             if isinstance(outcome.error, GroupBrokenError):  # by a death, before this plan was aborted for it
                 raise PlanAbortedError(detail=outcome.error.detail)
@@ -212,7 +213,7 @@ class Lease:
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
         if exchange is None and len(program.tasks) == 1:
-            fast = FastPath.of(program, [*map(self._store.look, keys)], instruments, communicators)
+            fast = FastPath.of(program, [*map(self._store.current, keys)], instruments, communicators)
             if fast is not None:
                 fast.seq, fast.keys, fast.aborted = seq, keys, aborted
                 return fast
@@ -228,10 +229,13 @@ class Lease:
             keep=keep,
         )
 
-    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool) -> None:
-        # If all participants see each other, the last one tells for all that it went well.
+    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool, was_aborted: bool) -> None:
+        # If all participants see each other, the last one tells for all that it went well. Nobody waits at the bell for
+        # a plan that was aborted, and who was told so answers for itself.
         if outcome.error is not None:
             self._reporter.tell_failure(seq, outcome.error)
+        elif was_aborted:
+            self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
         elif rings and self._bell is not None and len(outcome.ended) == len(program.agreement.ranks):
             self._bell.ring(seq)
         elif not outcome.ended or len(outcome.ended) == len(program.agreement.ranks):

@@ -41,6 +41,7 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import introspection
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.token_lenders import TokenLenders
@@ -328,7 +329,7 @@ class Runtime:
 
     def serve_data(self, link: DataLink) -> None:
         """Serves fetches, on a thread per connection."""
-        fetch.serve(link, self.store)
+        fetch.serve(link, self.store, introspection.look_at_process)
 
     def _end_lease(self, lease: Lease, reason: str) -> None:
         lease.end(reason)

@@ -127,11 +127,11 @@ class PlanSequencer:
             self._changed.wait_for(lambda: self.has_ended(seq) or self._closed)
             self._waiting -= 1
 
-    def end(self, seq: int) -> None:
-        """Notes that a plan has ended, however."""
+    def end(self, seq: int) -> bool:
+        """Notes that a plan has ended, however; returns whether it was aborted before."""
         with self._lock:
             self._running.discard(seq)
-            self.aborted.pop(seq, None)
+            was_aborted = self.aborted.pop(seq, None) is not None
             if seq > self._settled:
                 self._ended.add(seq)
             if self._waiting:
@@ -139,6 +139,7 @@ class PlanSequencer:
             later = self._later.pop(seq, ()) if self._later else ()
         for go in later:
             threads.survives(go)
+        return was_aborted
 
     def abort(self, seq: int, reason: str) -> bool:
         """Notes that a plan is aborted. Returns True if it has ended already, which changes nothing."""

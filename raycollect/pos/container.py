@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -30,6 +30,8 @@ class Container:
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     # (place among `tensors`, placement) of those that are the local tensors of DTensors
     placements: tuple[tuple[int, Placement], ...] = ()
+    # The tensors as they are in the value: a DTensor in place of its local one. None: the value is itself the tensor
+    leaves: tuple[Any, ...] | None = None
 
     @staticmethod
     def of(value: Any, is_tensor: Callable[[Any], bool]) -> Container | None:
@@ -42,11 +44,13 @@ class Container:
         if is_tensor(value):
             return Container(TENSOR, (value,), value)
         tensors: list[Any] = []
+        leaves: list[Any] = []
         placements: list[tuple[int, Placement]] = []
 
         def taken(leaf: Any) -> bool:
             if is_tensor(leaf):
                 tensors.append(leaf)
+                leaves.append(leaf)
                 return True
             if not dtensors.is_dtensor(leaf) or not is_tensor(local := dtensors.local_of(leaf)):
                 return False
@@ -54,17 +58,65 @@ class Container:
             if placement is not None:
                 placements.append((len(tensors), placement))
                 tensors.append(local)
+                leaves.append(leaf)
             return placement is not None
 
         structure = _take_apart(value, taken, is_tensor, 0)
         if structure is None:
             return None
-        return Container(structure, tuple(tensors), value, placements=tuple(placements))
+        inside = None if structure.kind == "tensor" else tuple(leaves)
+        return Container(structure, tuple(tensors), value, placements=tuple(placements), leaves=inside)
 
     @staticmethod
     def build(structure: Structure, tensors: Sequence[Any]) -> Container:
         """Builds a value from new tensors."""
-        return Container(structure, tuple(tensors), structure.build(tensors))
+        leaves = None if structure.kind == "tensor" else tuple(tensors)
+        return Container(structure, tuple(tensors), structure.build(tensors), leaves=leaves)
+
+    def current(self) -> Container | str:
+        """The container of what the value holds now: this one, unless tensors in it were replaced.
+
+        A list or dict may get other tensors after it was returned. Those of the same names, shapes and types take the
+        place of the old ones. Of others the result says, in words, what is different.
+        """
+        if self.leaves is None:
+            return self
+        try:
+            if _holds(self.value, self.structure, iter(self.leaves)):
+                return self
+            from raycollect.backends import arrays  # of the process that holds the tensors; others need no numpy
+
+            fresh = Container.of(self.value, arrays.is_tensor)
+        except RuntimeError:  # the size of a dict changed while it was read
+            return "it is being changed by another thread"
+        if fresh is None:
+            return obstacle(self.value, arrays.is_tensor)
+        old, new = (dict(zip(_paths(one.structure), one.tensors, strict=True)) for one in (self, fresh))
+        for path in {**old, **new}:
+            before, after = (arrays.describe(one[path]) if path in one else None for one in (old, new))
+            if before != after:
+                return f"{path} is {after or 'gone'}, and was {before or 'not there'} when it was returned"
+        return fresh if fresh.structure == self.structure else "its names are in another order, or its lists are tuples"
+
+
+def _holds(value: Any, structure: Structure, leaves: Iterator[Any]) -> bool:
+    """Whether a value is made of these very tensors."""
+    if structure.kind == "tensor":
+        return value is next(leaves)
+    if structure.kind != ("dict" if isinstance(value, Mapping) else type(value).__name__):
+        return False
+    if len(value) != len(structure.items) or (structure.names and tuple(value) != structure.names):
+        return False
+    children = value.values() if structure.kind == "dict" else value
+    return all(_holds(child, item, leaves) for child, item in zip(children, structure.items, strict=False))
+
+
+def _paths(structure: Structure, path: str = "") -> Iterator[str]:
+    if structure.kind == "tensor":
+        yield path
+        return
+    for name, item in zip(structure.names or range(len(structure.items)), structure.items, strict=False):
+        yield from _paths(item, f"{path}[{name!r}]")
 
 
 def _take_apart(

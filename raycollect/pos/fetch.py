@@ -12,7 +12,6 @@ arena are copied to it first.
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -23,7 +22,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
-from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Read
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Look, Read, Seen
 from raycollect.channel.packing import pack, unpack
 from raycollect.core import sockets, threads
 from raycollect.core.model import Address, BufferRef, Key, Segment, TensorInfo
@@ -43,6 +42,7 @@ from raycollect.errors import (
 )
 from raycollect.pos import Absence, Container, State, Store, boxes, description, tensors
 from raycollect.pos.description import Description
+from raycollect.pos.held import reading
 from raycollect.pos.segments import Segments
 
 MAX_IDLE = 32
@@ -83,7 +83,7 @@ class _Clients:
     """Idle data connections of this process, and the stores that live in it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Without a lock: a finalizer may fetch, too, in the middle of another call of its thread
         self._idle: list[tuple[tuple[str, int], DataClient]] = []
         self.local: dict[bytes, Store] = {}
 
@@ -102,10 +102,7 @@ class _Clients:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for _, client in idle:
-            client.close()
+        self._shrink(0)
 
     def _ask(
         self, address: Address, client: DataClient, message: Any, timeout_s: float, read: Callable[..., Any]
@@ -122,20 +119,21 @@ class _Clients:
         return result
 
     def _take(self, place: tuple[str, int]) -> DataClient | None:
-        with self._lock:
-            for i, (other, client) in enumerate(self._idle):
-                if other == place:
-                    del self._idle[i]
-                    return client
+        for entry in tuple(self._idle):
+            if entry[0] == place:
+                with suppress(ValueError):  # somebody else has taken it
+                    self._idle.remove(entry)
+                    return entry[1]
         return None
 
     def _give(self, place: tuple[str, int], client: DataClient) -> None:
-        with self._lock:
-            self._idle.append((place, client))
-            surplus = self._idle[:-MAX_IDLE]
-            del self._idle[:-MAX_IDLE]
-        for _, old in surplus:
-            old.close()
+        self._idle.append((place, client))
+        self._shrink(MAX_IDLE)
+
+    def _shrink(self, most: int) -> None:
+        with suppress(IndexError):
+            while len(self._idle) > most:
+                self._idle.pop(0)[1].close()
 
 
 def _is_gone(error: ConnectionLostError) -> bool:
@@ -210,10 +208,8 @@ def read(
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
     if local is not None:
-        held = [arrays.memory(tensor) for tensor in find(local, key).tensors]
-        with local.reading(list(map(arrays.byte_range, held))):
-            find(local, key)  # once more, as `_serve_read`
-            for at, view in enumerate(boxes.views(held, plain)):
+        with reading(find, local, key, limit_s=timeout_s) as held:
+            for at, view in enumerate(boxes.views([*map(arrays.memory, held.tensors)], plain)):
                 take(at, view)
         return
     until_s = time.monotonic() + timeout_s
@@ -314,10 +310,12 @@ def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelEr
 
 def find(store: Store, key: Key) -> Container:
     """The container of a key; raises as `fetch` does."""
-    found = store.look(key)
+    found = store.current(key)
     if isinstance(found, Absence):
         if found.state is State.FREED:
             raise _refused("freed", "freed", key)
+        if found.state is State.REPLACED:
+            raise _refused("replaced", found.detail, key)
         raise _refused("lost", f"not there ({f'{found.state.value} {found.detail}'.rstrip()})", key)
     try:
         ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
@@ -328,8 +326,8 @@ def find(store: Store, key: Key) -> Container:
     return found
 
 
-def serve(link: DataLink, store: Store) -> None:
-    """Answers one data connection until it ends, on a thread of its own in the holder.
+def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
+    """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`.
 
     A client that gets no answer asks again until its time is up, so a request that fails is answered with the reason.
     """
@@ -337,6 +335,9 @@ def serve(link: DataLink, store: Store) -> None:
         message = link.receive()
         if message is None:
             return
+        if isinstance(message, Look):
+            link.send(seen())
+            continue
         answer = _ANSWERS.get(type(message))
         if answer is None:
             raise ProtocolError(detail=f"unexpected message {type(message).__name__} on a data connection")
@@ -370,14 +371,11 @@ class _Offer:
 
 
 def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
-    key = Key(message.key)
-    container = find(store, key)
-    views = [arrays.memory(tensor) for tensor in container.tensors]
-    nbytes = sum(view.nbytes for view in views)
-    lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
     with ExitStack() as claim:
-        claim.enter_context(store.reading([arrays.byte_range(view) for view in views]))
-        find(store, key)  # once more: the plan that was waited for may have failed
+        container = claim.enter_context(reading(find, store, Key(message.key), link.has_ended))
+        views = [arrays.memory(tensor) for tensor in container.tensors]
+        nbytes = sum(view.nbytes for view in views)
+        lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
         pairs = list(zip(views, container.tensors, strict=True))
         offers = [_offer(view, tensor, lend) for view, tensor in pairs]
         if any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full: none is lent
@@ -399,11 +397,8 @@ def _serve_free(link: DataLink, store: Store, message: Free) -> None:
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
-    key = Key(message.key)
-    held = [arrays.memory(tensor) for tensor in find(store, key).tensors]
-    with store.reading(list(map(arrays.byte_range, held))):
-        find(store, key)  # once more: it may have been freed to be written
-        found = boxes.views(held, message.boxes)
+    with reading(find, store, Key(message.key), link.has_ended) as held:
+        found = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
         nbytes = sum(view.nbytes for view in found)
         lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:

@@ -10,6 +10,7 @@ import pytest
 import ray
 
 import raycollect as col
+from raycollect.core import ray_internals
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -134,7 +135,7 @@ def test_a_group_is_formed_again_and_again_by_members_of_unequal_pace(actors):
 def _post_garbage(worker):
     from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 
-    RayBootstrapStore().replace("garbage", b"{}")
+    RayBootstrapStore(ray_internals.owner_id()).replace("garbage", b"{}")
 
 
 def _join_there(worker, rank, timeout_ms):
@@ -201,11 +202,60 @@ def test_defect_6_names_do_not_collide_across_jobs(actors):
     def key_of(rank):
         from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 
-        return RayBootstrapStore()._key("g")
+        return RayBootstrapStore("")._key("g")
 
     [worker] = actors(Plain, 1)
     key = ray.get(worker.call.remote(lambda self: key_of(0)))
     assert ray.get_runtime_context().get_job_id().encode() in key
+
+
+@ray.remote(num_cpus=0)
+class Team:
+    """Makes the members of a group of its own, as the trainer of one experiment of several does."""
+
+    def __init__(self):
+        self.members = [Plain.options(num_cpus=0).remote() for _ in range(2)]
+
+    def begin(self, rank, *args):
+        """Has a member join, and returns the ref of what it gets, without waiting."""
+        return [self.members[rank].call.remote(_join_and_sum, rank, *args)]
+
+
+def _join_and_sum(self, rank, value, timeout_ms, rendezvous=None):
+    col.init_collective_group(2, rank, "auto", "team", timeout_ms, rendezvous=rendezvous)
+    x = np.full(3, float(value))
+    col.allreduce(x, "team")
+    col.destroy_collective_group("team")
+    return x[0]
+
+
+def _leads(_):
+    from ray.experimental import internal_kv
+
+    return any(key.endswith(b"/team") for key in internal_kv._internal_kv_list("group/", namespace=b"raycollect"))
+
+
+def test_teams_that_different_processes_made_never_meet_under_one_name(actors):
+    one, other = actors(Team, 2)
+    [observer] = actors(Plain, 1)
+    leader = ray.get(one.begin.remote(0, 1, 60_000))
+    assert wait_until(lambda: ray.get(observer.call.remote(_leads)))
+    [error] = told(ray.get(other.begin.remote(1, 10, 1_000)))  # it would have been taken for the leader's rank 1
+    assert isinstance(error, InvalidGroupError), error
+    assert "Plain(" in error.detail
+    assert "rendezvous='job'" in error.detail
+    follower = ray.get(one.begin.remote(1, 1, 60_000))
+    assert told(leader + follower) == [2, 2]
+    pairs = [
+        ray.get(team.begin.remote(rank, value, 60_000)) for rank in range(2) for team, value in ((one, 1), (other, 10))
+    ]
+    assert told([ref for pair in pairs for ref in pair]) == [2, 20, 2, 20]
+
+
+def test_members_that_different_processes_made_meet_where_they_say_so(actors):
+    one, other = actors(Team, 2)
+    refs = [*ray.get(one.begin.remote(0, 1, 60_000, "job")), *ray.get(other.begin.remote(1, 10, 60_000, "job"))]
+    assert told(refs) == [11, 11]
 
 
 def test_several_gpus_per_process_need_a_gpu(actors):

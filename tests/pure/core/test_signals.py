@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import faulthandler
 import os
 import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import nullcontext
 from types import FrameType
 from typing import Any
@@ -17,8 +18,12 @@ import pytest
 
 from raycollect.core import signals
 from raycollect.core.signals import Allowed, Deferred, deliver, waiting
+from raycollect.driver import batch as batch_module
+from raycollect.driver.batch import batch, current
 from tests.waiting import wait_until
 
+FILES = (signals.__file__, __file__)
+CHECKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # the bytecodes after which Python looks for signals
 INT, ALRM, USR1 = signal.SIGINT, signal.SIGALRM, signal.SIGUSR1
 
 
@@ -53,23 +58,19 @@ def set_all(handlers: Handlers, *numbers: int) -> None:
         signal.signal(number, handlers)
 
 
-def at_opcodes(events: dict[int, int], call: Callable[[], object]) -> int:
+def at_opcodes(events: dict[int, int], call: Callable[[], object], files: Container[str] = FILES) -> int:
     """Makes a call, and sends this process signals before the bytecodes with these counts; returns how many ran."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in (signals.__file__, __file__):
+        if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             count += 1
             if count in events:
-                try:
-                    signal.raise_signal(events[count])
-                except Interrupted:
-                    sys.settrace(trace)  # an exception ends the tracing, and the second signal may come after it
-                    raise
+                signal.raise_signal(events[count])
         return trace
 
     before = sys.gettrace()
@@ -259,6 +260,47 @@ def test_what_a_library_has_set_below_python_stays(tmp_path: Any) -> None:
             faulthandler.unregister(USR1)
     assert (tmp_path / "stacks").read_text().count("most recent call first") == 2
     assert handlers.calls == []
+
+
+def in_batch(seen: list[Any]) -> None:
+    with batch():
+        seen.append(current())
+
+
+def test_a_signal_leaves_no_batch_open() -> None:
+    """Calls that come later would be recorded in it, and never be made."""
+    at = -1
+    while True:
+        at += 1
+        handlers, seen, checks = Handlers(INT), list[Any](), 0
+        set_all(handlers)
+
+        def trace(frame: FrameType, event: str, arg: Any, at: int = at) -> Any:
+            nonlocal checks
+            if frame.f_code.co_filename not in (signals.__file__, batch_module.__file__):
+                return None
+            frame.f_trace_opcodes = True
+            last = dis.opname[frame.f_code.co_code[frame.f_lasti]] if event == "opcode" else ""
+            if event == "call" or last.startswith(CHECKS):
+                checks += 1
+                if checks == at:
+                    signal.raise_signal(INT)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            in_batch(seen)
+        except Interrupted:
+            pass
+        finally:
+            sys.settrace(before)
+        assert current() is None, f"check {at}"
+        assert len(handlers.calls) == (0 < at <= checks), f"check {at}"
+        assert {signal.getsignal(INT), signal.getsignal(ALRM)} == {handlers}, f"check {at}"
+        if at > checks:
+            break
+    assert at > 50
 
 
 def test_other_threads_change_nothing() -> None:
