@@ -40,6 +40,7 @@ from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError
+from raycollect.errors.text import shown
 
 # The operations of a `BaseGroup`
 METHODS: dict[OpKind, str] = {
@@ -73,8 +74,8 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
     ops = frozenset(kind for kind, method in METHODS.items() if _overrides(group_cls, method))
     if not isinstance(group_cls, type) or not ops or not _overrides(group_cls, "check_backend_availability"):
         raise TypeError(
-            f"{group_cls!r} is not a collective group: it needs a classmethod check_backend_availability, and some of "
-            f"{', '.join(METHODS.values())}, with the arguments of ray.util.collective's BaseGroup"
+            f"{shown(group_cls)} is no collective group: it needs a classmethod check_backend_availability, and some "
+            f"of {', '.join(METHODS.values())}, with the arguments of ray.util.collective's BaseGroup"
         )
     adoption = Adoption(group_cls)
     return Capabilities(

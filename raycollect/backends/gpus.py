@@ -67,13 +67,13 @@ def name_of(runtime: Any, device: int) -> str:
 def may_share() -> bool:
     """Tells whether NCCL lets this process share a GPU with other ranks, or can yet be told to.
 
-    NCCL reads its environment when a process uses it first.
+    NCCL reads that from its environment as a process first joins a communicator of several ranks.
     """
     return os.environ.get(SHARING, "1") == "1" if _read is None else _read
 
 
 def first_use() -> None:
-    """Notes that NCCL reads its environment, if it has not yet."""
+    """Notes that this process joins a communicator of several ranks."""
     global _read
     if _read is None:
         _read = os.environ.get(SHARING) == "1"

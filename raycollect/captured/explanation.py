@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from raycollect.captured.calls import MethodCall
+from raycollect.captured.install import Installed
 from raycollect.core import html
+from raycollect.core.model import TensorInfo
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import Ref
-from raycollect.driver.step_plan import Stage, StepPlan
+from raycollect.driver.step_plan import Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
 from raycollect.planner.explain import Planned, StepExplanation, explain_step
@@ -22,12 +24,12 @@ _RIGHT = frozenset({"stage", "calls", "bytes per rank", "estimated"})
 
 
 def explain_capture(
-    step_plan: StepPlan,
-    stages: Sequence[Stage | tuple[MethodCall, ...]],
-    infos: Mapping[Source, Infos | None],
-    fixed: Collection[Source] = (),
+    capture: bytes, installed: Installed, infos: Mapping[Source, tuple[TensorInfo, ...] | None]
 ) -> StepExplanation:
-    """Explains a captured step."""
+    """Explains a captured step, of this id, whose plans' operands are these."""
+    runs, stages = installed.runs, stages_of(installed)
+    step_plan = runs.step_plan
+    fixed = {source for source in infos if not runs.keys[source].startswith(capture)}  # type: ignore[call-overload]
     actors = {
         actor_id: member.actor for actor_id, (_, member) in zip(step_plan.participants, step_plan.homes, strict=True)
     }
@@ -62,6 +64,17 @@ def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int, fix
 def _invoked(call: MethodCall, actor: str) -> Invoked:
     after = sorted({value.step for value in call.arguments if type(value) is Pending})
     return Invoked(call=call.step, actor=actor, method=call.method, after=tuple(after))
+
+
+def stages_of(installed: Installed) -> tuple[Stage | tuple[MethodCall, ...], ...]:
+    """The plans of a step, and between them its method calls, in order."""
+    calls, found = installed.calls, list[Stage | tuple[MethodCall, ...]]()
+    known = 0
+    for stage in installed.runs.step_plan.stages:
+        before = tuple(call for call in calls[known:] if call.before <= stage.first)
+        known += len(before)
+        found += [before, stage]
+    return tuple(one for one in [*found, calls[known:]] if one)
 
 
 def stages_html(stages: Sequence[Stage | Sequence[MethodCall]], told: Sequence[object]) -> html.Markup | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -70,10 +71,13 @@ class Installed:
         found: dict[int, list[Any]] = {}
         for position in dict.fromkeys(at for at, _ in self.kept):
             count = sum(at == position for at, _ in self.kept)
-            method = self.runs.peer(position).actor.__raycollect_give_kept__
-            refs = method.options(num_returns=count, max_task_retries=0).remote(capture, seq, alone=count == 1)
+            refs = self.runs.read(position, partial(_give_kept, capture, seq, count))
             found[position] = refs if count > 1 else [refs]
         return [found[position][place] for position, place in reversed(self.kept)]
+
+
+def _give_kept(capture: bytes, seq: int, count: int, actor: Any) -> Any:
+    return actor.__raycollect_give_kept__.options(num_returns=count, max_task_retries=0).remote(capture, seq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

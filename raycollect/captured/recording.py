@@ -100,7 +100,8 @@ class Recording(Batch):
             found = [wrong_argument(option, value, expected) for option, value in unusual.items()]
             raise refusal(f"call of {name}", "", tuple(found))
         self._must_precede_batch(name)
-        return self._record(handle, name, options["args"] or (), options["kwargs"] or {})
+        kwargs = {key: value for key, value in (options["kwargs"] or {}).items() if key != "_ray_trace_ctx"}  # of Ray
+        return self._record(handle, name, options["args"] or (), kwargs)
 
     def _must_precede_batch(self, name: str) -> None:
         """Outside a step, a method that a batch's block calls runs before the batch, wherever it is called."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import Token
 from typing import Any, ClassVar, Literal, overload
 
 from raycollect.captured.calls import MethodCall
 from raycollect.captured.captured_run import CapturedRun
-from raycollect.captured.explanation import explain_capture, stages_html
+from raycollect.captured.explanation import explain_capture, stages_html, stages_of
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
@@ -323,14 +323,7 @@ class Capture(BoundToProcess):
     @property
     def _stages(self) -> tuple[Stage | tuple[MethodCall, ...], ...]:
         """Its plans, and between them its method calls, in order; empty where it is not ready."""
-        if self._installed is None:
-            return ()
-        calls = self._installed.calls
-        found: list[Stage | tuple[MethodCall, ...]] = []
-        for stage in self._installed.runs.step_plan.stages:
-            found += [_until(calls, found, stage.first), stage]
-        found.append(_until(calls, found, self._counts[0] + 1))
-        return tuple(one for one in found if one)
+        return () if self._installed is None else stages_of(self._installed)
 
     def _tensor_infos(self, timeout_s: float = 60.0) -> dict[Source, tuple[TensorInfo, ...] | None]:
         """The infos of its plans' operands, by source; None: not known before the first run. Raises as `explain`."""
@@ -360,7 +353,7 @@ class Capture(BoundToProcess):
         """
         if self._installed is None:
             raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
-        return _explained(self._id, self._installed, self._stages, self._tensor_infos())
+        return explain_capture(self._id, self._installed, self._tensor_infos())
 
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
@@ -400,7 +393,7 @@ class Capture(BoundToProcess):
         if self._installed is None:
             return None
         try:
-            return _explained(self._id, self._installed, self._stages, self._tensor_infos(SHOWN_S))
+            return explain_capture(self._id, self._installed, self._tensor_infos(SHOWN_S))
         except Exception:  # noqa: BLE001 - a busy or dead actor, or what shows in the first run only: it is shown without
             return None
 
@@ -416,17 +409,6 @@ def ready(installed: Installed | None, state: str) -> Installed:
     if installed is None or state or batch.current() is not None:
         raise CaptureError(detail=(state and f"this captured step can't run: {state}") or _IN_BLOCK)
     return installed
-
-
-def _explained(
-    capture: bytes,
-    installed: Installed,
-    stages: Sequence[Stage | tuple[MethodCall, ...]],
-    infos: Mapping[Source, tuple[TensorInfo, ...] | None],
-) -> StepExplanation:
-    runs = installed.runs
-    fixed = {source for source in infos if not runs.keys[source].startswith(capture)}  # type: ignore[call-overload]
-    return explain_capture(runs.step_plan, stages, infos, fixed)
 
 
 def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> Capture:
@@ -449,10 +431,3 @@ def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = N
     """
     batch.check_arguments("capture", staging_nbytes, timeout_s)
     return Capture(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
-
-
-def _until(
-    calls: tuple[MethodCall, ...], found: list[Stage | tuple[MethodCall, ...]], request: int
-) -> tuple[MethodCall, ...]:
-    known = sum(len(one) for one in found if not isinstance(one, Stage))
-    return tuple(call for call in calls[known:] if call.before <= request)

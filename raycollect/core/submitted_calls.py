@@ -24,8 +24,9 @@ from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
 
 _FUNNEL = "_actor_method_call"
-_HELD = "__raycollect_"  # prefix of those whose results are kept, and whose end is noted
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
+
+_KEPT = "__raycollect_"  # of those that return tensors as methods of users do, and note their end as these
 
 NOTHING = b""
 """In place of a call where plans need not wait for any."""
@@ -85,7 +86,7 @@ class SubmittedCalls:
                 to, submitted = lent
                 made = submit(to, name, **options)
                 submitted(made)
-            if not name.startswith("_") or name.startswith(_HELD):
+            if not name.startswith("_") or name.startswith(_KEPT):
                 self.last = _task_of(made)
         return made
 

@@ -16,6 +16,7 @@ from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import BatchError, refuse, wrong_argument, wrong_flags, wrong_time_limit
+from raycollect.errors.text import shown
 from raycollect.planner import STAGING_NBYTES, Membership
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
@@ -284,7 +285,7 @@ def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any, **flags: Any) 
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
     ):
         expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
-        found.append(wrong_argument("staging_nbytes", repr(staging_nbytes), expected))
+        found.append(wrong_argument("staging_nbytes", shown(staging_nbytes), expected))
     refuse(op, found)
 
 

@@ -22,7 +22,7 @@ from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
-from raycollect.errors.text import a_type
+from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, GpuLists, Membership, root_parameter
 
@@ -42,6 +42,7 @@ _PARTS: dict[OpKind, tuple[str, str]] = {
 }
 """Operation -> the parameters of the inputs and of the outputs, which may be None."""
 
+_MOST_NUMBER = 1 << 63  # ranks, and numbers of GPUs, are far below
 _SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the others take lists
 
 _NO_STEP = "one of actors: runs of a captured step run in actors. Make the calls in a batch(), or outside of the step"
@@ -233,13 +234,16 @@ class Call:
 
     def _number(self, field: str, value: Any, expected: str) -> int:
         try:
-            return operator.index(value)
+            number = operator.index(value)
         except TypeError:
-            self._wrong(field, value, expected)
-            return -1
+            number = _MOST_NUMBER
+        if -_MOST_NUMBER < number < _MOST_NUMBER:
+            return number
+        self._wrong(field, value, expected)
+        return -1
 
     def _wrong(self, field: str, value: Any, expected: str) -> None:
-        self._violations.append(wrong_argument(field, repr(value), expected))
+        self._violations.append(wrong_argument(field, shown(value), expected))
 
     def _raise(self) -> None:
         if self._violations:

@@ -16,7 +16,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InvalidGroupError, UnknownGroupError, refuse, wrong_time_limit
-from raycollect.errors.text import listed
+from raycollect.errors.text import as_name, listed, shown
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
 from raycollect.group.rank_table import Place, RankTable
@@ -345,14 +345,17 @@ def this_process() -> DriverHandle:
     return Controller.current().driver_rank().handle
 
 
-def _with_options(asked: dict[str, Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = dict(options or {})
+def _with_options(asked: dict[str, Any], options: Any) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        detail = f"options is {shown(options)}, not a dict"
+        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
+    given = dict(() if options is None else options)
     if "rank" in given:
         given["ranks"] = given.pop("rank")
-    strange = sorted(set(given) - set(asked))
+    strange = sorted(map(shown, given.keys() - asked.keys()))
     if strange:
-        detail = f"unknown options {strange}; there are {sorted([*asked, 'rank'])}"
-        raise InvalidGroupError(group_name=str(asked["group_name"]), detail=detail)
+        detail = f"unknown options {listed(strange)}; there are {sorted([*asked, 'rank'])}"
+        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
     return {**asked, **given}
 
 

@@ -12,6 +12,7 @@ from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Forget, Run
+from raycollect.core import ray_internals
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
 from raycollect.core.signals import Deferred, deliver
@@ -78,8 +79,9 @@ class StepRuns:
         self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
         self._waiting: set[int] = set()  # the threads that wait for runs
-        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way come behind, by run and position
-        self._passed = [NOTHING] * len(self._slots)  # those of a run that has ended well
+        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
+        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
+        self._calls = _ordered(self._links)
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -88,7 +90,7 @@ class StepRuns:
         with Deferred():
             while True:
                 calls = self._calls
-                # The actors' locks first: see `dispatch.send_prepared`
+                # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
                 with AllHeld(calls), self.controller.dispatching:
                     if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
                         self._check()
@@ -112,9 +114,18 @@ class StepRuns:
             timeout_s=deadline.timeout_s,
         )
 
-    def peer(self, position: int) -> ParticipantLink:
-        """A participant."""
-        return self._links[position][0]
+    def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
+        """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
+        actor = ray_internals.actor_handle(self.step_plan.participants[position])  # the lease may have ended
+        calls = self._links[position][0].calls if self._links else None
+        if calls is None:
+            return submit(actor)
+        with calls.lock:
+            is_passed = calls.last in (NOTHING, self._passed[position])
+            submitted = submit(actor)
+            if is_passed and calls.last is not None:
+                self._passed[position] = calls.last
+        return submitted
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
@@ -130,7 +141,7 @@ class StepRuns:
         revision = self.controller.revision
         peers = self.controller.links(self.memberships, self.step_plan.participants)
         self._links = list(zip(peers, self._slots, strict=True))
-        self._calls = [peer.calls for peer in peers if peer.calls is not None]
+        self._calls = _ordered(self._links)
         self._revision = revision
 
     def _calls_before(self) -> list[bytes] | None:
@@ -141,9 +152,7 @@ class StepRuns:
             last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
             if last is None:
                 return None
-            if last and last == passed and calls is not None:  # a run behind it has ended
-                calls.last = last = NOTHING
-            found.append(last)
+            found.append(NOTHING if last == passed else last)
         return found
 
     def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes] | None) -> PlanTracker:
@@ -155,9 +164,9 @@ class StepRuns:
         tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
         controller.register(tracker)
         self._under_way.append(tracker)
+        if after is not None and any(after):
+            self._after[seq] = after
         try:
-            if after is not None and any(after):
-                self._after[seq] = after
             self._tell(tracker, arguments, doorbell, after)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
@@ -285,10 +294,10 @@ class StepRuns:
             self._under_way.remove(tracker)
         except ValueError:
             return  # a repeated call
-        after = self._after.pop(tracker.seq, self._passed)
-        if tracker.error is None:
-            self._passed = after
-        else:
+        for at, call in enumerate(self._after.pop(tracker.seq, ())):
+            if call and tracker.error is None:
+                self._passed[at] = call
+        if tracker.error is not None:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
@@ -328,6 +337,11 @@ class StepRuns:
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}
-        self._links, self._fences = [], {}  # which hold the actors
+        self._links, self._calls, self._fences = [], [], {}  # which hold the actors
         if self.doorbell is not None:
             self.doorbell.close()
+
+
+def _ordered(links: Sequence[tuple[ParticipantLink, int]]) -> list[SubmittedCalls]:
+    """The calls of those participants whose methods have an order."""
+    return [peer.calls for peer, _ in links if peer.calls is not None]

@@ -10,7 +10,7 @@ from raycollect.core import files, html, ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_flags, wrong_time_limit
-from raycollect.errors.text import shown
+from raycollect.errors.text import is_path, shown
 from raycollect.group.process_groups import places
 from raycollect.observe import chrome
 from raycollect.observe.summary import Summary, summarize
@@ -155,8 +155,8 @@ def _observe(tracing: TimelineSession | None) -> None:
 
 def _check(path: Any, limit: Any, timeout_s: Any, metrics: Any) -> None:
     wrong = [*wrong_time_limit(timeout_s, also=(0,)), *wrong_flags(metrics=metrics)]
-    if path is not None and not isinstance(path, (str, os.PathLike)):
+    if path is not None and not is_path(path):
         wrong.append(wrong_argument("path", shown(path), "that of a file"))
     if type(limit) is not int or not 1 <= limit <= MOST:
-        wrong.append(wrong_argument("limit", repr(limit), f"a number from 1 to {MOST}"))
+        wrong.append(wrong_argument("limit", shown(limit), f"a number from 1 to {MOST}"))
     refuse("timeline", wrong)

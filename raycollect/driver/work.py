@@ -83,7 +83,11 @@ class UnderWay(BoundToProcess, ABC):
 
         Returns:
             How far it is, in bytes; after the end, how far it was when somebody last asked.
+
+        Raises:
+            InvalidArgumentError: The time makes no sense.
         """
+        refuse("progress", wrong_wait(timeout_s))
         with self._probing:
             if self._probe is None:
                 self._probe = ProgressProbe(self._controller.participants, self._tracker, self._began_s)

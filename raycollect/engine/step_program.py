@@ -66,7 +66,7 @@ class StepProgram:
     refs: int  # how many slots, from the first on, hold the values of refs
     arguments: tuple[int, ...]  # slots of the run's arguments, in order
     returns: tuple[int, ...]  # slots whose values are given back, in order
-    kept: tuple[int, ...] = ()  # slots whose values are kept after each run, until `StepRunner.take_kept`
+    kept: tuple[int, ...]  # slots whose values are kept after each run, until `StepRunner.take_kept`
     keys: tuple[Key, ...]  # of each slot; run 0 where it differs from run to run
     numbered: bool  # the capture has several requests, so that violations say in which one
 

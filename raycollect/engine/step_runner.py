@@ -147,13 +147,13 @@ class StepRunner:
             while len(self._kept) > MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
 
-    def take_kept(self, seq: int) -> list[Any]:
-        """Gives away what a run has kept; CaptureError: it has kept nothing, or that was taken."""
+    def take_kept(self, seq: int) -> Any:
+        """Gives away the value that a run has kept, or the list of them; CaptureError: there is none, or no more."""
         with self._lock:
             found = self._kept.pop(seq, None)
         if found is None:
             raise CaptureError(detail=f"run {seq} of this captured step keeps no values, or no more")
-        return found
+        return found if len(found) > 1 else found[0]
 
     def abort(self, seq: int = 0) -> None:
         """Ends the waits of run `seq`, or of any (0), and lets it begin no other action; any thread may call it."""

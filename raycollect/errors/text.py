@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import reprlib
 from collections.abc import Iterable
 
@@ -37,6 +38,11 @@ def listed(parts: Iterable[object], between: str = ", ", most: int = MOST_LISTED
     return between.join([*words, f"and {more} more"] if more else words)
 
 
+def as_name(value: object) -> str:
+    """What was given as a name: a text as it is, anything else as `shown` has it."""
+    return value if isinstance(value, str) else shown(value)
+
+
 MOST_NAME = 1000
 """The longest name of a group, in characters."""
 
@@ -48,6 +54,15 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_path(value: object) -> bool:
+    """Whether a file can have this path, a string or what has one."""
+    path = value.__fspath__() if isinstance(value, os.PathLike) else value
+    try:
+        return isinstance(path, str) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def not_a_name(value: object) -> str:

@@ -21,6 +21,7 @@ from raycollect.core import files
 from raycollect.core.codec import Codec
 from raycollect.core.model import Address
 from raycollect.errors import InvalidGroupError, ProtocolError
+from raycollect.errors.text import is_path, shown
 
 MOST_RECORD_NBYTES = 4096
 
@@ -116,6 +117,9 @@ class DirectoryBulletin:
     """
 
     def __init__(self, path: str | os.PathLike[str], host: str = "127.0.0.1") -> None:
+        if not is_path(path):
+            detail = f"the rendezvous directory is {shown(path)}, not the path of one"
+            raise InvalidGroupError(group_name="", detail=detail)
         self.host = host
         self._path = Path(path)
         with self._translated():

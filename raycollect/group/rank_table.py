@@ -22,7 +22,7 @@ from typing import Any
 
 from raycollect.core import files
 from raycollect.errors import InvalidGroupError
-from raycollect.errors.text import listed, shown
+from raycollect.errors.text import is_path, listed, shown
 
 VERSION = "1.0"
 
@@ -99,6 +99,8 @@ class RankTable:
             InvalidGroupError: It can't be read, is not JSON, or the table is refused: with the file's name, and where
                 in it and what would be right for every problem.
         """
+        if not is_path(path):
+            raise _refusal("rank_table", [_problem("it", path, "the path of a file")], group_name)
         return cls._read(path, f"rank table {os.fspath(path)!r}", group_name)
 
     @classmethod

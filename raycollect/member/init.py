@@ -17,7 +17,7 @@ from raycollect.errors import (
     UnknownBackendError,
     is_time_limit,
 )
-from raycollect.errors.text import listed, not_a_name, shown
+from raycollect.errors.text import as_name, listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, store_at
@@ -73,7 +73,7 @@ def init_collective_group(
     given, strange = options.read(pg_options)
     problems = [*_problems(world_size, rank, group_name, gloo_timeout), *strange]
     if problems:
-        raise InvalidGroupError(group_name=str(group_name), detail=listed(problems, "; "))
+        raise InvalidGroupError(group_name=as_name(group_name), detail=listed(problems, "; "))
     store = _store(rendezvous, group_name)
     wanted = backends.canonical(str(backend))
     if wanted != "auto":

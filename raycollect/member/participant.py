@@ -17,8 +17,8 @@ from raycollect.core import direct_transport, ray_internals, submitted_calls, th
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
-from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
-from raycollect.errors.text import a_type, listed
+from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
+from raycollect.errors.text import a_type, listed, shown
 from raycollect.member.finished_calls import is_inert
 from raycollect.member.runtime import Runtime, describe, run_in_thread
 from raycollect.observe import Tracer
@@ -39,7 +39,13 @@ _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 
 
 def by_value(method: _Method) -> _Method:
-    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual."""
+    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual.
+
+    Raises:
+        InvalidArgumentError: It is no function.
+    """
+    if not callable(method) or isinstance(method, type):
+        raise refusal("by_value", "", (wrong_argument("method", shown(method), "a function in a class"),))
     setattr(method, _BY_VALUE, True)
     return method
 
@@ -245,14 +251,11 @@ def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
     return [value] * copies if copies else value
 
 
-def _give_kept(self: CollectiveParticipant, capture: bytes, seq: int, *, alone: bool) -> Any:
-    """Gives what a run of a captured step has kept, as if this method had made it; `alone`: the one value."""
-    found = Runtime.current().leased().captured_step(capture).runner.take_kept(seq)
-    return found[0] if alone else found
-
-
 # Not `_raycollect_...`: plans are behind them, as behind the methods of users.
-CollectiveParticipant.__raycollect_give_kept__ = _hold(_give_kept, "__raycollect_give_kept__")  # type: ignore[attr-defined]
+CollectiveParticipant.__raycollect_give_kept__ = _hold(  # type: ignore[attr-defined]
+    lambda self, capture, seq: Runtime.current().leased().captured_step(capture).runner.take_kept(seq),
+    "__raycollect_give_kept__",
+)
 CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_take_in__")  # type: ignore[attr-defined]
 
 

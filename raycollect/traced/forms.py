@@ -32,7 +32,7 @@ _Form = TypeVar("_Form", bound=Used)
 
 
 class Forms(Generic[_Form]):
-    """Keeps the forms that were used last. `find` may be called by any thread, the others by one at a time."""
+    """Keeps the forms that were used last. Any thread may call it, but for `add` and `clear`: one at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -58,17 +58,22 @@ class Forms(Generic[_Form]):
         self._forms[key] = form
         if len(self._forms) <= self._most:
             return False
-        del self._forms[min(self._forms, key=lambda one: self._forms[one].used)]
+        oldest, _ = min(list(self._forms.items()), key=lambda one: one[1].used)
+        self._forms.pop(oldest, None)
         return True
 
     def drop(self, key: Hashable, form: _Form) -> None:
         """Forgets a form, if it is still that of the key."""
         if self._forms.get(key) is form:
-            del self._forms[key]
+            self._forms.pop(key, None)
+
+    def all(self) -> list[_Form]:
+        """All forms, the first one first."""
+        return list(self._forms.values())
 
     def clear(self) -> list[_Form]:
         """Forgets all; returns them."""
-        found, self._forms = list(self._forms.values()), {}
+        found, self._forms = self.all(), {}
         return found
 
     def info(self) -> CacheInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,9 +15,10 @@ from raycollect.backends import arrays
 from raycollect.captured.install import Installed
 from raycollect.captured.recording import Recording
 from raycollect.captured.step import Capture, ready
-from raycollect.captured.step_values import MISSING, Fixed, Parameters
+from raycollect.captured.step_values import MISSING, Fixed, Parameters, structured
 from raycollect.core.placeholder import Placeholder
 from raycollect.driver import values
+from raycollect.driver.batch import Batch
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.plan_tracker import PlanTracker
@@ -63,7 +65,10 @@ class TracedParameters(Parameters):
         """An argument of one method that is made of leaves, and shared with no other call."""
         names = ", ".join(one.name for one in _leaves_of(shape) if isinstance(one, Argument))
         name = f"{names} ({len(self._composites)})"
-        made = self._composites[name] = Argument(self._mark, name, default=MISSING, made_of=shape)
+        now = structured(
+            shape, lambda one, _: one if isinstance(one, Argument) else deepcopy(one)
+        )  # it may change later
+        made = self._composites[name] = Argument(self._mark, name, default=MISSING, made_of=now)
         return made
 
     def pack(self, given: Mapping[str, Any]) -> tuple[bytes, ...]:
@@ -82,6 +87,9 @@ class TracedRecording(Recording):
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
         super().__init__(capture, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
         self.parameters: TracedParameters = TracedParameters()
+
+    def _sent(self) -> Batch:
+        return self  # the results of a batch in the function are those of its calls
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
         kind = type(value)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from raycollect.captured.captured_run import CapturedRun
+from raycollect.core import html
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.core.submitted_calls import recording
 from raycollect.driver.batch import check_arguments
 from raycollect.errors import CaptureBrokenError, CaptureError, GroupError, refuse, wrong_argument
@@ -61,16 +63,17 @@ class _Traces:
         values, leaves = self._reader.values(args, kwargs), list[Any]()
         key = self._reader.read(values, leaves)
         trace, begun = self.forms.find(key), None
-        if trace is not None:
-            try:
-                begun = trace.begin(leaves)
-            except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
-                with self._tracing:
+        with Deferred():
+            if trace is not None:
+                try:
+                    begun = trace.begin(leaves)
+                except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
                     self.forms.drop(key, trace)
-        if trace is None or begun is None:
-            trace = self._trace(key, values)
-            begun = trace.begin(leaves)
-        return trace.end(begun, async_op=async_op)
+            if trace is None or begun is None:
+                with Allowed():
+                    trace = self._trace(key, values)
+                begun = trace.begin(leaves)
+            return trace.end(begun, async_op=async_op)
 
     def look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
         """The trace of a call, without a run."""
@@ -203,6 +206,10 @@ class Step(Generic[_P]):
 
     def __reduce__(self) -> Any:
         return _bound if self._before else Step, (self._traces.function, self._traces.options, *self._before)
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        return "".join(one.capture._repr_html_() for one in self._traces.forms.all()) or html.block("step", repr(self))
 
     def __repr__(self) -> str:
         info = self.cache_info()

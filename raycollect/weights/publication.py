@@ -184,7 +184,7 @@ class Publication(BoundToProcess):
         number = self._used.number + 1 if version is None else version
         if type(number) is not int or not self._used.number < number < _MOST_NUMBER:
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
-            raise refusal("put", "", (wrong_argument("version", repr(version), expected),))
+            raise refusal("put", "", (wrong_argument("version", shown(version), expected),))
         groups = self._checked_groups("stream", subscriptions)
         known = self._directory.all_layouts()
         if frozenset(known) != self._cut[0]:

@@ -21,7 +21,8 @@ import numpy as np
 
 from raycollect.backends.elements import Array
 from raycollect.errors import refusal, wrong_argument
-from raycollect.errors.text import is_unicode, listed, shown
+from raycollect.errors.text import is_path, is_unicode, listed, shown
+from raycollect.pos.tensors import MOST_DIMENSIONS
 
 __all__ = ["map_safetensors"]
 
@@ -30,9 +31,6 @@ INDEX = "model.safetensors.index.json"
 
 MOST_HEADER_NBYTES = 100_000_000
 """The longest header, as in the library of the format."""
-
-MOST_DIMENSIONS = 64
-"""The most dimensions of an array of numpy, in any version."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -83,7 +81,7 @@ def map_safetensors(path: str | Path) -> dict[str, Array]:
             several files, or not in the one that the index names.
         OSError: A file can't be read.
     """
-    if not isinstance(path, (str, os.PathLike)) or not _is_file_name(os.fspath(path)):
+    if not is_path(path):
         raise refusal("map_safetensors", "", (wrong_argument("path", shown(path), "that of a file or a folder"),))
     found: dict[str, Array | str] = {}
     for file, names in _files(Path(path)).items():
@@ -116,7 +114,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     if not isinstance(weight_map, dict):
         raise _wrong(path, "an index without 'weight_map'", "one that says which tensor is in which file")
     for name, file in weight_map.items():
-        if not _is_file_name(file) or Path(file).name != file or file in ("", ".."):
+        if not is_path(file) or Path(file).name != file or file in ("", ".."):
             raise _wrong(path, f"an index that names the file {shown(file)}", "names of files in its own folder")
         names = files_of.setdefault(path.parent / file, [])
         assert names is not None
@@ -178,13 +176,6 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any] | str, list
         expected = f"as many bytes as {shown(kind)} takes"
     told = f"{shown(name)} of dtype {shown(kind)} and shape {shown(shape)} in bytes {shown(lo)} to {shown(hi)}"
     raise _wrong(path, told, expected)
-
-
-def _is_file_name(value: object) -> bool:
-    try:
-        return isinstance(value, str) and b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
 
 
 def _json(path: Path, data: bytes) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from raycollect.errors import (
     wrong_flags,
     wrong_time_limit,
 )
+from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms, protocol
 from raycollect.weights.directory import Directory, HolderRecord
@@ -151,10 +152,10 @@ class Subscription:
             found = self._directory.version(version.epoch, version.number)
         elif isinstance(version, str) and version == "latest":
             found = self._directory.latest()
-        elif type(version) is int and version >= 0:
+        elif type(version) is int and 0 <= version < 1 << 63:
             found = self._directory.version(self._directory.epoch(), version)
         else:
-            raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
+            raise refusal("update", "", (wrong_argument("version", shown(version), "a number, or 'latest'"),))
         src = None if found is None else self._directory.layouts(found.signature, found.epoch)
         if src is None and found is not None and version == "latest" and self._directory.latest() != found:
             return self._find(version)  # a publisher after that one has forgotten its layouts

@@ -42,7 +42,7 @@ class World:
 
     @property
     def may_share(self) -> bool:
-        """Whether ranks may share a GPU: read when a communicator is first made, and never again."""
+        """Whether ranks may share a GPU: read with the first communicator of several ranks, and never again."""
         if self._may_share is None:
             self._may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         return self._may_share
@@ -81,7 +81,8 @@ def sit(world: World, unique: bytes, seat: Seat) -> Seat:
         conclude(clique, INTERNAL_ERROR)
         raise NcclError(INTERNAL_ERROR)
     clique.seats[seat.rank] = seat
-    _ = world.may_share
+    if clique.size > 1:
+        _ = world.may_share
     if len(clique.seats) == clique.size:
         conclude(clique, judge(world, clique))
     return seat

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.backends.gpus import MOST_ON_ONE, SHARING_FROM
+from raycollect.backends.gpus import MOST_ON_ONE, SHARING, SHARING_FROM
 
 FAKE = os.environ.get("RAYCOLLECT_FAKE_GPU") == "1"
 
@@ -28,9 +28,12 @@ MOST_AS_HOSTS = 3
 
 
 def environment_of(rank: int) -> dict[str, str]:
-    """What NCCL reads of a rank's environment at its first use, so that it takes its process for a host."""
+    """What NCCL reads of a rank's environment, once, when the rank's process first uses it.
+
+    Ranks may share a GPU; as hosts, each rank's process counts as a host of its own.
+    """
     if not AS_HOSTS:
-        return {}
+        return {SHARING: "1"}
     return {
         "NCCL_HOSTID": f"host-of-rank-{rank}",
         "NCCL_SOCKET_IFNAME": "lo",

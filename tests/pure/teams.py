@@ -50,6 +50,7 @@ class Script:
         self.actions: list[Invocation | Collective] = []
         self.arguments: list[int] = []
         self.returns: list[int] = []
+        self.kept: list[int] = []
         self.numbered = False
         self.step = 0
 
@@ -77,6 +78,7 @@ class Script:
             refs=len(self.values),
             arguments=tuple(self.arguments),
             returns=tuple(self.returns),
+            kept=tuple(self.kept),
             keys=tuple(self.keys),
             numbered=self.numbered,
         )

@@ -198,6 +198,21 @@ def test_each_method_gets_a_copy_of_its_own(pair):
     assert step([8]) == ([8, 1], [8, 1])
 
 
+def test_methods_get_arguments_as_they_were_when_they_were_called(pair):
+    @col.step
+    def step(value):
+        values, array = [value, [0]], np.zeros(1)
+        calls = [pair[0].echo.remote(values), pair[0].echo.remote([value, array]), pair[0].echo.remote(array)]
+        values[1].append(1)
+        array[0] = 1
+        return [*calls, pair[0].echo.remote(values), pair[0].echo.remote([value, array])]
+
+    for value in (2, 3):
+        first, (_, second), third, fourth, (_, fifth) = step(value)
+        assert (first, second.tolist(), third.tolist()) == ([value, [0]], [0], [0])
+        assert (fourth, fifth.tolist()) == ([value, [0, 1]], [1])
+
+
 def test_other_objects_are_static(pair):
     class Setting:
         pass
@@ -377,8 +392,26 @@ def test_an_object_is_let_go_of_with_its_steps(pair):
     try:
         del one
         assert dead() is None
-        col.barrier()
         assert wait_until(lambda: ray.get(pair[0].call.remote(captured_here)) == 0)
+    finally:
+        gc.enable()
+
+
+def test_a_cell_that_is_run_again_releases_the_step_before(pair):
+    def cell():
+        @col.step
+        def step(value):
+            return [one.note.remote(value) for one in pair]
+
+        return step
+
+    gc.disable()
+    try:
+        step = cell()
+        assert step(1) == [1, 1]
+        step = cell()
+        assert wait_until(lambda: ray.get([one.call.remote(captured_here) for one in pair]) == [0, 0])
+        assert step(2) == [2, 2]
     finally:
         gc.enable()
 

@@ -196,6 +196,18 @@ def test_a_value_of_another_actor_is_refused(worker, actors):
         col.step(lambda: other.echo.remote(worker.loss.remote()))()
 
 
+def test_recorded_values_compare_as_refs_do(worker):
+    @col.step
+    def step():
+        refs = [worker.loss.remote(), worker.loss.remote()]
+        assert refs[1] in refs
+        assert refs.index(refs[1]) == 1
+        assert refs[0] != refs[1]
+        return {ref: at for at, ref in enumerate(refs)}[refs[1]]
+
+    assert step() == 1
+
+
 def test_recorded_values_in_a_list_are_refused(worker):
     with pytest.raises(errors.InvalidArgumentError):
         col.step(lambda: worker.echo.remote([worker.loss.remote()]))()
@@ -237,6 +249,21 @@ def test_a_method_in_a_batch_comes_before_it(worker):
     assert before().tolist() == [1]
     with pytest.raises(errors.CaptureError):
         behind()
+
+
+def test_a_batch_gives_what_its_calls_give(worker, actors):
+    workers = [worker, *actors(Learner, 1)]
+
+    @col.step
+    def step():
+        with col.batch() as batch:
+            col.allreduce_refs([one.steady.remote() for one in workers])
+        (refs,) = batch.wait()
+        assert batch.done()
+        assert len(batch.refs) == 1
+        return [one.echo.remote(ref) for one, ref in zip(workers, refs, strict=True)]
+
+    assert [one.tolist() for one in step()] == [[2], [2]]
 
 
 def test_steps_do_not_run_in_batches(worker):
@@ -293,7 +320,7 @@ def test_a_call_that_does_not_fit_the_function_is_refused_as_by_python(worker):
         step(1, other=2)
 
 
-def test_other_threads_and_asynchronous_tasks_are_not_recorded(worker):
+def test_other_threads_are_not_recorded(worker):
     def elsewhere():
         thread = threading.Thread(target=lambda: ray.get(worker.note.remote("thread")))
         thread.start()

@@ -401,6 +401,26 @@ def test_who_is_refused_replaces_nobody(actors, name):
         assert looks([rollout], sub) == [([1.0], 1)]
 
 
+@ray.remote(num_cpus=0, concurrency_groups={"io": 2})
+class Grouped(col.CollectiveParticipant):
+    """Its class has concurrency groups that no method names: callers do."""
+
+    def make(self):
+        self.weights = {key: np.zeros(shape, np.float32) for key, shape in SHAPES.items()}
+        return self.weights
+
+
+def test_actors_with_concurrency_groups_take_no_part_whichever_way_methods_come_to_be_in_them(actors, name):
+    (plain,), (grouped,) = actors(Weights, 1), actors(Grouped, 1)
+    for refs in ([grouped.make.remote()], [grouped.make.options(concurrency_group="io").remote()]):
+        for call in (lambda refs: col.publish(refs, name), lambda refs: col.subscribe(name, refs)):
+            with pytest.raises(errors.UnsupportedError) as raised:
+                call(refs)
+            assert [one.field for one in raised.value.violations] == ["actor"]
+    with col.publish(replicas([plain]), name) as pub:
+        assert pub.put().number == 1
+
+
 def test_what_is_refused(actors, name):
     trainer, threaded = actors(Weights, 1)[0], actors(Weights, 1, max_concurrency=2)[0]
     with pytest.raises(errors.UnsupportedError, match="methods overlap"):

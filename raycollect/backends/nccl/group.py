@@ -183,7 +183,8 @@ def _ranks_on(places: Sequence[_Place], gpu: str) -> list[int]:
 def _connect(cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> Any:
     try:
         cupy.cuda.Device(device).use()
-        first_use()
+        if arguments[0] > 1:
+            first_use()
         return connected(nccl, *arguments)
     except Exception as exc:
         if not isinstance(exc, RuntimeError):  # as all errors of cupy are

@@ -95,6 +95,7 @@ def test_parts_of_one_gpu_by_mig_are_not_the_same_gpu() -> None:
 def test_what_nccl_has_read_is_not_changed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(gpus.SHARING, raising=False)
     with installed(2, nccl_version=23000):
+        GpuTeam(1).close()
         assert gpus.may_share()
         GpuTeam(2).close()  # NCCL has read its environment
         assert not gpus.may_share()
