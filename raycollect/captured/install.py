@@ -17,6 +17,7 @@ from raycollect.captured.error_text import StepErrorText
 from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core import direct_transport, ray_internals
+from raycollect.core.deadline import Deadline
 from raycollect.core.model import Member
 from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
@@ -26,7 +27,7 @@ from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import StepPlan
 from raycollect.driver.step_runs import StepRuns
-from raycollect.driver.work import look_into
+from raycollect.driver.work import LOOK_INTO_S, look_into
 from raycollect.engine.step_program import CAPTURES
 from raycollect.errors import (
     ActorGoneError,
@@ -199,9 +200,10 @@ class _Installation:
             return ActorGoneError(
                 op="capture", group_name=group.spec.name, rank=member.rank, actor=member.actor, detail="it ended"
             )
+        deadline = Deadline.after(LOOK_INTO_S)
         for key, ref in self.compiler.refs(at).items():
             one = Violation(kind="lost", rank=member.rank, field="ref", found="", actor=member.actor, ref=key.hex())
-            found_out, why = look_into(one, ref)
+            found_out, why = look_into(one, ref, deadline)
             if why is not None:
                 return refusal("capture", group.spec.name, (found_out,))
         return DispatchError(op="capture", group_name=group.spec.name, actor=member.actor, detail=str(exc))
@@ -269,7 +271,7 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
             raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
         except RayError as exc:
             absent = Violation(kind="lost", field=one.where, found="", ref=one.key.hex())
-            violation, cause = look_into(absent, one.ref)
+            violation, cause = look_into(absent, one.ref, Deadline.after(LOOK_INTO_S))  # it has failed already
             violations.append(violation)
             cause = cause or exc
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import ray
@@ -11,7 +12,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 
 from raycollect.core import direct_transport, ray_internals
-from raycollect.core.model import Key
+from raycollect.core.model import Address, Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.operand_binding import stale
@@ -33,7 +34,9 @@ from raycollect.pos.handle import Handle
 
 _T = TypeVar("_T")
 
-_COPY_S = 5.0  # the least time for a copy, in seconds: the caller's limit is for what is still on its way
+_HELD = (ray.ObjectRef, Handle)
+
+_COPY_S = 5.0  # the least time for all copies, in seconds: the caller's limit is for what is still on its way
 
 
 @overload
@@ -79,21 +82,43 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
 
 
 def _get(refs: Any, until_s: float, ordered: bool) -> Any:
-    if isinstance(refs, list):
-        return [_get(ref, until_s, ordered) for ref in refs]
-    ref = plain(refs)
-    _wait_for_writers(ref, until_s)
-    value = _found(ref, until_s)
-    if not isinstance(value, Handle):
-        return value
+    leaves = list(map(plain, _leaves(refs)))
+    _wait_for_writers(leaves, until_s)
+    values = _found_all(leaves, until_s)
     if ordered:
-        actor = ray_internals.actor_handle(value.actor_id)
-        if actor is None:
-            found, expected = f"True, and this process never had a handle of {value.actor}", "False without one"
+        _pass_fences([one for one in values if isinstance(one, Handle)], until_s)
+    return _filled(refs, iter(_fetched(values, until_s)))
+
+
+def _leaves(refs: Any) -> Iterator[Any]:
+    if isinstance(refs, list):
+        for one in refs:
+            yield from _leaves(one)
+    else:
+        yield refs
+
+
+def _filled(refs: Any, values: Iterator[Any]) -> Any:
+    return [_filled(one, values) for one in refs] if isinstance(refs, list) else next(values)
+
+
+def _pass_fences(handles: Sequence[Handle], until_s: float) -> None:
+    """Waits until the actors have done all methods that were submitted before."""
+    actors = {one.actor_id: ray_internals.actor_handle(one.actor_id) for one in handles}
+    for one in handles:
+        if actors[one.actor_id] is None:
+            found, expected = f"True, and this process never had a handle of {one.actor}", "False without one"
             raise refusal("get", "", (wrong_argument("ordered", found, expected),))
-        _found(actor._raycollect_fence.remote(), until_s)
-    left_s = _left_s(until_s)
-    return value.fetch() if left_s is None else value.fetch(max(left_s, _COPY_S))
+    for fence in [actor._raycollect_fence.remote() for actor in actors.values()]:
+        _found(fence, until_s)
+
+
+def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
+    """Values, with those of handles fetched. One after the other: each is bounded by memory, or by the network."""
+    if until_s == math.inf:
+        return [one.fetch() if isinstance(one, Handle) else one for one in values]
+    ends_s = max(until_s, time.monotonic() + _COPY_S)
+    return [one.fetch(ends_s - time.monotonic()) if isinstance(one, Handle) else one for one in values]
 
 
 def free(refs: Any, *, timeout_s: float | None = None) -> int:
@@ -108,7 +133,7 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
         How many were held.
 
     Raises:
-        GetTimeoutError: Ray's own: they have not ended in time; tensors before them in the list are freed.
+        GetTimeoutError: Ray's own: they have not ended in time; nothing was freed.
         InvalidArgumentError: `timeout_s` makes no sense.
         NotATensorError: A ref does not stand for a kept tensor.
         TensorLostError: The participant is gone.
@@ -118,14 +143,18 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
     refuse("free", wrong_wait(timeout_s))
     _ensure_ray("free", refs)
     count, until_s = 0, math.inf if timeout_s is None else time.monotonic() + timeout_s
-    for ref in map(plain, refs if isinstance(refs, (list, tuple)) else [refs]):
-        _wait_for_writers(ref, until_s, readers=True)
-        value = _found(ref, until_s)
+    leaves = list(map(plain, refs if isinstance(refs, (list, tuple)) else [refs]))
+    _wait_for_writers(leaves, until_s, readers=True)
+    held: dict[Address, list[Handle]] = {}
+    for ref, value in zip(leaves, _found_all(leaves, until_s), strict=True):
         if not isinstance(value, Handle):
             found = f"one of {a_type(value)}, which is not kept"
             violation = Violation(kind="not_tensor", field="ref", found=found, ref=ref.hex())
             raise NotATensorError(op="free", group_name="", violations=(violation,))
-        count += fetch.free(value.address, [value.key], actor=value.actor, incarnation=value.incarnation)
+        held.setdefault(value.address, []).append(value)
+    for address, handles in held.items():
+        first, keys = handles[0], list(dict.fromkeys(one.key for one in handles))
+        count += fetch.free(address, keys, actor=first.actor, incarnation=first.incarnation)
     return count
 
 
@@ -138,6 +167,14 @@ def _ensure_ray(op: str, refs: Any) -> None:
             elif isinstance(one := plain(one), (ObjectRef, Handle)):
                 raise refusal(op, "", (stale((one.key if isinstance(one, Handle) else one).hex()),))
     ray_internals.ensure_ray()
+
+
+def _found_all(refs: Sequence[Any], until_s: float) -> list[Any]:
+    """What refs stand for; Ray brings all of them here at once."""
+    awaited = list(dict.fromkeys(one for one in refs if isinstance(one, ray.ObjectRef)))
+    if len(awaited) > 1 and not any(map(direct_transport.is_direct, awaited)):
+        ray.wait(awaited, num_returns=len(awaited), timeout=_left_s(until_s))
+    return [_found(one, until_s) for one in refs]
 
 
 def _found(ref: Any, until_s: float) -> Any:
@@ -164,14 +201,10 @@ def _left_s(until_s: float) -> float | None:
     return None if until_s == math.inf else max(until_s - time.monotonic(), 0.0)
 
 
-def _wait_for_writers(ref: Any, until_s: float, *, readers: bool = False) -> None:
-    if not isinstance(ref, (ray.ObjectRef, Handle)):
-        return
-    key = ref.key if isinstance(ref, Handle) else Key(ref.binary())
+def _wait_for_writers(refs: Iterable[Any], until_s: float, *, readers: bool = False) -> None:
+    keys = [one.key if isinstance(one, Handle) else Key(one.binary()) for one in refs if isinstance(one, _HELD)]
     controller = Controller.current()
     for tracker in controller.trackers():
-        written = tracker.writes.get(key)
-        if (written or (readers and written is not None)) and not stall_report.wait(
-            controller, tracker, _left_s(until_s)
-        ):
+        written = [tracker.writes[key] for key in keys if key in tracker.writes]
+        if (any(written) or (readers and written)) and not stall_report.wait(controller, tracker, _left_s(until_s)):
             raise GetTimeoutError(f"{tracker.plan.name}, which writes the tensor, has not ended in time; it goes on")

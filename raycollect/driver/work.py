@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from raycollect.backends import arrays
 from raycollect.core import direct_transport, html, threads
 from raycollect.core.bound_to_process import BoundToProcess
-from raycollect.core.deadline import NEVER
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
 from raycollect.core.signals import Deferred
 from raycollect.driver import stall_report
@@ -51,6 +51,8 @@ MOST_NAMED = 8  # how many pending participants are named where a collective is 
 MOST_RESULTS = 16  # how many results are looked at where a collective is shown
 
 SHOWN_S = 0.5  # how long participants may take to report progress where a collective is shown, in seconds
+
+LOOK_INTO_S = 5.0  # how long the values of all absent operands of a plan are waited for, in seconds
 
 AWAKE_S = 0.1  # how often the loop of an await wakes, in seconds
 
@@ -358,11 +360,11 @@ def _explain(tracker: PlanTracker) -> RaycollectError | None:
     refs, error = tracker.refs, tracker.error  # in this order: another thread may explain it meanwhile
     if not isinstance(error, RefusedError) or error.__cause__ is not None:
         return error
-    violations, cause = [], None
+    violations, cause, deadline = [], None, Deadline.after(LOOK_INTO_S)
     for violation in error.violations:
         ref = refs.get(Key(bytes.fromhex(violation.ref)))
         if violation.kind in ABSENT and ref is not None:
-            violation, why = look_into(violation, ref)
+            violation, why = look_into(violation, ref, deadline)
             cause = cause or why
         violations.append(violation)
     explained = refusal(error.op, error.group_name, tuple(violations))
@@ -371,10 +373,10 @@ def _explain(tracker: PlanTracker) -> RaycollectError | None:
     return explained
 
 
-def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
+def look_into(violation: Violation, ref: Any, deadline: Deadline) -> tuple[Violation, BaseException | None]:
     """What became of the method that should have made a ref's value, and the exception that says so."""
     try:
-        value: Any = direct_transport.get(ref, 5)
+        value: Any = direct_transport.get(ref, deadline.left_s())
     except (RayError, GetTimeoutError) as exc:
         value = exc.with_traceback(None)
     if isinstance(value, Handle):

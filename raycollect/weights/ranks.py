@@ -320,6 +320,7 @@ def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callabl
             for job, _ in jobs:
                 job.end_late()
             break
+        ready = ray.wait(list(pending), num_returns=len(pending), timeout=0)[0] or ready  # all of them in one pass
         for ref in ready:
             job, rank = pending.pop(ref)
             job.round, following = protocol.advance(job.round, event_of(job, rank, partial(job.heard, rank, ref)))
