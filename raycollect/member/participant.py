@@ -6,33 +6,28 @@ import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
-from raycollect.backends import arrays
 from raycollect.core import direct_transport, ray_internals, submitted_calls, threads
 from raycollect.core.call_tokens import LentToken
-from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
 from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
-from raycollect.errors.text import a_type, listed, shown
-from raycollect.member.finished_calls import is_inert
+from raycollect.errors.text import listed, shown
+from raycollect.member.returns import BY_VALUE, UNKNOWN, Returns, keep, keep_item, needs_nothing
 from raycollect.member.runtime import Runtime, describe, run_in_thread
 from raycollect.observe import Tracer
 from raycollect.observe.trace import METHOD
-from raycollect.pos import Container, unkept
 from raycollect.pos.handle import Handle
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-_BY_VALUE = "__raycollect_by_value__"
-_HELD = "__raycollect_held__"
-
 MOST_FETCHING = 64
 """How many coroutines fetch tensors of other participants at once."""
+
 
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 """True while a method that Ray called runs: calls that it makes itself are plain calls."""
@@ -44,9 +39,9 @@ def by_value(method: _Method) -> _Method:
     Raises:
         InvalidArgumentError: It is no function.
     """
-    if not callable(method) or isinstance(method, type):
+    if isinstance(method, type) or not callable(getattr(method, "func", method)):  # partialmethod is not callable
         raise refusal("by_value", "", (wrong_argument("method", shown(method), "a function in a class"),))
-    setattr(method, _BY_VALUE, True)
+    setattr(method, BY_VALUE, True)
     return method
 
 
@@ -63,15 +58,16 @@ class CollectiveParticipant:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         submitted_calls.watch_retries()
-        for name in dir(cls):
-            method = inspect.getattr_static(cls, name)
-            if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, _HELD):
-                setattr(cls, name, _hold(method, name))
+        if "__ray_actor_class__" not in vars(cls):
+            return  # Only the class that Ray derives from the author's is changed: wherever else, nothing is overridden
         if any(_is_async(inspect.getattr_static(cls, name)) for name in dir(cls)):
             # Ray makes this an async actor: a plain function would block its event loop.
             cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
             cls._raycollect_capture = _capture_async  # type: ignore[method-assign,assignment]
             cls._raycollect_replay = _replay_async  # type: ignore[method-assign,assignment]
+        for name in dir(cls):
+            if not name.startswith("_") and _is_method(cls, name):
+                setattr(cls, name, _hold(getattr(cls, name), name))
 
     # The controller calls these.
 
@@ -127,17 +123,20 @@ def _is_async(method: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- wrapping
 
 
+def _is_method(cls: type, name: str) -> bool:
+    kind = type(inspect.getattr_static(cls, name))
+    return kind not in (staticmethod, classmethod) and inspect.isfunction(getattr(cls, name, None))
+
+
 def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    partial = getattr(method, "_partialmethod", None) or getattr(method, "__partialmethod__", None)
+    if partial is not None and any(hasattr(one, BY_VALUE) for one in (partial, partial.func)):
+        by_value(method)  # a function that was made for this access
     if inspect.isasyncgenfunction(method):
-        held = _hold_async_generator(method, name)
-    elif inspect.isgeneratorfunction(method):
-        held = _hold_generator(method, name)
-    elif inspect.iscoroutinefunction(method):
-        held = _hold_coroutine(method, name)
-    else:
-        held = _hold_plain(method, name)
-    setattr(held, _HELD, True)
-    return held
+        return _hold_async_generator(method, name)
+    if inspect.isgeneratorfunction(method):
+        return _hold_generator(method, name)
+    return _hold_coroutine(method, name) if inspect.iscoroutinefunction(method) else _hold_plain(method, name)
 
 
 def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -154,14 +153,14 @@ def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
                 args, kwargs = _resolve(args, kwargs)
                 with Runtime.method_guard():
                     value = method(self, *args, **kwargs)
-            found = _keep(method, task, value, lent)
+            found = keep(method, task, value, lent)
             if type(found) is direct_transport.Returned and lent is None:
                 Runtime.current().keeps(name)
         except BaseException:
             Runtime.note_end(task, is_over=False)
             raise
-        if type(found) is not _Returns:
-            Runtime.note_end(task, is_over=_is_inert(found))
+        if type(found) is not Returns:
+            Runtime.note_end(task, is_over=needs_nothing(found))
         return found
 
     return held
@@ -176,18 +175,17 @@ def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]
         with _called_by_ray(task, name):
             args, kwargs = await _resolve_async(args, kwargs)
             value = await method(self, *args, **kwargs)
-        return _keep(method, task, value)
+        return keep(method, task, value)
 
     return held
 
 
 def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
-    def held(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def held(self: Any, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         task = _outermost(name)
         if task is None:
-            yield from method(self, *args, **kwargs)
-            return
+            return (yield from method(self, *args, **kwargs))
         with _called_by_ray(task, name):
             args, kwargs = _resolve(args, kwargs)
             items = method(self, *args, **kwargs)
@@ -201,8 +199,8 @@ def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]
                             value = next(items)
                         except StopIteration:
                             is_over = True
-                            return
-                    yield _keep_one(method, task, index, value, streamed=True)
+                            return None
+                    yield keep_item(method, task, index, value, streamed=True)
                     index += bool(index)
         finally:
             Runtime.note_end(task, is_over=is_over)
@@ -228,14 +226,10 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
                     value = await anext(items)
                 except StopAsyncIteration:
                     return
-            yield _keep_one(method, task, index, value, streamed=True)
+            yield keep_item(method, task, index, value, streamed=True)
             index += bool(index)
 
     return held
-
-
-_UNKNOWN = 0
-"""In place of an index: the caller chose a `num_returns` of its own, which can't be known here."""
 
 
 def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
@@ -243,7 +237,7 @@ def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
     declared = isinstance(getattr(method, "__ray_num_returns__", None), int)
     if ray_internals.is_streamed(frame, unknown=not declared):
         return 2
-    return 1 if declared else _UNKNOWN
+    return 1 if declared else UNKNOWN
 
 
 def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
@@ -372,86 +366,3 @@ def _resolve_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 def _value(argument: Any) -> Any:
     return argument.fetch_for_use() if isinstance(argument, Handle) else argument
-
-
-def _keep(method: Callable[..., Any], task: bytes, value: Any, lent: LentToken | None = None) -> Any:
-    if type(value) in (list, tuple) and not hasattr(method, _BY_VALUE):
-        return _Returns(task, value, lent)
-    return _keep_one(method, task, 1, value, lent, is_all=True)
-
-
-def _keep_one(
-    method: Callable[..., Any],
-    task: bytes,
-    index: int,
-    value: Any,
-    lent: LentToken | None = None,
-    *,
-    streamed: bool = False,
-    is_all: bool = False,
-) -> Any:
-    """Keeps a return or an item, if it is to be kept; `is_all`: there are no others, however many refs there are."""
-    container = None if hasattr(method, _BY_VALUE) else _kept(value)
-    if container is not None and index != _UNKNOWN:
-        handle = Runtime.current().keep(task_key(task, index), container, lent, streamed=streamed)
-        return direct_transport.Returned(handle, value, {type(tensor) for tensor in container.tensors})
-    if not isinstance(value, Handle):
-        found = _NOT_DECLARED
-        if container is None:
-            marked = hasattr(method, _BY_VALUE)
-            found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.told)
-        whose = task if is_all or index == _UNKNOWN else task_key(task, index)  # the others may be tensors
-        Runtime.current().store.pass_by(whose, found)
-    return value
-
-
-def _kept(value: Any) -> Container | None:
-    """What to keep of a value; None: it goes by value."""
-    container = Container.of(value, arrays.is_tensor)
-    return None if container is not None and container.structure is TENSOR and arrays.is_scalar(value) else container
-
-
-_NOT_DECLARED = "an item of a generator whose num_returns is the caller's and not @ray.method(num_returns=n)"
-
-
-class _Returns:
-    """A list or tuple that a method returns to Ray, which alone knows how many refs the caller asked for.
-
-    With `num_returns=n` Ray takes the items one by one: each is kept under its own ref. Otherwise it pickles the whole:
-    one value, which is kept under the one ref if it holds only tensors.
-    """
-
-    def __init__(self, task: bytes, value: Any, lent: LentToken | None) -> None:
-        self._task = task
-        self._value = value
-        self._lent = lent
-        self._is_inert = True
-
-    def __len__(self) -> int:
-        return len(self._value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self._value)))
-
-    def __getitem__(self, i: int) -> Any:
-        found = _keep_one(_Returns, self._task, i + 1, self._value[i])
-        self._is_inert = self._is_inert and _is_inert(found)
-        if i == len(self._value) - 1:
-            Runtime.note_end(self._task, is_over=self._is_inert)
-        return found
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        found = _keep_one(_Returns, self._task, 1, self._value, self._lent)
-        if type(found) is direct_transport.Returned and self._lent is None:
-            Runtime.current().keeps(ray_internals.current_method())
-        Runtime.note_end(self._task, is_over=_is_inert(found))
-        return _same, (found,)
-
-
-def _is_inert(found: Any) -> bool:
-    """Whether Ray reads no tensor here to tell what a method has returned."""
-    return type(found) is direct_transport.Returned or is_inert(found)
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -115,7 +116,6 @@ def test_methods_of_an_actor_with_a_loop_run_there(loop: asyncio.AbstractEventLo
     assert invoke("plain", [], {}) == "the loop"
     with pytest.raises(ValueError, match="bad"):
         invoke("broken", [], {})
-    assert not participant._inside.get()
 
 
 def test_ray_is_never_asked_whose_call_it_is(monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
@@ -183,15 +183,21 @@ class Turning(CollectiveParticipant):
             yield self.turn.locked()
 
 
+def called_by_ray(one: Turning, name: str, *args: Any) -> Any:
+    """Calls a method as Ray does, which makes a class of its own and reads the methods from that."""
+    of_ray = type("Turning", (type(one),), {"__ray_actor_class__": type(one)})
+    return dict(inspect.getmembers(of_ray, inspect.isfunction))[name](one, *args)
+
+
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_methods_that_ray_calls_hold_the_turn_where_they_are_ordered(ordered: Any, is_ordered: bool) -> None:
     one = Turning()
     one.turn = ordered(is_ordered)
-    assert one.plain() is is_ordered
+    assert called_by_ray(one, "plain") is is_ordered
     assert not one.turn.locked()
     if is_ordered:
         with pytest.raises(ValueError, match="bad"):
-            one.broken()
+            called_by_ray(one, "broken")
         assert not one.turn.locked()
 
 
@@ -199,11 +205,11 @@ def test_methods_that_ray_calls_hold_the_turn_where_they_are_ordered(ordered: An
 def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken: int) -> None:
     one = Turning()
     one.turn = ordered(True)
-    items = one.items(3)
+    items = called_by_ray(one, "items", 3)
     for at, item in zip(range(taken), items, strict=False):
         assert item
         assert one.turn.locked() or at == 3
-    items.close()  # type: ignore[attr-defined]
+    items.close()
     assert not one.turn.locked()
 
 

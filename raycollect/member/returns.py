@@ -1,0 +1,106 @@
+"""What a method that Ray has called returns: tensors are kept, and Ray gets a handle; all else goes by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.core import direct_transport, ray_internals
+from raycollect.core.call_tokens import LentToken
+from raycollect.core.model import TENSOR, task_key
+from raycollect.errors.text import a_type
+from raycollect.member.finished_calls import is_inert
+from raycollect.member.runtime import Runtime
+from raycollect.pos import Container, unkept
+from raycollect.pos.handle import Handle
+
+BY_VALUE = "__raycollect_by_value__"
+"""The attribute of methods whose returns are never kept."""
+
+UNKNOWN = 0
+"""In place of an index: the caller chose a `num_returns` of its own, which can't be known here."""
+
+
+def keep(method: Callable[..., Any], task: bytes, value: Any, lent: LentToken | None = None) -> Any:
+    """Keeps all that a method returns, if it is to be kept; what Ray gets in its place."""
+    if type(value) in (list, tuple) and not hasattr(method, BY_VALUE):
+        return Returns(task, value, lent)
+    return keep_item(method, task, 1, value, lent, is_all=True)
+
+
+def keep_item(
+    method: Callable[..., Any],
+    task: bytes,
+    index: int,
+    value: Any,
+    lent: LentToken | None = None,
+    *,
+    streamed: bool = False,
+    is_all: bool = False,
+) -> Any:
+    """Keeps a return or an item, if it is to be kept; `is_all`: there are no others, however many refs there are."""
+    container = None if hasattr(method, BY_VALUE) else _kept(value)
+    if container is not None and index != UNKNOWN:
+        handle = Runtime.current().keep(task_key(task, index), container, lent, streamed=streamed)
+        return direct_transport.Returned(handle, value, {type(tensor) for tensor in container.tensors})
+    if not isinstance(value, Handle):
+        found = _NOT_DECLARED
+        if container is None:
+            marked = hasattr(method, BY_VALUE)
+            found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.told)
+        whose = task if is_all or index == UNKNOWN else task_key(task, index)  # the others may be tensors
+        Runtime.current().store.pass_by(whose, found)
+    return value
+
+
+def _kept(value: Any) -> Container | None:
+    """What to keep of a value; None: it goes by value."""
+    container = Container.of(value, arrays.is_tensor)
+    return None if container is not None and container.structure is TENSOR and arrays.is_scalar(value) else container
+
+
+_NOT_DECLARED = "an item of a generator whose num_returns is the caller's and not @ray.method(num_returns=n)"
+
+
+class Returns:
+    """A list or tuple that a method returns to Ray, which alone knows how many refs the caller asked for.
+
+    With `num_returns=n` Ray takes the items one by one: each is kept under its own ref. Otherwise it pickles the whole:
+    one value, which is kept under the one ref if it holds only tensors.
+    """
+
+    def __init__(self, task: bytes, value: Any, lent: LentToken | None) -> None:
+        self._task = task
+        self._value = value
+        self._lent = lent
+        self._is_inert = True
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self._value)))
+
+    def __getitem__(self, i: int) -> Any:
+        found = keep_item(Returns, self._task, i + 1, self._value[i])
+        self._is_inert = self._is_inert and needs_nothing(found)
+        if i == len(self._value) - 1:
+            Runtime.note_end(self._task, is_over=self._is_inert)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = keep_item(Returns, self._task, 1, self._value, self._lent)
+        if type(found) is direct_transport.Returned and self._lent is None:
+            Runtime.current().keeps(ray_internals.current_method())
+        Runtime.note_end(self._task, is_over=needs_nothing(found))
+        return _same, (found,)
+
+
+def needs_nothing(found: Any) -> bool:
+    """Whether Ray reads no tensor here to tell what a method has returned."""
+    return type(found) is direct_transport.Returned or is_inert(found)
+
+
+def _same(value: Any) -> Any:
+    return value
