@@ -109,7 +109,8 @@ class Stream(BoundToProcess):
             self._put(until_s, timeout_s)
         if not self._subscriptions:
             return []
-        return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
+        left_s = max(until_s - time.monotonic(), 0.0)
+        return update_all(self._subscriptions, self.version, left_s, known=self.version)
 
     def _put(self, until_s: float, timeout_s: float) -> None:
         """`commit` without the updates; the caller has the publication to itself."""
