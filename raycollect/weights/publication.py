@@ -274,9 +274,7 @@ class Publication(BoundToProcess):
         """
         refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         groups = self._checked_groups("push", subscriptions)
-        if not self._last.number:
-            return update_all(groups, "latest", timeout_s)
-        return update_all(groups, self._last, timeout_s, is_known=True)
+        return update_all(groups, "latest", timeout_s, known=self._last if self._last.number else None)
 
     def close(self) -> None:
         """Ends the publication: its versions can't be had any more, but from receivers that know of it."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_
 from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
 from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
-from raycollect.weights.ranks import Job, event_of
+from raycollect.weights.ranks import ATTACH_S, Job, event_of
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.receiver import HOLDER_S, Holder
 from raycollect.weights.subscription import Subscription, update_all
@@ -76,24 +77,24 @@ class Stream(BoundToProcess):
         Raises:
             VersionNotPutError: Another version was put since this stream began.
         """
-        self._check_first()
-        for rank in range(len(self._publication._ranks)):
-            made = self._publication._ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
-            self._sealing[rank].append((made, False))
+        with self._submitting():
+            for rank in range(len(self._publication._ranks)):
+                made = self._publication._ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
+                self._sealing[rank].append((made, False))
         self._pump(0.0)
 
     def part(self, *names: str) -> None:
         """Makes tensors a part, behind the methods of the actors that were called before; raises as `call`."""
-        self._check_first()
         held = [self._publication._ranks.keys(rank) for rank in range(len(self._publication._ranks))]
         unknown = [one for one in names if not isinstance(one, str) or not any(one in keys for keys in held)]
         if unknown or not names:
             refuse("part", [wrong_argument("names", shown(unknown), "names of tensors that are published")])
-        for rank, keys in enumerate(held):
-            mine = [name for name in names if name in keys]
-            if mine:
-                ref = self._publication._ranks.call(rank, agent.seal_part, *self._of(rank), mine)
-                self._sealing[rank].append((ref, False))
+        with self._submitting():
+            for rank, keys in enumerate(held):
+                mine = [name for name in names if name in keys]
+                if mine:
+                    ref = self._publication._ranks.call(rank, agent.seal_part, *self._of(rank), mine)
+                    self._sealing[rank].append((ref, False))
         self._pump(0.0)
 
     def commit(self, *, timeout_s: float = 60.0) -> list[Receipt]:
@@ -109,7 +110,8 @@ class Stream(BoundToProcess):
             self._put(until_s, timeout_s)
         if not self._subscriptions:
             return []
-        return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
+        left_s = max(until_s - time.monotonic(), 0.0)
+        return update_all(self._subscriptions, self.version, left_s, known=self.version)
 
     def _put(self, until_s: float, timeout_s: float) -> None:
         """`commit` without the updates; the caller has the publication to itself."""
@@ -127,6 +129,13 @@ class Stream(BoundToProcess):
 
     def __repr__(self) -> str:
         return f"<Stream of {self._publication.name!r}, version {self.version}>"
+
+    @contextmanager
+    def _submitting(self) -> Iterator[None]:
+        """Keeps puts of other threads off: the actors hear of a part before those, or not at all."""
+        with self._publication._one_at_a_time("stream", ATTACH_S, time.monotonic() + ATTACH_S):
+            self._check_first()
+            yield
 
     def _check_first(self) -> None:
         """A part would be copied over the version that was put since."""

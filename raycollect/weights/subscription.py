@@ -183,9 +183,10 @@ class Subscription:
         if self._inplace:
             return []  # they would be dirty for as long as the stream lasts
         found = []
-        for rank in range(len(self._ranks)):
-            self._ranks.call(rank, agent.open_stream, self._id, rank, version, among)
-            found.append(frozenset(atoms.places(self._ranks.layouts, rank, among, whole=False)))
+        with self._turns.taken("stream", ATTACH_S, time.monotonic() + ATTACH_S):  # not between an update's two phases
+            for rank in range(len(self._ranks)):
+                self._ranks.call(rank, agent.open_stream, self._id, rank, version, among)
+                found.append(frozenset(atoms.places(self._ranks.layouts, rank, among, whole=False)))
         return found
 
     def _land(self, rank: int, version: Version, part: Digests, holders: Sequence[Holder], limit_s: float) -> Any:
@@ -285,6 +286,7 @@ class Subscription:
         )
 
     def _failure(self, job: Job, timeout_s: float) -> RaycollectError:
+        self._check_open()  # it may have been closed meanwhile
         if job.is_late or job.has_waited:
             return self._ranks.late_error(self.name, job, timeout_s, is_shown=job.round.is_shown)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
@@ -325,7 +327,11 @@ class _Elsewhere:
 
 
 def update_all(
-    subscriptions: Sequence[Subscription], version: int | Version | str, timeout_s: float, *, is_known: bool = False
+    subscriptions: Sequence[Subscription],
+    version: int | Version | str,
+    timeout_s: float,
+    *,
+    known: Version | None = None,
 ) -> list[Receipt]:
     """Updates several receiver groups side by side; see `Subscription.update`.
 
@@ -333,13 +339,13 @@ def update_all(
         subscriptions: The receiver groups, of one publication.
         version: As there.
         timeout_s: As there.
-        is_known: Whether the caller has put this version: nobody has to look for it.
+        known: What the version is, where the caller has put it: nobody has to look for it.
 
     Raises:
         PushError: Some of several could not be updated; it has the receipts of the others.
         RaycollectError: The only one could not be, as `Subscription.update` raises it.
     """
-    everyone = _Updates(subscriptions, version, timeout_s, is_known=is_known)
+    everyone = _Updates(subscriptions, version, timeout_s, known)
     with ExitStack() as turns:
         for at, one in sorted(
             enumerate(subscriptions), key=lambda pair: pair[1]._id
@@ -355,13 +361,17 @@ class _Updates:
     """Updates of several receiver groups; see `update_all`. What fails one of them costs the others nothing."""
 
     def __init__(
-        self, subscriptions: Sequence[Subscription], version: int | Version | str, timeout_s: float, *, is_known: bool
+        self,
+        subscriptions: Sequence[Subscription],
+        version: int | Version | str,
+        timeout_s: float,
+        known: Version | None,
     ) -> None:
         self._began_s = time.monotonic()
         self.until_s: float = self._began_s + timeout_s
         self._subscriptions = subscriptions
         self._wanted = version
-        self._known = version if is_known and isinstance(version, Version) else None
+        self._known = known
         self._timeout_s = timeout_s
         self._done: dict[int, Receipt] = {}
         self._errors: dict[int, RaycollectError] = {}

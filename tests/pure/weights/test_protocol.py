@@ -216,14 +216,14 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
     monkeypatch.setattr(subscription, "drive", lambda jobs, timeout_s, beside: None)
     other, late = InternalError(detail="a tensor has become another"), VersionTimeoutError(name="policy", missing=(0,))
     with pytest.raises(PushError) as raised:
-        subscription.update_all([Group(other), Group("receipt"), Group(late)], V1, 1.0, is_known=True)
+        subscription.update_all([Group(other), Group("receipt"), Group(late)], V1, 1.0, known=V1)
     same = pickle.loads(pickle.dumps(raised.value))
     for error in (raised.value, same):
         assert error.receipts == (None, "receipt", None)
         assert [type(one) for one in error.errors] == [InternalError, type(None), VersionTimeoutError]
-    assert subscription.update_all([Group("receipt")], V1, 1.0, is_known=True) == ["receipt"]
+    assert subscription.update_all([Group("receipt")], V1, 1.0, known=V1) == ["receipt"]
     with pytest.raises(InternalError):
-        subscription.update_all([Group(other)], V1, 1.0, is_known=True)
+        subscription.update_all([Group(other)], V1, 1.0, known=V1)
 
 
 def test_a_retry_takes_what_is_missing():
