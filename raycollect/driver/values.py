@@ -151,7 +151,8 @@ def _wait_for_writers(ref: Any, until_s: float, *, readers: bool = False) -> Non
     controller = Controller.current()
     for tracker in controller.trackers():
         written = tracker.writes.get(key)
-        if (written or (readers and written is not None)) and not stall_report.wait(
-            controller, tracker, _left_s(until_s)
-        ):
+        if not written and not (readers and written is not None):
+            continue
+        controller.dispatching.refuse_inside()  # the plan may be one that this thread is about to send
+        if not stall_report.wait(controller, tracker, _left_s(until_s)):
             raise GetTimeoutError(f"{tracker.plan.name}, which writes the tensor, has not ended in time; it goes on")

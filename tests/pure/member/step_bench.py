@@ -12,6 +12,7 @@ import pytest
 
 from raycollect.channel.doorbell import Entry
 from raycollect.channel.messages import Message, Ran, Run
+from raycollect.core import threads
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_runner import StepRunner
 from raycollect.engine.value_codec import pack_values, unpack_values
@@ -97,7 +98,8 @@ class Bench:
         replay = StepRunner(
             script.step_program, script.values, self.actor.invoke, instruments, communicators or no_group
         )
-        self.captured = CapturedStep(replay, cast(Any, post), self.sequencer, turn, self.send, self.fail)
+        shared = threads.pool("raycollect-capture", 1)
+        self.captured = CapturedStep(replay, cast(Any, post), self.sequencer, turn, self.send, self.fail, shared)
         self.runner = replay
 
     def send(self, message: Message) -> None:
