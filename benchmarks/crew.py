@@ -1,11 +1,15 @@
-"""The actors of the suites that need Ray: the same for all contenders, which differ in nothing but the way to do it."""
+"""The actors of the suites that need Ray.
+
+Each contender has actors of its own, of the class that its users would write: those of raycollect inherit the mixin,
+all others are plain. So no contender pays for what its users don't have, and none finds caches warm that another has
+filled.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,8 +25,8 @@ group_names = (f"benchmark {number}" for number in itertools.count(1))
 """A name for each group, so that none is taken for another."""
 
 
-class Worker(col.CollectiveParticipant):
-    """Holds the buffers of all contenders, by name, and does what they ask for."""
+class Plain:
+    """An actor without the mixin. It holds buffers by name, and operates on them by any library."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -48,12 +52,6 @@ class Worker(col.CollectiveParticipant):
         return all(
             value - slack <= float(array.min()) and float(array.max()) <= value + slack for array in self._all(name)
         )
-
-    def make(self, name: str, nbytes: int, busy_ms: float) -> Any:
-        """Computes for so long, and gives a ref to an array that was not there before, of the rank + 1."""
-        busy(busy_ms)
-        self.arrays[name] = np.full(max(1, nbytes // 4), self.rank + 1, np.float32)
-        return self.arrays[name]
 
     def drop(self, name: str) -> None:
         """Lets go of them."""
@@ -92,6 +90,15 @@ class Worker(col.CollectiveParticipant):
 
     # ------------------------------------------------------------------------------------------ imperative calls
 
+    @staticmethod
+    def library(name: str) -> Any:
+        """The module of a library by its name."""
+        if name != "ray":
+            return col
+        import ray.util.collective as collective
+
+        return collective
+
     def join(self, library: str, ranks: int, group: str, backend: str = "auto") -> None:
         """Joins a group of `ray.util.collective` over gloo, or of `raycollect`."""
         if library == "ray":
@@ -99,34 +106,28 @@ class Worker(col.CollectiveParticipant):
 
             torch.set_num_threads(1)
             backend = "gloo"
-        _library(library).init_collective_group(ranks, self.rank, backend, group)
+        self.library(library).init_collective_group(ranks, self.rank, backend, group)
 
     def leave(self, library: str, group: str) -> None:
         """Leaves it."""
-        _library(library).destroy_collective_group(group)
+        self.library(library).destroy_collective_group(group)
 
     def each(self, op: str, name: str, group: str) -> None:
         """One call of `ray.util.collective` for each array."""
-        call = getattr(_library("ray"), op)
+        call = getattr(self.library("ray"), op)
         for array in self._all(name):
             call(array, group_name=group)
 
     def one(self, op: str, name: str, at: int, group: str) -> None:
         """The same for one array."""
-        getattr(_library("ray"), op)(self.arrays[name][at], group_name=group)
-
-    def make_and_reduce(self, library: str, name: str, nbytes: int, busy_ms: float, group: str) -> None:
-        """Makes an array as `make` does, and reduces it in a group, if one is given."""
-        self.make(name, nbytes, busy_ms)
-        if group:
-            _library(library).allreduce(self.arrays[name], group)
+        getattr(self.library("ray"), op)(self.arrays[name][at], group_name=group)
 
     def loop(self, library: str, op: str, name: str, group: str, count: int) -> list[float]:
         """So many calls in a loop, after a barrier; gives the seconds that each took on this rank.
 
         All libraries work in one array: where one lies in memory makes up to a fifth of the time of a call.
         """
-        collective, own = _library(library), self.arrays[name]
+        collective, own = self.library(library), self.arrays[name]
         call = getattr(collective, op)
         array = self.arrays.get("work", own[:0])
         if array.size != own.size:
@@ -139,15 +140,15 @@ class Worker(col.CollectiveParticipant):
 
     def send(self, library: str, name: str, to: int, group: str) -> None:
         """Sends."""
-        _library(library).send(self.arrays[name], to, group)
+        self.library(library).send(self.arrays[name], to, group)
 
     def recv(self, library: str, name: str, source: int, group: str) -> None:
         """Receives."""
-        _library(library).recv(self.arrays[name], source, group)
+        self.library(library).recv(self.arrays[name], source, group)
 
     def bounce(self, library: str, name: str, back: str, group: str) -> None:
         """Rank 0 sends, and receives into another buffer; rank 1 receives, and sends that back."""
-        collective, array = _library(library), self.arrays[name]
+        collective, array = self.library(library), self.arrays[name]
         if self.rank == 0:
             collective.send(array, 1, group)
             collective.recv(self.arrays[back], 1, group)
@@ -190,53 +191,45 @@ def busy(milliseconds: float) -> None:
         pass
 
 
-def _library(name: str) -> Any:
-    if name != "ray":
-        return col
-    import ray.util.collective as collective
-
-    return collective
-
-
 def _status(field: str) -> int:
     with open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123 - read line by line
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{field}:"))
 
 
-@contextmanager
-def crew(ranks: int) -> Iterator[list[Any]]:
-    """So many actors, which end afterwards."""
-    remote = ray.remote(num_cpus=0)(Worker)
-    actors: list[Any] = [remote.remote(rank) for rank in range(ranks)]
-    try:
-        yield actors
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+class Participant(Plain, col.CollectiveParticipant):
+    """The same with the mixin."""
 
 
 class Contestant:
-    """What contenders on a crew have in common: a buffer of their own in each actor, and one operation.
+    """A contender with actors of its own, a buffer in each, and one operation.
 
     Args:
-        name: What it is called.
-        actors: The actors, by rank.
-        arena: Whether its buffers lie in the shared arena.
-        count: How many arrays of the same size a buffer is made of.
+        name: The contender's name.
+        ranks: The number of actors.
+        arena: Whether the buffers lie in the shared arena.
+        count: The number of arrays of the same size that form a buffer.
 
     Raises:
         Skipped: This raycollect has no arena.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False, count: int = 1) -> None:
+    ACTOR: type = Participant
+    """The class of the actors."""
+
+    def __init__(self, name: str, ranks: int, *, arena: bool = False, count: int = 1) -> None:
         if arena:
             needs("empty")
         self.name = name
-        self.actors = list(actors)
-        self.ranks = len(self.actors)
+        self.ranks = ranks
+        self.actors: list[Any] = self.start()
         self.group = next(group_names)
         self._arena = arena
         self._count = count
+
+    def start(self) -> list[Any]:
+        """Starts the actors, by rank."""
+        remote = ray.remote(num_cpus=0)(self.ACTOR)
+        return [remote.remote(rank) for rank in range(self.ranks)]
 
     def operate(self) -> None:
         """Does the operation once; returns when it is done everywhere."""
@@ -267,12 +260,13 @@ class Contestant:
             raise AssertionError(f"{self.name}: not {value} on ranks {wrong} of {self.ranks}")
 
     def close(self) -> None:
-        """Lets go of the buffers."""
-        ray.get([actor.drop.remote(self.name) for actor in self.actors])
+        """Ends the actors."""
+        for actor in self.actors:
+            ray.kill(actor)
 
 
 class Joined:
-    """A contender whose actors are in a group of a library; stands before the other base.
+    """A contender whose actors, which need no mixin, join a group of a library; stands before the other base.
 
     Args:
         library: ``"raycollect"``, or ``"ray"`` for `ray.util.collective` over gloo.
@@ -281,6 +275,8 @@ class Joined:
     Raises:
         Skipped: Ray's gloo needs torch, which is not installed.
     """
+
+    ACTOR = Plain
 
     actors: Sequence[Any]
     ranks: int
@@ -294,7 +290,7 @@ class Joined:
         ray.get([actor.join.remote(library, self.ranks, self.group, backend) for actor in self.actors])
 
     def close(self) -> None:
-        """Leaves the group, and lets go of the rest."""
+        """Leaves the group, and ends the actors."""
         ray.get([actor.leave.remote(self._library, self.group) for actor in self.actors])
         super().close()  # type: ignore[misc]
 

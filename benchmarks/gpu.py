@@ -1,6 +1,6 @@
 """Checks and times the backend `nccl` on this machine's GPUs, in one run of under eight minutes: a short table last.
 
-    python benchmarks/gpu.py [--quick] [--json FILE]
+    python benchmarks/gpu.py [--quick] [--json FILE] [--limit SECONDS] [--parts NAME ...]
 
 It needs cupy with NCCL, and neither Ray nor pytest nor `rich`: machines with GPUs often reach no package registry.
 
@@ -56,7 +56,7 @@ from tests.pure.communicators import Team, Worker
 from tests.pure.conformance import KINDS, REDUCTIONS, Case, allowed
 
 LIMIT_S = 470.0
-"""When the watchdog ends the run with what it has."""
+"""When the watchdog ends the run with what it has, by default."""
 GRACE_S = 20.0
 """How long a part that has used up its time may take for what it is at."""
 MOST_RANKS = 8
@@ -276,16 +276,22 @@ class Run:
     def _add(self, line: Line) -> None:
         with self._lock:
             self.lines.append(line)
+            self._write()
         print(shown(line), flush=True)
 
+    def _write(self) -> None:
+        """Writes all lines so far: a run that is killed leaves what it found."""
+        if self._file is not None:
+            found = {"machine": self.machine, "lines": [asdict(line) for line in self.lines]}
+            fresh = self._file.with_name(self._file.name + ".fresh")
+            fresh.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            fresh.replace(self._file)
+
     def report(self) -> int:
-        """Prints the table, writes the file, and gives the exit code."""
+        """Prints the table, and gives the exit code."""
         with self._lock:
             lines = list(self.lines)
         print("\n" + table(self.machine, lines), flush=True)
-        if self._file is not None:
-            found = {"machine": self.machine, "lines": [asdict(line) for line in lines]}
-            self._file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return 3 if self.hung else 0 if all(line.ok for line in lines) else 1
 
     def close(self) -> None:
@@ -295,10 +301,10 @@ class Run:
         self._teams = {}
         self._kill()
 
-    def give_up(self) -> None:
+    def give_up(self, limit_s: float) -> None:
         """Ends this process with what it has: code 3."""
         self.hung = True
-        self._add(Line(part="watchdog", ranks=0, said=f"the run was ended after {LIMIT_S:.0f} s", ok=False))
+        self._add(Line(part="watchdog", ranks=0, said=f"the run was ended after {limit_s:.0f} s", ok=False))
         self.leave()
 
     def leave(self) -> None:
@@ -387,24 +393,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="checks and times the backend nccl on this machine's GPUs")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all lines to a file")
+    names = sorted({one.name for one in parts_of(2)})
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="ends with what it has by then")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="runs only these")
     chosen = parser.parse_args(arguments)
     with _gpus():
         if why := devices.why_none():
             print(why)
             return 2
-        return _run(Run(quick=chosen.quick, file=chosen.json))
+        return _run(Run(quick=chosen.quick, file=chosen.json), chosen.limit, chosen.parts)
 
 
-def _run(run: Run) -> int:
-    watchdog = threading.Timer(LIMIT_S, run.give_up)
+def _run(run: Run, limit_s: float, names: Sequence[str]) -> int:
+    watchdog = threading.Timer(limit_s, run.give_up, (limit_s,))
     watchdog.daemon = True
     watchdog.start()
-    faulthandler.dump_traceback_later(LIMIT_S + 5, exit=True)  # where a call holds the GIL, the watchdog can't run
+    faulthandler.dump_traceback_later(limit_s + 5, exit=True)  # where a call holds the GIL, the watchdog can't run
     try:
         run.machine = describe()
         count = devices.count()
         for part in parts_of(min(count, MOST_RANKS) if count > 1 else 2):
-            run.part(part)
+            if part.name in names:
+                run.part(part)
         if run.hung:
             run.leave()
         code = run.report()

@@ -48,13 +48,17 @@ class InRayGroup:
 
 
 class Moving:
-    """A contender over a trainer's actors and its rollouts, which all contenders share."""
+    """A contender with actors of its own: a trainer's, and its rollouts."""
 
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.actors = list(actors)
+        self.actors: list[Any] = self.start()
         self.group = next(group_names)
         self.wrong = 0
+
+    def start(self) -> list[Any]:
+        """Starts the actors."""
+        raise NotImplementedError
 
     def prepare(self, nbytes: int) -> None:
         """Makes the weights."""
@@ -87,4 +91,6 @@ class Moving:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Ends the actors."""
+        for actor in self.actors:
+            ray.kill(actor)

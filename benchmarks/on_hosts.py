@@ -9,7 +9,6 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import Contestant, Worker
+from benchmarks.crew import Contestant, Participant, Plain
 from benchmarks.report import Record, Row, Skip, Traffic
 from benchmarks.suite import Choice, close, compare, entry, gather
 from benchmarks.targets import MB
@@ -62,19 +61,48 @@ def measured(suite: str, choice: Choice) -> Iterator[Record]:
 # ------------------------------------------------------------------------------------------ on the first host
 
 
-class Refs(Contestant):
-    """A driver's call on refs to the actors' buffers."""
+def placed(actor_class: type) -> list[Any]:
+    """Starts `PER_HOST` actors on each host, by rank."""
+    remote = ray.remote(num_cpus=0)(actor_class)
+    hosts = [rank // PER_HOST + 1 for rank in range(RANKS)]
+    return [remote.options(resources={f"host{host}": 0.1}).remote(rank) for rank, host in enumerate(hosts)]
+
+
+class Placed(Contestant):
+    """A contender whose actors are on the hosts; stands before the other base."""
+
+    def start(self) -> list[Any]:
+        """Starts the actors, by rank."""
+        return placed(self.ACTOR)
+
+
+class Refs(Placed):
+    """A driver's call on refs to the actors' buffers.
+
+    Args:
+        name: The contender's name.
+        op: The operation.
+        root: The root of a broadcast.
+        fresh: Whether the links are measured again.
+        actors: Actors that outlive the contender; by default it has its own.
+        more: Arguments of the declaration.
+    """
 
     def __init__(
-        self, name: str, actors: Sequence[Any], op: str, *, root: int = 0, fresh: bool = False, **more: Any
+        self, name: str, op: str, *, root: int = 0, fresh: bool = False, actors: Sequence[Any] = (), **more: Any
     ) -> None:
-        super().__init__(name, actors)
+        self._shared = list(actors)
+        super().__init__(name, RANKS)
         self._op, self._root = op, root
         self.declared = col.declare_collective_group(self.actors, group_name=f"{name} {self.group}", **more)
         if fresh:
             self.declared.rebuild(self.actors)  # which measures the links anew
         self._refs: list[Any] = []
         self._made: Any = None
+
+    def start(self) -> list[Any]:
+        """The shared actors, or new ones."""
+        return self._shared or super().start()
 
     def prepare(self, nbytes: int) -> None:
         """Makes the buffers, and takes refs to them."""
@@ -113,14 +141,17 @@ class Refs(Contestant):
     def close(self) -> None:
         """Ends the group."""
         self.declared.destroy()
-        super().close()
+        if not self._shared:
+            super().close()
 
 
-class Theirs(RayGroup):
+class Theirs(Placed, RayGroup):
     """A method of each actor that calls `ray.util.collective`, over gloo."""
 
-    def __init__(self, name: str, actors: Sequence[Any], op: str) -> None:
-        super().__init__(name, actors)
+    ACTOR = Plain
+
+    def __init__(self, name: str, op: str) -> None:
+        super().__init__(name, RANKS)
         self._op = op
 
     def operate(self) -> None:
@@ -135,8 +166,10 @@ class Theirs(RayGroup):
             self.must_hold(1.0)
 
 
-class Store(Contestant):
+class Store(Placed):
     """A broadcast through the object store: the root puts, the others copy into their buffers."""
+
+    ACTOR = Plain
 
     def operate(self) -> None:
         """One broadcast."""
@@ -148,14 +181,6 @@ class Store(Contestant):
         self.must_hold(1.0)
 
 
-@contextmanager
-def _crew() -> Iterator[list[Any]]:
-    remote = ray.remote(num_cpus=0)(Worker)
-    hosts = [rank // PER_HOST + 1 for rank in range(RANKS)]
-    actors: list[Any] = [remote.options(resources={f"host{host}": 0.1}).remote(rank) for rank, host in enumerate(hosts)]
-    yield actors
-
-
 def _shape(rates: Sequence[str]) -> None:
     for host, rate in enumerate(rates, 1):
         outside("shape", host, rate)
@@ -163,27 +188,26 @@ def _shape(rates: Sequence[str]) -> None:
 
 def even(choice: Choice) -> Iterator[Record]:
     """Times of one operation, and what its busiest link sends, on links that are all alike."""
-    with _crew() as actors:
-        for links, rate in EVEN.items():
-            _shape([rate] * HOSTS)
-            for op, least in (("allreduce", 2 * (HOSTS - 1) / HOSTS), ("broadcast", 1.0)):
-                makers = [
-                    entry(names.TCP, Refs, actors, op, fresh=True),
-                    entry(names.GLOO, Refs, actors, op, backend="gloo"),
-                ]
-                makers.append(entry(names.RAY, Theirs, actors, op))
-                if op == "broadcast":
-                    makers.append(entry(names.STORE, Store, actors))
-                contenders, skipped = gather("hosts", makers)
-                yield from skipped
-                for nbytes in choice.sizes or SIZES:
-                    runs = choice.runs_or(3, 40 if nbytes < MB else 16 if nbytes < 16 * MB else 4)
-                    what = {"op": f"{op}, {links}", "ranks": RANKS, "nbytes": nbytes}
-                    yield from compare(contenders, suite="hosts", runs=runs, **what)
-                    for one in contenders:
-                        sent = _sent(one)
-                        yield Traffic(contender=one.name, sent_nbytes=sent, least_nbytes=round(least * nbytes), **what)
-                close(contenders)
+    for links, rate in EVEN.items():
+        _shape([rate] * HOSTS)
+        for op, least in (("allreduce", 2 * (HOSTS - 1) / HOSTS), ("broadcast", 1.0)):
+            makers = [
+                entry(names.TCP, Refs, op, fresh=True),
+                entry(names.GLOO, Refs, op, backend="gloo"),
+            ]
+            makers.append(entry(names.RAY, Theirs, op))
+            if op == "broadcast":
+                makers.append(entry(names.STORE, Store, RANKS))
+            contenders, skipped = gather("hosts", makers)
+            yield from skipped
+            for nbytes in choice.sizes or SIZES:
+                runs = choice.runs_or(3, 40 if nbytes < MB else 16 if nbytes < 16 * MB else 4)
+                what = {"op": f"{op}, {links}", "ranks": RANKS, "nbytes": nbytes}
+                yield from compare(contenders, suite="hosts", runs=runs, **what)
+                for one in contenders:
+                    sent = _sent(one)
+                    yield Traffic(contender=one.name, sent_nbytes=sent, least_nbytes=round(least * nbytes), **what)
+            close(contenders)
 
 
 def _sent(contender: Contestant) -> int:
@@ -234,22 +258,20 @@ def uneven(choice: Choice) -> Iterator[Record]:
         return build(part, membership, ALGORITHMS[name])
 
     passes.route = routed
-    with _crew() as actors:
-        for number in range(4 if choice.quick else SHAPES):
-            shape = Shape.drawn(number)
-            _shape([f"{rate}mbit" for rate in shape.rates])
-            more: dict[str, Any] = {"backend": shape.over.split()[0], "root": shape.root}
-            if shape.over == "tcp in rank order":
-                more["pg_options"] = dict([RANK_ORDER])
-            auto = Refs("raycollect, auto", actors, shape.op, fresh=True, **more)
-            auto.prepare(shape.nbytes)
-            auto.name = f"raycollect, auto: {auto.algorithm}"
-            forced = [Refs(f"raycollect, {name}", actors, shape.op, **more) for name in possible]
-            runs = choice.runs_or(3, 5)
-            yield from compare(
-                [auto, *forced], suite="uneven", op=str(shape), ranks=RANKS, nbytes=shape.nbytes, runs=runs
-            )
-            close([auto, *forced])
+    actors = placed(Participant)  # one algorithm beside another, not one library beside another
+    for number in range(4 if choice.quick else SHAPES):
+        shape = Shape.drawn(number)
+        _shape([f"{rate}mbit" for rate in shape.rates])
+        more: dict[str, Any] = {"backend": shape.over.split()[0], "root": shape.root}
+        if shape.over == "tcp in rank order":
+            more["pg_options"] = dict([RANK_ORDER])
+        auto = Refs("raycollect, auto", shape.op, fresh=True, actors=actors, **more)
+        auto.prepare(shape.nbytes)
+        auto.name = f"raycollect, auto: {auto.algorithm}"
+        forced = [Refs(f"raycollect, {name}", shape.op, actors=actors, **more) for name in possible]
+        runs = choice.runs_or(3, 5)
+        yield from compare([auto, *forced], suite="uneven", op=str(shape), ranks=RANKS, nbytes=shape.nbytes, runs=runs)
+        close([auto, *forced])
 
 
 _TIMED = (OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import raycollect as col
@@ -12,8 +11,8 @@ from benchmarks.crew import Contestant
 class Declared(Contestant):
     """A contender of raycollect with a declared group, and a ref to each rank's buffer."""
 
-    def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False, count: int = 1) -> None:
-        super().__init__(name, actors, arena=arena, count=count)
+    def __init__(self, name: str, ranks: int, *, arena: bool = False, count: int = 1) -> None:
+        super().__init__(name, ranks, arena=arena, count=count)
         self.refs: list[Any] = []
         col.declare_collective_group(self.actors, group_name=self.group)
 
@@ -24,7 +23,7 @@ class Declared(Contestant):
         self.refs = [actor.get_array.remote(self.name) for actor in self.actors]
 
     def close(self) -> None:
-        """Lets go of refs, group and buffers."""
+        """Lets go of refs and group, and ends the actors."""
         self.refs = []
         col.destroy_collective_group(self.group)
         super().close()

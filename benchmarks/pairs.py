@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 import raycollect as col
-from benchmarks.crew import Contestant, Joined, needs_torch
+from benchmarks.crew import Contestant, Joined, Plain, needs_torch
 from benchmarks.report import Skipped
 
 SEND, ROUND_TRIP = "send", "round trip"
@@ -20,13 +19,12 @@ class Pair(Contestant):
 
     Args:
         name: What it is called.
-        actors: A and B.
         op: `SEND` or `ROUND_TRIP`.
         arena: Whether the buffers lie in the shared arena.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any], op: str, *, arena: bool = False) -> None:
-        super().__init__(name, actors, arena=arena)
+    def __init__(self, name: str, op: str, *, arena: bool = False) -> None:
+        super().__init__(name, 2, arena=arena)
         self.op = op
         self.a, self.b = self.actors
         self.back = f"{name}, back"
@@ -47,10 +45,6 @@ class Pair(Contestant):
         if not all(ray.get([actor.holds.remote(name, _SENT) for actor, name in taken])):
             raise AssertionError(f"{self.name}: what was sent has not arrived")
 
-    def close(self) -> None:
-        """Lets go of the buffers."""
-        ray.get([actor.drop.remote(name) for actor in self.actors for name in (self.name, self.back)])
-
     def _blank(self) -> list[Any]:
         return [self.b.fill.remote(self.name, _BLANK), self.a.fill.remote(self.back, _BLANK)]
 
@@ -58,8 +52,8 @@ class Pair(Contestant):
 class SendRef(Pair):
     """`raycollect.send_ref` from the driver, from ref to ref; in a round trip both sends are under way at once."""
 
-    def __init__(self, name: str, actors: Sequence[Any], op: str, *, arena: bool = False) -> None:
-        super().__init__(name, actors, op, arena=arena)
+    def __init__(self, name: str, op: str, *, arena: bool = False) -> None:
+        super().__init__(name, op, arena=arena)
         self._refs: list[Any] = []
         col.declare_collective_group(self.actors, group_name=self.group)
 
@@ -81,7 +75,7 @@ class SendRef(Pair):
         there.wait()
 
     def close(self) -> None:
-        """Lets go of refs, group and buffers."""
+        """Lets go of refs and group, and ends the actors."""
         self._refs = []
         col.destroy_collective_group(self.group)
         super().close()
@@ -104,13 +98,14 @@ class Store(Pair):
 
     Args:
         name: What it is called.
-        actors: A and B.
         op: `SEND` or `ROUND_TRIP`.
         copied: Whether the receiver copies it into its own buffer, where `send_ref` leaves it.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any], op: str, *, copied: bool = False) -> None:
-        super().__init__(name, actors, op)
+    ACTOR = Plain
+
+    def __init__(self, name: str, op: str, *, copied: bool = False) -> None:
+        super().__init__(name, op)
         self._take = "write" if copied else "keep"
 
     def operate(self) -> None:
@@ -133,7 +128,7 @@ class Store(Pair):
 class Transporter:
     """An actor for Ray Direct Transport: it returns torch tensors that travel by gloo."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         import torch
 
         torch.set_num_threads(1)
@@ -173,20 +168,21 @@ class Transporter:
 
 
 class DirectTransport(Pair):
-    """Ray Direct Transport over gloo; has actors of its own, as it changes how an actor runs its methods.
+    """Ray Direct Transport over gloo.
 
     Raises:
         Skipped: This Ray has none, or there is no torch.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any], op: str) -> None:
+    ACTOR = Transporter
+
+    def __init__(self, name: str, op: str) -> None:
         needs_torch()
         try:
             from ray.experimental.collective import create_collective_group
         except ImportError as exc:
             raise Skipped(f"this Ray has no Ray Direct Transport: {exc}") from exc
-        remote = ray.remote(num_cpus=0)(Transporter)
-        super().__init__(name, [remote.remote() for _ in actors], op)
+        super().__init__(name, op)
         create_collective_group(self.actors, backend="gloo")
 
     def operate(self) -> None:
@@ -196,8 +192,3 @@ class DirectTransport(Pair):
             ray.get(self.b.keep.remote(self.name, sent))
         else:
             ray.get(self.a.keep.remote(self.back, self.b.echo.remote(self.name, sent)))
-
-    def close(self) -> None:
-        """Ends its actors."""
-        for actor in self.actors:
-            ray.kill(actor)

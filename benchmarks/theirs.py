@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import ray
 
-from benchmarks.crew import Contestant, Joined
+from benchmarks.crew import Contestant, Joined, Plain
 
 
 class RayGroup(Joined, Contestant):
@@ -17,8 +14,8 @@ class RayGroup(Joined, Contestant):
         Skipped: Its gloo needs torch, which is not installed.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any], *, count: int = 1) -> None:
-        super().__init__(name, actors, count=count, library="ray")
+    def __init__(self, name: str, ranks: int, *, count: int = 1) -> None:
+        super().__init__(name, ranks, count=count, library="ray")
 
 
 class RayAllreduce(RayGroup):
@@ -31,6 +28,8 @@ class RayAllreduce(RayGroup):
 
 class StoreAllreduce(Contestant):
     """Through the object store: the driver gets all arrays, adds them up, puts the sum; the actors copy it."""
+
+    ACTOR = Plain
 
     def operate(self) -> None:
         """Two calls per rank, one put."""

@@ -120,14 +120,17 @@ if TYPE_CHECKING:
     from raycollect.pos.tensors import full as full
     from raycollect.pos.tensors import ones as ones
     from raycollect.pos.tensors import zeros as zeros
+    from raycollect.traced.kept import keep as keep
+    from raycollect.traced.step import Step as Step
+    from raycollect.traced.step import step as step
     from raycollect.weights.layouts.dtensors import layout_of as layout_of
     from raycollect.weights.layouts.record import record_layout as record_layout
     from raycollect.weights.protocol import Version as Version
     from raycollect.weights.publication import Publication as Publication
     from raycollect.weights.publication import publish as publish
+    from raycollect.weights.receipts import RankReceipt as RankReceipt
+    from raycollect.weights.receipts import Receipt as Receipt
     from raycollect.weights.safetensors import map_safetensors as map_safetensors
-    from raycollect.weights.subscription import RankReceipt as RankReceipt
-    from raycollect.weights.subscription import Receipt as Receipt
     from raycollect.weights.subscription import Subscription as Subscription
     from raycollect.weights.subscription import subscribe as subscribe
 
@@ -154,11 +157,12 @@ _HOMES: dict[str, str] = {
     "ProgressBars": "driver.progress_bar",
     "Publication": "weights.publication",
     "RankProgress": "driver.progress",
-    "RankReceipt": "weights.subscription",
+    "RankReceipt": "weights.receipts",
     "RankTable": "group.rank_table",
-    "Receipt": "weights.subscription",
+    "Receipt": "weights.receipts",
     "ReduceOp": "core.model",
     "Region": "planner.layout",
+    "Step": "traced.step",
     "Subscription": "weights.subscription",
     "Summary": "observe.summary",
     "SummaryRow": "observe.summary",
@@ -210,6 +214,7 @@ _HOMES: dict[str, str] = {
     "is_backend_available": "member.init",
     "is_group_initialized": "member.init",
     "join_layouts": "planner.joined",
+    "keep": "traced.kept",
     "layout": "planner.layout",
     "layout_of": "weights.layouts.dtensors",
     "map_safetensors": "weights.safetensors",
@@ -242,6 +247,7 @@ _HOMES: dict[str, str] = {
     "send_multigpu": "member.multigpu_operations",
     "send_multigpu_ref": "driver.multigpu_operations",
     "send_ref": "driver.operations",
+    "step": "traced.step",
     "subscribe": "weights.subscription",
     "summary": "driver.timeline",
     "synchronize": "member.multigpu_operations",

@@ -14,6 +14,7 @@ load it, or none does. The interface is that of vLLM 0.33; docs/weight-integrati
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from math import prod
@@ -128,7 +129,7 @@ class _Group:
             info.transport,
             info.group_name,
             int(info.timeout_s * 1000),
-            rendezvous=info.rendezvous,
+            rendezvous=info.rendezvous or init.JOB,  # vLLM makes its workers, and others the trainer
         )
         self.rank = rank
         self._name = info.group_name
@@ -194,6 +195,7 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: _Group | None = None
+        self._is_updating = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the group, and leaves the one before."""
@@ -204,15 +206,20 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Tells vLLM that weights in the checkpoint's form will come."""
+        self._is_updating = True
         import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Tells vLLM that they have all come."""
-        reload = import_module("vllm.model_executor.model_loader.reload")
-        reload.finalize_layerwise_reload(self.model, self.model_config)
+        """Tells vLLM that no more come: it puts the old ones back where none have come. A second call does nothing."""
+        if self._is_updating:
+            self._is_updating = False
+            reload = import_module("vllm.model_executor.model_loader.reload")
+            reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives an update, checks it, and loads it when all workers have it.
+
+        If this fails, the update has ended: the model has the weights that it had before.
 
         Raises:
             UnknownGroupError: `init_transfer_engine` has not been called.
@@ -220,6 +227,14 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
                 No worker has loaded anything.
             RaycollectError: The trainer or a worker is gone or late; it names it.
         """
+        try:
+            self.model.load_weights(iter(self._received(update_info)))
+        except BaseException:
+            self.finish_weight_update()
+            raise
+
+    def _received(self, update_info: UpdateInfo) -> list[tuple[str, Any]]:
+        """The tensors of an update, once all workers have it."""
         group = self._group
         if group is None:
             raise UnknownGroupError(
@@ -237,7 +252,7 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
             others = "another worker has other bits, or the trainer has refused its source"
             detail = f"other bits than were sent, from {wrong[0]!r} on" if wrong else others
             raise _not_whole(group, update_info.version, detail)
-        self.model.load_weights(iter(weights))
+        return weights
 
     def shutdown(self) -> None:
         """Leaves the group."""
@@ -310,9 +325,14 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             dtype_names=[str(one.dtype).removeprefix("torch.") for one in meta],
             shapes=[list(one.shape) for one in meta],
         )
-        self.client.start_weight_update()
-        with threads.beside("raycollect-vllm", self.client.update_weights, asdict(info)):
-            self._send(self._group, info)
+        try:
+            self.client.start_weight_update()
+            with threads.beside("raycollect-vllm", self.client.update_weights, asdict(info)):
+                self._send(self._group, info)
+        except BaseException:
+            with suppress(Exception):  # the cause matters more
+                self.client.finish_weight_update()  # also workers that the update has not reached put the old ones back
+            raise
         self.client.finish_weight_update(str(info.version))
         self._version = info.version
 

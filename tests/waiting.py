@@ -56,16 +56,18 @@ def _states(pid: int) -> set[str]:
     return found
 
 
+def is_in(function: Callable[..., object], thread: int) -> bool:
+    """Whether a thread, by its identifier, is in a function now."""
+    stack = traceback.walk_stack(sys._current_frames().get(thread))
+    return any(frame.f_code is function.__code__ for frame, _ in stack)
+
+
 def interrupt_in(function: Callable[..., object]) -> threading.Thread:
     """Sends this process a SIGINT, as Ctrl-C does, once this thread is in a function; gives the thread that does so."""
     target = threading.get_ident()
 
-    def is_there() -> bool:
-        stack = traceback.walk_stack(sys._current_frames().get(target))
-        return any(frame.f_code is function.__code__ for frame, _ in stack)
-
     def watch() -> None:
-        assert wait_until(is_there)
+        assert wait_until(lambda: is_in(function, target))
         signal.pthread_kill(target, signal.SIGINT)
 
     thread = threading.Thread(target=watch)

@@ -8,14 +8,14 @@ same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import crew, needs
+from benchmarks.crew import needs
 from benchmarks.ours import Declared, RaycollectAllreduce
 from benchmarks.report import Record
 from benchmarks.suite import Choice, Maker, entry, sweep
@@ -35,8 +35,8 @@ _ROOTS = 1.0  # what rank 0 has, and all after the broadcast
 class Each(Declared):
     """200 refs per rank, one to each tensor; a broadcast of each, one after the other."""
 
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
-        super().__init__(name, actors, count=COUNT)
+    def __init__(self, name: str, ranks: int) -> None:
+        super().__init__(name, ranks, count=COUNT)
         self._tensors: list[list[Any]] = []
 
     def prepare(self, nbytes: int) -> None:
@@ -62,18 +62,17 @@ class Each(Declared):
             col.broadcast_refs(refs, group_name=self.group)
 
     def close(self) -> None:
-        """Lets go of all of them."""
+        """Lets go of the refs, then of the rest."""
         self._tensors = []
-        ray.get([actor.drop.remote(f"{self.name} {at}") for at in range(COUNT) for actor in self.actors])
         super().close()
 
 
 class Batch(Each):
     """The same calls in a ``raycollect.batch()``."""
 
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+    def __init__(self, name: str, ranks: int) -> None:
         needs("batch")
-        super().__init__(name, actors)
+        super().__init__(name, ranks)
 
     def operate(self) -> None:
         """A call each, in one block."""
@@ -84,8 +83,8 @@ class Batch(Each):
 class RayEach(RayGroup):
     """200 broadcasts by one actor call per rank."""
 
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
-        super().__init__(name, actors, count=COUNT)
+    def __init__(self, name: str, ranks: int) -> None:
+        super().__init__(name, ranks, count=COUNT)
 
     def check(self, runs: int) -> None:
         """Raises unless all hold what rank 0 had."""
@@ -117,8 +116,8 @@ class RayAhead(RayEach):
 class Named(RaycollectAllreduce):
     """An allreduce of 200 tensors that are one operand: a dict."""
 
-    def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False) -> None:
-        super().__init__(name, actors, arena=arena, count=COUNT)
+    def __init__(self, name: str, ranks: int, *, arena: bool = False) -> None:
+        super().__init__(name, ranks, arena=arena, count=COUNT)
 
     def prepare(self, nbytes: int) -> None:
         """Makes the buffers, and one ref to the dict of each rank."""
@@ -129,24 +128,20 @@ class Named(RaycollectAllreduce):
 def measure(choice: Choice) -> Iterator[Record]:
     """Measures over two actors."""
     for ranks in choice.ranks or (2,):
-        choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            broadcasts: list[Maker] = [
-                entry(names.BATCH, Batch, actors),
-                entry(names.CALLS, Each, actors),
-                entry(names.RAY, RayEach, actors),
-                entry(names.RAY_CALLS, RayCalls, actors),
-                entry(names.RAY_AHEAD, RayAhead, actors),
-            ]
-            op, sizes = f"{COUNT} broadcasts", choice.sizes or SIZES[:1]
-            yield from sweep(NAME, choice, broadcasts, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (8, 80))
-            reductions: list[Maker] = [
-                entry(names.NAMED, Named, actors),
-                entry(names.NAMED_ARENA, Named, actors, arena=True),
-                entry(names.ONE, RaycollectAllreduce, actors),
-                entry(names.ONE_ARENA, RaycollectAllreduce, actors, arena=True),
-            ]
-            op, sizes = f"allreduce of {COUNT}", choice.sizes or SIZES
-            yield from sweep(
-                NAME, choice, reductions, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (40, 200), burst=4
-            )
+        broadcasts: list[Maker] = [
+            entry(names.BATCH, Batch, ranks),
+            entry(names.CALLS, Each, ranks),
+            entry(names.RAY, RayEach, ranks),
+            entry(names.RAY_CALLS, RayCalls, ranks),
+            entry(names.RAY_AHEAD, RayAhead, ranks),
+        ]
+        op, sizes = f"{COUNT} broadcasts", choice.sizes or SIZES[:1]
+        yield from sweep(NAME, choice, broadcasts, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (8, 80))
+        reductions: list[Maker] = [
+            entry(names.NAMED, Named, ranks),
+            entry(names.NAMED_ARENA, Named, ranks, arena=True),
+            entry(names.ONE, RaycollectAllreduce, ranks),
+            entry(names.ONE_ARENA, RaycollectAllreduce, ranks, arena=True),
+        ]
+        op, sizes = f"allreduce of {COUNT}", choice.sizes or SIZES
+        yield from sweep(NAME, choice, reductions, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (40, 200), burst=4)

@@ -1,10 +1,10 @@
 """A hot loop: one allreduce, prepared once and run again and again.
 
-Compiled Graphs has actors of its own, as it occupies those that it compiles. Its graph takes the tensor that an actor
+Compiled Graphs occupies the actors that it compiles. Its graph takes the tensor that an actor
 holds, reduces it over Ray's CPU communicator into a new one, and keeps that; the others work in place.
 
 Then the consistency check's share of the smallest one: the captured allreduce beside the same without the agreement of
-the ranks, in the same actors; `benchmarks.unchecked` says what is left out. Both tell their actors before each burst
+the ranks; `benchmarks.unchecked` says what is left out. Both tell their actors before each burst
 whether they agree, by a captured step, so that bursts begin alike and nothing of Ray is in their way.
 """
 
@@ -20,7 +20,7 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import Contestant, crew, expected, needs, needs_torch
+from benchmarks.crew import Contestant, expected, needs, needs_torch
 from benchmarks.ours import Declared, RaycollectAllreduce, Replayed
 from benchmarks.report import Record, Skipped
 from benchmarks.suite import Choice, Maker, entry, sweep
@@ -41,9 +41,9 @@ BURST = 24
 class Captured(Replayed, Declared):
     """``raycollect.capture()``: recorded once per size, replayed in each operation."""
 
-    def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False) -> None:
+    def __init__(self, name: str, ranks: int, *, arena: bool = False) -> None:
         needs("capture")
-        super().__init__(name, actors, arena=arena)
+        super().__init__(name, ranks, arena=arena)
 
     def record(self) -> None:
         """One allreduce of the buffers."""
@@ -53,8 +53,8 @@ class Captured(Replayed, Declared):
 class Agreeing(Captured):
     """A captured allreduce whose actors are told before each burst whether to agree."""
 
-    def __init__(self, name: str, actors: Sequence[Any], *, agrees: bool) -> None:
-        super().__init__(name, actors, arena=True)
+    def __init__(self, name: str, ranks: int, *, agrees: bool) -> None:
+        super().__init__(name, ranks, arena=True)
         self._agrees = agrees
         with col.capture() as self._switch:
             there = self._switch.argument("there")
@@ -133,14 +133,14 @@ class CompiledGraph(Contestant):
         Skipped: This Ray has none, or there is no torch.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+    def __init__(self, name: str, ranks: int) -> None:
         needs_torch()
         try:
             from ray.experimental.channel.cpu_communicator import CPUCommunicator
         except ImportError as exc:
             raise Skipped(f"this Ray has no Compiled Graphs on CPUs: {exc}") from exc
-        super().__init__(name, ())
-        self.ranks = len(actors)
+        super().__init__(name, 0)
+        self.ranks = ranks
         self._communicator = CPUCommunicator
         self._graph: Any = None
         self._pids: list[int] = []
@@ -215,20 +215,19 @@ def measure(choice: Choice) -> Iterator[Record]:
     """Measures over 2 and 4 actors."""
     for ranks in choice.ranks or ((2,) if choice.quick else RANKS):
         choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            makers: list[Maker] = [
-                entry(names.CAPTURED, Captured, actors, arena=True),
-                entry(names.ARENA, RaycollectAllreduce, actors, arena=True),
-                entry(names.ORDINARY, RaycollectAllreduce, actors),
-                entry(names.RAY, RayAllreduce, actors),
-                entry(names.GRAPH, CompiledGraph, actors),
-            ]
-            yield from _compared(choice, makers, ranks, "allreduce", choice.sizes or SIZES, 5 * BURST)
-            checks: list[Maker] = [
-                entry(names.CAPTURED, Agreeing, actors, agrees=True),
-                entry(names.NO_CHECK, Agreeing, actors, agrees=False),
-            ]
-            yield from _compared(choice, checks, ranks, "check", SIZES[:1], 25 * BURST)
+        makers: list[Maker] = [
+            entry(names.CAPTURED, Captured, ranks, arena=True),
+            entry(names.ARENA, RaycollectAllreduce, ranks, arena=True),
+            entry(names.ORDINARY, RaycollectAllreduce, ranks),
+            entry(names.RAY, RayAllreduce, ranks),
+            entry(names.GRAPH, CompiledGraph, ranks),
+        ]
+        yield from _compared(choice, makers, ranks, "allreduce", choice.sizes or SIZES, 5 * BURST)
+        checks: list[Maker] = [
+            entry(names.CAPTURED, Agreeing, ranks, agrees=True),
+            entry(names.NO_CHECK, Agreeing, ranks, agrees=False),
+        ]
+        yield from _compared(choice, checks, ranks, "check", SIZES[:1], 25 * BURST)
 
 
 def _compared(

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import names
-from benchmarks.crew import crew
 from benchmarks.interleave import Contender, timed
 from benchmarks.ours import RaycollectAllreduce
 from benchmarks.report import Record
@@ -128,19 +127,18 @@ def measure(choice: Choice) -> Iterator[Record]:
     """Measures over 2 and 4 actors."""
     for ranks in choice.ranks or RANKS:
         choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            makers: list[Maker] = [
-                entry(names.PING, Ping, ranks),
-                entry(names.CAPTURED, Captured, actors, arena=True),
-                entry(names.ARENA, RaycollectAllreduce, actors, arena=True),
-                entry(names.RAY, RayAllreduce, actors),
-            ]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for pause_ms in PAUSES_MS:
-                op = f"pauses of {pause_ms} ms"
-                choice.progress(f"{NAME}: {ranks} actors, {op}")
-                paused = [Paused(one, pause_ms) for one in contenders]
-                runs = choice.runs_or(40, 120)
-                yield from compare(paused, suite=NAME, op=op, ranks=ranks, nbytes=_NBYTES, runs=runs)
-            close(contenders)
+        makers: list[Maker] = [
+            entry(names.PING, Ping, ranks),
+            entry(names.CAPTURED, Captured, ranks, arena=True),
+            entry(names.ARENA, RaycollectAllreduce, ranks, arena=True),
+            entry(names.RAY, RayAllreduce, ranks),
+        ]
+        contenders, skipped = gather(NAME, makers)
+        yield from skipped
+        for pause_ms in PAUSES_MS:
+            op = f"pauses of {pause_ms} ms"
+            choice.progress(f"{NAME}: {ranks} actors, {op}")
+            paused = [Paused(one, pause_ms) for one in contenders]
+            runs = choice.runs_or(40, 120)
+            yield from compare(paused, suite=NAME, op=op, ranks=ranks, nbytes=_NBYTES, runs=runs)
+        close(contenders)

@@ -1,7 +1,7 @@
-"""Allreduce called from the driver: the same actors for all contenders, buffers that persist, in place.
+"""Allreduce called from the driver: buffers that persist, in place.
 
 raycollect gets refs that persist over the calls; `ray.util.collective` gets one actor call per rank; the object store
-goes through the driver. Each has a buffer of its own in each actor.
+goes through the driver. Each has actors of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import names
-from benchmarks.crew import crew
 from benchmarks.ours import RaycollectAllreduce
 from benchmarks.report import Record
 from benchmarks.suite import BURST, Choice, Maker, entry, sweep
@@ -33,12 +32,11 @@ def measure(choice: Choice) -> Iterator[Record]:
     """Measures over 2 and 4 actors."""
     for ranks in choice.ranks or RANKS:
         choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            makers: list[Maker] = [
-                entry(names.ORDINARY, RaycollectAllreduce, actors),
-                entry(names.ARENA, RaycollectAllreduce, actors, arena=True),
-                entry(names.RAY, RayAllreduce, actors),
-                entry(names.STORE, StoreAllreduce, actors),
-            ]
-            sizes = choice.sizes or SIZES
-            yield from sweep(NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)
+        makers: list[Maker] = [
+            entry(names.ORDINARY, RaycollectAllreduce, ranks),
+            entry(names.ARENA, RaycollectAllreduce, ranks, arena=True),
+            entry(names.RAY, RayAllreduce, ranks),
+            entry(names.STORE, StoreAllreduce, ranks),
+        ]
+        sizes = choice.sizes or SIZES
+        yield from sweep(NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)

@@ -1,13 +1,24 @@
-"""One iteration of fresh refs, as the documents write it: a method of each actor makes an array, which is reduced.
+"""One iteration of data-parallel training, as the users of each library write it.
 
-No bursts, and nothing is prepared: each operation calls all methods and waits until the sums are there. ``op`` says how
-long a method computes before it makes its array. The bare methods are those of actors without the mixin; they make an
-array of the same size, keep it, and reduce nothing.
+A method of each actor computes a gradient for ``op`` milliseconds, and the gradients are reduced. An operation is one
+iteration, which the driver waits for; a contender does `BURST` of them in its turn, as a training loop does.
+
+==============================  ======================================================================================
+the bare methods                plain actors whose method returns nothing: no gradient is reduced
+raycollect, eager               ``allreduce_refs`` on what the methods of participants return
+raycollect, eager, arena        the same, on arrays that ``col.zeros`` made
+raycollect, col.step            the same function under ``@col.step``
+raycollect, in actors           plain actors whose method calls ``raycollect.allreduce``
+ray.util.collective inside      plain actors whose method calls ``ray.util.collective.allreduce``, over gloo
+ray.util.collective in a        the same with a method for the gradient and a second one for the allreduce
+second method
+object store                    the driver gets the gradients, adds them up, and puts the sum for the actors
+==============================  ======================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,153 +26,197 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import Contestant, Joined, busy, crew
-from benchmarks.ours import Replayed
+from benchmarks.crew import Contestant, Joined, Plain, busy
 from benchmarks.report import Record
 from benchmarks.suite import Choice, Maker, entry, sweep
-from benchmarks.targets import MB
+from benchmarks.targets import KB, MB
 
 NAME = "iteration"
-TITLE = "methods that make fresh arrays, and their allreduce, called from the driver"
-REFERENCE = names.METHODS
+TITLE = "an iteration: a method of each actor, and the allreduce of what the methods return"
+REFERENCE = names.RAY_INSIDE
 NEEDS_RAY = True
 
-RANKS = (2, 4, 8, 16)
-SIZES = (4, MB)
-BUSY_MS = (0, 2)
+RANKS = (2, 4, 8)
+SIZES = (4, 64 * KB, MB, 16 * MB)
+BUSY_MS = (0, 5)
+BURST = 20
 
 
-class Bare:
-    """An actor without the mixin."""
+class Learner(Plain):
+    """A plain actor with a gradient, of which each iteration writes the first element."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._array: Any = None
+        super().__init__(rank)
+        self.array: Any = None
 
-    def make(self, nbytes: int, busy_ms: float) -> None:
-        """Computes for so long, and makes an array."""
+    def begin(self, nbytes: int, arena: bool) -> None:
+        """Makes the gradient."""
+        self.array = (col.zeros if arena else np.zeros)(max(1, nbytes // 4), np.float32)
+
+    def compute(self, busy_ms: float) -> None:
+        """Computes the gradient."""
         busy(busy_ms)
-        self._array = np.full(max(1, nbytes // 4), self._rank + 1, np.float32)
+        self.array[:1] = self.rank + 1
 
-    def is_made(self) -> bool:
-        """Whether the array is there."""
-        return bool((self._array == self._rank + 1).all())
+    def gradient(self, busy_ms: float) -> Any:
+        """Computes the gradient, and returns it."""
+        self.compute(busy_ms)
+        return self.array
+
+    def reduce(self, library: str, group: str) -> None:
+        """Reduces the gradient by a library."""
+        self.library(library).allreduce(self.array, group)
+
+    def compute_and_reduce(self, busy_ms: float, library: str, group: str) -> None:
+        """Computes the gradient, and reduces it by a library."""
+        self.compute(busy_ms)
+        self.reduce(library, group)
+
+    def replace(self, total: Any) -> None:
+        """Copies the sum from the object store."""
+        self.array[...] = total
+
+    def has(self, first: float) -> bool:
+        """Whether the first element is that, and all others are 0."""
+        return bool(self.array[0] == first and not self.array[1:].any())
 
 
-class Fresh(Contestant):
-    """What the contenders have in common: `busy_ms` of computing, then an array that was not there before."""
+class Participant(Learner, col.CollectiveParticipant):
+    """The same with the mixin."""
 
-    def __init__(self, name: str, actors: Sequence[Any], busy_ms: float) -> None:
-        super().__init__(name, actors)
+
+class Iteration(Contestant):
+    """What the contenders have in common."""
+
+    ACTOR = Learner
+
+    def __init__(self, name: str, ranks: int, busy_ms: float, **how: Any) -> None:
+        super().__init__(name, ranks, **how)
         self.busy_ms = busy_ms
-        self.nbytes = 4
 
     def prepare(self, nbytes: int) -> None:
-        """Notes the size."""
-        self.nbytes = nbytes
+        """Makes the gradients."""
+        ray.get([actor.begin.remote(nbytes, self._arena) for actor in self.actors])
 
     def fill(self) -> None:
-        """Each operation makes its arrays."""
-
-    def made(self) -> list[Any]:
-        """Calls the methods that return the arrays."""
-        return [actor.make.remote(self.name, self.nbytes, self.busy_ms) for actor in self.actors]
+        """Each iteration does."""
 
     def check(self, runs: int) -> None:
-        """Raises unless every rank holds the sum of the last operation."""
-        self.must_hold(self.ranks * (self.ranks + 1) / 2)
+        """Raises unless every rank holds the sum of the last iteration."""
+        self.must_have([self.ranks * (self.ranks + 1) / 2] * self.ranks)
+
+    def must_have(self, firsts: list[float]) -> None:
+        """Raises unless the gradients begin with these, by rank."""
+        right = ray.get([actor.has.remote(first) for actor, first in zip(self.actors, firsts, strict=True)])
+        if not all(right):
+            raise AssertionError(f"{self.name}: right on {right}")
 
 
-class Methods(Fresh):
-    """The bare methods alone."""
-
-    def __init__(self, name: str, busy_ms: float, ranks: int) -> None:
-        remote = ray.remote(num_cpus=0)(Bare)
-        super().__init__(name, [remote.remote(rank) for rank in range(ranks)], busy_ms)
+class Methods(Iteration):
+    """The bare methods."""
 
     def operate(self) -> None:
         """Waits for all of them."""
-        ray.get([actor.make.remote(self.nbytes, self.busy_ms) for actor in self.actors])
+        ray.get([actor.compute.remote(self.busy_ms) for actor in self.actors])
 
     def check(self, runs: int) -> None:
-        """Raises unless the arrays are there."""
-        if not all(ray.get([actor.is_made.remote() for actor in self.actors])):
-            raise AssertionError(f"{self.name}: an array is missing")
-
-    def close(self) -> None:
-        """Ends the actors."""
-        for actor in self.actors:
-            ray.kill(actor)
+        """Raises unless every rank holds its own gradient."""
+        self.must_have([float(rank + 1) for rank in range(self.ranks)])
 
 
-class Eager(Fresh):
+class Eager(Iteration):
     """`allreduce_refs` of what the methods return."""
 
-    def __init__(self, name: str, actors: Sequence[Any], busy_ms: float, ordering: str) -> None:
-        super().__init__(name, actors, busy_ms)
-        col.declare_collective_group(self.actors, group_name=self.group, ordering=ordering)
+    ACTOR = Participant
+
+    def __init__(self, name: str, ranks: int, busy_ms: float, *, arena: bool = False) -> None:
+        super().__init__(name, ranks, busy_ms, arena=arena)
+        col.declare_collective_group(self.actors, group_name=self.group)
 
     def operate(self) -> None:
         """Calls the methods, then the collective."""
-        col.allreduce_refs(self.made(), group_name=self.group)
+        col.allreduce_refs([actor.gradient.remote(self.busy_ms) for actor in self.actors], group_name=self.group)
 
     def close(self) -> None:
-        """Destroys the group."""
+        """Destroys the group, and ends the actors."""
         col.destroy_collective_group(self.group)
         super().close()
 
 
-class Step(Replayed, Eager):
-    """The same as a captured step: a new array each time, of a method that the step calls."""
+class Step(Eager):
+    """The same function under ``@col.step``."""
 
-    def __init__(self, name: str, actors: Sequence[Any], busy_ms: float) -> None:
-        super().__init__(name, actors, busy_ms, "program")
-
-    def record(self) -> None:
-        """The methods and the collective."""
-        arguments = self.name, self.nbytes, self.busy_ms
-        made = [self.step.call(actor, "make", *arguments) for actor in self.actors]
-        col.allreduce_refs(made, group_name=self.group)
-
-
-class Within(Joined, Fresh):
-    """An allreduce of a library's own in the method that makes the array, or in a second method behind it."""
-
-    def __init__(self, name: str, actors: Sequence[Any], busy_ms: float, library: str, *, is_second: bool) -> None:
-        super().__init__(name, actors, busy_ms, library=library)
-        self._is_second = is_second
+    def __init__(self, name: str, ranks: int, busy_ms: float) -> None:
+        super().__init__(name, ranks, busy_ms)
+        self._step = col.step(super().operate)
 
     def operate(self) -> None:
-        """Waits for the methods that reduce."""
-        group = "" if self._is_second else self.group
-        arguments = self._library, self.name, self.nbytes, self.busy_ms, group
-        ends = [actor.make_and_reduce.remote(*arguments) for actor in self.actors]
-        if self._is_second:
-            ends = [actor.each.remote("allreduce", self.name, self.group) for actor in self.actors]
-        ray.get(ends)
+        """One call of the step."""
+        self._step()
+
+    def close(self) -> None:
+        """Closes the step, then the rest."""
+        self._step.close()
+        super().close()
+
+
+class Within(Joined, Iteration):
+    """The method that computes the gradient reduces it by a library."""
+
+    ACTOR = Learner
+
+    def operate(self) -> None:
+        """Waits for the methods."""
+        arguments = self.busy_ms, self._library, self.group
+        ray.get([actor.compute_and_reduce.remote(*arguments) for actor in self.actors])
+
+
+class Behind(Within):
+    """A second method reduces the gradient by a library."""
+
+    def operate(self) -> None:
+        """Waits for the second methods."""
+        for actor in self.actors:
+            actor.compute.remote(self.busy_ms)
+        ray.get([actor.reduce.remote(self._library, self.group) for actor in self.actors])
+
+
+class Store(Iteration):
+    """The driver gets the gradients, adds them up, and puts the sum."""
+
+    def operate(self) -> None:
+        """Two calls per rank, one put."""
+        first, *others = ray.get([actor.gradient.remote(self.busy_ms) for actor in self.actors])
+        total = first.copy()
+        for gradient in others:
+            total += gradient
+        put = ray.put(total)
+        ray.get([actor.replace.remote(put) for actor in self.actors])
 
 
 def measure(choice: Choice) -> Iterator[Record]:
-    """Measures over 2 to 16 actors."""
+    """Measures over 2 to 8 actors."""
     for ranks in choice.ranks or (RANKS[:2] if choice.quick else RANKS):
-        choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            for busy_ms in BUSY_MS:
-                makers, op = _makers(actors, busy_ms), f"methods of {busy_ms} ms"
-                sizes = choice.sizes or (SIZES[:1] if choice.quick else SIZES)
-                yield from sweep(NAME, choice, makers, op=op, ranks=ranks, sizes=sizes, runs=lambda _: (40, 120))
+        for busy_ms in BUSY_MS[:1] if choice.quick else BUSY_MS:
+            op = f"methods of {busy_ms} ms"
+            choice.progress(f"{NAME}: starts {ranks} actors for each contender, {op}")
+            sizes = choice.sizes or SIZES
+            makers = _makers(ranks, busy_ms)
+            yield from sweep(NAME, choice, makers, op=op, ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)
 
 
-def _makers(actors: Sequence[Any], busy_ms: float) -> list[Maker]:
-    def within(name: str, library: str, *, is_second: bool) -> tuple[str, Callable[[], Within]]:
-        return entry(name, Within, actors, busy_ms, library, is_second=is_second)
+def _runs(nbytes: int) -> tuple[int, int]:
+    return (6 * BURST, 12 * BURST) if nbytes < 16 * MB else (3 * BURST, 6 * BURST)
 
+
+def _makers(ranks: int, busy_ms: float) -> list[Maker]:
     return [
-        entry(names.METHODS, Methods, busy_ms, len(actors)),
-        entry(names.ORDINARY, Eager, actors, busy_ms, "program"),
-        entry(names.DATA_ORDERED, Eager, actors, busy_ms, "data"),
-        entry(names.CAPTURED, Step, actors, busy_ms),
-        within(names.IMPERATIVE, "raycollect", is_second=False),
-        within(names.RAY_INSIDE, "ray", is_second=False),
-        within(names.RAY_BESIDE, "ray", is_second=True),
+        entry(names.METHODS, Methods, ranks, busy_ms),
+        entry(names.EAGER, Eager, ranks, busy_ms),
+        entry(names.EAGER_ARENA, Eager, ranks, busy_ms, arena=True),
+        entry(names.STEP, Step, ranks, busy_ms),
+        entry(names.IMPERATIVE, Within, ranks, busy_ms, library="raycollect"),
+        entry(names.RAY_INSIDE, Within, ranks, busy_ms, library="ray"),
+        entry(names.RAY_BESIDE, Behind, ranks, busy_ms, library="ray"),
+        entry(names.STORE, Store, ranks, busy_ms),
     ]

@@ -1,18 +1,17 @@
 """Allreduce called by the members: each actor's method calls it in a loop, by its own library.
 
-What changes where a program of `ray.util.collective` changes one import: the same actors, calls and arrays. The time of
-a call is that of the rank on which it lasted longest; Ray's own calls of methods are not in it.
+What changes where a program of `ray.util.collective` changes one import: the same class of actors, the same calls. The
+time of a call is that of the rank on which it lasted longest; Ray's own calls of methods are not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import ray
 
 from benchmarks import names
-from benchmarks.crew import Contestant, Joined, crew
+from benchmarks.crew import Contestant, Joined
 from benchmarks.report import Record, Skipped
 from benchmarks.suite import BURST, Choice, Maker, entry, sweep
 from benchmarks.targets import KB, MB
@@ -35,15 +34,14 @@ def measure(choice: Choice) -> Iterator[Record]:
     """Measures over 2 and 4 actors."""
     for ranks in choice.ranks or RANKS:
         choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            makers: list[Maker] = [
-                entry(names.TORCH_GLOO, Loop, actors, "torch:gloo"),
-                entry(names.GLOO, Loop, actors, "gloo"),
-                entry(names.TCP, Loop, actors, "tcp"),
-                entry(names.RAY, Loop, actors, "gloo", library="ray"),
-            ]
-            sizes = choice.sizes or SIZES
-            yield from sweep(NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)
+        makers: list[Maker] = [
+            entry(names.TORCH_GLOO, Loop, ranks, "torch:gloo"),
+            entry(names.GLOO, Loop, ranks, "gloo"),
+            entry(names.TCP, Loop, ranks, "tcp"),
+            entry(names.RAY, Loop, ranks, "gloo", library="ray"),
+        ]
+        sizes = choice.sizes or SIZES
+        yield from sweep(NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=_runs, burst=BURST)
 
 
 class Loop(Joined, Contestant):
@@ -51,7 +49,7 @@ class Loop(Joined, Contestant):
 
     Args:
         name: What it is called.
-        actors: The actors, by rank.
+        ranks: The number of actors.
         backend: What the group is made with.
         library: ``"raycollect"``, or ``"ray"`` for `ray.util.collective` over gloo.
 
@@ -59,9 +57,9 @@ class Loop(Joined, Contestant):
         Skipped: The backend needs what is not installed.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any], backend: str, *, library: str = "raycollect") -> None:
+    def __init__(self, name: str, ranks: int, backend: str, *, library: str = "raycollect") -> None:
         try:
-            super().__init__(name, actors, library=library, backend=backend)
+            super().__init__(name, ranks, library=library, backend=backend)
         except BackendNotInstalledError as exc:
             raise Skipped(str(exc)) from exc
 

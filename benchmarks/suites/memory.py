@@ -7,17 +7,16 @@ Shared memory counts for every process that has touched it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import ray
 
 from benchmarks import names
-from benchmarks.crew import Contestant, crew
+from benchmarks.crew import Contestant
 from benchmarks.ours import RaycollectAllreduce
 from benchmarks.report import Peak, Record, Skip, size
-from benchmarks.suite import Choice, entry, gather
+from benchmarks.suite import Choice, close, entry, gather
 from benchmarks.targets import MB
 from benchmarks.theirs import RayAllreduce
 
@@ -37,18 +36,19 @@ _WARMUP_RUNS = 3
 
 
 def measure(choice: Choice) -> Iterator[Record]:
-    """Measures each contender on actors of its own, so that none finds what another has left."""
+    """Measures one contender after the other: where all have actors at once, they compete for memory."""
     for ranks in choice.ranks or (2,):
         for name, make in CONTENDERS.items():
             for nbytes in choice.sizes or SIZES:
                 choice.progress(f"{NAME}: {name}, {ranks} actors, {size(nbytes)}")
-                with crew(ranks) as actors:
-                    made, skipped = gather(NAME, [entry(name, make, actors)])
-                    yield from skipped
-                    yield from (_measure(contender, actors, nbytes) for contender in made)
+                contenders, skipped = gather(NAME, [entry(name, make, ranks)])
+                yield from skipped
+                yield from (_measure(contender, nbytes) for contender in contenders)
+                close(contenders)
 
 
-def _measure(contender: Contestant, actors: Sequence[Any], nbytes: int) -> Peak | Skip:
+def _measure(contender: Contestant, nbytes: int) -> Peak | Skip:
+    actors = contender.actors
     contender.prepare(_WARMUP_NBYTES)
     contender.fill()
     contender.run(_WARMUP_RUNS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import names
-from benchmarks.crew import crew
 from benchmarks.pairs import ROUND_TRIP, SEND, DirectTransport, Imperative, SendRef, Store
 from benchmarks.report import Record
 from benchmarks.suite import BURST, Choice, Maker, entry, sweep
@@ -33,19 +32,17 @@ def _runs(nbytes: int) -> tuple[int, int]:
 
 def measure(choice: Choice) -> Iterator[Record]:
     """Measures both operations between two actors."""
-    choice.progress(f"{NAME}: starts 2 actors")
-    with crew(2) as actors:
-        for op in (SEND, ROUND_TRIP):
-            choice.progress(f"{NAME}: {op}: the contenders join")
-            makers: list[Maker] = [
-                entry(names.ORDINARY, SendRef, actors, op),
-                entry(names.ARENA, SendRef, actors, op, arena=True),
-                entry(names.IMPERATIVE, Imperative, actors, op, library="raycollect"),
-                entry(names.IMPERATIVE_ARENA, Imperative, actors, op, library="raycollect", arena=True),
-                entry(names.RAY, Imperative, actors, op, library="ray"),
-                entry(names.RDT, DirectTransport, actors, op),
-                entry(names.STORE, Store, actors, op),
-                entry(names.STORE_COPIED, Store, actors, op, copied=True),
-            ]
-            sizes = choice.sizes or (QUICK_TRIPS if choice.quick and op == ROUND_TRIP else SIZES)
-            yield from sweep(NAME, choice, makers, op=op, ranks=2, sizes=sizes, runs=_runs, burst=BURST)
+    for op in (SEND, ROUND_TRIP):
+        choice.progress(f"{NAME}: {op}: the contenders join")
+        makers: list[Maker] = [
+            entry(names.ORDINARY, SendRef, op),
+            entry(names.ARENA, SendRef, op, arena=True),
+            entry(names.IMPERATIVE, Imperative, op, library="raycollect"),
+            entry(names.IMPERATIVE_ARENA, Imperative, op, library="raycollect", arena=True),
+            entry(names.RAY, Imperative, op, library="ray"),
+            entry(names.RDT, DirectTransport, op),
+            entry(names.STORE, Store, op),
+            entry(names.STORE_COPIED, Store, op, copied=True),
+        ]
+        sizes = choice.sizes or (QUICK_TRIPS if choice.quick and op == ROUND_TRIP else SIZES)
+        yield from sweep(NAME, choice, makers, op=op, ranks=2, sizes=sizes, runs=_runs, burst=BURST)

@@ -11,7 +11,7 @@ place. Shards lie in ordinary memory, and for contenders that say so in the shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import count as count_from
 from typing import Any
@@ -67,9 +67,8 @@ def _value(at: int, shape: tuple[int, int]) -> Any:
     return np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape) + at
 
 
-@ray.remote(num_cpus=0)
-class Shards(RayRank, col.CollectiveParticipant):
-    """One rank of either side; its shards are those of all contenders."""
+class Shards(RayRank):
+    """One rank of either side."""
 
     def __init__(self, rank: int, *, is_trainer: bool) -> None:
         self.rank = rank
@@ -217,14 +216,22 @@ def _remembered(nbytes: int, mesh: dict[str, int], rank: int) -> dict[str, tuple
 _turns = count_from(1)
 
 
-class Resharding(Moving):
-    """A contender over the eight actors."""
+class Participant(Shards, col.CollectiveParticipant):
+    """The same with the mixin."""
 
+
+class Resharding(Moving):
+    """A contender with eight actors."""
+
+    ACTOR: type = Shards
     is_shared = False  # whether it works on the shards in the arena
 
-    def __init__(self, name: str, sides: Sequence[Sequence[Any]]) -> None:
-        self.trainers, self.rollouts = sides
-        super().__init__(name, [*self.trainers, *self.rollouts])
+    def start(self) -> list[Any]:
+        """Starts the trainers and the rollouts."""
+        remote = ray.remote(num_cpus=0)(self.ACTOR)
+        self.trainers = [remote.remote(rank, is_trainer=True) for rank in range(4)]
+        self.rollouts = [remote.remote(rank, is_trainer=False) for rank in range(4)]
+        return [*self.trainers, *self.rollouts]
 
     def fill(self) -> None:
         """The next turn begins: the trainers have other values, the rollouts none."""
@@ -239,8 +246,10 @@ class Resharding(Moving):
 class Resharded(Resharding):
     """`reshard_refs`, in place, on refs that persist over the calls."""
 
-    def __init__(self, name: str, sides: Sequence[Sequence[Any]]) -> None:
-        super().__init__(name, sides)
+    ACTOR = Participant
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         col.declare_collective_group(self.actors, group_name=self.group)
 
     def prepare(self, nbytes: int) -> None:
@@ -257,9 +266,10 @@ class Resharded(Resharding):
         col.reshard_refs(*self.refs, self.group, src=self.src, dst=self.dst)
 
     def close(self) -> None:
-        """Lets go of refs and group."""
+        """Lets go of refs and group, and ends the actors."""
         self.refs = []
         col.destroy_collective_group(self.group)
+        super().close()
 
 
 class InArena(Resharded):
@@ -307,19 +317,13 @@ class ByBoxes(ByStore):
 
 def measure(choice: Choice) -> Iterator[Record]:
     """Measures over four actors on each side."""
-    choice.progress(f"{NAME}: starts 8 actors")
-    sides = [[Shards.remote(rank, is_trainer=is_trainer) for rank in range(4)] for is_trainer in (True, False)]  # type: ignore[attr-defined]
     makers: list[Maker] = [
-        entry(names.STORE, ByStore, sides),
-        entry(_BOXES, ByBoxes, sides),
-        entry(names.ORDINARY, Resharded, sides),
-        entry(names.ARENA, InArena, sides),
-        entry(names.CAPTURED, Captured, sides),
-        entry(names.RAY, ByRay, sides),
+        entry(names.STORE, ByStore),
+        entry(_BOXES, ByBoxes),
+        entry(names.ORDINARY, Resharded),
+        entry(names.ARENA, InArena),
+        entry(names.CAPTURED, Captured),
+        entry(names.RAY, ByRay),
     ]
-    try:
-        sizes = choice.sizes or (64 * MB,)
-        yield from sweep(NAME, choice, makers, op=_OP, ranks=8, sizes=sizes, runs=lambda _: (8, 24))
-    finally:
-        for actor in (actor for side in sides for actor in side):
-            ray.kill(actor)
+    sizes = choice.sizes or (64 * MB,)
+    yield from sweep(NAME, choice, makers, op=_OP, ranks=8, sizes=sizes, runs=lambda _: (8, 24))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import names
-from benchmarks.crew import crew
 from benchmarks.ours import RaycollectAllreduce
 from benchmarks.report import Record
 from benchmarks.suite import BURST, Choice, Maker, entry, sweep
@@ -22,16 +21,15 @@ SIZES = (4, MB)
 
 
 def measure(choice: Choice) -> Iterator[Record]:
-    """Measures over each number of actors; torch has one world per process, so each number gets a crew of its own."""
+    """Measures over each number of actors; torch has one world per process, so each number gets actors of its own."""
     for ranks in choice.ranks or RANKS:
         choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            makers: list[Maker] = [
-                entry(names.ORDINARY, RaycollectAllreduce, actors),
-                entry(names.ARENA, RaycollectAllreduce, actors, arena=True),
-                entry(names.RAY, RayAllreduce, actors),
-            ]
-            sizes = choice.sizes or SIZES
-            yield from sweep(
-                NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=lambda _: (40, 200), burst=BURST
-            )
+        makers: list[Maker] = [
+            entry(names.ORDINARY, RaycollectAllreduce, ranks),
+            entry(names.ARENA, RaycollectAllreduce, ranks, arena=True),
+            entry(names.RAY, RayAllreduce, ranks),
+        ]
+        sizes = choice.sizes or SIZES
+        yield from sweep(
+            NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=lambda _: (40, 200), burst=BURST
+        )

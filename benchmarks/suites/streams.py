@@ -2,14 +2,13 @@
 
 The compute is a loop over an array that fits into a cache, until it has had 10 ms of a core: what moving takes from it
 counts. A stream should end when the longer of compute and transfer would end alone; without one, both take their times
-one after the other. All contenders write the same values into the same rollouts, each into tensors of its own, as
-tensors are subscribed once. All values are checked.
+one after the other. All values are checked.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,23 +32,20 @@ RANKS = (2, 4)
 _OP = f"{LAYERS} layers of {LAYER_S * 1000:.0f} ms"
 
 
-@ray.remote(num_cpus=0)
 class Model(col.CollectiveParticipant):
     """The trainer, or a rollout."""
 
     def __init__(self) -> None:
-        self.weights: dict[str, Any] = {}  # of the contender whose turn it is
-        self.all: dict[str, dict[str, Any]] = {}
+        self.weights: dict[str, Any] = {}
         self.work = np.ones(64 << 10, np.float32)
 
-    def prepare(self, nbytes: int, contender: str) -> None:
-        """Makes a contender's weights."""
+    def prepare(self, nbytes: int) -> None:
+        """Makes the weights."""
         count = nbytes // (4 * LAYERS)
-        self.weights = self.all[contender] = {f"layers.{at}": np.zeros(count, np.float32) for at in range(LAYERS)}
+        self.weights = {f"layers.{at}": np.zeros(count, np.float32) for at in range(LAYERS)}
 
-    def fill(self, contender: str, value: float) -> None:
+    def fill(self, value: float) -> None:
         """Gives all elements a value."""
-        self.weights = self.all[contender]
         for array in self.weights.values():
             array.fill(value)
 
@@ -82,14 +78,15 @@ class Model(col.CollectiveParticipant):
 class Training(Versions):
     """A trainer and its rollouts; it computes the weights, and they are moved then."""
 
+    ACTOR = Model
     computes = moves = True
 
     def fill(self) -> None:
         """The next turn: the rollouts have no weights; where nothing is computed, the trainer has them."""
         self.turn = next(_turns)
         value = 0.0 if self.computes else float(self.turn)
-        calls = [actor.fill.remote(self.name, 0.0) for actor in self.rollouts]
-        ray.get([*calls, self.trainer.fill.remote(self.name, value)])
+        calls = [actor.fill.remote(0.0) for actor in self.rollouts]
+        ray.get([*calls, self.trainer.fill.remote(value)])
 
     def operate(self) -> None:
         """The one, then the other."""
@@ -131,21 +128,12 @@ _turns = iter(range(1, 1 << 20))
 def measure(choice: Choice) -> Iterator[Record]:
     """Measures over a trainer and its rollouts."""
     for ranks in choice.ranks or RANKS:
-        choice.progress(f"{NAME}: starts {ranks} actors")
-        actors = [Model.remote() for _ in range(ranks)]  # type: ignore[attr-defined]
-        try:
-            yield from _measure(choice, actors)
-        finally:
-            for actor in actors:
-                ray.kill(actor)
-
-
-def _measure(choice: Choice, actors: Sequence[Any]) -> Iterator[Record]:
-    makers: list[Maker] = [
-        entry(names.COMPUTE, Compute, actors),
-        entry(names.VERSIONS, Move, actors),
-        entry(names.AFTER, Training, actors),
-        entry(names.STREAM, Streamed, actors),
-    ]
-    sizes = choice.sizes or (LAYERS * MB,)
-    return sweep(NAME, choice, makers, op=_OP, ranks=len(actors), sizes=sizes, runs=lambda _: (3, 8))
+        choice.progress(f"{NAME}: starts {ranks} actors for each contender")
+        makers: list[Maker] = [
+            entry(names.COMPUTE, Compute, ranks - 1),
+            entry(names.VERSIONS, Move, ranks - 1),
+            entry(names.AFTER, Training, ranks - 1),
+            entry(names.STREAM, Streamed, ranks - 1),
+        ]
+        sizes = choice.sizes or (LAYERS * MB,)
+        yield from sweep(NAME, choice, makers, op=_OP, ranks=ranks, sizes=sizes, runs=lambda _: (3, 8))

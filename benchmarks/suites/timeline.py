@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import crew
 from benchmarks.ours import Declared, RaycollectAllreduce
 from benchmarks.report import Record, size
 from benchmarks.suite import Choice, close, compare, entry, gather
@@ -91,14 +90,13 @@ def measure(choice: Choice) -> Iterator[Record]:
     """Measures over 2 actors."""
     for ranks in choice.ranks or RANKS:
         choice.progress(f"{NAME}: starts {ranks} actors")
-        with crew(ranks) as actors:
-            for op, nbytes in CASES:
-                if choice.sizes and nbytes not in choice.sizes:
-                    continue
-                choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
-                made, skipped = gather(NAME, [entry(op, _MADE[op], actors, arena=True)])
-                yield from skipped
-                contenders = [Twin(one, records=records) for one in made for records in (False, True)]
-                runs = choice.runs_or(40 * BURST, 200 * BURST)
-                yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST)
-                close(contenders)
+        for op, nbytes in CASES:
+            if choice.sizes and nbytes not in choice.sizes:
+                continue
+            choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
+            made, skipped = gather(NAME, [entry(op, _MADE[op], ranks, arena=True)])
+            yield from skipped
+            contenders = [Twin(one, records=records) for one in made for records in (False, True)]
+            runs = choice.runs_or(40 * BURST, 200 * BURST)
+            yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST)
+            close(contenders)

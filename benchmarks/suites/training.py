@@ -1,9 +1,10 @@
 """An iteration of training: gradients, their sum, a step, on the digits and by the learner of ``examples/digits.py``.
 
 The driver's loop waits for the sum of each iteration, as a loop does that looks at the loss now and then, and for the
-actors at the end of a burst; an operation is its share of the burst. A captured step and an actor call per rank that
-does the whole iteration with `ray.util.collective` wait for each. Each contender has actors of its own, which begin
-anew before each round, and must end with the weights of one process.
+actors at the end of a burst; an operation is its share of the burst. The same loop body under ``@col.step``, and an
+actor call per rank that does the whole iteration with `ray.util.collective`, wait for each. Each contender has actors
+of its own, those of `ray.util.collective` without the mixin. All begin again before each round, and must end with the
+weights of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import group_names, needs
+from benchmarks.crew import group_names
 from benchmarks.moving import InRayGroup, RayRank
 from benchmarks.report import Record, Skipped
 from benchmarks.suite import Choice, Maker, close, compare, entry, gather
@@ -37,30 +38,16 @@ RANKS = (2, 4)
 BURST = 24
 
 
-def _trainer() -> Any:
-    """The actor of all contenders."""
+def _learner(*bases: type) -> Any:
+    """The class of a contender's actors."""
 
-    class Trainer(RayRank, col.CollectiveParticipant, digits.Learner):
-        """A learner that can make an iteration by itself."""
-
-        is_due = False
+    class Learner(*bases, digits.Learner):  # type: ignore[misc]
+        """A learner of the example."""
 
         @col.by_value
         def learned(self) -> Any:
             """Its weights, through the object store."""
             return self.weights()
-
-        def advance(self) -> Any:
-            """Takes the step that is due, down the sum in its buffer, and returns the next gradient."""
-            if self.is_due:
-                self.apply(self.buffer)
-            self.is_due = True
-            return self.gradient()
-
-        def end(self) -> None:
-            """Takes the last step."""
-            self.apply(self.buffer)
-            self.is_due = False
 
         def iterate(self, group: str) -> None:
             """An iteration, with `ray.util.collective`."""
@@ -69,19 +56,22 @@ def _trainer() -> Any:
             collective.allreduce(self.gradient(), group_name=group)
             self.apply(self.buffer)
 
-    return ray.remote(num_cpus=0)(Trainer)
+    return ray.remote(num_cpus=0)(Learner)
 
 
 class Training:
     """What the contenders have in common: actors that hold a shard of the images each, and how they are checked.
 
     Args:
-        name: What it is called.
-        ranks: How many actors.
+        name: The contender's name.
+        ranks: The number of actors.
 
     Raises:
         Skipped: What the example needs is not installed.
     """
+
+    BASES: tuple[type, ...] = (col.CollectiveParticipant,)
+    """What the class of the actors inherits besides the learner."""
 
     def __init__(self, name: str, ranks: int) -> None:
         if digits is None:
@@ -90,7 +80,7 @@ class Training:
         self.ranks = ranks
         self.group = next(group_names)
         self._images = digits.load()[0]
-        remote = _trainer()
+        remote = _learner(*self.BASES)
         shards = self._images.shards(ranks)
         self.actors = [remote.remote(shard, total=len(self._images)) for shard in shards]
 
@@ -157,42 +147,33 @@ class Loop(Training):
         super().close()
 
 
-class OneMethod(Loop):
-    """The loop with one method per iteration, as `InActors` has it."""
-
-    def operate(self) -> None:
-        """Waits for the sum; the step is the next iteration's."""
-        col.allreduce_refs([actor.advance.remote() for actor in self.actors], group_name=self.group)
-
-    def finish(self) -> None:
-        """Takes the last step, which then is none for the next burst."""
-        ray.get([actor.end.remote() for actor in self.actors])
-
-
-class Captured(Loop):
-    """The loop, recorded once."""
+class Step(Loop):
+    """The same loop body under ``@col.step``."""
 
     def __init__(self, name: str, ranks: int) -> None:
-        needs("capture")
         super().__init__(name, ranks)
-        with col.capture() as self._step:
-            gradients = [self._step.call(actor, "gradient") for actor in self.actors]
-            col.allreduce_refs(gradients, group_name=self.group)
-            for actor, gradient in zip(self.actors, gradients, strict=True):
-                self._step.call(actor, "apply", gradient)
+        self._step = col.step(self._iteration)
+
+    def _iteration(self) -> None:
+        gradients = [actor.gradient.remote() for actor in self.actors]
+        col.allreduce_refs(gradients, group_name=self.group)
+        for actor, gradient in zip(self.actors, gradients, strict=True):
+            actor.apply.remote(gradient)
 
     def operate(self) -> None:
-        """One replay; waits for all of it."""
-        self._step.run()
+        """One call of the step; waits for all of it."""
+        self._step()
 
     def close(self) -> None:
-        """Lets go of the capture, then of the rest."""
+        """Closes the step, then the rest."""
         self._step.close()
         super().close()
 
 
 class InActors(InRayGroup, Training):
     """An actor call per rank does all of the iteration, with `ray.util.collective` over gloo."""
+
+    BASES = (RayRank,)
 
     def operate(self) -> None:
         """One call per rank."""
@@ -204,9 +185,8 @@ def measure(choice: Choice) -> Iterator[Record]:
     for ranks in choice.ranks or ((2,) if choice.quick else RANKS):
         choice.progress(f"{NAME}: starts {ranks} actors for each contender")
         makers: list[Maker] = [
-            entry(names.CAPTURED, Captured, ranks),
+            entry(names.STEP, Step, ranks),
             entry(names.LOOP, Loop, ranks),
-            entry(names.ONE_METHOD, OneMethod, ranks),
             entry(names.RAY, InActors, ranks),
         ]
         contenders, skipped = gather(NAME, makers)

@@ -35,23 +35,19 @@ COUNT, ROLLOUTS = 200, 3
 _OP = f"sync of {COUNT}"
 
 
-@ray.remote(num_cpus=0)
-class Weights(RayRank, col.CollectiveParticipant):
-    """The trainer, or a rollout. Each contender has weights of its own: tensors are subscribed once."""
+class Weights(RayRank):
+    """The trainer, or a rollout."""
 
     def __init__(self) -> None:
-        self.weights: dict[str, Any] = {}  # of the contender whose turn it is
-        self.all: dict[str, dict[str, Any]] = {}
+        self.weights: dict[str, Any] = {}
 
-    def prepare(self, nbytes: int, contender: str) -> None:
-        """Makes a contender's weights."""
+    def prepare(self, nbytes: int) -> None:
+        """Makes the weights."""
         rows = max(nbytes // (4 * COUNT * 512), 1)
         self.weights = {f"layers.{at}": np.zeros((rows, 512), np.float32) for at in range(COUNT)}
-        self.all[contender] = self.weights
 
-    def fill(self, contender: str, value: float, free: bytes) -> None:
+    def fill(self, value: float, free: bytes) -> None:
         """Gives all elements a value; `free`: digests cost nothing, and are this one."""
-        self.weights = self.all[contender]
         for array in self.weights.values():
             array.fill(value)
         import_module("raycollect.weights.digests").xxhash = _Free(free) if free else import_module("xxhash")
@@ -89,6 +85,10 @@ class Weights(RayRank, col.CollectiveParticipant):
         return self.room
 
 
+class Participant(Weights, col.CollectiveParticipant):
+    """The same with the mixin."""
+
+
 class _Free:
     """In place of xxhash: no digest, but one of this turn."""
 
@@ -109,24 +109,40 @@ _turns = count_from(1)
 
 
 class Sync(Moving):
-    """A contender over the four actors."""
+    """A contender with a trainer and its rollouts."""
 
+    ACTOR: type = Weights
     is_free = False
 
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
-        super().__init__(name, actors)
-        self.trainer, *self.rollouts = self.actors
+    def __init__(self, name: str, rollouts: int = ROLLOUTS) -> None:
+        self._count = rollouts
+        super().__init__(name)
+
+    def start(self) -> list[Any]:
+        """Starts the trainer and the rollouts."""
+        remote = ray.remote(num_cpus=0)(self.ACTOR)
+        self.trainer, *self.rollouts = (remote.remote() for _ in range(1 + self._count))
+        return [self.trainer, *self.rollouts]
 
     def prepare(self, nbytes: int) -> None:
         """Makes the weights."""
-        ray.get([actor.prepare.remote(nbytes, self.name) for actor in self.actors])
+        self.forget()
+        super().prepare(nbytes)
 
     def fill(self) -> None:
         """The next turn: the trainer has other weights, the rollouts none."""
         self.turn = next(_turns)
         free = self.turn.to_bytes(16, "big") if self.is_free else b""
-        calls = [actor.fill.remote(self.name, 0.0, free) for actor in self.rollouts]
-        ray.get([*calls, self.trainer.fill.remote(self.name, float(self.turn), free)])
+        calls = [actor.fill.remote(0.0, free) for actor in self.rollouts]
+        ray.get([*calls, self.trainer.fill.remote(float(self.turn), free)])
+
+    def forget(self) -> None:
+        """Lets go of what was prepared."""
+
+    def close(self) -> None:
+        """Lets go of what was prepared, and ends the actors."""
+        self.forget()
+        super().close()
 
     def is_right(self) -> list[bool]:
         """Whether each rollout has the weights of the turn."""
@@ -136,13 +152,13 @@ class Sync(Moving):
 class Versions(Sync):
     """A version is put, and each rollout is updated to it: three receiver groups."""
 
+    ACTOR = Participant
     pub: Any = None
     subs: Sequence[Any] = ()
 
     def prepare(self, nbytes: int) -> None:
         """Publishes the weights, and subscribes."""
         super().prepare(nbytes)
-        self.close()
         self.pub = col.publish([self.trainer.get.remote()], self.group)
         self.subs = [col.subscribe(self.group, [actor.get.remote()]) for actor in self.rollouts]
 
@@ -151,7 +167,7 @@ class Versions(Sync):
         self.pub.put()
         self.pub.push(self.subs)
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Ends both."""
         for one in (*self.subs, *([self.pub] if self.pub else [])):
             one.close()
@@ -167,10 +183,11 @@ class Unchecked(Versions):
 class Broadcast(Sync):
     """`broadcast_refs`, in place."""
 
+    ACTOR = Participant
+
     def prepare(self, nbytes: int) -> None:
         """Declares the group and takes the refs."""
         super().prepare(nbytes)
-        self.close()
         self.declared = col.declare_collective_group(self.actors, group_name=self.group)
         self.refs = [actor.get.remote() for actor in self.actors]
 
@@ -178,7 +195,7 @@ class Broadcast(Sync):
         """One call."""
         col.broadcast_refs(self.refs, group_name=self.group)
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Ends the group."""
         if hasattr(self, "declared"):
             self.declared.destroy()
@@ -204,18 +221,12 @@ class ByStore(Sync):
 
 def measure(choice: Choice) -> Iterator[Record]:
     """Measures over four actors."""
-    choice.progress(f"{NAME}: starts 4 actors")
-    actors = [Weights.remote() for _ in range(1 + ROLLOUTS)]  # type: ignore[attr-defined]
     makers: list[Maker] = [
-        entry(names.STORE, ByStore, actors),
-        entry(names.VERSIONS, Versions, actors),
-        entry(names.UNCHECKED, Unchecked, actors),
-        entry(names.ORDINARY, Broadcast, actors),
-        entry(names.RAY, ByRay, actors),
+        entry(names.STORE, ByStore),
+        entry(names.VERSIONS, Versions),
+        entry(names.UNCHECKED, Unchecked),
+        entry(names.ORDINARY, Broadcast),
+        entry(names.RAY, ByRay),
     ]
-    try:
-        sizes = choice.sizes or (100 * MB,)
-        yield from sweep(NAME, choice, makers, op=_OP, ranks=4, sizes=sizes, runs=lambda _: (6, 20))
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    sizes = choice.sizes or (100 * MB,)
+    yield from sweep(NAME, choice, makers, op=_OP, ranks=4, sizes=sizes, runs=lambda _: (6, 20))

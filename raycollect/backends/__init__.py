@@ -36,6 +36,7 @@ from raycollect.core.protocols import (
     Together,
 )
 from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError, Violation, refusal
+from raycollect.errors.text import shown
 
 __all__ = [
     "BACKENDS",
@@ -83,8 +84,8 @@ _ALIASES = {"torch_gloo": "gloo"}
 
 
 def canonical(name: str) -> str:
-    """Gives the one spelling of a backend's name; Ray writes ``"GLOO"``."""
-    lower = name.lower()
+    """Gives the one spelling of a backend's name; Ray writes ``"GLOO"``. What is no text is the name of none."""
+    lower = name.lower() if isinstance(name, str) else shown(name)
     return _ALIASES.get(lower, lower)
 
 
@@ -104,7 +105,7 @@ def get(name: str, group_name: str = "default") -> Capabilities:
             line = _torch_line(key)
     if line is None:
         detail = (
-            f"no backend {name!r}; there are {', '.join(names())}, {TORCH_PREFIX}<any of torch.distributed>, "
+            f"no backend {shown(name)}; there are {', '.join(names())}, {TORCH_PREFIX}<any of torch.distributed>, "
             "and 'auto'. Others come with installed packages, or by register_collective_backend in each process"
         )
         raise UnknownBackendError(group_name=group_name, detail=detail)

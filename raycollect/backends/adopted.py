@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +25,7 @@ from raycollect.backends.capabilities import Capabilities
 from raycollect.backends.completion import DONE, reduce_op, translated
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.folds import finish
+from raycollect.backends.in_use import InUse
 from raycollect.backends.options import (
     AllGatherOptions,
     AllReduceOptions,
@@ -36,9 +36,11 @@ from raycollect.backends.options import (
     ReduceScatterOptions,
     SendOptions,
 )
+from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError
+from raycollect.errors.text import shown
 
 # The operations of a `BaseGroup`
 METHODS: dict[OpKind, str] = {
@@ -54,6 +56,7 @@ METHODS: dict[OpKind, str] = {
 
 # Such a class knows the first four. AVG is a sum, divided here.
 REDUCE_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG})
+CLOSE_TIMEOUT_S = 1.0  # How long to wait until the class has destroyed its group
 _RAY_BASE = "ray.util.collective.collective_group.base_collective_group"
 _RAY_TYPES = "ray.util.collective.types"
 
@@ -71,8 +74,8 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
     ops = frozenset(kind for kind, method in METHODS.items() if _overrides(group_cls, method))
     if not isinstance(group_cls, type) or not ops or not _overrides(group_cls, "check_backend_availability"):
         raise TypeError(
-            f"{group_cls!r} is not a collective group: it needs a classmethod check_backend_availability, and some of "
-            f"{', '.join(METHODS.values())}, with the arguments of ray.util.collective's BaseGroup"
+            f"{shown(group_cls)} is no collective group: it needs a classmethod check_backend_availability, and some "
+            f"of {', '.join(METHODS.values())}, with the arguments of ray.util.collective's BaseGroup"
         )
     adoption = Adoption(group_cls)
     return Capabilities(
@@ -142,12 +145,10 @@ class AdoptedCommunicator(Exchanged):
 
     def __init__(self, group: Any, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         super().__init__(spec, rank, exchange)
-        self._group = group
+        self._use = InUse(group, _destroy, spec.name)
         self._backend = spec.backend
         self._ops = {kind for kind, method in METHODS.items() if _overrides(type(group), method)}
         self._reduce_ops = _reduce_ops(type(group))
-        self._closed = False
-        self._busy = threading.Lock()
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Checks before the agreement that the class supports the kernel."""
@@ -156,19 +157,15 @@ class AdoptedCommunicator(Exchanged):
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
         self._check_supported(launch, kernel)
-        try:
-            with self._busy:
-                self._check_going(launch)
-                self._run(launch, kernel)
-        finally:
-            if self._closed:
-                self.close()
+        self._check_going(launch)
+        with self._use as group:
+            self._run(group, launch, kernel)
         return DONE
 
-    def _run(self, launch: Launch, kernel: Kernel) -> None:
+    def _run(self, group: Any, launch: Launch, kernel: Kernel) -> None:
         try:
             with translated(kernel.kind, self._group_name, self.rank):
-                _KERNELS[kernel.kind](self, kernel, timedelta(seconds=launch.timeout_s))
+                _KERNELS[kernel.kind](self, group, kernel, timedelta(seconds=launch.timeout_s))
         except BaseException as exc:
             self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
             raise
@@ -176,15 +173,7 @@ class AdoptedCommunicator(Exchanged):
     def close(self) -> None:
         """Lets the class destroy its group, at once or at the end of the running kernel."""
         self._broken = self._broken or "the communicator was closed"
-        self._closed = True
-        if self._busy.acquire(blocking=False):
-            try:
-                group, self._group = self._group, None
-                destroy = getattr(group, "destroy_group", None)
-                if destroy is not None:
-                    destroy()
-            finally:
-                self._busy.release()
+        self._use.close()
 
     def _check_supported(self, launch: Launch, kernel: Kernel) -> None:
         pair, runs = kernel.kind in (OpKind.SEND, OpKind.RECV), f"what backend {self._backend!r} runs"
@@ -197,16 +186,16 @@ class AdoptedCommunicator(Exchanged):
         if not pair and len(launch.ranks) != self.world_size:
             raise self._refused(kernel, "list of ranks", str(list(launch.ranks)), f"{runs}: all of the group")
 
-    def _allreduce(self, kernel: Kernel, left: timedelta) -> None:
+    def _allreduce(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         lent = _Lent(kernel.dst, kernel.src.shape, holding=kernel.src)
         if lent.size:
-            self._group.allreduce([lent.tensor], AllReduceOptions(reduceOp=self._named(kernel), timeout_ms=left))
+            group.allreduce([lent.tensor], AllReduceOptions(reduceOp=self._named(kernel), timeout_ms=left))
         lent.give_back(kernel.op, self.world_size)
 
-    def _barrier(self, kernel: Kernel, left: timedelta) -> None:
-        self._group.barrier(BarrierOptions(timeout_ms=left))
+    def _barrier(self, group: Any, kernel: Kernel, left: timedelta) -> None:
+        group.barrier(BarrierOptions(timeout_ms=left))
 
-    def _reduce(self, kernel: Kernel, left: timedelta) -> None:
+    def _reduce(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         lent = (
             _Lent(kernel.dst, kernel.src.shape, holding=kernel.src)
             if self.rank == kernel.peer
@@ -215,54 +204,60 @@ class AdoptedCommunicator(Exchanged):
         if lent.size:
             named = self._named(kernel)
             options = ReduceOptions(reduceOp=named, root_rank=kernel.peer, timeout_ms=left)
-            self._group.reduce([lent.tensor], options)
+            group.reduce([lent.tensor], options)
         if self.rank == kernel.peer:
             lent.give_back(kernel.op, self.world_size)
 
-    def _broadcast(self, kernel: Kernel, left: timedelta) -> None:
+    def _broadcast(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         root = self.rank == kernel.peer
         lent = _Lent.to_read(kernel.dst if kernel.src is None else kernel.src) if root else _Lent(kernel.dst)
         if lent.size:
-            self._group.broadcast([lent.tensor], BroadcastOptions(root_rank=kernel.peer, timeout_ms=left))
+            group.broadcast([lent.tensor], BroadcastOptions(root_rank=kernel.peer, timeout_ms=left))
         if not root:
             lent.give_back()
         elif kernel.dst is not None and kernel.dst is not kernel.src:
             _copy(lent.tensor, kernel.dst)
 
-    def _allgather(self, kernel: Kernel, left: timedelta) -> None:
+    def _allgather(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         shape = _row(kernel.dst)
         pieces = [_Lent(piece, shape) for piece in kernel.dst]
         own = _Lent.copy(kernel.src, shape)  # it may lie in pieces[own rank], which the class may clear first
         if own.size:
-            self._group.allgather([[piece.tensor for piece in pieces]], [own.tensor], AllGatherOptions(timeout_ms=left))
+            group.allgather([[piece.tensor for piece in pieces]], [own.tensor], AllGatherOptions(timeout_ms=left))
         for piece in pieces:
             piece.give_back()
 
-    def _reducescatter(self, kernel: Kernel, left: timedelta) -> None:
+    def _reducescatter(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         shape = _row(kernel.src)
         pieces = [_Lent.copy(piece, shape) for piece in kernel.src]
         lent = _Lent(kernel.dst, shape)
         if lent.size:
             options = ReduceScatterOptions(reduceOp=self._named(kernel), timeout_ms=left)
-            self._group.reducescatter([lent.tensor], [[piece.tensor for piece in pieces]], options)
+            group.reducescatter([lent.tensor], [[piece.tensor for piece in pieces]], options)
         lent.give_back(kernel.op, self.world_size)
 
-    def _send(self, kernel: Kernel, left: timedelta) -> None:
+    def _send(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         lent = _Lent.to_read(kernel.src)
         if lent.size:
-            self._group.send([lent.tensor], SendOptions(dst_rank=kernel.peer, timeout_ms=left))
+            group.send([lent.tensor], SendOptions(dst_rank=kernel.peer, timeout_ms=left))
 
-    def _recv(self, kernel: Kernel, left: timedelta) -> None:
+    def _recv(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         lent = _Lent(kernel.dst)
         if lent.size:
-            self._group.recv([lent.tensor], RecvOptions(src_rank=kernel.peer, timeout_ms=left))
+            group.recv([lent.tensor], RecvOptions(src_rank=kernel.peer, timeout_ms=left))
         lent.give_back()
 
     def _named(self, kernel: Kernel) -> Any:
         return self._reduce_ops[reduce_op(kernel)]
 
 
-_KERNELS: dict[OpKind, Callable[[AdoptedCommunicator, Kernel, timedelta], None]] = {
+def _destroy(group: Any) -> None:
+    destroy = getattr(group, "destroy_group", None)
+    if destroy is not None:
+        threads.bounded(destroy, CLOSE_TIMEOUT_S)
+
+
+_KERNELS: dict[OpKind, Callable[[AdoptedCommunicator, Any, Kernel, timedelta], None]] = {
     OpKind.ALLREDUCE: AdoptedCommunicator._allreduce,
     OpKind.BARRIER: AdoptedCommunicator._barrier,
     OpKind.REDUCE: AdoptedCommunicator._reduce,

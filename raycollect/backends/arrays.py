@@ -144,7 +144,7 @@ def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, 
     whole = array.tensor if isinstance(array, DeviceArray) else array
     each = shape[0] // count
     rows = whole if each == 1 and len(shape) > 1 else whole.reshape(count, each, *shape[1:])
-    return tuple(DeviceArray(row) if isinstance(array, DeviceArray) else row for row in rows)
+    return tuple(DeviceArray(row, array.is_read_only) if isinstance(array, DeviceArray) else row for row in rows)
 
 
 def box_of(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
@@ -330,7 +330,28 @@ def owner(tensor: object) -> object:
     tensor_type = _torch_type()
     if tensor_type is not None and isinstance(tensor, tensor_type):
         return tensor.untyped_storage()
-    return tensor.data.mem if is_cupy(tensor) else tensor  # type: ignore[attr-defined]  # cupy has no types
+    return _owner_of_cupy(tensor) if is_cupy(tensor) else tensor
+
+
+def _owner_of_cupy(tensor: Any) -> object:
+    # cupy's memory can't be referred to weakly. That of its pools takes attributes, and an object there lives as long.
+    # Other memory has an owner of its own, or the first array over it holds it, which all views hold.
+    memory = tensor.data.mem
+    try:
+        if not hasattr(memory, "_raycollect"):
+            memory._raycollect = Tie()
+        return cast("object", memory._raycollect)
+    except AttributeError:
+        found: object = getattr(memory, "_owner", None)
+        if found is None:
+            found = tensor if tensor.base is None else tensor.base
+        return found
+
+
+class Tie:
+    """Is kept in an object, and lives as long: others refer to it weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 def copy_to_host(array: Array | DeviceArray) -> Array:

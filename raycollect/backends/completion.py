@@ -96,12 +96,6 @@ def clipped(one: Any, lo: int, hi: int) -> tuple[int, int]:
     return min(lo, hi), hi
 
 
-class Tie:
-    """Lies in the memo of a kernel or a container, and lives as long: others refer to it weakly."""
-
-    __slots__ = ("__weakref__",)
-
-
 def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Kernel]], _Found]) -> _Found:
     """Caches a result about kernels that run together, in the first one's memo, while it runs with the same others."""
     first, *rest = kernels

@@ -6,6 +6,7 @@ torch and cupy are imported here only once there is a tensor of theirs, or one t
 from __future__ import annotations
 
 import sys
+from ctypes import c_char_p, c_uint64, c_void_p, py_object, pythonapi
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,9 @@ from raycollect.backends.elements import TORCH_DTYPES, Array, is_number, torch_n
 from raycollect.core.model import TensorInfo
 
 _DLPACK_CUDA = 2
+_NO_STREAM = -1  # The exporter need not synchronize: nothing is read
+# The name of a capsule of DLPack 1.0, and where its struct has its flags; the lowest says that it is read-only
+_VERSIONED, _FLAGS_AT = b"dltensor_versioned", 24
 # Bytes per element -> a type of that size
 _BITS = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "u2", "u4", "u8", "c16")}
 
@@ -24,7 +28,8 @@ _BITS = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "u2", "u4", 
 class DeviceArray:
     """A tensor in device memory, as far as the host can describe it; only its library reads it."""
 
-    tensor: Any  # torch's, detached, or a `cupy.ndarray`
+    tensor: Any = field(repr=False)  # torch's, detached, or a `cupy.ndarray`; showing its elements copies them
+    is_read_only: bool = False  # its library says that nobody may write to it
     library: str = field(init=False)  # ``"torch"`` or ``"cupy"``
     dtype: np.dtype[Any] = field(init=False)  # numpy's
     device: str = field(init=False)  # ``"cuda:0"``
@@ -35,7 +40,8 @@ class DeviceArray:
     def __post_init__(self) -> None:
         tensor = self.tensor
         if is_cupy(tensor):
-            shadow = _shown(tensor, tensor.data.ptr, tensor.shape, tensor.strides, tensor.itemsize)
+            where = tensor.data.ptr, tensor.shape, tensor.strides, tensor.itemsize
+            shadow = _shown(tensor, *where, is_read_only=self.is_read_only)
             found = "cupy", np.dtype(tensor.dtype), f"cuda:{tensor.device.id}", shadow
         else:
             dtype = TORCH_DTYPES[torch_name(tensor.dtype)]
@@ -95,9 +101,9 @@ def is_cupy(value: Any) -> bool:
     return cupy is not None and type(value) is getattr(cupy, "ndarray", None)
 
 
-def view_of_cupy(array: Any) -> DeviceArray | None:
+def view_of_cupy(array: Any, *, is_read_only: bool = False) -> DeviceArray | None:
     """Views a cupy array as an operand of collectives; None if its elements are not numbers."""
-    return DeviceArray(array) if is_number(np.dtype(array.dtype)) else None
+    return DeviceArray(array, is_read_only) if is_number(np.dtype(array.dtype)) else None
 
 
 def on_gpu(value: Any) -> DeviceArray | None:
@@ -109,13 +115,29 @@ def on_gpu(value: Any) -> DeviceArray | None:
     try:  # the class of JAX's arrays has the property, which arrays on the CPU do not have
         if hasattr(kind, "__cuda_array_interface__") and hasattr(value, "__cuda_array_interface__"):
             found = import_module("cupy").asarray(value)
+            is_read_only = bool(value.__cuda_array_interface__["data"][1])  # which cupy forgets
         elif hasattr(kind, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA:
             found = import_module("cupy").from_dlpack(value)
+            is_read_only = _is_read_only(value)
         else:
             return None
     except Exception:  # noqa: BLE001 - foreign code that can't show its memory, or there is no cupy to look at it
         return None
-    return view_of_cupy(found)
+    return view_of_cupy(found, is_read_only=is_read_only)
+
+
+def _is_read_only(value: Any) -> bool:
+    # From the flags of DLPack 1.0, which cupy drops; older exporters have none.
+    try:
+        capsule = value.__dlpack__(stream=_NO_STREAM, max_version=(1, 0))
+    except TypeError:
+        return False
+    pythonapi.PyCapsule_IsValid.argtypes = pythonapi.PyCapsule_GetPointer.argtypes = (py_object, c_char_p)
+    pythonapi.PyCapsule_GetPointer.restype = c_void_p
+    if not pythonapi.PyCapsule_IsValid(capsule, _VERSIONED):
+        return False
+    address = pythonapi.PyCapsule_GetPointer(capsule, _VERSIONED)
+    return bool(c_uint64.from_address(address + _FLAGS_AT).value & 1)
 
 
 def cupy_view(array: DeviceArray) -> Any:
@@ -185,9 +207,17 @@ def shown_by_torch(tensor: Any, itemsize: int) -> Array:
     return _shown(tensor, tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)
 
 
-def _shown(owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
+def _shown(
+    owner: Any,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    *,
+    is_read_only: bool = False,
+) -> Array:
     interface = {
-        "data": (address, False),
+        "data": (address, is_read_only),
         "shape": shape,
         "strides": strides,
         "typestr": f"|V{itemsize}",

@@ -43,7 +43,17 @@ def placement_of(dtensor: Any) -> Placement | None:
         ranks=ranks,
         at=at,
         cuts=tuple(map(_cut, dtensor.placements)),
+        order=_order(getattr(dtensor, "_spec", None)),
     )
+
+
+def _order(spec: Any) -> tuple[int, ...]:
+    """The order of the axes where torch has it apart from the placements; empty: it follows from these."""
+    orders = [tuple(map(int, entry.mesh_dims)) for entry in getattr(spec, "shard_order", None) or ()]
+    is_strided = any(type(one).__name__ == "_StridedShard" for one in getattr(spec, "placements", ()))
+    if not is_strided and all(axes == tuple(sorted(axes)) for axes in orders):
+        return ()
+    return tuple(axis for axes in orders for axis in axes)
 
 
 @lru_cache(maxsize=64)

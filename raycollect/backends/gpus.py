@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from raycollect.backends.capabilities import no_gpu
+from raycollect.backends.nccl import ipc_driver
 
 SHARING_FROM = 23000  # The first NCCL that takes several ranks on one GPU, if `SHARING` is set before its first use
 MOST_ON_ONE = 2  # As many as its documentation allows there, as experimental
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 _log = logging.getLogger("raycollect")
+_read: bool | None = None  # whether NCCL lets ranks of this process share a GPU; None: it has not read that yet
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOTHING = ("", "-1", "NoDevFiles")
@@ -34,7 +37,7 @@ _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 class Gpu:
     """A GPU as `nccl` would use it, and the NCCL of this process."""
 
-    bus: str  # the GPU's PCI bus id
+    name: str  # which GPU of its machine, as `name_of`
     version: int  # NCCL's, as 22803 for 2.28.3
     may_share: bool  # whether the environment allows sharing the GPU with other ranks
 
@@ -48,12 +51,32 @@ def here(given: bool | None = None) -> Gpu | None:
         return None
     cupy, nccl = import_module("cupy"), import_module("cupy.cuda.nccl")
     try:
-        bus = str(cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.runtime.getDevice()))
+        name = name_of(cupy.cuda.runtime, cupy.cuda.runtime.getDevice())
         version = int(nccl.get_version())
     except Exception as exc:  # noqa: BLE001 - a device or a library that fails at its first call, in cupy's many kinds
         _log.warning("there is a GPU, but no group is formed on it: %s", exc)
         return None
-    return Gpu(bus=bus, version=version, may_share=os.environ.get(SHARING, "1") == "1")
+    return Gpu(name=name, version=version, may_share=may_share())
+
+
+def name_of(runtime: Any, device: int) -> str:
+    """Names a GPU uniquely on its machine, or the part of one that MIG makes: all parts have its PCI bus id."""
+    return "/".join(filter(None, (str(runtime.deviceGetPCIBusId(device)), ipc_driver.uuid_of(device).hex())))
+
+
+def may_share() -> bool:
+    """Tells whether NCCL lets this process share a GPU with other ranks, or can yet be told to.
+
+    NCCL reads that from its environment as a process first joins a communicator of several ranks.
+    """
+    return os.environ.get(SHARING, "1") == "1" if _read is None else _read
+
+
+def first_use() -> None:
+    """Notes that this process joins a communicator of several ranks."""
+    global _read
+    if _read is None:
+        _read = os.environ.get(SHARING) == "1"
 
 
 def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
@@ -61,13 +84,13 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
     found = [one for one in gpus if one is not None]
     if len({one.version for one in found}) > 1:
         return "the ranks have different releases of NCCL"
-    places = list(zip(machines, (one.bus for one in found), strict=True))
+    places = list(zip(machines, (one.name for one in found), strict=True))
     shared = [place for place, count in Counter(places).items() if count > 1]
     if not shared or sharing(machines, gpus):
         return ""
     on = {
-        f"{machine}/{bus}": [at for at, other in enumerate(places) if other == (machine, bus)]
-        for machine, bus in shared
+        f"{machine}/{name}": [at for at, other in enumerate(places) if other == (machine, name)]
+        for machine, name in shared
     }
     if why := sharing_fault(on, found[0].version):
         return why
@@ -78,7 +101,7 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
 def sharing(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
     """Says how members that all share one GPU work without NCCL, else ""."""
     found = [one for one in gpus if one is not None]
-    is_one = len({(machine, one.bus) for machine, one in zip(machines, found, strict=True)}) == 1
+    is_one = len({(machine, one.name) for machine, one in zip(machines, found, strict=True)}) == 1
     return "by CUDA IPC, as all ranks share one GPU" if is_one and len(found) > 1 else ""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raycollect.core import ray_internals
+from raycollect.core.user_line import user_line
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
@@ -32,10 +34,11 @@ class MethodCall:
 class StepRequests(RequestList):
     """The calls of a captured step. A method call ends the current plan; the next collective begins another."""
 
-    __slots__ = ("_capture", "calls", "firsts", "made", "steps")
+    __slots__ = ("_capture", "_is_traced", "calls", "firsts", "made", "steps")
 
-    def __init__(self, capture: bytes) -> None:
+    def __init__(self, capture: bytes, *, is_traced: bool = False) -> None:
         self._capture = capture
+        self._is_traced = is_traced
         super().__init__()
 
     def clear(self) -> None:
@@ -50,6 +53,8 @@ class StepRequests(RequestList):
         """Stands for what the next collective makes on an actor, in each run."""
         pending = self.made[len(self.asked), actor_id] = super().promise(actor_id)
         pending.step = self._count()
+        if self._is_traced:
+            pending._traced = f"what the collective at {user_line()} makes"
         return pending
 
     def add(self, asked: RequestKey, result: Any) -> None:
@@ -70,6 +75,8 @@ class StepRequests(RequestList):
             step=step, before=len(self.asked), actor=actor, method=method, args=args, kwargs=kwargs, made=made
         )
         self.calls.append(one)
+        if self._is_traced:
+            made._traced = f"what {method} of {ray_internals.describe_actor(actor)} gives, called at {user_line()}"
         return made
 
     def end_plan(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
-from raycollect.core import html
+from raycollect.core import html, threads
 from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.work import UnderWay, awake
@@ -26,11 +27,6 @@ class CapturedRun(UnderWay):
         self._collect = collect
         self._values: tuple[Any, ...] = ()  # the results, once they are read
 
-    def done(self) -> bool:
-        """As `UnderWay.done`; a run whose time is over has failed."""
-        runs = self._tracker.runs
-        return super().done() or (runs is not None and runs.expire(self._tracker))
-
     def _outcome(self) -> Any:
         if not self._values:
             self._values = (self._collect(self._tracker),)
@@ -41,7 +37,7 @@ class CapturedRun(UnderWay):
             return self.wait()
         # The doorbell rings for threads alone; `wait` warns there, too.
         with awake(asyncio.get_running_loop()):
-            return (yield from asyncio.to_thread(self.wait, progress=False).__await__())
+            return (yield from threads.awaitable(partial(self.wait, progress=False)).__await__())
 
     @html.shown
     def _repr_html_(self) -> str:

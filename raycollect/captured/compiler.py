@@ -28,6 +28,7 @@ class _ProgramBuilder:
         self.names: dict[str, None] = {}
         self.actions: list[Invocation | Collective] = []
         self.returns: list[int] = []
+        self.kept: list[int] = []
         self._slots: dict[Any, int] = {}
 
     def take(self, value: Any) -> None:
@@ -63,6 +64,7 @@ class _ProgramBuilder:
             refs=first,
             arguments=tuple(range(first, first + len(names))),
             returns=tuple(self.returns),
+            kept=tuple(self.kept),
             keys=tuple(keys),
             numbered=numbered,
         )
@@ -172,6 +174,15 @@ class StepCompiler:
         kwargs = tuple((name, builder.argument(value)) for name, value in call.kwargs)
         slot = builder.make(call.made)
         builder.actions.append(Invocation(step=call.step, method=call.method, args=args, kwargs=kwargs, slot=slot))
+
+    def keep(self, values: Sequence[Pending]) -> tuple[tuple[int, int], ...]:
+        """Has participants keep values after each run, for `write` before; returns (position, place) of each."""
+        found = []
+        for value in values:
+            builder = self._builders[value.actor_id]
+            builder.kept.append(builder.slot(value))
+            found.append((self.participants.index(value.actor_id), len(builder.kept) - 1))
+        return tuple(found)
 
     def _return(self, value: Any) -> tuple[int, int]:
         if type(value) is Pending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -20,6 +21,7 @@ from raycollect.core.model import Member
 from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import StepPlan
@@ -51,6 +53,7 @@ class Installed:
 
     Attributes:
         places: For each returned value: (position, its place among what that participant returns).
+        kept: For each value that stays in its actor: (position, its place among what that participant keeps).
         names: For each position, the arguments that runs pass to it, in order.
         operands: Source of an operand -> (position, slot).
     """
@@ -58,8 +61,22 @@ class Installed:
     runs: StepRuns
     calls: tuple[MethodCall, ...]
     places: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
     names: tuple[tuple[str, ...], ...]
     operands: Mapping[Source, tuple[int, int]]
+
+    def kept_refs(self, capture: bytes, seq: int) -> list[Any]:
+        """Refs of what a run has kept, the last one first: each actor returns its values as of a method."""
+        found: dict[int, list[Any]] = {}
+        for position in dict.fromkeys(at for at, _ in self.kept):
+            count = sum(at == position for at, _ in self.kept)
+            refs = self.runs.read(position, partial(_give_kept, capture, seq, count))
+            found[position] = refs if count > 1 else [refs]
+        return [found[position][place] for position, place in reversed(self.kept)]
+
+
+def _give_kept(capture: bytes, seq: int, count: int, actor: Any) -> Any:
+    return actor.__raycollect_give_kept__.options(num_returns=count, max_task_retries=0).remote(capture, seq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -196,6 +213,7 @@ def install(
     returned: Sequence[Any],
     hold: Callable[[Controller, Membership], None],
     *,
+    kept: Sequence[Pending] = (),
     staging: int,
     timeout_s: float,
 ) -> Installed:
@@ -212,7 +230,7 @@ def install(
         memberships.append(membership)
     with Allowed():
         step_plan = compiler.step_plan(memberships)
-        places = compiler.write(returned)
+        places, kept_places = compiler.write(returned), compiler.keep(kept)
         _check_refs(request_list.calls, deadline_s, timeout_s)
     installation = _Installation(
         controller=controller,
@@ -228,6 +246,7 @@ def install(
         runs=installation.send(),
         calls=tuple(request_list.calls),
         places=places,
+        kept=kept_places,
         names=compiler.names,
         operands=compiler.operands(),
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import ray
 from ray.dag import ClassMethodNode
@@ -12,7 +12,7 @@ from ray.dag import ClassMethodNode
 from raycollect.captured.calls import StepRequests
 from raycollect.captured.step_values import MISSING, Parameters, Returned, packed
 from raycollect.core import ray_internals
-from raycollect.driver import operand_binding
+from raycollect.driver import batch, operand_binding
 from raycollect.driver.batch import Batch
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Argument, Pending, plain
@@ -32,15 +32,18 @@ _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a lis
 class Recording(Batch):
     """What the block of a captured step records: a batch to the operations, but one that is not sent."""
 
+    is_eager: ClassVar[bool] = False  # as a `Recorder` of the calls of its thread
+    is_traced: ClassVar[bool] = False  # whether the calls are those of a function, and not of a block
     _takes_driver = False
     _ASYNC_ADVICE = "False in a captured step: run(async_op=True) is for the whole of it"
 
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
         super().__init__(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
-        self.request_list: StepRequests = StepRequests(capture)
+        self.request_list: StepRequests = StepRequests(capture, is_traced=self.is_traced)
         self.parameters: Parameters = Parameters()
         self.returned: Returned | None = None
         self.leaves: list[Any] = []
+        self.kept: list[Pending] = []  # whose values stay in their actors after each run
         self.is_moved = False  # whether its calls are those of other members than the participants know of
         self._nodes: dict[int, tuple[ClassMethodNode, Pending]] = {}  # bound methods, by their identity
 
@@ -54,7 +57,7 @@ class Recording(Batch):
     def clear(self) -> None:
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
         self.request_list.clear()
-        self.leaves, self._nodes = [], {}
+        self.leaves, self.kept, self._nodes = [], [], {}
 
     def seal(self) -> None:
         """Ends the recording, of which only the requests and the structure of what runs return are kept."""
@@ -84,6 +87,30 @@ class Recording(Batch):
         raise CaptureError(detail="a batch in a captured step has no results of its own: let the step return them")
 
     # ------------------------------------------------------------------------------------------ method calls
+
+    def is_here(self) -> bool:
+        """Whether the caller is in the thread, or the asynchronous task, that records."""
+        return self._is_open and self._is_here()
+
+    def method(self, submit: Callable[[], Any], handle: Any, name: str, options: dict[str, Any]) -> Pending:
+        """Records ``actor.method.remote()``."""
+        unusual = ray_internals.unusual_options(handle, name, options)
+        if unusual:
+            expected = "left out: a run of a step calls the method itself, without a task"
+            found = [wrong_argument(option, value, expected) for option, value in unusual.items()]
+            raise refusal(f"call of {name}", "", tuple(found))
+        self._must_precede_batch(name)
+        kwargs = {key: value for key, value in (options["kwargs"] or {}).items() if key != "_ray_trace_ctx"}  # of Ray
+        return self._record(handle, name, options["args"] or (), kwargs)
+
+    def _must_precede_batch(self, name: str) -> None:
+        """Outside a step, a method that a batch's block calls runs before the batch, wherever it is called."""
+        inner = batch.current()
+        while inner is not None and inner is not self:
+            if len(self.request_list.asked) > inner._first:
+                detail = f"{name} is called in a batch of a step, after a collective of it: call it before the batch"
+                raise CaptureError(detail=detail)
+            inner = inner._outer
 
     def call(self, actor: Any, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
         """Records a method call (`Capture.call`); the method may be `MISSING`."""

@@ -1,7 +1,7 @@
 """Captured steps: collectives and method calls that are stated once and run many times without Ray.
 
-The block of a `capture` is recorded like a batch. At its end each participant gets its step program, by one actor task.
-From then on a run is a number and its arguments, sent to all at once.
+The block of a `capture` is recorded like a batch. At its end each participant gets its step program, by one actor task;
+from then on a run is a number and its arguments.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Mapping
+from contextvars import Token
+from typing import Any, ClassVar, Literal, overload
 
 from raycollect.captured.calls import MethodCall
 from raycollect.captured.captured_run import CapturedRun
-from raycollect.captured.explanation import explain_capture
+from raycollect.captured.explanation import explain_capture, stages_html, stages_of
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
 from raycollect.captured.succession import follow
-from raycollect.core import direct_transport, html
+from raycollect.core import direct_transport, html, recorded_calls
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
 from raycollect.core.signals import Allowed, Deferred, guarded
+from raycollect.core.submitted_calls import Recorder
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
@@ -49,16 +51,11 @@ from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.explain import StepExplanation
 from raycollect.planner.render import step_html
-from raycollect.planner.report import Report
-from raycollect.planner.wording import counted, nbytes_words, op_words, seconds_words
+from raycollect.planner.wording import counted
 
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
 
 SHOWN_S = 0.5  # how long a notebook waits for the infos of operands, in seconds
-
-_HEAD = ("stage", "what", "calls", "bytes per rank", "estimated")
-_RIGHT = frozenset({"stage", "calls", "bytes per rank", "estimated"})
-
 _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
 
 
@@ -70,11 +67,13 @@ class Capture(BoundToProcess):
     """
 
     _INSTEAD = "run it here, and pass what `run` returns; or capture a step there"
+    _RECORDING: ClassVar[type[Recording]] = Recording
 
     def __init__(self, *, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> None:
         self._id = secrets.token_bytes(CAPTURE_NBYTES)
-        self._block = Recording(self._id, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
+        self._block = self._RECORDING(self._id, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
         self._parameters = self._block.parameters
+        self._recorder: Token[Recorder | None] | None = None
         self._controller: Controller | None = None
         self._installed: Installed | None = None
         self._runs: StepRuns | None = None
@@ -91,6 +90,7 @@ class Capture(BoundToProcess):
         if batch.current() is not None:
             raise CaptureError(detail="a captured step can't be recorded inside a batch or another captured step")
         self._block.__enter__()
+        self._recorder = recorded_calls.begin(self._block)
         self._state = "its block has not ended"
         return self
 
@@ -98,6 +98,8 @@ class Capture(BoundToProcess):
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         with Deferred():
             try:
+                if self._recorder is not None:
+                    recorded_calls.end(self._recorder)
                 self._block.__exit__(kind, exc, trace)
             finally:
                 self._state = "its block failed"
@@ -124,21 +126,24 @@ class Capture(BoundToProcess):
         self._install(self._controller)
         self._block.seal()
 
-    def _install(self, controller: Controller) -> None:
+    def _install(self, controller: Controller, left_s: float | None = None) -> None:
         block, request_list = self._block, self._block.request_list
-        installed = install(
-            controller,
-            self._id,
-            request_list,
-            block.leaves,
-            block._hold,
-            staging=block.staging_nbytes,
-            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
-        )
-        self._installed, self._runs = installed, installed.runs
-        self._parameters.place(installed.names)
+        limit_s = DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s
+        with Deferred():
+            installed = install(
+                controller,
+                self._id,
+                request_list,
+                block.leaves,
+                block._hold,
+                kept=block.kept,
+                staging=block.staging_nbytes,
+                timeout_s=limit_s if left_s is None else min(limit_s, left_s),
+            )
+            self._installed, self._runs = installed, installed.runs
+            self._parameters.place(installed.names)
 
-    def _follow(self, before: Installed) -> Installed | None:
+    def _follow(self, before: Installed, deadline: Deadline = NEVER) -> Installed | None:
         """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
         with self._following, Deferred():
             if self._installed is not before and self._installed is not None:
@@ -150,7 +155,7 @@ class Capture(BoundToProcess):
             if not capture:
                 return None
             self._id = capture
-            self._install(controller)
+            self._install(controller, deadline.left_s())
             self._block.is_moved = False
             runs.close()
             return self._installed
@@ -158,7 +163,7 @@ class Capture(BoundToProcess):
     # ------------------------------------------------------------------------------------------ recording
 
     def call(self, actor: Any, method: Any = MISSING, /, *args: Any, **kwargs: Any) -> Pending:
-        """Records a method call on a participant; ``actor.method.remote()`` is not recorded: it runs now, and once.
+        """Records a method call on a participant, as ``actor.method.remote()`` in the block does.
 
         The method runs in a thread of its own, at its place in the step: never while Ray runs a method of an actor
         whose methods run in order. What it returns stays where it is.
@@ -237,15 +242,14 @@ class Capture(BoundToProcess):
     ) -> Any:
         """Runs the step: all its calls, in order, on all participants.
 
-        Runs take place in the order in which they are begun, after the collectives of this process begun before, and
-        before those begun after. They do not wait for methods that were submitted to the actors but have not begun;
-        refs that the step uses were made when it was captured.
+        A run comes after what this process began before: collectives, runs, and methods of its actors; and before what
+        is begun after it. Methods of actors that run several at a time have no order.
 
         Args:
             async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
-            fence: True: the run comes after all methods that were submitted to the participants before; it costs an
-                actor task each.
-            timeout_s: After how many seconds the run is given up and fails; None: the limits of its collectives alone.
+            fence: True: the run is sent through the actors' queues, as an actor task each.
+            timeout_s: After how many seconds the run is given up and fails, whether anybody waits for it or not; runs
+                before it and methods that it waits for included. None: the limits of its collectives alone.
             arguments: The arguments that the step declares, by name.
 
         Returns:
@@ -261,31 +265,34 @@ class Capture(BoundToProcess):
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.
         """
-        installed = self._installed
-        if installed is None or self._state or batch.current() is not None:
-            raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
+        installed = ready(self._installed, self._state)
         if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
             refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
-        tracker = None
-        returned = self._block.returned
-        given = {} if returned is None else returned.given(arguments)
-        controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
+        tracker, deadline = None, Deadline.after(timeout_s)
         with Deferred():
             try:
-                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
             except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
                 with Allowed():
-                    installed = self._follow(installed) or installed
+                    installed = self._follow(installed, deadline) or installed
             if tracker is None:
-                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-            self._begun += 1
-            places = installed.places
-            if async_op:
-                return CapturedRun(controller, self, tracker, functools.partial(self._collect, places, given=given))
-            stall_report.wait(controller, tracker, None)
+                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
+            return self._begun_run(installed, tracker, arguments, async_op=async_op)
+
+    def _begun_run(
+        self, installed: Installed, tracker: PlanTracker, arguments: Mapping[str, Any], *, async_op: bool
+    ) -> Any:
+        """What `run` returns of a run that has begun."""
+        self._begun += 1
+        returned = self._block.returned
+        given = {} if returned is None or not returned.echoed else returned.given(arguments)
+        controller: Controller = self._controller  # type: ignore[assignment]  # or it would not be ready
+        if async_op:
+            return CapturedRun(controller, self, tracker, functools.partial(self._collect, installed, given=given))
+        stall_report.wait(controller, tracker, None)
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(controller, tracker, tracker.error)
-        return self._collect(places, tracker, given)
+        return self._collect(installed, tracker, given)
 
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""
@@ -297,32 +304,26 @@ class Capture(BoundToProcess):
                 self._block.clear()
                 self._block._let_go()
 
-    def _collect(self, places: Sequence[tuple[int, int]], tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
+    def _collect(self, installed: Installed, tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise anew(tracker.error)
+        kept = installed.kept_refs(self._id, tracker.seq) if installed.kept else []
         returned = self._block.returned
         if returned is None:
             return None
         values = [unpack_values(one or b"") for one in tracker.results]
         try:
-            found = [values[at][place] for at, place in places]
+            found = [values[at][place] for at, place in installed.places]
         except LookupError:
             raise ProtocolError(detail=f"run {tracker.seq} came back without its results") from None
-        return returned.fill(found, given)
+        return returned.fill([*found, *kept], given)
 
     # ------------------------------------------------------------------------------------------ looking at it
 
     @property
     def _stages(self) -> tuple[Stage | tuple[MethodCall, ...], ...]:
         """Its plans, and between them its method calls, in order; empty where it is not ready."""
-        if self._installed is None:
-            return ()
-        calls = self._installed.calls
-        found: list[Stage | tuple[MethodCall, ...]] = []
-        for stage in self._installed.runs.step_plan.stages:
-            found += [_until(calls, found, stage.first), stage]
-        found.append(_until(calls, found, self._counts[0] + 1))
-        return tuple(one for one in found if one)
+        return () if self._installed is None else stages_of(self._installed)
 
     def _tensor_infos(self, timeout_s: float = 60.0) -> dict[Source, tuple[TensorInfo, ...] | None]:
         """The infos of its plans' operands, by source; None: not known before the first run. Raises as `explain`."""
@@ -352,14 +353,7 @@ class Capture(BoundToProcess):
         """
         if self._installed is None:
             raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
-        return self._explained(self._installed, self._tensor_infos())
-
-    def _explained(
-        self, installed: Installed, infos: Mapping[Source, tuple[TensorInfo, ...] | None]
-    ) -> StepExplanation:
-        runs = installed.runs
-        fixed = {source for source in infos if not runs.keys[source].startswith(self._id)}  # type: ignore[call-overload]
-        return explain_capture(runs.step_plan, self._stages, infos, fixed)
+        return explain_capture(self._id, self._installed, self._tensor_infos())
 
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
@@ -386,13 +380,12 @@ class Capture(BoundToProcess):
             ("participants", "" if runs is None else len(runs.step_plan.participants)),
         ]
         told = () if known is None else known.stages
-        rows = [_row(at, stage, told[at] if told else None) for at, stage in enumerate(stages)]
         return html.block(
             "capture",
             f"captured step of {counted(collectives, 'collective')} and "
             f"{counted(calls, 'method call')}: {self._told_state}",
             html.pairs(facts),
-            html.table(_HEAD, rows, right=_RIGHT, count=len(rows)) if rows else "",
+            stages_html(stages, told),
             "" if known is None else html.folded("what each run does", step_html(known)),
         )
 
@@ -400,7 +393,7 @@ class Capture(BoundToProcess):
         if self._installed is None:
             return None
         try:
-            return self._explained(self._installed, self._tensor_infos(SHOWN_S))
+            return explain_capture(self._id, self._installed, self._tensor_infos(SHOWN_S))
         except Exception:  # noqa: BLE001 - a busy or dead actor, or what shows in the first run only: it is shown without
             return None
 
@@ -411,25 +404,20 @@ class Capture(BoundToProcess):
         )
 
 
-def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[object, ...]:
-    if not isinstance(stage, Stage):
-        methods = Counter(call.method for call in stage)
-        words = ", ".join(f"{name}{f' (x {count})' if count > 1 else ''}" for name, count in methods.items())
-        return at, words, len(stage), "", ""
-    kinds = Counter((op_words(one), one.group.name) for one in stage.plan.requests)
-    what = ", ".join(f"{op} on group {name!r}{f' (x {n})' if n > 1 else ''}" for (op, name), n in kinds.items())
-    if not isinstance(told, Report):
-        return at, what, len(stage.plan.requests), "", ""
-    nbytes = nbytes_words(sum(row.nbytes for row in told.rows))
-    return at, what, len(stage.plan.requests), nbytes, seconds_words(told.time_s)
+def ready(installed: Installed | None, state: str) -> Installed:
+    """A captured step as it is installed, if it can run here and now; `state` says why it can't."""
+    if installed is None or state or batch.current() is not None:
+        raise CaptureError(detail=(state and f"this captured step can't run: {state}") or _IN_BLOCK)
+    return installed
 
 
 def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> Capture:
     """Records the calls of a block once, to run them again and again without Ray.
 
-    ``with capture() as step:`` records the driver's operations, and method calls by ``step.call(actor, "method",
-    ...)``. At the end of the block every participant gets its part. ``step.run()`` then does all of it, at the cost of
-    one small message per participant. Collectives with no method call between them are one plan, like a batch.
+    ``with capture() as step:`` records the driver's operations, and method calls by ``actor.method.remote(...)`` or
+    ``step.call(actor, "method", ...)``. At the end of the block every participant gets its part. ``step.run()`` then
+    does all of it, at the cost of one small message per participant. Collectives with no method call between them are
+    one plan, like a batch.
 
     Args:
         staging_nbytes: As for `batch`.
@@ -443,10 +431,3 @@ def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = N
     """
     batch.check_arguments("capture", staging_nbytes, timeout_s)
     return Capture(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
-
-
-def _until(
-    calls: tuple[MethodCall, ...], found: list[Stage | tuple[MethodCall, ...]], request: int
-) -> tuple[MethodCall, ...]:
-    known = sum(len(one) for one in found if not isinstance(one, Stage))
-    return tuple(call for call in calls[known:] if call.before <= request)

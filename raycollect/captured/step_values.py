@@ -73,6 +73,9 @@ class Parameters:
         found += [wrong_argument(name, "missing", "a value") for name, value in values.items() if value is MISSING]
         if found:
             raise refusal("run", "", tuple(found))
+        return self._packed(values)
+
+    def _packed(self, values: Mapping[str, Any]) -> tuple[bytes, ...]:
         written: dict[tuple[str, ...], bytes] = {}
         for mine in self._names:
             if mine not in written:
@@ -104,13 +107,20 @@ def packed(value: Any, where: str, op: str, expected: str = _IN_RUN) -> bytes:
         raise refusal(op, "", (wrong_argument(where, str(exc), expected),)) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A value that no participant returns; `read` gives it for each run."""
+
+    read: Callable[[], Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
     """A structure of lists, tuples and dicts without its values.
 
     Attributes:
         shape: The structure; a value is its place among those that participants return, an `Argument` one of the run, a
-            `Given` one that is the same in each run.
+            `Given` one that is the same in each run, or `Fixed`.
         echoed: The arguments in it, by name.
     """
 
@@ -120,7 +130,7 @@ class Returned:
     @classmethod
     def of(cls, values: Any, read: Callable[[Any, str], int | Argument | Given]) -> Returned:
         """Takes a structure apart; `read` replaces each leaf, given the leaf and its place in words."""
-        shape = _shape_of(values, read, "the value")
+        shape = structured(values, read)
         return cls(shape=shape, echoed=_echoed(shape))
 
     def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,18 +142,19 @@ class Returned:
         return _filled(self.shape, values, given)
 
 
-def _shape_of(value: Any, read: Callable[[Any, str], Any], where: str) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(_shape_of(one, read, f"{where}[{at}]") for at, one in enumerate(value))
+def structured(value: Any, read: Callable[[Any, str], Any], where: str = "the value") -> Any:
+    """A structure of lists, tuples and dicts with other leaves: what `read` gives for each and its place in words."""
+    if _is_row(value):
+        return _row(type(value), [structured(one, read, f"{where}[{at}]") for at, one in enumerate(value)])
     if type(value) is dict:
-        return {name: _shape_of(one, read, f"{where}[{name!r}]") for name, one in value.items()}
+        return {name: structured(one, read, f"{where}[{name!r}]") for name, one in value.items()}
     return read(value, where)
 
 
 def _echoed(shape: Any) -> dict[str, Argument]:
     if type(shape) is Argument:
         return {shape.name: shape}
-    inner = shape.values() if type(shape) is dict else shape if type(shape) in (list, tuple) else ()
+    inner = shape.values() if type(shape) is dict else shape if _is_row(shape) else ()
     return {name: one for part in inner for name, one in _echoed(part).items()}
 
 
@@ -156,4 +167,16 @@ def _filled(shape: Any, values: Sequence[Any], given: Mapping[str, Any]) -> Any:
         return given[shape.name]
     if type(shape) is dict:
         return {name: _filled(one, values, given) for name, one in shape.items()}
-    return type(shape)(_filled(one, values, given) for one in shape)
+    if type(shape) is Fixed:
+        return shape.read()
+    return _row(type(shape), [_filled(one, values, given) for one in shape])
+
+
+def _is_row(value: Any) -> bool:
+    """Whether it is a list, a tuple or a named tuple."""
+    kind = type(value)
+    return kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def _row(kind: Any, items: list[Any]) -> Any:
+    return items if kind is list else tuple(items) if kind is tuple else kind(*items)

@@ -4,7 +4,7 @@
 `packing`, `messages`     msgpack with limits; the messages and their codec
 `protocol`                handshake, frames and their tags: no I/O, no clock, no threads
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
-`stream`                  a connection in blocking mode
+`stream`, `parts`         a connection in blocking mode; descriptions longer than a frame
 `server`, `client`        the listening end, the connecting ends
 `completion_bell`         wakes who waits for a plan, through shared memory
 `order_bell`              brings orders, through shared memory

@@ -9,6 +9,7 @@ from typing import Any
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
+from raycollect.channel.parts import joined
 from raycollect.channel.stream import open_stream
 from raycollect.core.model import Address
 from raycollect.errors import ConnectionLostError
@@ -75,14 +76,14 @@ class DataClient:
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         self._stream.send(message, timeout_s=limit_s)
-        return self._stream.receive(limit_s)
+        return joined(self._stream.receive(limit_s), partial(self._stream.receive, limit_s))
 
     def tell(self, message: Message) -> None:
         """Sends a message that has no answer; raises ConnectionLostError."""
         self._stream.send(message, timeout_s=self._timeout_s)
 
-    def receive_blob(self, into: memoryview) -> None:
-        """Fills `into` with the next bytes of the last answer's blob: all at once, or piece by piece.
+    def receive_blob(self, *into: memoryview) -> None:
+        """Fills `into`, in order, with the next bytes of the last answer's blob: all at once, or piece by piece.
 
         Raises:
             ConnectionLostError: The connection ended, or paused for longer than the client's limit.

@@ -36,19 +36,20 @@ from typing import NamedTuple
 from raycollect.core import shared_memory
 from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
 from raycollect.core.futex import FUTEX_NBYTES, Futex
-from raycollect.core.model import Segment
+from raycollect.core.model import TASK_NBYTES, Segment
 from raycollect.core.semaphores import SEM_NBYTES, semaphores
 from raycollect.core.signals import waiting
 
 IN_FLIGHT = 16  # how many runs of one capture may be under way
 _NAME = "raycollect-doorbell"
 _CELL_NBYTES = 4096
-_HEAD_WORDS = 4  # number, seq, predecessor, length
+_HEAD_WORDS = 4 + TASK_NBYTES // 8  # number, seq, predecessor, length, and the task that it comes behind
 INLINE_NBYTES = _CELL_NBYTES - 8 * _HEAD_WORDS  # the longest message that fits into a cell
 
 # Whether processors see each other's stores in the order in which they were made.
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 _BY_CHANNEL = 1 << 63  # the length of a message that does not
+_BEHIND = 1 << 62  # added to the length where there is such a task
 _PRESENT_NBYTES = 8
 _PRESENT = 1  # marks a taken slot; its core is added, counted from 1
 _BELLS = 2  # the controller's, and one that is never posted
@@ -71,6 +72,7 @@ class Entry(NamedTuple):
     seq: int  # its number in the controller's order
     predecessor: int
     payload: bytes | None  # its arguments; None: they come over the channel
+    after: bytes = b""  # the task of the call that it comes behind; empty: none
 
 
 class Ring:
@@ -89,13 +91,17 @@ class Ring:
         self.cells: tuple[int, ...] = tuple(range(first, first + IN_FLIGHT * _CELL_WORDS, _CELL_WORDS))
         self._fence = fence
 
-    def write(self, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+    def write(self, number: int, seq: int, predecessor: int, payload: bytes, after: bytes = b"") -> bool:
         """Fills a run's cell; False where the message does not fit, which the cell then says. It wakes nobody."""
         words, nbytes, cell = self.words, len(payload), self.cells[number % IN_FLIGHT]
         fits = nbytes <= INLINE_NBYTES
         words[cell + 1] = seq
         words[cell + 2] = predecessor
         words[cell + 3] = nbytes if fits else _BY_CHANNEL
+        if after:
+            words[cell + 3] |= _BEHIND
+            start = 8 * (cell + _HEAD_WORDS)
+            self._bytes[start - TASK_NBYTES : start] = after
         if nbytes and fits:
             start = 8 * (cell + _HEAD_WORDS)
             self._bytes[start : start + nbytes] = payload
@@ -108,9 +114,14 @@ class Ring:
         """The message in a cell that was written; None where it goes over the channel."""
         if not _IN_ORDER:
             self._fence()
-        nbytes = self.words[cell + 3]
+        nbytes = self.words[cell + 3] & ~_BEHIND
         start = 8 * (cell + _HEAD_WORDS)
         return bytes(self._bytes[start : start + nbytes]) if nbytes <= INLINE_NBYTES else None
+
+    def task(self, cell: int) -> bytes:
+        """The task of the call that the run in a cell comes behind; empty: none. For who has read the message."""
+        start = 8 * (cell + _HEAD_WORDS)
+        return bytes(self._bytes[start - TASK_NBYTES : start]) if self.words[cell + 3] & _BEHIND else b""
 
 
 class _Memory:
@@ -286,8 +297,10 @@ class DoorbellClient:
                     self._futex.wait(seen, min(until_s - now_s, _SLICE_S))
         self._number += 1
         self._has_slept = has_slept
-        payload = b"" if _IN_ORDER and not words[cell + 3] else ring.read(cell)
-        return Entry(number, words[cell + 1], words[cell + 2], payload)
+        if _IN_ORDER and not words[cell + 3]:
+            return Entry(number, words[cell + 1], words[cell + 2], b"")
+        payload = ring.read(cell)
+        return Entry(number, words[cell + 1], words[cell + 2], payload, ring.task(cell))
 
     def answer(self, number: int, payload: bytes) -> bool:
         """Answers a run that went well; returns False where the results have to go over the channel."""

@@ -57,7 +57,7 @@ class OrderBellClient(DoorbellClient):
         entry = self.take(timeout_s)
         if entry is None:
             return None
-        number, flags, split, message = entry
+        number, flags, split, message, _ = entry
         self._answers.write(number, 0, 0, b"")  # nobody answers: the controller may write to the cell again
         payload = message or b""
         return Order(

@@ -16,6 +16,7 @@ from typing import Protocol
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
+from raycollect.channel.parts import parts_of
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
 from raycollect.channel.refusals import Refusals
 from raycollect.channel.stream import Stream
@@ -66,8 +67,15 @@ class DataLink:
             ConnectionLostError: The client ended the connection.
             ProtocolError: The message can't be sent; the connection goes on.
         """
-        self._stream.send(message, blobs)
+        *parts, last = parts_of(message)
+        for part in parts:
+            self._stream.send(part)
+        self._stream.send(last, blobs)
         self.sent += 1
+
+    def has_ended(self) -> bool:
+        """Whether the client has ended the connection; never waits."""
+        return self._stream.has_ended()
 
 
 class ServerHandler(LinkHandler, Protocol):

@@ -14,6 +14,7 @@ from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
 from raycollect.core import sockets
 from raycollect.core.model import Address
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 
 _READ_NBYTES = 64 * 1024
@@ -41,8 +42,7 @@ class Stream:
         try:
             self.sock.settimeout(timeout_s)
             self.sock.sendall(frame)
-            for blob in blobs:
-                self.sock.sendall(sockets.flat(blob))
+            sockets.pass_on(map(sockets.flat, blobs), self.sock.sendmsg)
         except OSError as exc:
             raise self._lost(f"can't send {type(message).__name__}: {exc}") from exc
         except BaseException:
@@ -64,8 +64,8 @@ class Stream:
         self.blob_left = getattr(event, "blob_nbytes", 0)
         return event
 
-    def receive_blob(self, into: memoryview, timeout_s: float | None = None) -> None:
-        """Fills `into` with the next bytes of the blob; call it until `blob_left` is 0.
+    def receive_blob(self, into: Sequence[memoryview], timeout_s: float | None = None) -> None:
+        """Fills `into`, one after the other, with the next bytes of the blob; call it until `blob_left` is 0.
 
         Args:
             into: Writable contiguous memory, at most `blob_left` bytes.
@@ -75,24 +75,30 @@ class Stream:
             ConnectionLostError: The connection ended, or the peer paused.
             ProtocolError: The blob is shorter than `into`.
         """
-        view = sockets.flat(into)
-        if len(view) > self.blob_left:
-            raise ProtocolError(detail=f"{len(view)} bytes wanted, the blob has {self.blob_left}", peer=self.peer)
-        if not len(view):
+        wanted = sum(view.nbytes for view in into)
+        if wanted > self.blob_left:
+            raise ProtocolError(detail=f"{wanted} bytes wanted, the blob has {self.blob_left}", peer=self.peer)
+        if not wanted:
             return
-        buffered = self.connection.take_buffered(len(view))
-        view[: len(buffered)] = buffered
-        done = len(buffered)
+        buffered = memoryview(self.connection.take_buffered(wanted))
+
+        def fill(views: list[memoryview]) -> int:
+            nonlocal buffered
+            nbytes = min(len(buffered), len(views[0]))
+            if nbytes:
+                views[0][:nbytes], buffered = buffered[:nbytes], buffered[nbytes:]
+            else:
+                nbytes = self.sock.recvmsg_into(views)[0]
+            if not nbytes:
+                raise ConnectionResetError("the peer closed the connection")
+            self.blob_left -= nbytes
+            return nbytes
+
         try:
             self.sock.settimeout(timeout_s)
-            while done < len(view):
-                nbytes = self.sock.recv_into(view[done:])
-                if not nbytes:
-                    raise ConnectionResetError("the peer closed the connection")
-                done += nbytes
+            sockets.pass_on(map(sockets.flat, into), fill)
         except OSError as exc:
-            raise self._lost(f"{self.blob_left - done} bytes of a blob did not come: {exc}") from exc
-        self.blob_left -= len(view)
+            raise self._lost(f"{self.blob_left} bytes of a blob did not come: {exc}") from exc
         if not self.blob_left:
             self.connection.blob_received()
             self._events.extend(self._checked(b""))
@@ -118,6 +124,15 @@ class Stream:
         events = list(self._events)
         self._events.clear()
         return events
+
+    def has_ended(self) -> bool:
+        """Whether the peer has ended the connection, and all that came before was received; never waits."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def shutdown(self) -> None:
         """Ends the connection from another thread: whoever is blocked in it wakes with ConnectionLostError."""
@@ -178,12 +193,14 @@ def open_stream(address: Address, purpose: str, hello: dict[str, Any], timeout_s
     nonce = secrets.token_bytes(NONCE_NBYTES)
     connection = Connection("client", address.secret, nonce=nonce, purpose=purpose, hello=hello)
     connection.start()
-    stream = Stream(sockets.connect(address.host, address.port, timeout_s), connection)
-    try:
-        event = stream.next_event(deadline_s)
-        if not isinstance(event, Opened):
-            raise ProtocolError(detail=f"{type(event).__name__} before the handshake ended", peer=stream.peer)
-    except BaseException:
-        stream.close()
-        raise
+    with Deferred():  # so that a signal leaves no connection open
+        stream = Stream(sockets.connect(address.host, address.port, timeout_s), connection)
+        try:
+            with Allowed():
+                event = stream.next_event(deadline_s)
+            if not isinstance(event, Opened):
+                raise ProtocolError(detail=f"{type(event).__name__} before the handshake ended", peer=stream.peer)
+        except BaseException:
+            stream.close()
+            raise
     return stream

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from raycollect import backends
+from raycollect.core import files
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, KernelError
@@ -190,9 +191,7 @@ class _Folder:
         self._folder = folder
 
     def put(self, name: str, value: bytes) -> None:
-        unfinished = self._folder / f"unfinished.{os.getpid()}"
-        unfinished.write_bytes(value)
-        unfinished.rename(self._folder / f"value.{name}")
+        files.write(self._folder / f"value.{name}", value)
 
     def get(self, name: str, timeout_s: float) -> bytes:
         until_s = time.monotonic() + timeout_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 
@@ -17,8 +18,12 @@ class Placeholder:
         """The error to raise; where an attribute of that name was asked for, an AttributeError."""
         raise NotImplementedError
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise self._misused()
+    def _used(self, use: str) -> Exception:
+        """The error to raise where Python uses it as the value; `use` says how: ``"+"``, ``"float()"``."""
+        return self._misused()
+
+    def _passed_to(self, function: str) -> None:
+        """It is passed to a function of Ray, which may refuse it; raises where that would not say why."""
 
     __array_priority__: float = 1e9  # so that numpy's operators leave it to those here
 
@@ -29,10 +34,12 @@ class Placeholder:
         # It equals itself; comparing it with a value is refused.
         if other is None or isinstance(other, Placeholder):
             return self is other
-        raise self._misused()
+        raise self._used("==")
 
     def __format__(self, spec: str) -> str:
-        return self._refuse() if spec else str(self)
+        if spec:
+            raise self._used("format()")
+        return str(self)
 
     if not TYPE_CHECKING:  # a type checker knows the attributes that there are
 
@@ -49,5 +56,21 @@ _REFUSED = (
     "lt le gt ge add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor radd rsub rmul rtruediv "
     "rfloordiv rmod rdivmod rpow rmatmul rlshift rrshift rand ror rxor neg pos abs invert array"
 )
+_SIGNS = {
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//",
+    "mod": "%", "pow": "**", "matmul": "@", "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
+    "neg": "-", "pos": "+", "invert": "~", "getitem": "[]", "setitem": "[]", "delitem": "[]", "contains": "in",
+}  # fmt: skip
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    use = _SIGNS.get(name) or _SIGNS.get(name.removeprefix("r")) or f"{name}()"
+
+    def refuse(self: Placeholder, *_: Any, **__: Any) -> Any:
+        raise self._used(use)
+
+    return refuse
+
+
 for _name in _REFUSED.split():
-    setattr(Placeholder, f"__{_name}__", Placeholder._refuse)
+    setattr(Placeholder, f"__{_name}__", _refusing(_name))

@@ -28,6 +28,8 @@ class Placement:
         ranks: torch's rank of each place of the mesh, the last axis fastest.
         at: The place of this process in `ranks`.
         cuts: What each axis does.
+        order: The axes, in the order in which they cut; empty: as the split factors of `cuts` say, else from the first
+            axis to the last.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +38,9 @@ class Placement:
     ranks: tuple[int, ...]
     at: int
     cuts: tuple[Cut, ...]
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.cuts) != len(self.mesh) or not 0 <= self.at < len(self.ranks):
+        is_order = len({*self.order}) == len(self.order) and all(0 <= axis < len(self.mesh) for axis in self.order)
+        if len(self.cuts) != len(self.mesh) or not 0 <= self.at < len(self.ranks) or not is_order:
             raise ValueError(f"no such placement: {self!r}")

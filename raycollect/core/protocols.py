@@ -138,11 +138,18 @@ class Communicator(Protocol):
         ...
 
     def abort(self, seq: int) -> None:
-        """Makes every wait of that launch, now or later, raise PlanAbortedError."""
+        """Makes every wait of that launch, now or later, raise PlanAbortedError.
+
+        0 is no launch: the process of a rank has ended, so that `close` must not wait for the others.
+        """
         ...
 
     def close(self) -> None:
-        """Releases all that the communicator holds. May be called twice."""
+        """Releases all that the communicator holds. May be called twice.
+
+        A launch under way is woken, and releases what it uses as it ends. The library may take its time: callers that
+        must not wait make the call on another thread.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ import gc
 import inspect
 import os
 import socket
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -99,8 +100,7 @@ def read_ref(ref: Any) -> tuple[Key, str]:
 
 
 def nbytes_of(ref: Any) -> int:
-    """The size of what a ref stands for, without fetching it; waits until it is there. 0: Ray does not tell."""
-    ray.wait([ref], fetch_local=False)
+    """The size of what a ref stands for, which is there, without fetching it; 0: Ray does not tell."""
     for ask in (get_local_object_locations, get_object_locations):  # this process, or else the ref's owner
         nbytes = ask([ref]).get(ref, {}).get("object_size")
         if nbytes:
@@ -261,6 +261,17 @@ def worker_id() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
+def owner_id() -> str:
+    """Ray's id of the process that made this actor, in hexadecimal; empty where this is no actor."""
+    from ray.core.generated import core_worker_pb2
+
+    read: Any = core_worker_pb2  # its names are made when it is imported
+    if not current_actor_id():
+        return ""
+    serialized, _ = core_worker().serialize_actor_handle(core_worker().get_actor_id())
+    return str(read.ActorHandle.FromString(serialized).owner_address.worker_id.hex())
+
+
 def is_alive(worker: str) -> bool:
     """Whether Ray takes a process for alive, by its `worker_id`; asks the cluster's control store."""
     return worker in living_workers()
@@ -281,9 +292,19 @@ def living_workers() -> frozenset[str]:
 
 
 def is_ordered() -> bool:
-    """True where this actor runs its methods one by one, in submission order (P2)."""
+    """True where this actor runs its methods one by one, in submission order (P2); for one of its methods to call.
+
+    Ray runs the methods of an actor that has concurrency groups in pools of threads, and those of other synchronous
+    actors in the main thread. An actor with tensor transport has groups too: those that Ray itself uses.
+    """
     worker = core_worker()
-    return not worker.current_actor_is_asyncio() and worker.current_actor_max_concurrency() <= 1
+    if worker.current_actor_is_asyncio() or worker.current_actor_max_concurrency() > 1:
+        return False
+    handle = worker.get_actor_handle(worker.get_actor_id())
+    if getattr(handle, "_ray_allow_out_of_order_execution", False):
+        return False
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main or bool(getattr(handle, "_ray_enable_tensor_transport", False))
 
 
 def actor_handle(actor_id: str) -> Any:
@@ -330,6 +351,23 @@ def is_generator(handle: Any, method: str) -> bool:
     """Whether a method is known to be a generator."""
     known = getattr(handle, "_ray_method_is_generator", None)
     return isinstance(known, dict) and bool(known.get(method))
+
+
+def unusual_options(handle: Any, method: str, options: dict[str, Any]) -> dict[str, str]:
+    """What the caller of a method asks of its task, by option; `options` are of Ray's function that submits it."""
+    declared = getattr(handle, method)
+    retries = getattr(declared, "_max_task_retries", None) or 0
+    usual = {
+        "name": "",
+        "num_returns": "streaming" if is_generator(handle, method) else 1,  # which is refused elsewhere
+        "max_task_retries": retries,
+        "retry_exceptions": getattr(declared, "_retry_exceptions", None),
+        "concurrency_group_name": None,
+        "tensor_transport": getattr(declared, "_tensor_transport", None),
+        "labels": None,
+    }
+    found = {name: options[name] for name, value in usual.items() if name in options and options[name] != value}
+    return {name.removesuffix("_name"): repr(value) for name, value in found.items()}
 
 
 def read_method(value: Any) -> tuple[Any, str] | None:

@@ -12,9 +12,13 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.errors import ConnectionLostError
 
 # Errors of a process or a machine that can't open one more socket for now.
@@ -33,6 +37,7 @@ _PROBE_S = 2.0  # How long the kernel waits after a keepalive probe, as in `_TCP
 _UNASKED_S = 1.0
 
 _BACKLOG = 1024
+_MOST_VIEWS = 256  # that one system call gets, which takes 1024
 
 LOCAL_NBYTES = 2 << 20  # How much a connection within one machine takes before its other end reads
 
@@ -193,16 +198,30 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     peer = f"{host}:{port}"
     if timeout_s <= 0:
         raise ConnectionLostError(detail="no time was left to connect", peer=peer)
+    failed: OSError | None = None
     try:
-        sock = socket.create_connection((host, port), timeout_s)
+        for family, kind, number, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                return _connected(family, kind, number, place, timeout_s)
+            except OSError as exc:
+                failed = exc
     except OSError as exc:
-        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
-    try:
-        tune(sock)
-    except OSError as exc:
-        sock.close()
-        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
-    return sock
+        failed = exc
+    raise ConnectionLostError(detail=f"can't connect: {failed}", peer=peer) from failed
+
+
+def _connected(family: int, kind: int, number: int, place: Any, timeout_s: float) -> socket.socket:
+    with Deferred():  # so that a signal leaves no socket open
+        sock = socket.socket(family, kind, number)
+        try:
+            sock.settimeout(timeout_s)
+            with Allowed():
+                sock.connect(place)
+            tune(sock)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
 
 def shortage(needed: int) -> str:
@@ -252,3 +271,14 @@ def close(socks: Iterable[socket.socket]) -> None:
 def flat(view: memoryview) -> memoryview:
     """Views C-contiguous memory as bytes, without a copy; raises TypeError otherwise."""
     return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def pass_on(views: Iterable[memoryview], move: Callable[[list[memoryview]], int]) -> None:
+    """Sends or fills all of `views`, in order: `move` gets some of them, and returns its count of bytes."""
+    left = deque(view for view in views if view.nbytes)
+    while left:
+        nbytes = move(list(islice(left, _MOST_VIEWS)))
+        while left and nbytes >= left[0].nbytes:
+            nbytes -= left.popleft().nbytes
+        if nbytes:
+            left[0] = left[0][nbytes:]

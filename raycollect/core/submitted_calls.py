@@ -9,22 +9,46 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
+import ray
 from ray.actor import ActorHandle
 
 from raycollect.core.call_tokens import CallTokens
-from raycollect.core.model import TASK_NBYTES
+from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
 
 _FUNNEL = "_actor_method_call"
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
 
+_KEPT = "__raycollect_"  # of those that return tensors as methods of users do, and note their end as these
+
 NOTHING = b""
 """In place of a call where plans need not wait for any."""
+
+
+class Recorder(Protocol):
+    """Takes the calls of methods that its thread, or asynchronous task, submits.
+
+    Attributes:
+        is_eager: Whether Ray does them nevertheless.
+    """
+
+    is_eager: ClassVar[bool]
+
+    def is_here(self) -> bool:
+        """Whether the caller is in that thread or task: a context may be copied into others."""
+
+    def method(self, submit: Callable[[], Any], handle: Any, name: str, options: dict[str, Any]) -> Any:
+        """Takes a call, and returns what the caller gets; `submit` lets Ray do it. `options` are of Ray's function."""
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("raycollect_recorder", default=None)
 
 _PATIENT_S = 0.02  # how long a thread that has locks of actors waits for one more
 
@@ -62,7 +86,7 @@ class SubmittedCalls:
                 to, submitted = lent
                 made = submit(to, name, **options)
                 submitted(made)
-            if not name.startswith("_"):
+            if not name.startswith("_") or name.startswith(_KEPT):
                 self.last = _task_of(made)
         return made
 
@@ -104,14 +128,38 @@ class AllHeld:
             calls[self._held].lock.release()
 
 
+_retried: OrderedDict[bytes, None] = OrderedDict()
+"""The latest tasks that Ray tries again if their methods raise."""
+
+_MOST_RETRIED = 4096
+
+
+def unsettled_retries(refs: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Those of some refs that have no value yet, and whose methods Ray may run again after an exception.
+
+    Calls of other processes, and those before there was a class of participants here, are not known.
+    """
+    found = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
+    if found:
+        pending = set(ray.wait([*found.values()], num_returns=len(found), timeout=0, fetch_local=False)[1])
+        found = {key: ref for key, ref in found.items() if ref in pending}
+    return found
+
+
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
 _watching = threading.RLock()  # a finalizer may declare a group
+
+
+def watch_retries() -> None:
+    """Notes from now on which calls Ray may try again."""
+    with _watching:
+        see_calls()
 
 
 def watch(handle: Any) -> SubmittedCalls | None:
     """Notes the calls of an actor from now on, as long as the result is referred to; None: this Ray offers no way."""
     with _watching:
-        if not _replace():
+        if not see_calls():
             return None
         found = _watched.get(handle._actor_id)
         if found is None:
@@ -119,23 +167,53 @@ def watch(handle: Any) -> SubmittedCalls | None:
         return found
 
 
-def _replace() -> bool:
-    """Puts itself in the way of all calls, once; False where it can't."""
+def recording() -> Recorder | None:
+    """What records the calls of this thread; None: Ray does them."""
+    found = recorder.get()
+    return found if found is not None and found.is_here() else None
+
+
+def see_calls() -> bool:
+    """Sees all calls of methods from now on; False: this Ray offers no way."""
     submit = getattr(ActorHandle, _FUNNEL, None)
     if submit is None or hasattr(submit, "__raycollect__"):
         return submit is not None
 
-    @functools.wraps(submit)
-    def noted(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        calls = _watched.get(self._ray_actor_id)
-        options.update(args=args, kwargs=kwargs)
-        if calls is None or method_name.startswith(_OWN):
-            return submit(self, method_name, **options)
-        return calls.submit(self, method_name, submit, options)
+    def noted(handle: Any, name: str, options: dict[str, Any]) -> Any:
+        calls = _watched.get(handle._ray_actor_id)
+        if calls is None or name.startswith(_OWN):
+            made = submit(handle, name, **options)
+        else:
+            made = calls.submit(handle, name, submit, options)
+        if options.get("retry_exceptions") and options.get("max_task_retries"):
+            _note_retried(_task_of(made))
+        return made
 
-    noted.__raycollect__ = True  # type: ignore[attr-defined]
-    setattr(ActorHandle, _FUNNEL, noted)
+    @functools.wraps(submit)
+    def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        options.update(args=args, kwargs=kwargs)
+        found = recording()
+        if found is None or _is_own(method_name, args):
+            return noted(self, method_name, options)
+        return found.method(functools.partial(noted, self, method_name, options), self, method_name, options)
+
+    call.__raycollect__ = True  # type: ignore[attr-defined]
+    setattr(ActorHandle, _FUNNEL, call)
     return True
+
+
+def _is_own(name: str, args: Any) -> bool:
+    """Whether the library itself makes a call, as it forms a group or takes in a value."""
+    if name == "__ray_call__":
+        return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.member.")
+    return name.startswith((_OWN, f"_{_OWN}"))
+
+
+def _note_retried(task: bytes | None) -> None:
+    if task is not None:
+        _retried[task] = None
+        if len(_retried) > _MOST_RETRIED:
+            _retried.popitem(last=False)
 
 
 def _task_of(made: Any) -> bytes | None:

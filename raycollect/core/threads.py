@@ -7,6 +7,7 @@ that repeats is logged once a minute, and the thread rests in between. Whoever w
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import threading
@@ -67,12 +68,20 @@ def apart(call: Callable[..., _Result], *args: object, name: str = _APART) -> Fu
     return future
 
 
-def apart_or_here(call: Callable[[], object]) -> None:
-    """Makes a call of which nobody wants the result as `apart` does, or here where no more threads can be started."""
+def bounded(call: Callable[[], object], timeout_s: float = 0.0) -> bool:
+    """Makes a call as `apart` does and waits at most `timeout_s` for its end, which is all that its caller wants.
+
+    It is made here where no more threads can be started. Its failure is logged.
+
+    Returns:
+        Whether it has ended.
+    """
     try:
-        apart(survives, call)
+        making = apart(survives, call)
     except RuntimeError:
-        call()
+        survives(call)
+        return True
+    return has_ended(making, timeout_s)
 
 
 def _fulfil(job: list[tuple[Future[_Result], Callable[..., _Result], tuple[object, ...]]]) -> None:
@@ -81,12 +90,15 @@ def _fulfil(job: list[tuple[Future[_Result], Callable[..., _Result], tuple[objec
         future, call, args = job.pop()
     except IndexError:  # it was taken back
         return
+    is_wanted = future.set_running_or_notify_cancel()  # an await may be cancelled; the call is made all the same
     try:
         result = call(*args)
     except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
-        future.set_exception(exc)
+        if is_wanted:
+            future.set_exception(exc)
     else:
-        future.set_result(result)
+        if is_wanted:
+            future.set_result(result)
     finally:
         del future, call, args
 
@@ -117,6 +129,23 @@ def submit(workers: ThreadPoolExecutor, call: Callable[..., _Result], *args: obj
             job.pop()
             raise
     return future
+
+
+def awaitable(
+    call: Callable[..., _Result], *args: object, workers: ThreadPoolExecutor | None = None
+) -> asyncio.Future[_Result]:
+    """Makes a call that may wait, for a coroutine to await: in a thread of `workers`, or in a new one.
+
+    Never in the default pool of the event loop: users may fill that with calls that wait for this coroutine.
+
+    Raises:
+        InternalError: No more threads can be started.
+    """
+    try:
+        future = apart(call, *args) if workers is None else submit(workers, call, *args)
+    except RuntimeError as exc:
+        raise failed(_name_of(call), exc) from exc
+    return asyncio.wrap_future(future)
 
 
 @contextmanager

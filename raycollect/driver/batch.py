@@ -16,6 +16,7 @@ from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import BatchError, refuse, wrong_argument, wrong_flags, wrong_time_limit
+from raycollect.errors.text import shown
 from raycollect.planner import STAGING_NBYTES, Membership
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
@@ -236,6 +237,12 @@ def current() -> Batch | None:
     return found if found is None or found._is_here() else None
 
 
+def limit_s(timeout_s: float | None) -> float | None:
+    """The time limit of a call: what it says, or else the block in which it is made; None: neither does."""
+    around = current() if timeout_s is None else None
+    return timeout_s if around is None else around.timeout_s
+
+
 def _running_task() -> Any:
     try:
         return asyncio.current_task()
@@ -257,8 +264,9 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
         staging_nbytes: How many bytes of memory a participant may use for packing small tensors, at least 16; 0: no
             packing.
         async_op: True: the end of the block does not wait; ``b.wait()`` does.
-        timeout_s: How long ranks wait for each other, in seconds, where a call does not say; by default as its group
-            says. The batch is one plan with one limit: the longest of its calls.
+        timeout_s: The limit of calls that name none, in seconds. The batch is one plan, which may take as long as the
+            longest limit of its calls, from the end of the block on, waits for methods included. Where a call has no
+            limit, ranks wait for each other alone, as its group says.
 
     Raises:
         InvalidArgumentError: An argument makes no sense.
@@ -277,7 +285,7 @@ def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any, **flags: Any) 
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
     ):
         expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
-        found.append(wrong_argument("staging_nbytes", repr(staging_nbytes), expected))
+        found.append(wrong_argument("staging_nbytes", shown(staging_nbytes), expected))
     refuse(op, found)
 
 

@@ -8,19 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.core import ray_internals
+from raycollect.core.deadline import Deadline
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
+from raycollect.core.placeholder import Placeholder
 from raycollect.core.signals import Deferred
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.driver_rank import with_results
-from raycollect.driver.operand_binding import Operand
+from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
-from raycollect.errors.text import a_type
+from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, GpuLists, Membership, root_parameter
 
@@ -40,6 +42,7 @@ _PARTS: dict[OpKind, tuple[str, str]] = {
 }
 """Operation -> the parameters of the inputs and of the outputs, which may be None."""
 
+_MOST_NUMBER = 1 << 63  # ranks, and numbers of GPUs, are far below
 _SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the others take lists
 
 _NO_STEP = "one of actors: runs of a captured step run in actors. Make the calls in a batch(), or outside of the step"
@@ -48,6 +51,12 @@ _AT_ROOT = (OpKind.REDUCE, OpKind.GATHER)  # only the root has a result
 
 # Where the result replaces the operand unless a new one is asked for
 _REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES)
+
+
+def task_wait(op: str, group_name: GroupLike, timeout_s: Any) -> TaskWait:
+    """How long a call that begins now waits for tasks: as it says, or else the block in which it is made."""
+    limit_s = batch.limit_s(timeout_s)
+    return TaskWait(op, name_of(group_name), Deadline.after(None if wrong_time_limit(limit_s) else limit_s))
 
 
 class Call:
@@ -71,6 +80,7 @@ class Call:
         *,
         op: Any = None,
         lists: Any = None,
+        wait: Any = None,
         **refs: Any,
     ) -> None:
         self._kind = kind
@@ -82,13 +92,13 @@ class Call:
         self._batch = batch.current()
         self._request_list = RequestList() if self._batch is None else self._batch.request_list
         self._violations: list[Violation] = []
-        if timeout_s is None and self._batch is not None:
-            timeout_s = self._batch.timeout_s
-        self._timeout_s = timeout_s
+        timeout_s = self._timeout_s = batch.limit_s(timeout_s)
         self._violations += wrong_time_limit(timeout_s)
+        self._wait: TaskWait = wait or task_wait(self.name or kind.value, group_name, timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
-        self._driver_rank = self.controller.takes_part(self._group_name) if was_started else None
+        left_s = self._wait.deadline.left_s()
+        self._driver_rank = self.controller.takes_part(self._group_name, left_s) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
         if not was_started:  # no cluster is started for what can't be
@@ -132,7 +142,9 @@ class Call:
             return list(result) if isinstance(result, list) else result  # the caller may change it
         self.sent = request_list.asked[-1]
         with Deferred():
-            tracker, submission = request_list.send(self.controller, STAGING_NBYTES, is_batch=False)
+            tracker, submission = request_list.send(
+                self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
+            )
             refs = request_list.results[0]
             if async_op:
                 return Work(self.controller, tracker, refs, submission)
@@ -154,17 +166,19 @@ class Call:
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch._stand_in(given)
+            if isinstance(ref, Placeholder) and type(ref) is not Pending:
+                ref._passed_to("a collective")
             one: Operand | Violation
             if type(ref) is Pending and ref._is_of(self._request_list):
                 one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
             elif type(ref) is Pending:
-                one = operand_binding.operand(ref.ref, position)
+                one = operand_binding.operand(ref.ref, position, self._wait)
             elif is_handle(ref) and self._makes(name, position):
                 one = Operand(ref=None, key=None, actor_id=ref._actor_id.hex())
             elif self._driver_rank is not None and (mine := self._driver_rank.operand(ref)) is not None:
                 one = mine
             else:
-                one = operand_binding.operand(ref, position)
+                one = operand_binding.operand(ref, position, self._wait)
             if isinstance(one, Operand):
                 read.append(one)
             else:
@@ -180,8 +194,9 @@ class Call:
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
         may_derive = self._is_name and group_name == "default" and self._kind is not OpKind.BARRIER
-        if not may_derive or controller.groups.find(group_name) is not None:  # a Group of that name was destroyed
-            return controller.groups.named(group_name)
+        found = controller.groups.find(group_name, self._wait.deadline.left_s())
+        if found is not None or not may_derive:  # a Group of that name was destroyed
+            return found or controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
         actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
         if known := controller.groups.derived(actor_ids):
@@ -192,8 +207,8 @@ class Call:
         else:
             self._violations += [*operand_binding.repeated(lists[0]), *operand_binding.strangers(lists[0])]
         self._raise()
-        limit_s = groups.DEFAULT_TIMEOUT_S if self._timeout_s is None else self._timeout_s
-        return controller.groups.derive(actor_ids, limit_s)
+        left_s = self._wait.deadline.left_s()
+        return controller.groups.derive(actor_ids, groups.DEFAULT_TIMEOUT_S if left_s is None else left_s)
 
     def _bind(self, name: str, operands: list[Operand], *, alone: bool) -> dict[int, Operand]:
         whole = self.is_of_all and name != _SINGLE and self._kind is not OpKind.SEND
@@ -219,13 +234,16 @@ class Call:
 
     def _number(self, field: str, value: Any, expected: str) -> int:
         try:
-            return operator.index(value)
+            number = operator.index(value)
         except TypeError:
-            self._wrong(field, value, expected)
-            return -1
+            number = _MOST_NUMBER
+        if -_MOST_NUMBER < number < _MOST_NUMBER:
+            return number
+        self._wrong(field, value, expected)
+        return -1
 
     def _wrong(self, field: str, value: Any, expected: str) -> None:
-        self._violations.append(wrong_argument(field, repr(value), expected))
+        self._violations.append(wrong_argument(field, shown(value), expected))
 
     def _raise(self) -> None:
         if self._violations:
@@ -278,7 +296,9 @@ class Call:
             if sole is None or rank == sole:
                 results.append(self._ref(rank, taken or (given if keeps else None)))
         call = (membership, kind, tuple(operands), self._op, root, peer)
-        asked = RequestKey(*call, bool(inplace), self._limit_s, bool(snapshot), self._lists)
+        asked = RequestKey(
+            *call, bool(inplace), self._limit_s, bool(snapshot), self._lists, is_limited=self._timeout_s is not None
+        )
         result: Any = results if sole is None else results[0] if results else None
         request_list.add(asked, result)
 

@@ -10,6 +10,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -17,12 +18,14 @@ from typing import Any
 from raycollect.channel import CompletionBell
 from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, name_of
+from raycollect.core.signals import Allowed
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.dispatch_lock import DispatchLock
 from raycollect.driver.driver_rank import DriverRank
 from raycollect.driver.groups import Groups
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
+from raycollect.driver.plan_timeouts import PlanTimeouts
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
 from raycollect.errors import PlanAbortedError, UnknownGroupError
 from raycollect.group.process_groups import ProcessGroups, places
@@ -46,6 +49,7 @@ class Controller:
         messages: Takes what participants say.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
         under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
+        timeouts: Ends plans and runs at the time limits that their callers gave.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
@@ -56,7 +60,9 @@ class Controller:
     def current(cls) -> Controller:
         """The controller of this process and Ray session; starts Ray if need be."""
         ray_internals.ensure_ray()
-        session = ray_internals.session()
+        session, current = ray_internals.session(), cls._current
+        if current is not None and current.session is session:
+            return current
         with cls._making:
             if cls._current is None or cls._current.session is not session:
                 if cls._current is not None:
@@ -81,7 +87,7 @@ class Controller:
     def drives(cls, name: str) -> bool:
         """Whether this process has declared a group of that name; starts nothing."""
         current = cls.running()
-        return current is not None and current.groups.find(name) is not None
+        return current is not None and current.groups.is_declared(name)
 
     def __init__(self, session: object) -> None:
         self.session = session
@@ -92,10 +98,11 @@ class Controller:
         self.messages: ControllerMessages = ControllerMessages(self)
         self._bell = _make_bell()
         self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
-        self.groups: Groups = Groups(self.participants, self._group_ends, self._drained)
+        self.groups: Groups = Groups(self.participants, self._group_ends, self._drained, self._none_begins)
         self._driver_rank: DriverRank | None = None
         self._is_closed = False
         self.numbers: Iterator[int] = itertools.count(1)
+        self.timeouts: PlanTimeouts = PlanTimeouts(self)
         self.under_way: dict[int, PlanTracker] = {}
         self._tracer = Tracer.current()
         begin_from_environment(places)
@@ -116,16 +123,17 @@ class Controller:
                 self._driver_rank = DriverRank()
             return self._driver_rank
 
-    def takes_part(self, group_name: GroupLike) -> DriverRank | None:
-        """This process as a participant, if it is a member of the declared group of that name."""
+    def takes_part(self, group_name: GroupLike, limit_s: float | None = None) -> DriverRank | None:
+        """This process as a participant, if it is a member of the declared group of that name; waits as `find` does."""
         rank = self._driver_rank
-        found = None if rank is None else self.groups.find(name_of(group_name))
+        found = None if rank is None else self.groups.find(name_of(group_name), limit_s)
         return rank if rank is not None and found is not None and found.rank_of(rank.actor_id) >= 0 else None
 
     def close(self) -> None:
         """Gives back all leases."""
         for tracker in list(self.under_way.values()):
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
+        self.timeouts.stop()
         self.under_way.clear()
         self._links.clear()
         self._is_closed = True
@@ -170,10 +178,17 @@ class Controller:
 
     def _drained(self, membership: Membership, deadline_s: float) -> bool:
         with self.dispatching:  # a plan that began before is waited for; none begins after it, as all look again
-            self.groups.draining = membership.spec.group_id
+            self.groups.draining.add(membership.spec.group_id)
             self.revision = object()
             under_way = self._plans_of(membership)
-        return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
+        with Allowed():
+            return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
+
+    @contextmanager
+    def _none_begins(self) -> Iterator[list[Membership]]:
+        with self.dispatching:
+            yield [group for tracker in self.trackers() if not tracker.resolved for group in tracker.groups]
+            self.revision = object()  # as groups may have ended in the block
 
     def _plans_of(self, membership: Membership) -> list[PlanTracker]:
         return [tracker for tracker in self.trackers() if membership in tracker.groups]

@@ -45,7 +45,7 @@ class ControllerMessages:
         if isinstance(message, messages.Joined) or (
             isinstance(message, messages.Publish) and message.communicator == PLANS
         ):
-            controller.participants.fail_join(error)
+            controller.participants.fail_joins(error, message)
         elif isinstance(
             message, (messages.Arrive, messages.Behind, messages.Done, messages.Ran, messages.Ready, messages.Waiting)
         ):
@@ -72,6 +72,7 @@ class ControllerMessages:
                     controller.send(tracker, tracker.lost(position, reason))
                 except Exception as exc:  # noqa: BLE001 - any: somebody waits for it
                     controller.send(tracker, tracker.fail(threads.failed("telling who is gone", exc)))
+        threads.survives(controller.groups.bury, peer)
 
     def parted(self, peer: ParticipantLink) -> None:
         """A participant was given back by the calling thread: it aborts what it runs, without a report."""

@@ -6,7 +6,8 @@ their part (`core.signals`): an exception of a handler comes up where there is n
 
 The message is an `Order`, by the order bell or the channel. In program order it says behind which call of the actor the
 plan is; where that can't be known the plan is an actor task, which takes its place in the actor's queue. So is a plan
-that makes something, as its refs are the task's returns.
+that makes something, as its refs are the task's returns. So is one whose operand's method Ray may run again, after an
+exception: that ref is an argument of the task, so that Ray begins it, and what is behind it, after the last try.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import ray
 from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Order
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.core.signals import Allowed, Deferred
-from raycollect.core.submitted_calls import AllHeld
+from raycollect.core.submitted_calls import AllHeld, unsettled_retries
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink, StartBarrier
@@ -79,6 +81,7 @@ class RequestKey(NamedTuple):
     snapshot: bool = False
     lists: GpuLists | None = None
     reshard: Reshard | None = None
+    is_limited: bool = False  # whether the caller gave `timeout_s`, which then bounds the whole call
 
     @property
     def name(self) -> str:
@@ -87,7 +90,9 @@ class RequestKey(NamedTuple):
 
     def request(self) -> Request:
         """The same as a `Request`."""
-        return Request(**{**self._asdict(), "group": self.group.spec})
+        fields = {**self._asdict(), "group": self.group.spec}
+        del fields["is_limited"]
+        return Request(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,7 @@ class DispatchPlan:
         sources: The places of the refs whose keys are sent along.
         outputs: The requests that make something there, in the order of the task's returns.
         fits_channel: Whether it may go by the channel: it makes nothing, and fits into a frame.
+        limit_s: How long the plan may take from now on, waits for methods included; None: its callers did not say.
     """
 
     plan: Plan
@@ -108,6 +114,7 @@ class DispatchPlan:
     sources: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     fits_channel: bool
+    limit_s: float | None = None
 
 
 @lru_cache(maxsize=256)
@@ -129,6 +136,7 @@ def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
         sources=sources,
         outputs=outputs,
         fits_channel=nbytes <= ORDER_NBYTES and not any(outputs),
+        limit_s=max(one.timeout_s for one in asked) if all(one.is_limited for one in asked) else None,
     )
 
 
@@ -144,14 +152,20 @@ def _refusal(asked: Sequence[RequestKey]) -> RefusedError:
     return refusal("batch", "", tuple(found))
 
 
-def send_plan(controller: Controller, asked: tuple[RequestKey, ...], refs: dict[Key, Any], staging: int) -> PlanTracker:
-    """Plans calls and sends each participant its part, in one message each."""
+def send_plan(
+    controller: Controller,
+    asked: tuple[RequestKey, ...],
+    refs: dict[Key, Any],
+    staging: int,
+    deadline: Deadline = NEVER,
+) -> PlanTracker:
+    """Plans calls and sends each participant its part, in one message each; `deadline` is that of a single call."""
     try:
         with Allowed():  # it may take long, and nothing has begun
             prepared = prepare(asked, staging)
     except RefusedError as exc:
         raise explained(exc, asked, tuple(refs)) from None
-    return send_prepared(controller, prepared, refs)
+    return send_prepared(controller, prepared, refs, deadline=deadline)
 
 
 def send_prepared(
@@ -159,6 +173,8 @@ def send_prepared(
     prepared: DispatchPlan,
     refs: dict[Key, Any],
     bell: CompletionBell | None = None,
+    *,
+    deadline: Deadline = NEVER,
 ) -> PlanTracker:
     """Sends each participant its part of a plan over these refs.
 
@@ -167,8 +183,11 @@ def send_prepared(
         prepared: The plan.
         refs: The operands, by the places that the programs name.
         bell: The controller's, where the calling thread has claimed it, and waits for the plan.
+        deadline: That of a call that began before; by default the calls' own limits count from now.
     """
     planned, by_channel = prepared.plan, prepared.fits_channel
+    if deadline is NEVER:
+        deadline = Deadline.after(prepared.limit_s)
     for one in prepared.groups:
         by_channel = by_channel and one.spec.ordering == DATA
     with Deferred():
@@ -180,7 +199,7 @@ def send_prepared(
             held = _NOTHING_HELD if by_channel else AllHeld(list(filter(None, map(_CALLS, peers))))
             with held, controller.dispatching:
                 together = by_channel and _may_wait(controller, planned.participants, refs.values())
-                tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs)
+                tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs, deadline=deadline)
                 controller.register(tracker)
                 if controller.revision is not revision:  # who ended a group meanwhile has not seen this plan
                     controller.under_way.pop(tracker.seq, None)
@@ -189,7 +208,7 @@ def send_prepared(
                     tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
                 if together:
                     _start_barrier(controller, tracker, peers)
-                _send_parts(controller, prepared, tracker, peers, tuple(refs), by_channel=by_channel, together=together)
+                _send_parts(controller, prepared, tracker, peers, by_channel=by_channel, together=together)
                 return tracker
 
 
@@ -198,21 +217,25 @@ def _send_parts(
     prepared: DispatchPlan,
     tracker: PlanTracker,
     peers: Sequence[ParticipantLink],
-    keys: Sequence[Key],
     *,
     by_channel: bool,
     together: bool,
 ) -> None:
     """Sends each participant its part; if one can't be sent, the plan ends for all."""
-    rings = tracker.bell is not None
+    rings, keys = tracker.bell is not None, tuple(tracker.refs)
+    retried = {} if by_channel else unsettled_retries(tracker.refs)
     for at, peer in enumerate(peers):
         outputs = prepared.outputs[at]
         ticket = Ticket(tracker.seq, peer.last_seq)
-        order = encode_order(ticket, list(map(keys.__getitem__, prepared.sources[at])), prepared.programs[at])
+        own = list(map(keys.__getitem__, prepared.sources[at]))
+        order = encode_order(ticket, own, prepared.programs[at])
+        behind = [retried[key] for key in own if key in retried] if retried else []
         made: Sequence[Any] = ()
         try:
             if by_channel:
                 peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
+            elif behind:
+                made = peer.submit_behind(order, len(outputs), behind)
             elif prepared.fits_channel:
                 peer.submit_in_order(order, tracker, at, rings=rings)
             else:
@@ -267,9 +290,9 @@ class Submission:
     staging: int
     is_batch: bool
 
-    def send(self, controller: Controller) -> PlanTracker:
+    def send(self, controller: Controller, deadline: Deadline = NEVER) -> PlanTracker:
         """Sends it (`send_plan`)."""
-        return send_plan(controller, self.asked, dict(self.refs), self.staging)
+        return send_plan(controller, self.asked, dict(self.refs), self.staging, deadline)
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""

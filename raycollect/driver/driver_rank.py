@@ -10,6 +10,7 @@ Its operands are tensors of this process. Each is kept under a key of its own as
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -134,7 +135,7 @@ class DriverLink(ParticipantLink):
         super().__init__(*args, **{**kwargs, "calls": None})  # there is no actor whose calls could be noted
         self._runtime = runtime
 
-    def submit(self, payload: bytes, outputs: int) -> list[Any]:
+    def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
         """Hands over a program; returns what stands for its outputs."""
         runtime, found = self._runtime, [DriverResult() for _ in range(outputs)]
         task = runtime.task_of(decode_order(payload)[0].seq)

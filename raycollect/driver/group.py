@@ -10,12 +10,13 @@ from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
 from raycollect.core.driver_handle import DriverHandle, is_handle
 from raycollect.core.model import GroupLike, name_of
+from raycollect.core.signals import Deferred
 from raycollect.driver import group_change
 from raycollect.driver.controller import Controller
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InvalidGroupError, UnknownGroupError, refuse, wrong_time_limit
-from raycollect.errors.text import listed
+from raycollect.errors.text import as_name, listed, shown
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
 from raycollect.group.rank_table import Place, RankTable
@@ -167,7 +168,8 @@ class Group:
             RaycollectError: A member could not join. The group is broken, and may be rebuilt again.
         """
         groups = self._controller.groups
-        self._membership, self._declaration = groups.rebuild(self._membership, actors, timeout_s)
+        with Deferred():
+            self._membership, self._declaration = groups.rebuild(self._membership, actors, timeout_s)
         return self
 
     def add(self, actors: Any, *, timeout_s: float = 60.0) -> Group:
@@ -219,7 +221,8 @@ class Group:
 
     def _change(self, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any] | None = None) -> Group:
         groups = self._controller.groups
-        self._membership, self._declaration = groups.change(self._membership, actors, timeout_s, new or {})
+        with Deferred():
+            self._membership, self._declaration = groups.change(self._membership, actors, timeout_s, new or {})
         return self
 
     def destroy(self) -> None:
@@ -342,14 +345,17 @@ def this_process() -> DriverHandle:
     return Controller.current().driver_rank().handle
 
 
-def _with_options(asked: dict[str, Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = dict(options or {})
+def _with_options(asked: dict[str, Any], options: Any) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        detail = f"options is {shown(options)}, not a dict"
+        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
+    given = dict(() if options is None else options)
     if "rank" in given:
         given["ranks"] = given.pop("rank")
-    strange = sorted(set(given) - set(asked))
+    strange = sorted(map(shown, given.keys() - asked.keys()))
     if strange:
-        detail = f"unknown options {strange}; there are {sorted([*asked, 'rank'])}"
-        raise InvalidGroupError(group_name=str(asked["group_name"]), detail=detail)
+        detail = f"unknown options {listed(strange)}; there are {sorted([*asked, 'rank'])}"
+        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
     return {**asked, **given}
 
 

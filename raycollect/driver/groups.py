@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import resource
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
-from raycollect import backends
-from raycollect.core import ray_internals, submitted_calls
-from raycollect.core.model import Member
+from raycollect.core import ray_internals, threads
+from raycollect.core.claims import ClaimedError
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.driver import member_discovery
-from raycollect.driver.coordinators import Coordinators
+from raycollect.driver.derived_groups import DerivedGroups
+from raycollect.driver.formation import Declared, Formation
 from raycollect.driver.group_change import living
 from raycollect.driver.held_groups import HeldGroups
 from raycollect.driver.participant_link import ParticipantLink
@@ -26,26 +29,36 @@ from raycollect.errors import (
     GroupBrokenError,
     GroupExistsError,
     InvalidGroupError,
-    RaycollectError,
+    ReentrantCallError,
     UnknownGroupError,
 )
-from raycollect.group import cluster_registry, link_costs, measured_links
+from raycollect.group import cluster_registry
 from raycollect.group.declaration import Declaration
-from raycollect.group.membership import inner_groups, membership_of, placed, unknown
+from raycollect.group.membership import unknown
 from raycollect.planner import Membership
 
 _log = logging.getLogger("raycollect")
 
-Declared = tuple[Membership, Declaration]
-"""A group, and what was asked for, with its actors by rank."""
-
-DERIVED_LIMIT = 16  # how many derived groups are kept; the least recently used one is dissolved first
+MOST_DERIVED = 256
+"""How many derived groups of an actor are kept, unless that would take more than an eighth of its file descriptors."""
 
 
-class Groups:
-    """All groups of one controller, declared and derived. Any thread may call it; one at a time forms or dissolves.
+class Groups(Formation):
+    """All groups of one controller, declared and derived. Any thread may call it.
 
-    `held` are those that calls need which were recorded, and are not sent yet.
+    A thread claims what it forms or changes: a name, or the actors of a derived group. Other groups are free meanwhile.
+    Signals are deferred except in waits: one that interrupts a wait leaves no part of a group, and one that arrives
+    later takes effect when all is done.
+
+    Args:
+        peers: The participants.
+        ending: Aborts the plans of a group under way, for a reason.
+        drained: Adds a group to `draining`, and waits for its plans under way; see `Formation`.
+        none_begins: A context in which no plan begins; it gives the groups of those under way.
+
+    Attributes:
+        draining: The ids of the groups of which no plan begins, as their members change; set while none is being sent.
+        held: The groups of calls that were recorded, and are not sent yet.
     """
 
     def __init__(
@@ -53,20 +66,15 @@ class Groups:
         peers: Participants,
         ending: Callable[[Membership, str], None],
         drained: Callable[[Membership, float], bool],
+        none_begins: Callable[[], AbstractContextManager[Sequence[Membership]]],
     ) -> None:
-        self.coordinators: Coordinators = Coordinators(peers)
-        self._peers = peers
-        self._ending = ending  # aborts the plans of a group under way, for this reason
-        # Sets `draining`, and waits for the plans of a group under way; False: not all have ended in time
-        self._drained = drained
-        # The id of a group of which no plan begins, as its members change; set while none is being sent
-        self.draining: str = ""
-        self._changing = threading.RLock()  # groups and leases
-        self.held: HeldGroups = HeldGroups(self._changing)
+        super().__init__(peers, ending, drained)
+        self.draining: set[str] = set()
+        self.held: HeldGroups = HeldGroups(lambda one: self._claims.wait(one.spec.name, inf))
+        self._none_begins = none_begins
+        self._lock = threading.RLock()  # held for moments, where a name gets another group
         self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
-        self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
-        self._broken: dict[str, str] = {}  # group id -> why
-        self._links = measured_links.MeasuredLinks()
+        self._derived = DerivedGroups(_most_derived())
 
     # ------------------------------------------------------------------------------------------ looking them up
 
@@ -74,28 +82,34 @@ class Groups:
         """A declared group; raises UnknownGroupError where there is none of that name."""
         found = self.find(name)
         if found is None:
-            raise unknown(name, f"not declared; declared are {sorted(self._declared) or 'none'}")
+            raise self._unknown(name)
         return found
 
-    def find(self, name: Any) -> Membership | None:
-        """A declared group; None where there is none of that name."""
-        if self.draining:
-            with self._changing:  # until its members are those that it will have
-                pass
+    def find(self, name: Any, limit_s: float | None = None) -> Membership | None:
+        """A declared group; None where there is none of that name.
+
+        While its members change this waits for those that it will have; CollectiveTimeoutError: `limit_s` is over.
+        """
         found = self._declared.get(name) if isinstance(name, str) else None
+        if found is not None and found[0].spec.group_id in self.draining:
+            if not self._claims.wait(name, inf if limit_s is None else monotonic() + limit_s):
+                detail = f"after {limit_s:g} s its members are still being changed by another thread"
+                raise CollectiveTimeoutError(group_name=name, detail=detail, timeout_s=limit_s or 0.0)
+            found = self._declared.get(name)
         return None if found is None else found[0]
+
+    def is_declared(self, name: str) -> bool:
+        """Whether there is a declared group of that name; never waits."""
+        return name in self._declared
 
     def declared(self) -> list[Declared]:
         """All declared groups, with what was asked for."""
-        with self._changing:
-            return list(self._declared.values())
+        return list(self._declared.values())
 
     def exists(self, membership: Membership) -> bool:
         """False once the group was destroyed."""
         declared = self._declared.get(membership.spec.name)
-        if declared is not None and declared[0] is membership:
-            return True
-        return any(one is membership for one in tuple(self._derived.values()))
+        return (declared is not None and declared[0] is membership) or membership in self._derived
 
     def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
         """A group as it is now, if it was rebuilt; a derived one is formed again where it is gone or broken."""
@@ -110,7 +124,7 @@ class Groups:
             if not self.exists(membership):
                 detail = "it was destroyed, or its members have changed, before the call: get it again"
                 raise UnknownGroupError(group_name=name, detail=detail)
-            if membership.spec.group_id == self.draining:
+            if membership.spec.group_id in self.draining:
                 raise GroupBrokenError(group_name=name, detail="its members are changing right now: call again")
             broken = self.why_broken(membership)
             if broken:
@@ -124,47 +138,62 @@ class Groups:
 
     def breaks(self, group_id: str, why: str) -> None:
         """A group can't communicate any more; the first reason is kept."""
-        groups = [one for one, _ in tuple(self._declared.values())] + list(self._derived.values())
+        groups = [one for one, _ in tuple(self._declared.values())] + [*self._derived.all()]
         if any(one.spec.group_id == group_id for group in groups for one in group.tree):  # not one that is destroyed
             self._broken.setdefault(group_id, why)
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:
         """A participant's process is gone, and with it all its groups; on the hub's thread."""
-        for group_id in [one for one in peer.group_ids if one in self.coordinators]:  # the others have ended
+        for group_id in [one for one in tuple(peer.group_ids) if one in self.coordinators]:  # the others have ended
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
             self.coordinators.lost(peer, group_id, reason)
 
+    def bury(self, peer: ParticipantLink) -> None:
+        """Dissolves the derived groups of a participant whose process is gone, in another thread."""
+        actor_id = peer.info["actor_id"]
+        if any(one.rank_of(actor_id) >= 0 for one in self._derived.all()):
+            threads.bounded(self._dissolve_idle)
+
     # ------------------------------------------------------------------------------------------ declared ones
 
-    def add(self, declared: Declared) -> Declared:
-        """Stores a group under its name, and registers it in the cluster."""
-        self._declared[declared[0].spec.name] = declared
-        cluster_registry.post(declared[0])
-        return declared
+    def add(self, declared: Declared, old: Membership | None = None, heirs: Mapping[str, str] | None = None) -> None:
+        """Stores a group under its name, in the place of `old`; `heirs` are those of `HeldGroups.succeed`.
+
+        Raises:
+            UnknownGroupError: `old` was destroyed meanwhile.
+        """
+        with self._lock:
+            if old is not None:
+                self._declaration(old)
+                self.held.succeed(old, declared[0], heirs or {})
+            self._declared[declared[0].spec.name] = declared
 
     def declare(self, declaration: Declaration) -> Declared:
         """Forms a named group; returns when every member has joined."""
-        with self._changing:
-            before = self._declared.get(declaration.name)
+        name, deadline_s = declaration.name, monotonic() + declaration.timeout_s
+        with Deferred(), self._claimed(name, name, deadline_s):
+            before = self._declared.get(name)
             if before is not None:
                 if not self.coordinators.is_deserted(before[0]):
-                    raise GroupExistsError(group_name=declaration.name)
-                self.destroy(declaration.name)  # all its members have left it
-            return self.add(self._form(declaration))
+                    raise GroupExistsError(group_name=name)
+                self.destroy(name)  # all its members have left it
+            return self._form(declaration, deadline_s, self.add)
 
     def rebuild(self, old: Membership, actors: Sequence[Any] | None, timeout_s: float) -> Declared:
         """Forms a declared group again, over the members that live or over other actors (`Group.rebuild`).
 
         An error leaves the group as it was, unless members could not join: then it is broken, and may be rebuilt again.
         """
-        with self._changing:
+        deadline_s = monotonic() + timeout_s
+        with Deferred(), self._claimed(old.spec.name, old.spec.name, deadline_s):
             declaration = self._declaration(old).over(actors, timeout_s)
-            deadline_s = monotonic() + timeout_s
             while True:
                 if actors is None:
-                    declaration = declaration.over(member_discovery.who_answers(declaration, deadline_s), timeout_s)
+                    with Allowed():
+                        alive = member_discovery.who_answers(declaration, deadline_s)
+                    declaration = declaration.over(alive, timeout_s)
                 try:
-                    return self._form_again(old, declaration, {}, drains=False)
+                    return self._form_again(old, declaration, deadline_s, {}, drains=False)
                 except ActorGoneError:
                     if actors is not None or monotonic() > deadline_s:  # else one that answered was about to die
                         raise
@@ -174,15 +203,17 @@ class Groups:
 
         `new` has by rank the actor in the place of one of `actors` that is dead.
         """
-        with self._changing:
+        deadline_s = monotonic() + timeout_s
+        with Deferred(), self._claimed(old.spec.name, old.spec.name, deadline_s):
             actors = [new.get(rank, actor) for rank, actor in enumerate(actors)]
             declaration = self._declaration(old).over(actors, timeout_s)
             dead = [old.members[rank] for rank in new]
-            found = living(dead, self._peers)
+            with Allowed():
+                found = living(dead, self._peers)
             if found:
                 raise InvalidGroupError(group_name=old.spec.name, detail=found)
             heirs = {one.actor_id: actor._actor_id.hex() for one, actor in zip(dead, new.values(), strict=True)}
-            return self._form_again(old, declaration, heirs, drains=True)
+            return self._form_again(old, declaration, deadline_s, heirs, drains=True)
 
     def _declaration(self, membership: Membership) -> Declaration:
         name = membership.spec.name
@@ -192,14 +223,16 @@ class Groups:
         return found[1]
 
     def _form_again(
-        self, old: Membership, declaration: Declaration, heirs: Mapping[str, str], *, drains: bool
+        self, old: Membership, declaration: Declaration, deadline_s: float, heirs: Mapping[str, str], *, drains: bool
     ) -> Declared:
         try:
-            formed = self._form(declaration, old=old, drains=drains)
-            self.held.succeed(old, formed[0], heirs)
-            return self.add(formed)
+            return self._form(declaration, deadline_s, partial(self.add, old=old, heirs=heirs), old=old, drains=drains)
+        except BaseException as exc:
+            if self.exists(old) and old.spec.group_id not in self.coordinators:  # its members have left it
+                self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
+            raise
         finally:
-            self.draining = ""
+            self.draining.discard(old.spec.group_id)
 
     def close(self) -> None:
         """Removes the groups, which end with their controller, from the cluster's registry."""
@@ -208,159 +241,69 @@ class Groups:
 
     def destroy(self, name: str) -> None:
         """Ends a declared group; raises UnknownGroupError where there is none of that name."""
-        with self._changing:
-            membership = self.named(name)
-            del self._declared[name]
-            self.held.forget(membership)
-            self._dissolve(membership)
+        with Deferred():
+            with self._lock:
+                membership, _ = self._declared.get(name) or (None, None)
+                if membership is None:
+                    raise self._unknown(name)
+                self._ended.append(membership)
+                del self._declared[name]
+                self.held.forget(membership)
+            self._dissolve_ended()
 
     # ------------------------------------------------------------------------------------------ derived ones
 
     def derived(self, actor_ids: tuple[str, ...]) -> Membership | None:
         """The group of these actors in this order; None where it was not formed before, or is broken."""
-        with self._changing:
-            known = self._derived.get(actor_ids)
-            if known is None or known.spec.group_id in self._broken:
-                return None
-            self._derived.move_to_end(actor_ids)
-            return known
+        known = self._derived.find(actor_ids)
+        return None if known is None or known.spec.group_id in self._broken else known
 
     def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
         """The group of these actors in this order, formed now or before."""
-        with self._changing:
+        deadline_s = monotonic() + timeout_s
+        with Deferred(), self._claimed(actor_ids, "", deadline_s):
             known = self.derived(actor_ids)
             if known is not None:
                 return known
-            if actor_ids in self._derived:
-                self._dissolve(self._derived.pop(actor_ids))
-            name = f"derived-{secrets.token_hex(3)}"
+            self._ended += self._derived.take(lambda one: one.participants == actor_ids)  # it is broken
+            self._dissolve_ended()
             actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
+            name = f"derived-{secrets.token_hex(3)}"
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
-            membership, _ = self._form(declaration, is_derived=True)
-            self._derived[actor_ids] = membership
-            held = self.held.ids
-            spare = [ids for ids, one in self._derived.items() if one.spec.group_id not in held]
-            for ids in spare[: max(len(self._derived) - DERIVED_LIMIT, 0)]:
-                if ids != actor_ids:
-                    self._dissolve(self._derived.pop(ids))
+            membership, _ = self._form(declaration, deadline_s, lambda one: self._derived.add(one[0]), is_derived=True)
+            if self._broken or self._derived.is_full(actor_ids):
+                self._dissolve_idle(membership)
             return membership
+
+    def _dissolve_idle(self, newest: Membership | None = None) -> None:
+        """Dissolves derived groups that are broken, or more than are kept of the actors of the newest one."""
+        with self._none_begins() as under_way:
+            busy = {*self.held.ids, *(one.spec.group_id for one in under_way)}
+            self._ended += self._derived.take(lambda one: one.spec.group_id in self._broken.keys() - busy)
+            if newest is not None:
+                self._ended += self._derived.take_surplus(newest, lambda one: one.spec.group_id not in busy)
+        self._dissolve_ended()
 
     # ------------------------------------------------------------------------------------------ their beginning and end
 
-    def _form(
-        self,
-        declaration: Declaration,
-        *,
-        is_derived: bool = False,
-        old: Membership | None = None,
-        drains: bool = False,
-    ) -> Declared:
-        """Forms a group, in the place of `old`, which is as it was where not all are ready to join."""
-        deadline_s = monotonic() + declaration.timeout_s
-        member_discovery.check(declaration)
-        calls = {actor._actor_id.hex(): submitted_calls.watch(actor) for actor in declaration.actors}
-        infos = member_discovery.describe(declaration, deadline_s)  # all calls before have ended by then
-        members = declaration.ranked(infos)
-        choice = _choose_backend(declaration, members, deadline_s)
-        spec = declaration.spec(secrets.token_hex(8), choice.backend)
-        spec = placed(spec, [member.machine for member in members])
-        membership = membership_of(
-            spec,
-            members,
-            link_costs.current(),
-            is_derived=is_derived,
-            epoch=0 if old is None else old.epoch + 1,
-            chosen=choice.why,
-            timeout_s=declaration.plan_timeout_s,
-        )
-        actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
-        self.coordinators.open(membership)
-        is_retired = False
+    @contextmanager
+    def _claimed(self, key: str | tuple[str, ...], name: str, deadline_s: float) -> Iterator[None]:
+        """Keeps other threads from forming, changing or declaring a group; waits for one that does."""
         try:
-            for info in infos:
-                member = members[membership.rank_of(info["actor_id"])]
-                actor_id = member.actor_id
-                peer = self._peers.lease(member, actors[actor_id], info, calls[actor_id], deadline_s)
-                peer.group_ids.add(spec.group_id)
-            if old is not None:
-                self._retire(old, deadline_s, drains=drains)
-                is_retired = True
-            replaces = "" if old is None else old.spec.group_id
-            membership = _joined(self._peers, self._links, membership, deadline_s, replaces)
-            membership = self._with_inner(membership, deadline_s)
-        except BaseException as exc:
-            self._dissolve(membership)
-            if old is not None and is_retired:
-                self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
-            raise
-        if old is not None:
-            self._part(old)
-        by_rank = tuple([actors[one.actor_id] for one in members])
-        return membership, replace(declaration, actors=by_rank, is_by_rank=True)
+            with self._claims.claim(key, deadline_s):
+                self._dissolve_ended(name, deadline_s)
+                yield
+        except ClaimedError as exc:
+            if exc.is_own:
+                detail = "a finalizer, or a signal handler, uses a group that its thread is just forming or changing"
+                raise ReentrantCallError(detail=detail) from None
+            detail = "another thread is forming the group, or changing its members"
+            raise CollectiveTimeoutError(op="declare", group_name=name, detail=detail) from None
 
-    def _retire(self, old: Membership, deadline_s: float, *, drains: bool) -> None:
-        """Ends all that a group does; who is a member of the next one leaves it by joining that."""
-        if drains and not self._drained(old, deadline_s):
-            detail = "its collectives under way have not ended in time, so its members did not change"
-            raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
-        self._ending(old, "its group was formed again")
-        for one in reversed(old.inner):
-            self._part(one)
-        self.coordinators.close(old)
-        cluster_registry.remove(old)
-
-    def _with_inner(self, membership: Membership, deadline_s: float) -> Membership:
-        """Adds the groups inside a group for host-by-host plans, if they can be formed."""
-        inner = inner_groups(membership)
-        if not inner:
-            return membership
-        try:
-            for one in inner:
-                self.coordinators.open(one)
-                for member in one.members:
-                    self._peers.joining(member).group_ids.add(one.spec.group_id)
-            self._peers.join([one for one in inner if one.spec.world_size > 1], deadline_s)
-        except RaycollectError as exc:
-            for one in inner:
-                self._part(one)
-            if isinstance(exc, (ActorGoneError, CollectiveTimeoutError)):
-                raise
-            _log.warning("group %r goes without host-by-host plans: %s", membership.spec.name, exc)
-            return membership
-        return replace(membership, inner=inner)
-
-    def _dissolve(self, membership: Membership) -> None:
-        self._ending(membership, "its group was destroyed")
-        for one in reversed(membership.tree):
-            self._part(one)
-        cluster_registry.remove(membership)
-
-    def _part(self, membership: Membership) -> None:
-        self._peers.part(membership)
-        self.coordinators.close(membership)
-        self._broken.pop(membership.spec.group_id, None)
+    def _unknown(self, name: Any) -> UnknownGroupError:
+        return unknown(name, f"not declared; declared are {sorted(self._declared) or 'none'}")
 
 
-def _joined(
-    peers: Participants,
-    links: measured_links.MeasuredLinks,
-    membership: Membership,
-    deadline_s: float,
-    replaces: str,
-) -> Membership:
-    """Has all members join, which measure what nobody knows of the links between their hosts."""
-    known = {} if membership.epoch else links.of(membership)  # rebuilt: there was trouble
-    probe = measured_links.turns(membership, known)
-    told = peers.join([membership], deadline_s, probe, replaces)
-    links.add(membership, told)
-    return replace(membership, topology=membership.topology.on_links(links.of(membership)))
-
-
-def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.Choice:
-    machines = [member.machine for member in members]
-    choice = backends.Choice(declaration.backend, "")
-    if declaration.backend == "auto":
-        gpus = member_discovery.gpus(declaration, members, deadline_s)
-        choice = backends.choose(machines, gpus, dict(declaration.options))
-    backends.check_placement(choice.backend, machines, declaration.name)
-    return choice
+def _most_derived() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # that of actors is the same, as a rule
+    return MOST_DERIVED if limit == resource.RLIM_INFINITY else max(min(MOST_DERIVED, limit // 8), 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from raycollect.planner import Membership
 
@@ -12,15 +12,17 @@ from raycollect.planner import Membership
 class HeldGroups:
     """The groups of one controller that are held. Any thread may call it.
 
-    `changing` is held while a group changes: who asks then waits until that has its successor.
+    Args:
+        changed: Waits until a group whose members another thread changes has its successor.
     """
 
-    def __init__(self, changing: threading.RLock) -> None:
+    def __init__(self, changed: Callable[[Membership], object]) -> None:
         self._counts: Counter[str] = Counter()  # group id -> how many calls need it
         self._unheld: deque[Membership] = deque()  # what is to be released
         # The id of a group that was formed again -> the group of now; actor id -> who took its place
         self._successors: dict[str, tuple[Membership, Mapping[str, str]]] = {}
-        self._lock = changing
+        self._changed = changed
+        self._lock = threading.RLock()  # a finalizer may release groups
 
     @property
     def ids(self) -> frozenset[str]:
@@ -47,6 +49,7 @@ class HeldGroups:
 
     def successor(self, membership: Membership) -> tuple[Membership, Mapping[str, str]] | None:
         """What a group that is held has become: it now, and by actor id who took whose place; None: it is the same."""
+        self._changed(membership)
         with self._lock:
             return self._successors.get(membership.spec.group_id)
 

@@ -101,7 +101,7 @@ def _again(controller: Controller, asked: _Asked, *, may_derive: bool) -> _Known
     known: _Known | None = controller.known_calls.get(asked)
     if known is None:
         return None
-    now = controller.groups.find(asked.group_name)
+    now = controller.groups.find(asked.group_name, asked.timeout_s)
     if now is None and may_derive and known.asked.group.is_derived:
         now = controller.groups.derived(asked.actors)
     return known if now is known.asked.group else None

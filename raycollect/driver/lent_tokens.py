@@ -52,7 +52,8 @@ class LentTokens:
 
     def _tell(self, keys: list[Key]) -> None:
         try:
-            self._link.send(Unused(keys=list(keys)))
+            for at in range(0, len(keys), fetch.FREED_AT_ONCE):
+                self._link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
         except ConnectionLostError:  # the participant may live: then it holds them until it hears
             threads.apart(threads.survives, self._free, keys)
 

@@ -46,8 +46,7 @@ def describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]
             actor = ray_internals.describe_actor(declaration.actors[rank])
             name, detail = declaration.name, _fate(info)
             raise ActorGoneError(op="declare", group_name=name, rank=rank, actor=actor, detail=detail) from info
-        in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
-        infos.append({**info, "ordered": info["ordered"] and in_order})
+        infos.append(info)
     return infos
 
 

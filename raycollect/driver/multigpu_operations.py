@@ -52,7 +52,8 @@ def allreduce_multigpu_refs(
         inplace: True: the tensors themselves hold the result afterwards. False: lists of new ones do.
         snapshot: See `allreduce_refs`; here it takes no more memory.
         async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+        timeout_s: How long the whole call may take, in seconds: waits for methods, for tasks and for other ranks
+            included. By default ranks wait for each other as long as the group was declared with, or 60 s.
 
     Returns:
         The refs of the lists in rank order: the given ones in place, new ones otherwise; or a `Work` of them.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from raycollect.core import direct_transport, ray_internals
+from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key
-from raycollect.errors import Violation
+from raycollect.errors import CollectiveTimeoutError, Violation
 from raycollect.errors.text import a_type, listed
 from raycollect.group.membership import is_participant
 from raycollect.planner import Membership
@@ -37,7 +39,33 @@ _NEARLY: dict[type, str] = {
 """What is easily taken for a ref -> in words."""
 
 
-def operand(ref: Any, position: int) -> Operand | Violation:
+class TaskWait(NamedTuple):
+    """How long a call waits for the tasks that make its refs, and what its error says."""
+
+    op: str
+    group_name: str
+    deadline: Deadline
+
+    def value(self, ref: Any) -> Any:
+        """What a ref of `ray.put` or of a task stands for; CollectiveTimeoutError: the task has not ended in time."""
+        try:
+            return direct_transport.get(ref, self.deadline.left_s())
+        except GetTimeoutError:
+            raise self._late(ref) from None
+
+    def nbytes(self, ref: Any) -> int:
+        """The size of that, without fetching it; raises as `value`."""
+        if not ray.wait([ref], timeout=self.deadline.left_s(), fetch_local=False)[0]:
+            raise self._late(ref)
+        return ray_internals.nbytes_of(ref)
+
+    def _late(self, ref: Any) -> CollectiveTimeoutError:
+        timeout_s = self.deadline.timeout_s
+        detail = f"after {timeout_s:g} s the task that makes ref {ref.hex()} has not returned; no rank was reached"
+        return CollectiveTimeoutError(op=self.op, group_name=self.group_name, detail=detail, timeout_s=timeout_s)
+
+
+def operand(ref: Any, position: int, wait: TaskWait) -> Operand | Violation:
     """Reads a ref. The id alone names the participant (P1); one of ray.put or a task may hold a handle."""
     if not isinstance(ref, ray.ObjectRef):
         return _foreign(
@@ -46,7 +74,7 @@ def operand(ref: Any, position: int) -> Operand | Violation:
     key, actor_id = ray_internals.read_ref(ref)
     if actor_id:
         return Operand(ref=ref, key=key, actor_id=actor_id)
-    value = direct_transport.get(ref)
+    value = wait.value(ref)
     if isinstance(value, Handle):
         return Operand(ref=ref, key=value.key, actor_id=value.actor_id)
     origin = "made by ray.put" if ray_internals.is_put(ref) else "returned by a task"

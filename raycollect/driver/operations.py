@@ -21,7 +21,7 @@ from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
 from raycollect.driver import known_calls, own_tensors
-from raycollect.driver.call import Call
+from raycollect.driver.call import Call, task_wait
 from raycollect.driver.controller import Controller
 from raycollect.driver.own_tensors import OwnSource
 from raycollect.driver.work import Work
@@ -68,7 +68,8 @@ def allreduce_refs(
             afterwards, or, if the collective fails, all hold what they had (`Work.retry`). It takes as much memory
             again, and a message to the driver and back. Not in batches and captured steps.
         async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+        timeout_s: How long the call may take in all, in seconds; by default ranks wait for each other alone, as long as
+            the group was declared with, or 60 s.
 
     Returns:
         The result refs in rank order: the given ones in place, new ones otherwise; or a `Work` of them.
@@ -121,14 +122,14 @@ def reduce_refs(
 
 # fmt: off
 @overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *,
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
     async_op: Literal[False] = ..., timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
 @overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *,
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
 @overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
+    async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def broadcast_refs(
     tensor_refs: Sequence[Any],
@@ -147,10 +148,11 @@ def broadcast_refs(
     errors too. Returns the given refs in rank order; or a `Work` of them.
     """
     if source is not None:
-        if not own_tensors.is_own(source):
+        wait = task_wait(OpKind.BROADCAST.value, group_name, timeout_s)
+        if not own_tensors.is_own(source, wait):
             expected = "a tensor of this process, or a ref of ray.put or of a task to one; others are given by src_rank"
             raise refusal("broadcast", name_of(group_name), (wrong_argument("source", a_type(source), expected),))
-        own = OwnSource(OpKind.BROADCAST, group_name, timeout_s, tensor_refs)
+        own = OwnSource(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(source, src_rank, async_op=async_op)
     return known_calls.run(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, root=src_rank, async_op=async_op)
 
@@ -273,10 +275,12 @@ def scatter_refs(
     in a declared group: tensors are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
     of the outputs in rank order; or a `Work` of them.
     """
-    if own_tensors.is_own(tensor_list_ref):
-        own = OwnSource(OpKind.SCATTER, group_name, timeout_s, tensor_refs)
+    wait = task_wait(OpKind.SCATTER.value, group_name, timeout_s)
+    if own_tensors.is_own(tensor_list_ref, wait):
+        own = OwnSource(OpKind.SCATTER, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(tensor_list_ref, src_rank, async_op=async_op)
-    call = Call(OpKind.SCATTER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
+    refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
+    call = Call(OpKind.SCATTER, group_name, timeout_s, wait=wait, **refs)
     return call.run(root=src_rank, async_op=async_op)
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import ray
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, ray_internals
+from raycollect.core import ray_internals
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import operand_binding
 from raycollect.driver.call import Call
 from raycollect.driver.driver_rank import DriverRank
-from raycollect.driver.operand_binding import Operand
+from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.errors import Violation, refusal
 from raycollect.pos import Container
@@ -28,7 +28,7 @@ MOST_LOOKED_AT_NBYTES = 100 << 10
 """The most that Ray sends to the owner of a ref anyway, beside any object store."""
 
 
-def is_own(value: Any) -> bool:
+def is_own(value: Any, wait: TaskWait) -> bool:
     """Whether a value, or that of a ref, is tensors that no participant holds; waits for the task that makes it.
 
     A large value is not looked at, as it would have to come here for that: it is no handle, and the participant that
@@ -39,9 +39,9 @@ def is_own(value: Any) -> bool:
     if isinstance(value, ray.ObjectRef):
         if ray_internals.read_ref(value)[1]:
             return False
-        if ray_internals.nbytes_of(value) > MOST_LOOKED_AT_NBYTES:
+        if wait.nbytes(value) > MOST_LOOKED_AT_NBYTES:
             return True
-        value = direct_transport.get(value)
+        value = wait.value(value)
     return not isinstance(value, Handle) and Container.of(value, arrays.is_tensor) is not None
 
 
@@ -56,9 +56,11 @@ def taken_in(value: Any, actor_id: str, copies: int = 0) -> Operand:
 class OwnSource(Call):
     """A scatter of such a value from a rank that takes it in; or a broadcast, which is one of equal pieces."""
 
-    def __init__(self, kind: OpKind, group_name: GroupLike, timeout_s: float | None, tensor_refs: Any) -> None:
+    def __init__(
+        self, kind: OpKind, group_name: GroupLike, timeout_s: float | None, tensor_refs: Any, *, wait: TaskWait
+    ) -> None:
         self.name = kind.value
-        super().__init__(OpKind.SCATTER, group_name, timeout_s, tensor_refs=tensor_refs)
+        super().__init__(OpKind.SCATTER, group_name, timeout_s, wait=wait, tensor_refs=tensor_refs)
 
     def start(self, value: Any, root: Any, *, async_op: bool) -> Any:
         """Sends the call, or records it; `root` is the rank that takes the value in."""
@@ -77,11 +79,11 @@ class OwnSource(Call):
         driver_rank = self._driver_rank
         if driver_rank is None or driver_rank.actor_id != actor_id:
             return taken_in(value, actor_id, copies)
-        value = direct_transport.get(value) if isinstance(value, ray.ObjectRef) else value
+        value = self._wait.value(value) if isinstance(value, ray.ObjectRef) else value
         return driver_rank.operand([value] * copies if copies else value) or taken_in(value, actor_id, copies)
 
 
-def sources_on(targets: Any, sources: Any, driver_rank: DriverRank | None) -> Any:
+def sources_on(targets: Any, sources: Any, driver_rank: DriverRank | None, wait: TaskWait) -> Any:
     """The sources of a reshard, of which such values are taken in by actors of the targets that give nothing else.
 
     Where this process is a rank, as `driver_rank`, its own tensors stay: it gives them.
@@ -89,11 +91,13 @@ def sources_on(targets: Any, sources: Any, driver_rank: DriverRank | None) -> An
     if not isinstance(sources, (list, tuple)) or not isinstance(targets, (list, tuple)):
         return sources  # the call says what is wrong with them
     mine = "" if driver_rank is None else driver_rank.actor_id
-    own = [at for at, one in enumerate(sources) if is_own(one) and not (mine and not isinstance(one, ray.ObjectRef))]
+    own = [
+        at for at, one in enumerate(sources) if is_own(one, wait) and not (mine and not isinstance(one, ray.ObjectRef))
+    ]
     if not own:
         return sources
-    taken = {actor_id for at, one in enumerate(sources) if at not in own and (actor_id := _actor_of(one))}
-    free = [actor_id for one in targets if (actor_id := _actor_of(one)) and actor_id not in taken]
+    taken = {actor_id for at, one in enumerate(sources) if at not in own and (actor_id := _actor_of(one, wait))}
+    free = [actor_id for one in targets if (actor_id := _actor_of(one, wait)) and actor_id not in taken]
     free.sort(key=lambda one: one == mine)  # values come here only where they have to
     if len(free) < len(own):
         found, expected = f"{len(own)} tensors of this process", f"at most one for each target's actor: {len(free)}"
@@ -103,19 +107,15 @@ def sources_on(targets: Any, sources: Any, driver_rank: DriverRank | None) -> An
     if wrong := operand_binding.strangers(takers):
         raise refusal("reshard", "", tuple(replace(one, rank=-1) for one in wrong))
     return [
-        one
-        if at not in found_on
-        else direct_transport.get(one)
-        if found_on[at] == mine
-        else taken_in(one, found_on[at]).ref
+        one if at not in found_on else wait.value(one) if found_on[at] == mine else taken_in(one, found_on[at]).ref
         for at, one in enumerate(sources)
     ]
 
 
-def _actor_of(target: Any) -> str:
+def _actor_of(target: Any, wait: TaskWait) -> str:
     if is_handle(target):
         return str(target._actor_id.hex())
     if isinstance(target, Pending):
         return target.actor_id
-    read = operand_binding.operand(target, 0)
+    read = operand_binding.operand(target, 0, wait)
     return read.actor_id if isinstance(read, Operand) else ""

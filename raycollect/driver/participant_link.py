@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
@@ -27,7 +28,8 @@ from raycollect.channel.messages import (
     Unable,
     Welcome,
 )
-from raycollect.core import threads
+from raycollect.core import direct_transport, threads
+from raycollect.core.signals import waiting
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
@@ -134,8 +136,12 @@ class ParticipantLink:
         self._keeping: set[str] = set()  # its methods that have returned tensors
         self._run = () if info["participant"] else (runtime.run_program,)
 
-    def submit(self, payload: bytes, outputs: int) -> list[Any]:
-        """Submits a program as one actor task; returns the refs of its outputs."""
+    def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
+        """Submits a program as one actor task, which Ray begins once the refs in `behind` have values.
+
+        Returns:
+            The refs of its outputs.
+        """
         method = self._submits.get(outputs)
         if method is None:
             # Not retried: a second run would work on data that the first has changed. No task events: they cost 3 % of
@@ -145,12 +151,28 @@ class ParticipantLink:
             self._submits[outputs] = method
         calls = self.calls
         if calls is None:
-            refs = method.remote(*self._run, payload)
+            refs = method.remote(*self._run, payload, *behind)
         else:
             with calls.lock:
-                refs = method.remote(payload)
+                refs = method.remote(payload, *behind)
                 calls.last, calls.before = NOTHING, None  # the plans after it wait for it, and methods are behind it
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
+
+    def submit_behind(self, payload: bytes, outputs: int, behind: Sequence[Any]) -> list[Any]:
+        """`submit`; if one of `behind` fails for good, Ray never begins the task, and the program comes by `order`."""
+        made = self.submit(payload, outputs, behind)
+        waiting = [Order(payload=payload, together=False, in_order=False, after=NOTHING, rings=False)]
+
+        def settled(value: Any) -> None:
+            if isinstance(value, Exception):
+                with suppress(
+                    IndexError, ConnectionLostError
+                ):  # another one has failed before; the participant is gone
+                    self.order(waiting.pop())
+
+        for one in behind:
+            direct_transport.on_completed(one, settled)
+        return made
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
         """Sends a program without outputs by `order`, to run where an actor task would; else as an actor task."""
@@ -162,8 +184,13 @@ class ParticipantLink:
             if calls.last is None:
                 self.submit(payload, 0)
                 return
-            calls.before = partial(_keep_behind, ref(tracker), position, ref(self))
+            self.keep_behind(ref(tracker), position)
             self.order(Order(payload=payload, together=False, in_order=True, after=calls.last, rings=rings))
+
+    def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
+        """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""
+        if self.calls is not None:
+            self.calls.before = partial(_keep_behind, tracker, position, ref(self))
 
     def fence(self, seq: int) -> None:
         """Submits an actor task that lets a plan begin, and ends with it."""
@@ -211,7 +238,7 @@ class ParticipantLink:
 
     def welcome(self, timeout_s: float) -> None:
         """Waits for the answer to the lease; ControllerConflictError where another process drives the participant."""
-        if not self._answered.wait(timeout_s):
+        if not waiting(self._answered.wait, timeout_s):
             raise CollectiveTimeoutError(
                 op="lease", actor=self.info["actor"], detail="the actor gave no answer in time"
             )
@@ -287,6 +314,8 @@ class ParticipantLink:
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """The connection has ended; on the hub's thread."""
+        if self.is_lost:
+            return
         if not self._answered.is_set():
             self._answer = kept(reason)
             self._answered.set()

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -23,13 +23,16 @@ from raycollect.channel.messages import (
     Look,
     Measure,
     Measured,
+    Publish,
     Seen,
     Survey,
     Surveyed,
     Unable,
 )
 from raycollect.core import call_tokens, ray_internals, threads
+from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.model import Member
+from raycollect.core.signals import waiting
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.errors import (
@@ -60,15 +63,16 @@ UNUSED_S = 0.01
 class _Joining:
     """A member that was asked to join."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, group_id: str) -> None:
         self.member = member
+        self.group_id = group_id
         self.settled = threading.Event()
         self.error: RaycollectError | None = None
         self.links: tuple[tuple[float, ...], ...] = ()
 
 
 class Participants:
-    """All participants of one controller. One thread at a time leases, joins and parts; any may do the rest."""
+    """All participants of one controller. Any thread may call it."""
 
     def __init__(self, owner: ControllerMessages, controller_id: str, bell: CompletionBell | None = None) -> None:
         self.timeline: TimelineSession | None = None
@@ -79,9 +83,11 @@ class Participants:
         self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
         self._is_due = False
         self._peers: dict[str, ParticipantLink] = {}  # by actor id
-        self._forgetting = threading.RLock()  # a finalizer may destroy a group
+        self._lock = threading.RLock()  # guards who is leased, and for which groups; a finalizer may destroy a group
+        self._leasing = Claims()  # actor ids: one thread at a time connects to an actor
         self._requests = itertools.count(1)
-        self._joining: dict[int, _Joining] = {}
+        # By request: a member that joins, and all those that join with it
+        self._joining: dict[int, tuple[_Joining, tuple[_Joining, ...]]] = {}
         self.inviting: threading.Lock = threading.Lock()  # held until all members of a group know of it
 
     def close(self) -> None:
@@ -91,9 +97,12 @@ class Participants:
 
     # ------------------------------------------------------------------------------------------ who they are
 
-    def add(self, peer: ParticipantLink) -> None:
-        """Stores one that was leased."""
-        self._peers[peer.info["actor_id"]] = peer
+    def add(self, peer: ParticipantLink, group_id: str = "") -> None:
+        """Stores one that was leased, for a group if its id is given."""
+        with self._lock:
+            if group_id:
+                peer.group_ids.add(group_id)
+            self._peers[peer.info["actor_id"]] = peer
 
     def all(self) -> tuple[ParticipantLink, ...]:
         """Those that are leased now."""
@@ -125,7 +134,7 @@ class Participants:
 
     def _forget(self, peer: ParticipantLink) -> bool:
         actor_id = peer.info["actor_id"]
-        with self._forgetting:  # its connection may end as it is given back
+        with self._lock:  # its connection may end as it is given back
             return self._peers.get(actor_id) is peer and self._peers.pop(actor_id, None) is peer
 
     # ------------------------------------------------------------------------------------------ leases
@@ -137,8 +146,10 @@ class Participants:
         info: dict[str, Any],
         calls: SubmittedCalls | None,
         deadline_s: float,
+        *,
+        group_id: str,
     ) -> ParticipantLink:
-        """Leases a member, unless it is leased already.
+        """Leases a member for a group, unless it is leased already; then the lease is for that group, too.
 
         Args:
             member: The member.
@@ -146,10 +157,37 @@ class Participants:
             info: What it said of itself.
             calls: Its calls since before it said so.
             deadline_s: By when it must have answered, by `time.monotonic`.
+            group_id: The id of the group.
+
+        Raises:
+            ActorGoneError: Its process has ended.
+            CollectiveTimeoutError: It has not answered in time.
+            ControllerConflictError: Another process drives it.
         """
-        known = self._peers.get(member.actor_id)
-        if known is not None and known.info["incarnation"] == member.incarnation:
-            return known
+        try:
+            with self._leasing.claim(member.actor_id, deadline_s):
+                with self._lock:
+                    known = self._peers.get(member.actor_id)
+                    if known is not None and known.info["incarnation"] == member.incarnation:
+                        known.group_ids.add(group_id)
+                        return known
+                if known is not None:
+                    _end_former(known, self._hub, deadline_s)
+                return self._connected(member, actor, info, calls, deadline_s, group_id)
+        except ClaimedError:
+            detail = "another thread is connecting to it, for another group"
+            raise CollectiveTimeoutError(op="lease", rank=member.rank, actor=member.actor, detail=detail) from None
+
+    def _connected(
+        self,
+        member: Member,
+        actor: Any,
+        info: dict[str, Any],
+        calls: SubmittedCalls | None,
+        deadline_s: float,
+        group_id: str,
+    ) -> ParticipantLink:
+        """Opens the connection with which a lease begins."""
         controller_id = self._controller_id
         calls = calls if info["participant"] and info["ordered"] else None
         link_type = getattr(actor, "link_type", ParticipantLink)
@@ -182,7 +220,7 @@ class Participants:
             if peer.order_bell is not None:
                 peer.order_bell.close()  # open at both ends by now, or of no use
         peer.lend_tokens(owner, self._soon)
-        self.add(peer)
+        self.add(peer, group_id)
         if peer.is_lost:  # perhaps before it was added, and nobody hears of it again
             peer.retire()
             self.drop(peer)
@@ -202,31 +240,34 @@ class Participants:
         if self._is_due:
             return True
         self._is_due = True
-        if not self._hub.later(UNUSED_S, self._make_due_calls):
+
+        def make() -> None:
+            self._is_due = False
+            for _ in range(len(self._due)):  # not what these add: the hub has other things to do as well
+                threads.survives(self._due.popleft())
+
+        if not self._hub.later(UNUSED_S, make):
             self._is_due = False
         return self._is_due
-
-    def _make_due_calls(self) -> None:
-        self._is_due = False
-        for _ in range(len(self._due)):  # not what these add: the hub has other things to do as well
-            threads.survives(self._due.popleft())
 
     def part(self, membership: Membership) -> None:
         """Makes the members of a group leave it, and ends the leases that no other group needs."""
         group_id = membership.spec.group_id
-        for member in membership.members:
-            peer = self._peers.get(member.actor_id)
-            if peer is None or group_id not in peer.group_ids:
-                continue
-            peer.group_ids.discard(group_id)
+        peers = [self._peers.get(member.actor_id) for member in membership.members]
+        leaving = [peer for peer in peers if peer is not None and group_id in peer.group_ids]
+        for peer in leaving:
             peer.send(Leave(group_id=group_id))
-            if not peer.group_ids:
-                if self.timeline is not None:
-                    self.timeline.leaving(peer)
-                peer.send(Bye())
-                if self._forget(peer):
-                    peer.retire()
-                    self._owner.parted(peer)
+        for peer in leaving:
+            if self.timeline is not None and peer.group_ids == {group_id}:
+                self.timeline.leaving(peer)
+            with self._lock:  # another thread may lease it for another group
+                peer.group_ids.discard(group_id)
+                is_last = not peer.group_ids and self._forget(peer)
+                if is_last:  # here, so that it comes before another thread leases the actor again
+                    peer.send(Bye())
+            if is_last:
+                peer.retire()
+                self._owner.parted(peer)
         call_tokens.let_go()  # also of members that have died
 
     # ------------------------------------------------------------------------------------------ joining
@@ -243,18 +284,23 @@ class Participants:
         `probe` has by rank what a member of the one group shall measure, and `replaces` is the id of the group in whose
         place it comes, as in `Join`. Returns by rank what they found.
         """
-        waiting: dict[int, _Joining] = {}
+        asked: dict[int, _Joining] = {}
         try:
             for membership in memberships:
-                asked = {next(self._requests): _Joining(member) for member in membership.members}
-                waiting.update(asked)
-                self._joining.update(asked)
-                self._invite(membership, asked, probe or {}, replaces)
-            late = [one for one in waiting.values() if not one.settled.wait(max(deadline_s - monotonic(), 0))]
+                group_id = membership.spec.group_id
+                asked.update({next(self._requests): _Joining(member, group_id) for member in membership.members})
+            together = tuple(asked.values())
+            self._joining.update({request: (one, together) for request, one in asked.items()})
+            for membership in memberships:
+                mine = {request: one for request, one in asked.items() if one.group_id == membership.spec.group_id}
+                with self.inviting:
+                    for member, invitation in _invitations(membership, mine, probe or {}, replaces):
+                        self.joining(member).send(invitation)
+            late = [one for one in together if not waiting(one.settled.wait, deadline_s - monotonic())]
         finally:
-            for request in waiting:
+            for request in asked:
                 self._joining.pop(request, None)
-        errors = [one.error for one in waiting.values() if one.error is not None]
+        errors = [one.error for one in together if one.error is not None]
         if errors:
             raise anew(next((e for e in errors if not isinstance(e, PlanAbortedError)), errors[0]))
         if late:
@@ -265,49 +311,29 @@ class Participants:
                 detail=f"these have not joined in time: {names}; an actor that is pending or busy can't join",
                 missing=tuple(one.member.rank for one in late),
             )
-        return {one.member.rank: one.links for one in waiting.values() if one.links}
-
-    def _invite(
-        self,
-        membership: Membership,
-        asked: Mapping[int, _Joining],
-        probe: Mapping[int, tuple[int, ...]],
-        replaces: str,
-    ) -> None:
-        spec = asdict(membership.spec)
-        members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
-        with self.inviting:
-            for request, joining in asked.items():
-                rank, found = joining.member.rank, probe.get(joining.member.rank, ())
-                join = Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found)
-                self.joining(joining.member).send(join)
+        return {one.member.rank: one.links for one in together if one.links}
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""
-        joining = self._joining.get(message.request)
+        joining, together = self._joining.get(message.request, (None, ()))
         if joining is None:
             return
         if message.error is not None:
-            self.fail_join(from_wire(message.error))
+            _fail(together, from_wire(message.error))
         joining.links = message.links
         joining.settled.set()
 
     def give_up(self, peer: ParticipantLink, reason: str) -> None:
         """Ends the join where a participant that is gone is among those who join; on the hub's thread."""
-        if any(one.member.actor_id == peer.info["actor_id"] for one in list(self._joining.values())):
-            self.fail_join(ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
+        for one, together in tuple(self._joining.values()):
+            if one.member.actor_id == peer.info["actor_id"]:
+                _fail(together, ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
 
-    def fail_join(self, error: RaycollectError) -> None:
-        """Ends the join of all members: one group is formed at a time, and it can't be any more.
-
-        Where all have joined there is a group, and later calls report that a member is gone.
-        """
-        everyone = list(self._joining.values())
-        if all(one.settled.is_set() for one in everyone):
-            return
-        for joining in everyone:
-            joining.error = joining.error or error
-            joining.settled.set()
+    def fail_joins(self, error: RaycollectError, message: Joined | Publish) -> None:
+        """Ends the join of the members of a group, as a message of one of them could not be taken in."""
+        for request, (one, together) in tuple(self._joining.items()):
+            if request == message.request if isinstance(message, Joined) else one.group_id == message.group_id:
+                _fail(together, error)
 
     # ------------------------------------------------------------------------------------------ telling, asking
 
@@ -324,8 +350,11 @@ class Participants:
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        said = self._ask(members, Look, timeout_s)
-        return [Seen(request=one.request, doing=one.detail) if isinstance(one, Unable) else one for one in said]
+        return list(map(_seen, self._ask(members, Look, timeout_s)))
+
+    def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
+        """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
+        return {one.actor_id: None if (peer := self._peer_of(one)) is None else peer.ask(Look) for one in members}
 
     def has_ended(self, member: Member, timeout_s: float) -> bool:
         """Whether a member's process is known to be gone; one that does not answer in time is not."""
@@ -343,6 +372,60 @@ class Participants:
         return peer if peer is not None and peer.info["incarnation"] == member.incarnation else None
 
     def _ask(self, members: Sequence[Member], question: type[Look | Survey], timeout_s: float) -> list[Any]:
-        asked = [None if peer is None else peer.ask(question) for peer in map(self._peer_of, members)]
-        answered = wait_for(filter(None, asked), timeout_s).done
-        return [one.result() if one in answered else None for one in asked]
+        return _answers([None if one is None else one.ask(question) for one in map(self._peer_of, members)], timeout_s)
+
+
+def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> dict[str, Seen | None]:
+    """The answers to `Participants.begin_look`, by actor; None for one that is gone, or has not answered in time."""
+    return {actor_id: _seen(one) for actor_id, one in zip(looks, _answers(looks.values(), timeout_s), strict=True)}
+
+
+def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
+    done = wait_for(filter(None, futures), timeout_s).done
+    return [one.result() if one in done else None for one in futures]
+
+
+def _seen(answer: Seen | Unable | None) -> Seen | None:
+    return Seen(request=answer.request, doing=answer.detail) if isinstance(answer, Unable) else answer
+
+
+def _invitations(
+    membership: Membership, asked: Mapping[int, _Joining], probe: Mapping[int, tuple[int, ...]], replaces: str
+) -> Iterator[tuple[Member, Join]]:
+    """What each member is told that is to join a group; the arguments are those of `Participants.join`."""
+    spec = asdict(membership.spec)
+    members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
+    for request, joining in asked.items():
+        rank = joining.member.rank
+        found = probe.get(rank, ())
+        yield (
+            joining.member,
+            Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found),
+        )
+
+
+def _fail(together: Sequence[_Joining], error: RaycollectError) -> None:
+    """Ends the join of all members of a group, as it can't be formed.
+
+    Where all have joined there is a group, and later calls report that a member is gone.
+    """
+    if all(one.settled.is_set() for one in together):
+        return
+    for one in together:
+        one.error = one.error or error
+        one.settled.set()
+
+
+def _end_former(former: ParticipantLink, hub: Hub, deadline_s: float) -> None:
+    """Ends the connection to a process that Ray has replaced; returns when its groups are broken."""
+    link, ended = former.link, threading.Event()
+    if link is None:
+        return
+
+    def end() -> None:
+        former.closed(link, ConnectionLostError(detail="Ray has restarted the actor"))
+        ended.set()
+
+    if hub.later(0, end):
+        waiting(ended.wait, deadline_s - monotonic())
+    link.close()

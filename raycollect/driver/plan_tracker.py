@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBell
 from raycollect.channel.messages import Abort, Arrivals, Arrive
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
 from raycollect.core.signals import Deferred, deliver, waiting
 from raycollect.driver.error_location import ErrorLocator, RankNames
@@ -41,6 +42,7 @@ from raycollect.observe.trace import PLAN, RUN
 from raycollect.planner import Membership, Plan
 
 if TYPE_CHECKING:
+    from raycollect.driver.plan_timeouts import Overdue
     from raycollect.driver.step_runs import StepRuns
 
 _log = logging.getLogger("raycollect")
@@ -68,10 +70,10 @@ class PlanTracker:
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
         made: (request, position) -> the ref of what the request makes there.
-        bell: What is rung when it has gone well everywhere, where the thread that waits for it has claimed the bell.
-        bell_slots: The words of its participants there.
+        bell: What is rung when it has gone well everywhere, if the thread that waits has claimed it; by `bell_slots`.
         place: Which of the step's runs it is, from 1.
-        until_s: When its time is over, by `time.monotonic`.
+        deadline: When its caller's time limit is over.
+        overdue: Who had not ended it when that was over, and what they did; None: it was not.
         results: What the participants have answered, by position.
         slots: Position -> slot of those whose answer at the doorbell was not taken.
         is_known: Whether the outcome is known; `resolved` looks at the doorbell first.
@@ -82,11 +84,11 @@ class PlanTracker:
     error: RaycollectError | None = None
     is_known: bool = False
     is_committed: bool = False
-    is_fenced: bool = False
     bell: CompletionBell | None = None
     bell_slots: tuple[int, ...] = ()
     ring: Ring | None = None
     began_s: float = 0.0
+    overdue: Overdue | None = None
     _first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
     _told = False  # whether the participants were told to abort
     _is_explained = False  # whether the refs have told what they know of the failure
@@ -99,14 +101,13 @@ class PlanTracker:
         refs: dict[Key, Any],
         runs: StepRuns | None = None,
         number: int = 0,
-        limit_s: float = math.inf,
+        deadline: Deadline = NEVER,
     ) -> None:
         self.seq = seq
         self.plan = plan
         self.runs = runs
         self.number = number
-        self.limit_s = limit_s
-        self.until_s: float = math.inf if limit_s == math.inf else time.monotonic() + limit_s
+        self.deadline = deadline
         self.launches: range = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))

@@ -14,6 +14,7 @@ from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.progress import Progress, ProgressProbe
 from raycollect.errors import MOST_S, ProgressError, is_time_limit, refusal, wrong_argument
+from raycollect.errors.text import shown
 
 _log = logging.getLogger("raycollect")
 
@@ -58,7 +59,7 @@ def progress(*, after_s: float = AFTER_S) -> ProgressBars:
     """
     if not (is_time_limit(after_s) or (isinstance(after_s, (int, float)) and after_s == 0)):
         expected = f"a number of seconds from 0 to {MOST_S:g}"
-        raise refusal("progress", "", (wrong_argument("after_s", repr(after_s), expected),))
+        raise refusal("progress", "", (wrong_argument("after_s", shown(after_s), expected),))
     _tqdm()
     return ProgressBars(after_s)
 

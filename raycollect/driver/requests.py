@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey, Submission, made
@@ -69,7 +70,9 @@ class RequestList:
                 pending._settle(None, why)
         self._pending = [pending for pending in self._pending if pending.request < count]
 
-    def send(self, controller: Controller, staging: int, *, is_batch: bool) -> tuple[PlanTracker, Submission]:
+    def send(
+        self, controller: Controller, staging: int, *, is_batch: bool, deadline: Deadline = NEVER
+    ) -> tuple[PlanTracker, Submission]:
         """Sends all calls as one plan and settles what they make; only `results` are kept (P5)."""
         submission = Submission(
             asked=tuple(self.asked),
@@ -78,7 +81,7 @@ class RequestList:
             staging=staging,
             is_batch=is_batch,
         )
-        tracker = submission.send(controller)
+        tracker = submission.send(controller, deadline)
         for pending in self._pending:
             pending._settle(made(pending, tracker), _UNSENT)
         self.clear()

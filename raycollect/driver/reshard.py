@@ -9,10 +9,10 @@ from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import held_values, own_tensors
-from raycollect.driver.call import Call
+from raycollect.driver.call import Call, task_wait
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
-from raycollect.driver.operand_binding import Operand
+from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
 from raycollect.driver.work import Work
@@ -78,7 +78,8 @@ def reshard_refs(
             have where no region is.
         snapshot: True, in place: as of `allreduce_refs`; no target is overwritten before all ranks have what they need.
         async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+        timeout_s: How long the whole call may take, in seconds: waits for methods, for tasks and for other ranks
+            included. By default ranks wait for each other as long as the group was declared with, or 60 s.
 
     Returns:
         The targets' refs, in the order of `dst_refs`: the given ones in place, new ones otherwise; or a `Work` of them.
@@ -92,8 +93,9 @@ def reshard_refs(
     """
     running = Controller.running()
     driver_rank = None if running is None else running.takes_part(group_name)
-    src_refs = own_tensors.sources_on(dst_refs, src_refs, driver_rank)
-    call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
+    wait = task_wait(ReshardCall.name, group_name, timeout_s)
+    src_refs = own_tensors.sources_on(dst_refs, src_refs, driver_rank, wait)
+    call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs, wait=wait)
     return call.start(src, dst, inplace=inplace, snapshot=snapshot, async_op=async_op)
 
 
@@ -103,8 +105,10 @@ class ReshardCall(Call):
     name = "reshard"
     is_of_all = False
 
-    def __init__(self, group_name: GroupLike, timeout_s: float | None, *, src_refs: Any, dst_refs: Any) -> None:
-        super().__init__(OpKind.ALLTOALL, group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
+    def __init__(
+        self, group_name: GroupLike, timeout_s: float | None, *, src_refs: Any, dst_refs: Any, wait: TaskWait
+    ) -> None:
+        super().__init__(OpKind.ALLTOALL, group_name, timeout_s, wait=wait, src_refs=src_refs, dst_refs=dst_refs)
 
     def start(self, src: Any, dst: Any, *, inplace: bool, snapshot: bool, async_op: bool) -> Any:
         """Sends the reshard, or records it."""
@@ -124,7 +128,14 @@ class ReshardCall(Call):
         operands = tuple((rank, source(given.get(rank)), source(taken.get(rank))) for rank in reshard.ranks)
         results = [self._ref(rank, one if inplace else None) for rank, one in taken.items()]
         call = (membership, OpKind.ALLTOALL, operands, None, -1, -1)
-        asked = RequestKey(*call, bool(inplace), self._limit_s, bool(snapshot and inplace), reshard=reshard)
+        asked = RequestKey(
+            *call,
+            bool(inplace),
+            self._limit_s,
+            bool(snapshot and inplace),
+            reshard=reshard,
+            is_limited=self._timeout_s is not None,
+        )
         request_list.add(asked, results)
         return self._result(async_op)
 
@@ -153,7 +164,9 @@ class ReshardCall(Call):
         if any(one.ref is None or type(one.ref) is Pending for one in operands.values()):
             return None
         refs = {rank: one.ref for rank, one in operands.items()}
-        handles, violations = held_values.handles_of(refs, self._limit_s, self.name, self._group_name)
+        left_s = self._wait.deadline.left_s()
+        limit_s = self._limit_s if left_s is None else left_s
+        handles, violations = held_values.handles_of(refs, limit_s, self.name, self._group_name)
         self._violations += violations
         self._raise()
         return [held_tensors(handles[rank]) for rank in operands]

@@ -12,6 +12,7 @@ from raycollect.core import sockets, threads, timers
 from raycollect.core.model import Member
 from raycollect.driver import progress_bar
 from raycollect.driver.controller import Controller
+from raycollect.driver.participants import look_answers
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
@@ -20,16 +21,27 @@ from raycollect.group.watchdog import QUIET_S, report_of
 _log = logging.getLogger("raycollect")
 
 FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
+_WAITING = ("in the consistency check", "waits until all are ready")  # the steps in which a rank waits for others
 LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds
 
 
 def wait(
     controller: Controller, tracker: PlanTracker, timeout_s: float | None, *, progress: bool | None = None
 ) -> bool:
-    """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
-    left_s = math.inf if timeout_s is None else timeout_s
+    """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time.
+
+    A plan whose own deadline comes first fails then.
+    """
+    limit_s = tracker.deadline.left_s()
+    left_s = min(math.inf if timeout_s is None else timeout_s, math.inf if limit_s is None else limit_s)
     if progress or (progress is None and progress_bar.around_s.get()):
-        return _wait_with_bar(controller, tracker, left_s)
+        is_known = _wait_with_bar(controller, tracker, left_s)
+    else:
+        is_known = _wait(controller, tracker, left_s)
+    return is_known or (limit_s is not None and controller.timeouts.expire(tracker))
+
+
+def _wait(controller: Controller, tracker: PlanTracker, left_s: float) -> bool:
     first_s = min(FIRST_S, QUIET_S, left_s)
     if tracker.wait(first_s):
         return True
@@ -159,14 +171,36 @@ def explain_delay(
 def _explain_delay(
     controller: Controller, tracker: PlanTracker, error: CollectiveTimeoutError, timeout_s: float
 ) -> None:
-    group = next((one for one in tracker.groups if one.spec.name == error.group_name), None)
-    members = group.members if group is not None else ()
-    named = [members[rank] for rank in error.missing if rank < len(members)]
-    told_of = named or _pending(tracker)
-    seen = _asked(controller, tracker, told_of, timeout_s)
-    error.reports = _reports(tracker, told_of, seen)
+    overdue = tracker.overdue if error is tracker.error else None
+    if overdue is not None:
+        seen = look_answers(overdue.looks, min(timeout_s, LOOK_S))
+        left = [one for one in overdue.late if not _is_past(tracker, seen[one.actor_id])]
+        _name(error, _reports(tracker, left, seen), len(tracker.plan.participants))
+    else:
+        group = next((one for one in tracker.groups if one.spec.name == error.group_name), None)
+        members = group.members if group is not None else ()
+        named = [members[rank] for rank in error.missing if rank < len(members)]
+        told_of = named or _pending(tracker)
+        seen = _asked(controller, tracker, told_of, timeout_s)
+        error.reports = _reports(tracker, told_of, seen)
     cut = {link for one in seen.values() if one is not None for link in one.cut}
     error.cut = tuple(sorted({*error.cut, *sockets.cut_links(), *cut}))
+
+
+def _name(error: CollectiveTimeoutError, reports: tuple[RankReport, ...], count: int) -> None:
+    """Has an error name those who did not come; else those who have not ended what others, of `count`, have."""
+    absent = _absent(reports)
+    error.reports = absent or reports
+    error.missing = tuple([one.rank for one in error.reports]) if len(error.reports) < count or absent else ()
+    names = [f"rank {one.rank} ({one.actor})" for one in error.reports]
+    error.detail = error.told(names, ()) if absent else error.unfinished(names)
+
+
+def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
+    """Who did not come, of those who have not ended a plan in time; empty where all are in its kernels."""
+    some_wait = any(one.step.endswith(_WAITING) for one in reports)
+    here = [one.answers and one.has_begun and not (some_wait and not one.step.endswith(_WAITING)) for one in reports]
+    return tuple([one for one, is_here in zip(reports, here, strict=True) if not is_here])
 
 
 def _asked(
@@ -236,9 +270,14 @@ def _has_begun(tracker: PlanTracker, seen: Seen | None) -> bool:
     )
 
 
+def _is_past(tracker: PlanTracker, seen: Seen | None) -> bool:
+    """Whether it has ended a plan, however."""
+    return seen is not None and seen.ended >= tracker.seq
+
+
 def _has_done(tracker: PlanTracker, seen: Seen | None) -> bool:
     """Whether it has ended a plan that did not fail: after a failure, those who never began count as ended, too."""
-    return tracker.error is None and seen is not None and seen.ended >= tracker.seq
+    return tracker.error is None and _is_past(tracker, seen)
 
 
 def _pending(tracker: PlanTracker) -> list[Member]:

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Forget, Run
+from raycollect.core import ray_internals
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
 from raycollect.core.signals import Deferred, deliver
-from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
+from raycollect.core.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
@@ -71,32 +74,58 @@ class StepRuns:
         self.in_slots: dict[int, int] = {at: slot for at, slot in enumerate(self._slots) if slot >= 0}
         self._revision: object = None
         self._links: list[tuple[ParticipantLink, int]] = list(zip(peers, self._slots, strict=False))
+        self._calls: list[SubmittedCalls] = []  # of the participants; found with `_links`
         self._under_way: deque[PlanTracker] = deque()
         self.begun: int = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
         self._waiting: set[int] = set()  # the threads that wait for runs
+        self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
+        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
+        self._calls = _ordered(self._links)
 
     # ------------------------------------------------------------------------------------------ beginning
 
-    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> PlanTracker:
+    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, deadline: Deadline = NEVER) -> PlanTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
-        limit_s = inf if timeout_s is None else timeout_s
-        calls: list[SubmittedCalls] = []  # of the participants, where the run goes through their queues
         with Deferred():
             while True:
+                calls = self._calls
+                # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
                 with AllHeld(calls), self.controller.dispatching:
                     if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
                         self._check()
+                    if self._calls is not calls:
+                        continue
                     oldest = self._oldest() if self._under_way else None
                     if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                        if not fence and not (self.controller.under_way and self._is_held_up()):
-                            return self._send(arguments, self.doorbell, limit_s)
-                        found = [one.calls for one, _ in self._links if one.calls is not None]
-                        if calls == found:
-                            return self._send(arguments, None, limit_s, fence=True)
-                        calls, oldest = found, None
-                if oldest is not None:
-                    oldest.wait(None)
+                        return self._send(arguments, deadline, None if fence else self._calls_before())
+                if not oldest.wait(deadline.left_s()):
+                    raise self._crowded(oldest, deadline)
+
+    def _crowded(self, oldest: PlanTracker, deadline: Deadline) -> CollectiveTimeoutError:
+        """No run could begin in time, as as many as may be under way are."""
+        late = [home for at, home in enumerate(self.step_plan.homes) if oldest.is_pending(at)]
+        names = listed(f"rank {one.rank} ({one.actor})" for _, one in late)
+        return CollectiveTimeoutError(
+            op=self.step_plan.name,
+            group_name=oldest.group_name,
+            detail=f"{IN_FLIGHT} runs are under way, and run {oldest.place} has not ended in time on {names}",
+            missing=tuple([one.rank for group, one in late if group is late[0][0]]),
+            timeout_s=deadline.timeout_s,
+        )
+
+    def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
+        """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
+        actor = ray_internals.actor_handle(self.step_plan.participants[position])  # the lease may have ended
+        calls = self._links[position][0].calls if self._links else None
+        if calls is None:
+            return submit(actor)
+        with calls.lock:
+            is_passed = calls.last in (NOTHING, self._passed[position])
+            submitted = submit(actor)
+            if is_passed and calls.last is not None:
+                self._passed[position] = calls.last
+        return submitted
 
     def _oldest(self) -> PlanTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
@@ -112,36 +141,33 @@ class StepRuns:
         revision = self.controller.revision
         peers = self.controller.links(self.memberships, self.step_plan.participants)
         self._links = list(zip(peers, self._slots, strict=True))
+        self._calls = _ordered(self._links)
         self._revision = revision
 
-    def _is_held_up(self) -> bool:
-        """Whether a participant may have to wait for a plan that waits for methods.
+    def _calls_before(self) -> list[bytes] | None:
+        """The last call of each actor, behind which the next run comes; None: only actor tasks can come behind them."""
+        found = []
+        for (peer, _), passed in zip(self._links, self._passed, strict=True):
+            calls = peer.calls
+            last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
+            if last is None:
+                return None
+            found.append(NOTHING if last == passed else last)
+        return found
 
-        Meanwhile the others would hold up the methods of their own actors, and that plan may wait for one of these.
-        A run that goes through the actors' queues comes after such methods.
-        """
-        participants = self.step_plan.positions
-        for tracker in self.controller.trackers():
-            if tracker.runs is not None and not tracker.is_fenced:
-                continue
-            for actor_id, position in tracker.plan.positions.items():
-                if actor_id in participants and tracker.is_pending(position):
-                    return True
-        return False
-
-    def _send(
-        self, arguments: Sequence[bytes], doorbell: Doorbell | None, limit_s: float, *, fence: bool = False
-    ) -> PlanTracker:
-        controller = self.controller
+    def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes] | None) -> PlanTracker:
+        """Sends a run to all, behind the calls `after`; None: as actor tasks."""
+        controller, doorbell = self.controller, None if after is None else self.doorbell
         self.begun += 1
         number = doorbell.begin() if doorbell is not None and self.in_slots else 0
         seq = next(controller.numbers)
-        tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, limit_s)
-        tracker.is_fenced = fence
+        tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
         controller.register(tracker)
         self._under_way.append(tracker)
+        if after is not None and any(after):
+            self._after[seq] = after
         try:
-            self._tell(tracker, arguments, doorbell)
+            self._tell(tracker, arguments, doorbell, after)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
             return tracker
@@ -159,15 +185,28 @@ class StepRuns:
             given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
             self.controller.send(tracker, tracker.fail(kept(exc), unsent=given_back))
 
-    def _tell(self, tracker: PlanTracker, arguments: Sequence[bytes], doorbell: Doorbell | None) -> None:
+    def _tell(
+        self,
+        tracker: PlanTracker,
+        arguments: Sequence[bytes],
+        doorbell: Doorbell | None,
+        after: list[bytes] | None,
+    ) -> None:
         seq, number, rings = tracker.seq, tracker.number, [] if doorbell is None else doorbell.runs
+        behind = ref(tracker)
         try:
             for at, (peer, slot) in enumerate(self._links):
                 predecessor, payload = peer.last_seq, arguments[at]
-                if tracker.is_fenced:
+                if after is None:
                     self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
-                elif slot < 0 or not rings[slot].write(number, seq, predecessor, payload):
-                    peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
+                    if peer.calls is not None:  # methods are behind it, and plans after it wait for it
+                        peer.calls.last, peer.calls.before = NOTHING, None
+                else:
+                    peer.keep_behind(behind, at)
+                    call = after[at]
+                    if slot < 0 or not rings[slot].write(number, seq, predecessor, payload, call):
+                        capture = self._capture
+                        peer.send(Run(capture=capture, seq=seq, predecessor=predecessor, payload=payload, after=call))
                 peer.last_seq = seq
         finally:
             if doorbell is not None and number:
@@ -199,7 +238,7 @@ class StepRuns:
 
     def wait(self, tracker: PlanTracker, timeout_s: float | None) -> bool:
         """Waits for the outcome of a run; False where it is not known in time."""
-        until_s = tracker.until_s if timeout_s is None else min(tracker.until_s, monotonic() + timeout_s)
+        until_s = inf if timeout_s is None else monotonic() + timeout_s
         doorbell, me = self.doorbell if tracker.number else None, threading.get_ident()
         with Deferred():
             try:
@@ -209,7 +248,7 @@ class StepRuns:
                         return True
                     left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
                     if left_s <= 0:
-                        return self.expire(tracker)
+                        return tracker.resolved
                     if doorbell is None:
                         tracker.wait_for_word(left_s)
                     else:
@@ -218,22 +257,6 @@ class StepRuns:
                     tracker.look(self)
             finally:
                 self._waiting.discard(me)
-
-    def expire(self, tracker: PlanTracker) -> bool:
-        """Fails a run if its time is over; returns whether its outcome is known."""
-        if tracker.resolved or monotonic() < tracker.until_s:
-            return tracker.resolved
-        homes = self.step_plan.homes
-        late = [home for at, home in enumerate(homes) if tracker.is_pending(at)]
-        error = CollectiveTimeoutError(
-            op=self.step_plan.name,
-            group_name=tracker.group_name,
-            detail=f"its time is over, and these had not ended their part: {listed(one.actor for _, one in late)}",
-            missing=tuple(member.rank for group, member in late if group is late[0][0]),
-            timeout_s=tracker.limit_s,
-        )
-        self.abort(tracker, error)
-        return tracker.resolved
 
     def abort(self, tracker: PlanTracker, error: RaycollectError) -> None:
         """Ends a run here and on all participants."""
@@ -258,7 +281,7 @@ class StepRuns:
     ) -> RaycollectError:
         """Completes the error of a run as `ErrorLocator.locate`, and names the calls and values of the step."""
         if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return self.told(error)  # `expire` has said it all
+            return self.told(error)  # it says all
         method = error.op if isinstance(error, MethodError) else ""
         found = location.locate(position, error, story, missing)
         if method and isinstance(found, FaultError):
@@ -271,6 +294,9 @@ class StepRuns:
             self._under_way.remove(tracker)
         except ValueError:
             return  # a repeated call
+        for at, call in enumerate(self._after.pop(tracker.seq, ())):
+            if call and tracker.error is None:
+                self._passed[at] = call
         if tracker.error is not None:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
@@ -311,6 +337,11 @@ class StepRuns:
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}
-        self._links, self._fences = [], {}  # which hold the actors
+        self._links, self._calls, self._fences = [], [], {}  # which hold the actors
         if self.doorbell is not None:
             self.doorbell.close()
+
+
+def _ordered(links: Sequence[tuple[ParticipantLink, int]]) -> list[SubmittedCalls]:
+    """The calls of those participants whose methods have an order."""
+    return [peer.calls for peer, _ in links if peer.calls is not None]

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raycollect.core import html, ray_internals
+from raycollect.core import files, html, ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_flags, wrong_time_limit
-from raycollect.errors.text import shown
+from raycollect.errors.text import is_path, shown
 from raycollect.group.process_groups import places
 from raycollect.observe import chrome
 from raycollect.observe.summary import Summary, summarize
@@ -111,12 +111,14 @@ def timeline(
     Raises:
         TimelineError: One is recorded in this process already.
         InvalidArgumentError: An argument makes no sense.
-        OSError: There is no folder in which the file could be.
+        OSError: There is no folder in which the file could be, or the path names something other than a regular file.
     """
     _check(path, limit, timeout_s, metrics)
     target = None if path is None else Path(path).absolute()
     if target is not None and not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for the timeline")
+    if target is not None:
+        files.check(target)
     tracing = TimelineSession.begin("timeline()", places, limit=limit, metrics=bool(metrics))
     try:
         _observe(tracing)
@@ -153,8 +155,8 @@ def _observe(tracing: TimelineSession | None) -> None:
 
 def _check(path: Any, limit: Any, timeout_s: Any, metrics: Any) -> None:
     wrong = [*wrong_time_limit(timeout_s, also=(0,)), *wrong_flags(metrics=metrics)]
-    if path is not None and not isinstance(path, (str, os.PathLike)):
+    if path is not None and not is_path(path):
         wrong.append(wrong_argument("path", shown(path), "that of a file"))
     if type(limit) is not int or not 1 <= limit <= MOST:
-        wrong.append(wrong_argument("limit", repr(limit), f"a number from 1 to {MOST}"))
+        wrong.append(wrong_argument("limit", shown(limit), f"a number from 1 to {MOST}"))
     refuse("timeline", wrong)

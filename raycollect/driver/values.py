@@ -95,27 +95,31 @@ def _get(refs: Any, until_s: float, ordered: bool) -> Any:
     return value.fetch() if left_s is None else value.fetch(max(left_s, _COPY_S))
 
 
-def free(refs: Any) -> int:
+def free(refs: Any, *, timeout_s: float | None = None) -> int:
     """Frees tensors now, though refs to them exist; using them afterwards raises TensorFreedError.
 
     Args:
         refs: An ObjectRef, what a batch gave for one, or the handle that `ray.get` gave; or a list of them.
             Collectives of this process that use them are waited for.
+        timeout_s: How long to wait for these, and for the methods that make the tensors, in seconds; None: no limit.
 
     Returns:
         How many were held.
 
     Raises:
+        GetTimeoutError: Ray's own: they have not ended in time; tensors before them in the list are freed.
+        InvalidArgumentError: `timeout_s` makes no sense.
         NotATensorError: A ref does not stand for a kept tensor.
         TensorLostError: The participant is gone.
         HolderUnreachableError: It could not be reached in time.
         BatchError: A ref is still to be made by a batch that has not ended.
     """
+    refuse("free", wrong_wait(timeout_s))
     ray_internals.ensure_ray()
-    count = 0
+    count, until_s = 0, math.inf if timeout_s is None else time.monotonic() + timeout_s
     for ref in map(plain, refs if isinstance(refs, (list, tuple)) else [refs]):
-        _wait_for_writers(ref, math.inf, readers=True)
-        value = _found(ref, math.inf)
+        _wait_for_writers(ref, until_s, readers=True)
+        value = _found(ref, until_s)
         if not isinstance(value, Handle):
             found = f"one of {a_type(value)}, which is not kept"
             violation = Violation(kind="not_tensor", field="ref", found=found, ref=ref.hex())

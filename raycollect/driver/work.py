@@ -17,8 +17,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, html
+from raycollect.core import direct_transport, html, threads
 from raycollect.core.bound_to_process import BoundToProcess
+from raycollect.core.deadline import NEVER
 from raycollect.core.model import Key
 from raycollect.core.signals import Deferred
 from raycollect.driver import stall_report
@@ -69,6 +70,8 @@ class UnderWay(BoundToProcess, ABC):
         self._began_s = monotonic()
         self._probe: ProgressProbe | None = None  # made when somebody asks
         self._probing = threading.RLock()  # a finalizer may ask, too
+        if tracker.deadline is not NEVER:
+            controller.timeouts.watch(tracker)
 
     def progress(self, timeout_s: float = SHOWN_S) -> Progress:
         """Asks the participants how far it is; neither waits for the outcome nor changes anything.
@@ -78,7 +81,11 @@ class UnderWay(BoundToProcess, ABC):
 
         Returns:
             How far it is, in bytes; after the end, how far it was when somebody last asked.
+
+        Raises:
+            InvalidArgumentError: The time makes no sense.
         """
+        refuse("progress", wrong_wait(timeout_s))
         with self._probing:
             if self._probe is None:
                 self._probe = ProgressProbe(self._controller.participants, self._tracker, self._began_s)
@@ -89,7 +96,8 @@ class UnderWay(BoundToProcess, ABC):
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
-        return self._tracker.resolved
+        tracker = self._tracker
+        return tracker.resolved or (tracker.deadline.is_over and self._controller.timeouts.expire(tracker))
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
         """Waits for the outcome.
@@ -270,7 +278,7 @@ class Work(UnderWay):
             yield from resolved.__await__()
         if self._tracker.error is None:
             return self.wait()
-        return (yield from asyncio.to_thread(self.wait).__await__())  # it may ask others for the cause
+        return (yield from threads.awaitable(self.wait).__await__())  # it may ask others for the cause
 
     def _results(self) -> str:
         if not self._tracker.resolved or self._tracker.error is not None or not ray.is_initialized():

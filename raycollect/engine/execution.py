@@ -75,6 +75,7 @@ class Execution:
         met: What an earlier run on these operands found out, and what all have now brought: see `FastPath`.
         keep: What takes its outputs; None: the caller takes them from the outcome.
         meeting: The name of a member's own call in timelines; see `Label`.
+        resumes: Whether a `FastPath` has begun the run, up to the agreement.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Execution:
         met: tuple[RunCache, tuple[bytes, ...]] | None = None,
         keep: Keep | None = None,
         meeting: str = "",
+        resumes: bool = False,
     ) -> None:
         self.program: Program = program
         self._keys = keys
@@ -102,6 +104,7 @@ class Execution:
         self._values = held if operands is None else operands  # None: they are in the store
         self._given = operands is not None
         self._keep = keep
+        self._resumes = resumes
         self._timed = timed(instruments.tracer.ring, program, seq, meeting)
         self._launches = LaunchSequence(
             program, communicators, exchange, seq=seq, aborted=aborted, instruments=instruments, spans=self._timed
@@ -133,9 +136,11 @@ class Execution:
         ok = False
         try:
             launches.begin()
-            launches.reach("start")
+            if not self._resumes:
+                launches.reach("start")
             self._prepare()
-            launches.reach("before_check")
+            if not self._resumes:
+                launches.reach("before_check")
             with self._timed.check() if self._brought is None else nullcontext():  # else `FastPath` has noted it
                 schedule = launches.schedule = self._agree()
             launches.reach("after_check")
@@ -200,24 +205,26 @@ class Execution:
             if self._first is not None:
                 self._stage(operands, self._first)
 
-    def _current_operands(self) -> ProgramOperands:
-        """The operands, looked at anew where something is not as in the last run after all.
+    def _look_again(self, known: RunCache) -> ProgramOperands:
+        """Prepares operands after the agreement, to which this rank brought what the last run had found out.
 
         Raises:
-            KernelError: An operand has changed since the agreement heard of it.
+            KernelError: They no longer are what the others have agreed to.
         """
-        if self._operands is not None:
-            return self._operands
         operands = self._look()
-        if self._recalled is not None and self._recalled.places != self._places:
-            raise KernelError(detail="an operand was changed while the plan waited in the consistency check")
-        return operands
+        wrong = [str(violation) for one in operands.operands for violation in one.violations]
+        if not wrong and self._places == known.places:
+            return operands
+        self._launches.schedule = known.schedule  # the others may wait for this rank in its kernels
+        found = "; ".join(wrong) or "other memory, or another layout of it"
+        detail = f"an operand changed while the plan was in the consistency check: {found}"
+        raise KernelError(detail=detail)
 
     def _refuse(self, violations: Sequence[Violation]) -> None:
         """Notes for the agreement what is wrong besides the operands."""
         self._recalled = None
         rank = self.program.shares[self.program.tasks[0].share].rank
-        self._current_operands().violate([replace(v, rank=rank) if v.rank < 0 else v for v in violations])
+        (self._operands or self._look()).violate([replace(v, rank=rank) if v.rank < 0 else v for v in violations])
 
     def _remember(self, arrival: bytes, blobs: tuple[bytes, ...], schedule: KernelSchedule) -> None:
         """Remembers the run with its operands, if it can be repeated; stand-ins are too large to keep."""
@@ -294,7 +301,7 @@ class Execution:
 
     def _find(self, key: Key) -> Container | MissingOperand:
         store = self._instruments.store
-        found = store.look(key)
+        found = store.current(key)
         if type(found) is Absence and found.state is State.ABSENT and self._waiting:
             self._waiting(key)
             self._instruments.recorder.add("waiting", self._launches.seq, key.hex())
@@ -326,7 +333,7 @@ class Execution:
             if round_index:
                 self._make_ready(round_index)
             if brought is None:
-                arrival = self._current_operands().arrival(round_index)
+                arrival = (self._operands or self._look()).arrival(round_index)
                 launches.record("check")
                 brought = launches.meet(arrival)
             blobs, brought = brought, None
@@ -336,7 +343,10 @@ class Execution:
             if round_index + 1 < program.rounds and self._operands is not None:
                 self._operands.learn(round_index, agreement.verdicts)
         launches.record("agreed", f"after {clock() - came_s:.6f} s")
-        mine = self._current_operands()
+        mine = self._operands
+        if mine is None:
+            assert known is not None  # else they were looked at before the agreement
+            mine = self._look_again(known)
         scheduler = Scheduler(program, mine.operands, self._buffer, self._first, mine.staging_buffers)
         schedule = scheduler.write(agreement.verdicts, alone=agreement.conflict)
         self._remember(arrival, blobs, schedule)
@@ -374,7 +384,7 @@ def located(
     """Records a failure, and adds where in the program it happened, which only this participant knows."""
     recorder.add("failed", seq, type(error).__name__)
     if isinstance(error, FaultError):
-        share = under_way.share if under_way else None
+        share = under_way.share if under_way else program.shares[0] if len(program.shares) == 1 else None
         error.op = error.op or (share.op if share else program.name)
         error.group_name = error.group_name or (share.group_id if share else program.agreement.group_id)
         if share and error.rank < 0 and isinstance(error, KernelError):

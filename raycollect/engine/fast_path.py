@@ -17,11 +17,11 @@ from raycollect.backends import arrays
 from raycollect.backends.completion import DONE
 from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Key, Launch
-from raycollect.core.protocols import Communicator, NoFaults
+from raycollect.core.protocols import Communicator
 from raycollect.engine.execution import WELL, Execution, Outcome, located
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import ScheduledBundle
-from raycollect.engine.launch_sequence import meet_again
+from raycollect.engine.launch_sequence import end_launch, meet_again
 from raycollect.engine.progress import ByteMap, BytesDone
 from raycollect.engine.run_cache import RunCache
 from raycollect.engine.spans import number_of_bundle
@@ -55,6 +55,7 @@ class FastPath:
     step: RunStep | None = None  # the slot of the thread that runs it, if the caller has it at hand
     _communicator: Communicator | None = None  # while a run is under way
     _full: Execution | None = None
+    _owed: Sequence[Kernel] = ()  # the kernel, from the agreement to its end
     _ring: Ring | None = None  # that has seen a run
     _label: int = 0  # the number of the label there
     _kernel_progress: KernelProgress | None = None  # of the thread that runs it
@@ -76,8 +77,6 @@ class FastPath:
         `given`: a member's call gave the operands, whose name in timelines is `meeting`. `is_kept`: it is for all runs
         on these very operands, whose memory it keeps; else for one run on any of their shapes.
         """
-        if type(instruments.faults) is not NoFaults:
-            return None
         for one in operands:
             if type(one) is not Container:
                 return None
@@ -113,6 +112,7 @@ class FastPath:
         self._kernel_progress = step.kernels
         step.kernels.cover()
         communicator, scheduled, ok = None, None, False
+        reach, me = self.instruments.faults.at, program.agreement.rank
         error: RaycollectError | None = None
         ended: tuple[int, ...] = ()
         ring = self.instruments.tracer.ring
@@ -124,6 +124,8 @@ class FastPath:
             # An abort from here on finds the communicator.
             if self.aborted is not None and (reason := self.aborted()) is not None:
                 raise PlanAbortedError(detail=reason)
+            reach("start", seq, me)
+            reach("before_check", seq, me)
             step.at = "in the consistency check"
             try:
                 brought = meet_again(communicator, launch, self.first, self.known.arrival, self.known.blobs)
@@ -136,7 +138,10 @@ class FastPath:
                 communicator = None  # it ends the launch
                 return full.run()
             scheduled, step.at = self.known.schedule.bundles[0], "in its kernels"
+            self._owed = scheduled.moves[0].kernels
+            reach("after_check", seq, me)
             self._work(communicator, launch, scheduled)
+            reach("end", seq, me)
             if ring is not None:
                 ended_s = ring.clock()
             ok = True
@@ -146,9 +151,9 @@ class FastPath:
             error = exc if isinstance(exc, RaycollectError) else KernelError(detail=f"out of memory: {exc}")
             return Outcome(error=located(error, program, scheduled, self.instruments.recorder, seq))
         finally:
-            self._communicator = self._full = None
+            owed, self._owed, self._communicator, self._full = self._owed, (), None, None
             if communicator is not None:
-                ended = communicator.end(launch, ok)
+                ended = end_launch(communicator, launch, owed, ok=ok)
             if ring is not None:
                 label = self._label if ring is self._ring else self._met_ring(ring)
                 kind = CHECK if agreed_s and scheduled is None else AGAIN  # what goes on in full notes the rest itself
@@ -196,12 +201,15 @@ class FastPath:
         return self._label
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
-        store = self.instruments.store
+        store, reach, me = self.instruments.store, self.instruments.faults.at, self.program.agreement.rank
         with store.writing(scheduled.ranges, self.aborted or _never, launch.timeout_s):
             try:
+                reach("before_kernel", launch.seq, me)
                 completion = communicator.launch(launch, scheduled.moves[0].kernels[0])
                 if completion is not DONE:
                     completion.wait(launch.timeout_s)
+                self._owed = ()
+                reach("after_kernel", launch.seq, me)
             except BaseException:
                 store.mark_dirty(scheduled.ranges, scheduled.owners)
                 raise
@@ -228,6 +236,7 @@ class FastPath:
             held=None if self.given else self.held,
             met=None if brought is None else (self.known, brought),
             meeting=self.meeting,
+            resumes=True,
         )
         return self._full
 

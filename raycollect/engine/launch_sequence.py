@@ -16,7 +16,7 @@ from typing import Any
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Launch
-from raycollect.core.protocols import Communicator, Exchange, Forsaking, NoFaults, Reaching, Together
+from raycollect.core.protocols import Communicator, Exchange, Forsaking, Reaching, Together
 from raycollect.engine.device_staging import Patience, transfer
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
@@ -120,9 +120,7 @@ class LaunchSequence:
         Returns:
             The places of those who are known to have run all of their programs; empty where others may have more to do.
         """
-        if not ok:
-            self._forsake()
-        ranks = self._close(ok=ok)
+        ranks = self._close(() if ok else self._owed(), ok=ok)
         return () if self._number else self.program.places_of(ranks)
 
     def abort(self) -> None:
@@ -162,7 +160,7 @@ class LaunchSequence:
         # is found there, and the controller ends the plan for all.
         before = number + (len(program.everyone) or len(program.tasks))
         patient = replace(launch, timeout_s=program.timeout_s * (1 + before))
-        self._close(ok=True)
+        self._close((), ok=True)
         with self._lock:  # an abort comes either before, and is seen here, or after, and finds the launch
             self._check()
             self._number = number
@@ -201,9 +199,7 @@ class LaunchSequence:
 
     def reach(self, point: str) -> None:
         """The run has come to a place where tests inject faults."""
-        faults = self.instruments.faults
-        if type(faults) is not NoFaults:
-            faults.at(point, self.seq, self.program.agreement.rank)
+        self.instruments.faults.at(point, self.seq, self.program.agreement.rank)
 
     def _run_bundle(self, scheduled: ScheduledBundle) -> None:
         # If it fails after it has begun, what it writes is dirty, and nothing else.
@@ -324,31 +320,42 @@ class LaunchSequence:
         which = f"bundle {at + 1} of {len(bundles)}: " if len(bundles) > 1 else ""
         return f"in {which}{scheduled.share.op} of {calls([first + program.tasks[one].request for one in tasks])}"
 
-    def _forsake(self) -> None:
-        """Tells the backend that others may wait in kernels of the open launch that this rank will not end."""
-        opened, schedule, latest = self.opened, self.schedule, self._move
-        if opened is None or schedule is None or not isinstance(opened[0], Forsaking):
-            return
+    def _owed(self) -> Sequence[Kernel]:
+        """The kernels of the open launch on which all have agreed and that this rank has not ended."""
+        schedule, latest = self.schedule, self._move
+        if schedule is None:
+            return ()
         moves = [one for scheduled in schedule.bundles for move in scheduled.moves for one in (move, *move.instead)]
         number = 0 if latest is None else latest.number
         at = next((at for at, move in enumerate(moves) if move is latest), -1)
         begun = () if latest is None else latest.kernels[len(latest.kernels) - self._left :]
-        owed = [*begun, *(kernel for move in moves[at + 1 :] if move.number == number for kernel in move.kernels)]
-        if owed:
-            opened[0].forsake(opened[1], owed)
+        return [*begun, *(kernel for move in moves[at + 1 :] if move.number == number for kernel in move.kernels)]
 
     def _launch(self) -> Launch:
         return Launch(seq=self.seq, ranks=self.program.agreement.ranks, timeout_s=self.program.timeout_s)
 
-    def _close(self, *, ok: bool) -> tuple[int, ...]:
+    def _close(self, owed: Sequence[Kernel], *, ok: bool) -> tuple[int, ...]:
         with self._lock:
             opened, self.opened, self._wake = self.opened, None, None
-        return () if opened is None else opened[0].end(opened[1], ok)
+        return () if opened is None else end_launch(*opened, owed, ok=ok)
 
     def _check(self) -> None:
         reason = self.aborted()
         if reason is not None:
             raise PlanAbortedError(detail=reason)
+
+
+def end_launch(communicator: Communicator, launch: Launch, owed: Sequence[Kernel], *, ok: bool) -> tuple[int, ...]:
+    """Ends a launch, however it went; see `Communicator.end`.
+
+    `owed` are the kernels on which all have agreed and that this rank has not ended: others may wait in them.
+    """
+    try:
+        if owed and isinstance(communicator, Forsaking):
+            communicator.forsake(launch, owed)
+    finally:
+        ended = communicator.end(launch, ok)
+    return ended
 
 
 def meet_again(

@@ -146,6 +146,8 @@ class TaskBuffers:
         elif structure.kind == "tensor" and (cut := arrays.split(views[0], count)) is not None:
             return Bound(container, views, tuple((piece,) for piece in cut), loose=True)
         kind, found, expected = piece_fault(structure, tuple(map(arrays.describe, container.tensors)), count)
+        if structure.kind == "tensor" and views[0].shape and views[0].shape[0] % count == 0:
+            found += ", not contiguous"
         self.violate(kind, "output" if index == self._template.dst else "input", found, expected, index)
         return None
 

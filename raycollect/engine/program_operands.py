@@ -45,6 +45,7 @@ _ABSENCES: dict[State, tuple[str, str, str]] = {
     State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
     State.BY_VALUE: ("not_tensor", "{}, returned by value", "a tensor, or a list, tuple or dict of tensors"),
     State.FREED: ("freed", "freed", "a tensor that is still held"),
+    State.REPLACED: ("replaced", "changed: {}", "tensors of the names, shapes and types that the ref stands for"),
 }
 
 

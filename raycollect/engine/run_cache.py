@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.backends.completion import Tie
+from raycollect.backends.arrays import Tie
 from raycollect.core.model import TENSOR, Kernel
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle

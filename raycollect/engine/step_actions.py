@@ -129,7 +129,9 @@ class PlanCall:
         slots, held = runner.slots, []
         for slot in self._inputs:
             value = slots[slot]
-            held.append(value if type(value) is Container else runner.operand(slot))
+            if type(value) is not Container or value.leaves is not None:
+                value = runner.operand(slot)
+            held.append(value)
         for slot in self._outputs:
             slots[slot] = None
         fast_path = self._fast_path

@@ -15,7 +15,7 @@ from raycollect.core.codec import Codec, Form
 from raycollect.core.model import Key, Segment
 
 CAPTURE_NBYTES = 16  # the bytes of a capture's id
-VERSION = 2
+VERSION = 3
 
 
 def captured_key(capture: bytes, step: int) -> Key:
@@ -66,6 +66,7 @@ class StepProgram:
     refs: int  # how many slots, from the first on, hold the values of refs
     arguments: tuple[int, ...]  # slots of the run's arguments, in order
     returns: tuple[int, ...]  # slots whose values are given back, in order
+    kept: tuple[int, ...]  # slots whose values are kept after each run, until `StepRunner.take_kept`
     keys: tuple[Key, ...]  # of each slot; run 0 where it differs from run to run
     numbered: bool  # the capture has several requests, so that violations say in which one
 

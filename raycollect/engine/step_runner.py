@@ -22,7 +22,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.engine.execution import Execution
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.instruments import Instruments
-from raycollect.engine.program_operands import MissingOperand
+from raycollect.engine.program_operands import MissingOperand, missing
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.engine.step_actions import Exchanges, MethodCall, PlanCall, value_of
 from raycollect.engine.step_program import Invocation, StepProgram
@@ -30,13 +30,16 @@ from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import CaptureError, MethodError, PlanAbortedError, ProtocolError, RaycollectError
 from raycollect.observe import Tracer, run_steps
 from raycollect.observe.run_steps import RunStep
-from raycollect.pos import Container, unkept
+from raycollect.pos import Absence, Container, State, unkept
 from raycollect.pos.store import weak
 
 # Calls a method: its name, its arguments by place and by name.
 Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 _ABORTED = "the run was aborted"
+
+MOST_KEPT = 64
+"""Of how many runs values are kept that nobody has taken."""
 
 _READ_IT = "let it return plain values and arrays, and read other things with an ordinary method"
 
@@ -70,6 +73,7 @@ class StepRunner:
         self.step: RunStep | None = None  # the slot of the thread that does the run
         self.tracer: Tracer = Tracer.current()
         self._known = _Known(step_program.slots)
+        self._kept: dict[int, list[Any]] = {}  # by the run's number
         self._runs = 0
         self._lock = threading.Lock()  # guards what follows
         self._seq = 0  # the run under way; 0: none
@@ -116,7 +120,7 @@ class StepRunner:
                 aborted.setdefault(seq, _ABORTED)
         self._runs += 1
         self.run8 = self._runs.to_bytes(8, "little")
-        if step_program.returns:
+        if step_program.returns or step_program.kept:
             landed = None
         if step is None:
             step = run_steps.here()
@@ -129,11 +133,27 @@ class StepRunner:
                 self._execution = None  # the last one may keep tensors
                 self._at, step.action, step.at = at, action, ""
                 action.do(seq, why, exchange, landed if action is self._final else None)
+            if step_program.kept:
+                self._keep(seq, step_program.kept)
             return self._results() if step_program.returns else b""
         finally:
             step.action = None  # else it would keep the values
             with self._lock:
                 self._seq, self._execution = 0, None
+
+    def _keep(self, seq: int, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._kept[seq] = [value_of(self.slots[slot]) for slot in slots]
+            while len(self._kept) > MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+
+    def take_kept(self, seq: int) -> Any:
+        """Gives away the value that a run has kept, or the list of them; CaptureError: there is none, or no more."""
+        with self._lock:
+            found = self._kept.pop(seq, None)
+        if found is None:
+            raise CaptureError(detail=f"run {seq} of this captured step keeps no values, or no more")
+        return found if len(found) > 1 else found[0]
 
     def abort(self, seq: int = 0) -> None:
         """Ends the waits of run `seq`, or of any (0), and lets it begin no other action; any thread may call it."""
@@ -192,7 +212,11 @@ class StepRunner:
         """The value of a slot as collectives take it."""
         value = self.slots[slot]
         if type(value) is Container:
-            return value
+            now = value.current()
+            if isinstance(now, str):
+                return missing(Absence(State.REPLACED, now))
+            self.slots[slot] = now
+            return now
         found = None if slot < self.step_program.refs else self._known.container(slot, value)
         if found is None:
             expected = "a tensor, or a list, tuple or dict of tensors"

@@ -11,7 +11,9 @@ import math
 import re
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, cast
 
 import msgpack
@@ -188,9 +190,12 @@ def _scalar(data: bytes) -> Any:
 
 
 def _tensor(data: bytes) -> Any:
-    # Of the library that it came from; numpy where that is not imported here.
+    # Of the library that it came from; numpy where that is not here.
     start = 1 + data[0]
     library = data[1:start].decode()
+    if library == "torch":
+        with suppress(ImportError):
+            import_module(library)  # as Ray does for a tensor among the arguments of a method
     made = list[Any]()
 
     def make(shape: Sequence[int], dtype: np.dtype[Any]) -> arrays.Array:

@@ -7,7 +7,7 @@
     │   ├── ForeignRefError   NotAParticipantError   NotAMemberError   DuplicateActorError   MissingMemberError
     │   ├── NotATensorError   MismatchError   ReadOnlyError   AliasError   InvalidArgumentError
     │   ├── ConcurrentCallError   UnsupportedError   TensorFreedError   TensorLostError   TensorDirtyError
-    │   └── ProducerFailedError   AllocationError   LayoutError
+    │   └── TensorReplacedError   ProducerFailedError   AllocationError   LayoutError
     ├── GroupError                the group, not an operand
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
@@ -25,7 +25,8 @@
     ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
     ├── CaptureError              a captured step was used where it can't be
     │   ├── CaptureBrokenError        one of its runs failed: there will be no others
-    │   └── CaptureMembersError       it needs a member that has left its group
+    │   ├── CaptureMembersError       it needs a member that has left its group
+    │   └── TracedValueError   UnrecordableCallError       a step's function can't be traced
     ├── ReentrantCallError        a finalizer, or a signal handler, made a call in the middle of another one
     ├── RetryError                a collective can't be run again as it was
     ├── TimelineError             a timeline was asked for where there can't be one
@@ -33,8 +34,8 @@
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
     ├── VersionError              a version of weights can't be put, or can't be had
-    │   ├── UnknownVersionError   PublisherReplacedError   VersionNotPutError
-    │   └── VersionNotWholeError   VersionDirtyError   VersionTimeoutError
+    │   ├── UnknownVersionError   PublicationExistsError   PublisherReplacedError   VersionNotPutError
+    │   └── VersionNotWholeError   VersionDirtyError   VersionTimeoutError   PushError
     └── InternalError             our bug: please report it
 
 Errors are values: their fields are public, the message is built from the fields, they survive pickling and they
@@ -43,7 +44,8 @@ cross the channel as plain msgpack (`to_wire`, `from_wire`).
 
 from __future__ import annotations
 
-from typing import ClassVar as ClassVar  # annotations of the errors are looked up among the names of this module
+from typing import Any as Any  # annotations of the errors are looked up among the names of this module
+from typing import ClassVar as ClassVar
 
 from raycollect.errors._base import RaycollectError as RaycollectError
 from raycollect.errors._base import _rebuild as _rebuild
@@ -94,6 +96,8 @@ from raycollect.errors._others import ReentrantCallError as ReentrantCallError
 from raycollect.errors._others import RetryError as RetryError
 from raycollect.errors._others import StoreFullError as StoreFullError
 from raycollect.errors._others import TimelineError as TimelineError
+from raycollect.errors._others import TracedValueError as TracedValueError
+from raycollect.errors._others import UnrecordableCallError as UnrecordableCallError
 from raycollect.errors._refused import MOST_S as MOST_S
 from raycollect.errors._refused import REFUSALS as REFUSALS
 from raycollect.errors._refused import AliasError as AliasError
@@ -114,6 +118,7 @@ from raycollect.errors._refused import RefusedError as RefusedError
 from raycollect.errors._refused import TensorDirtyError as TensorDirtyError
 from raycollect.errors._refused import TensorFreedError as TensorFreedError
 from raycollect.errors._refused import TensorLostError as TensorLostError
+from raycollect.errors._refused import TensorReplacedError as TensorReplacedError
 from raycollect.errors._refused import UnsupportedError as UnsupportedError
 from raycollect.errors._refused import Violation as Violation
 from raycollect.errors._refused import is_time_limit as is_time_limit
@@ -124,7 +129,9 @@ from raycollect.errors._refused import wrong_flags as wrong_flags
 from raycollect.errors._refused import wrong_layout as wrong_layout
 from raycollect.errors._refused import wrong_time_limit as wrong_time_limit
 from raycollect.errors._refused import wrong_wait as wrong_wait
+from raycollect.errors._weights import PublicationExistsError as PublicationExistsError
 from raycollect.errors._weights import PublisherReplacedError as PublisherReplacedError
+from raycollect.errors._weights import PushError as PushError
 from raycollect.errors._weights import UnknownVersionError as UnknownVersionError
 from raycollect.errors._weights import VersionDirtyError as VersionDirtyError
 from raycollect.errors._weights import VersionError as VersionError

@@ -145,6 +145,10 @@ class CollectiveTimeoutError(FaultError):
         alive = "all of them answer, but not over the library's own connections, or too slowly"
         return f"after {self.timeout_s:g} s in the kernel, with {listed(others)}: {silent if who else alive}"
 
+    def unfinished(self, who: Sequence[str]) -> str:
+        """The text of `detail` where the caller's limit is over, from the names of those who are not done."""
+        return f"after {self.timeout_s:g} s these had not finished: {listed(who) or 'nobody'}"
+
     def _text(self) -> str:
         text = super()._text()
         if self.reports:

@@ -15,9 +15,9 @@ _ERRORS: dict[str, type[RaycollectError]] = {
     name: value
     for module in (_base, _refused, _groups, _faults, _channel, _others, _weights)
     for name, value in vars(module).items()
-    if isinstance(value, type) and issubclass(value, RaycollectError)
+    if isinstance(value, type) and issubclass(value, RaycollectError) and value is not _weights.PushError
 }
-"""Type on the wire -> class."""
+"""Type on the wire -> class. A PushError holds receipts, which no message carries: it goes as a VersionError."""
 
 _NESTED: dict[str, type[Violation | RankReport]] = {"violations": Violation, "reports": RankReport}
 """The fields that hold tuples of other values."""

@@ -34,6 +34,56 @@ class CaptureError(RaycollectError):
     detail: str
 
 
+@dataclass(eq=False, kw_only=True)
+class TracedValueError(CaptureError):
+    """A step's function used what stands for a value of each run as the value, while it was traced; nothing ran.
+
+    Attributes:
+        value: What stands there: the argument, or the call that gives the value.
+        parameter: The parameter of the function that it is, or is in; empty for what calls give.
+        use: How it was used: ``"+"``, ``"bool()"``, ``"ray.get()"``.
+        where: The line, as ``"train.py:12"``.
+    """
+
+    detail: str = "it stands for a value of each run, and has none while the step's function is traced"
+    value: str
+    parameter: str = ""
+    use: str
+    where: str
+
+    def _text(self) -> str:
+        return f"{self.use} at {self.where} uses the value of {self.value}: {self.detail}"
+
+    def _advice(self) -> str:
+        if not self.parameter:
+            return "do it in a method of the actor, or return the value from the step and use it after the call"
+        static = f'@col.step(static=("{self.parameter}",))'
+        return (
+            f"do it in a method of an actor, or before the call; or make {self.parameter} static, by {static}: the "
+            "function is traced for each of its values, then"
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class UnrecordableCallError(CaptureError):
+    """A step can't record that call of Ray: a task, or the creation of an actor; nothing ran.
+
+    Attributes:
+        call: What was called.
+        where: The line, as ``"train.py:12"``.
+    """
+
+    call: str
+    where: str
+    cure = (
+        "call it before the step, and pass what it returns; or let a method of an actor, whose class inherits "
+        "raycollect.CollectiveParticipant, do it"
+    )
+
+    def _text(self) -> str:
+        return f"{self.call} at {self.where} {self.detail}"
+
+
 _REPLACE = (
     "put another member in the place of the lost one by group.replace(dead, new), and bring the actors to a known "
     "state; then the step runs again"

@@ -201,6 +201,12 @@ class TensorDirtyError(RefusedError):
     cure = "write it whole again (a collective that overwrites it, or raycollect.mark_written inside its actor)"
 
 
+class TensorReplacedError(RefusedError):
+    """A list or dict of tensors that has other names, shapes or types than when its ref was made."""
+
+    cure = "return it from a method again and use the new ref, or write into its tensors: w['a'] += 1"
+
+
 class ProducerFailedError(RefusedError):
     """The method that should have returned an operand raised; its exception is the cause of this one."""
 
@@ -230,6 +236,7 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "freed": TensorFreedError,
     "lost": TensorLostError,
     "dirty": TensorDirtyError,
+    "replaced": TensorReplacedError,
     "producer_failed": ProducerFailedError,
     "allocation": AllocationError,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import reprlib
 from collections.abc import Iterable
 
@@ -35,6 +36,42 @@ def listed(parts: Iterable[object], between: str = ", ", most: int = MOST_LISTED
     words = list(map(str, itertools.islice(given, most)))
     more = sum(1 for _ in given)
     return between.join([*words, f"and {more} more"] if more else words)
+
+
+def as_name(value: object) -> str:
+    """What was given as a name: a text as it is, anything else as `shown` has it."""
+    return value if isinstance(value, str) else shown(value)
+
+
+MOST_NAME = 1000
+"""The longest name of a group, in characters."""
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be sent: half of a surrogate pair can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_path(value: object) -> bool:
+    """Whether a file can have this path, a string or what has one."""
+    path = value.__fspath__() if isinstance(value, os.PathLike) else value
+    try:
+        return isinstance(path, str) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
+def not_a_name(value: object) -> str:
+    """Why a value can't be the name of a group or of a publication; empty where it can."""
+    if not isinstance(value, str) or not value:
+        return f"{shown(value)}, not a non-empty string"
+    if len(value) > MOST_NAME:
+        return f"{shown(value)}, of {len(value)} characters, not at most {MOST_NAME}"
+    return "" if is_unicode(value) else f"{shown(value)}, which is not Unicode text"
 
 
 class _Short(reprlib.Repr):

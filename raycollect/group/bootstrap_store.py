@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import stat
 import weakref
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, urlparse
 
+from raycollect.core import files
 from raycollect.core.codec import Codec
 from raycollect.core.model import Address
 from raycollect.errors import InvalidGroupError, ProtocolError
+from raycollect.errors.text import is_path, shown
 
 MOST_RECORD_NBYTES = 4096
 
@@ -116,6 +117,9 @@ class DirectoryBulletin:
     """
 
     def __init__(self, path: str | os.PathLike[str], host: str = "127.0.0.1") -> None:
+        if not is_path(path):
+            detail = f"the rendezvous directory is {shown(path)}, not the path of one"
+            raise InvalidGroupError(group_name="", detail=detail)
         self.host = host
         self._path = Path(path)
         with self._translated():
@@ -176,16 +180,8 @@ class DirectoryBulletin:
     @contextlib.contextmanager
     def _written(self, record: bytes) -> Iterator[str]:
         """A whole record under a temporary name, so that nobody reads half of it; removed unless renamed."""
-        fresh = f".{secrets.token_hex(8)}"
-        with self._translated():
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(record)
-                yield fresh
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(fresh, dir_fd=self._fd)
+        with self._translated(), files.unfinished(self._fd, record, 0o600) as fresh:
+            yield fresh
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

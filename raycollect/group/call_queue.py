@@ -97,6 +97,12 @@ class CallQueue:
             self._closed = True
             self._changed.notify_all()
 
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for the calls that are queued; False if some are left. In the queue's own thread it does not wait."""
+        with self._changed:
+            limit_s = 0.0 if threading.current_thread() is self._worker else timeout_s
+            return self._changed.wait_for(lambda: not self.pending, limit_s)
+
     def _take(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
@@ -112,6 +118,7 @@ class CallQueue:
             tell = partial(future.set_exception, threads.failed(f"a call on communicator {self._name}", exc))
         with self._changed:
             self.pending -= 1
+            self._changed.notify_all()
         if thread:
             self._callers.go(thread)
         tell()  # after this the next call may come, from any thread

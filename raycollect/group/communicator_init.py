@@ -17,6 +17,9 @@ from raycollect.group.coordinator import ALL
 from raycollect.group.hub_client import HubClient, HubRendezvous
 from raycollect.pos.segments import Segments
 
+CLOSE_S = 5.0
+"""How long a thread of the user's waits until a backend has released a communicator; that goes on aside."""
+
 _ON_TCP = ("gloo", "torch:gloo")
 """Backends whose communicators of two ranks need no library: between two ranks they use plain sockets anyway."""
 

@@ -10,7 +10,9 @@ rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobo
    succeed; all hear of the same missing ranks. What any of them does next meets what the others do next.
 3. A rank that gives up its communicator says so (`Drop`), so that the others do not wait in it.
 4. The hub tells all when a rank has died or departed, and tells again whoever meets on a communicator of that rank.
-5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Deny`): neither would ever come.
+5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Deny`): neither would ever come. A
+   rank that comes to that call later, and waits, is denied as well: the first one has given it up. This holds once for
+   each rank, and until the first one meets again.
 """
 
 from __future__ import annotations
@@ -71,6 +73,16 @@ class _Waiting:
     blob: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refused:
+    """A call on a communicator that was denied."""
+
+    rank: int
+    call: int
+    error: dict[str, Any]
+    expected: set[int]  # the ranks that may still come to it
+
+
 class Coordinator:
     """One group's meetings. For one thread at a time."""
 
@@ -81,6 +93,7 @@ class Coordinator:
         self._waiting: dict[str, dict[int, _Waiting]] = {}
         self._gone: dict[int, Gone] = {}
         self._stuck: dict[int, Stuck] = {}
+        self._refused: dict[str, _Refused] = {}  # by communicator, the last one
 
     @property
     def gone(self) -> tuple[int, ...]:
@@ -112,6 +125,9 @@ class Coordinator:
         gone = [self._gone[other] for other in ranks if other in self._gone]
         if gone:
             return [(rank, one) for one in gone]
+        refused = self._refused.get(message.communicator)
+        if refused is not None and refused.rank == rank:
+            del self._refused[message.communicator]
         waiting = self._waiting.setdefault(message.communicator, {})
         waiting[rank] = _Waiting(place=message.place, call=message.call, blob=message.blob)
         if any(other not in waiting or waiting[other].place != message.place for other in ranks):
@@ -165,6 +181,8 @@ class Coordinator:
         message = Gone(group_id=self._group_id, rank=rank, died=died, detail=detail)
         self._gone[rank] = message
         self._stuck.pop(rank, None)
+        for name in [name for name, one in self._refused.items() if one.rank == rank]:
+            del self._refused[name]
         for name in [name for name in self._waiting if rank in ranks_of(name, self._world_size)]:
             del self._waiting[name]
         return [(other, message) for other in range(self._world_size) if other not in self._gone]
@@ -176,11 +194,32 @@ class Coordinator:
             self._stuck.pop(rank, None)
             return []
         self._stuck[rank] = message
-        return [
-            (caller, self._denial(caller, call, planner, self._stuck[planner]))
-            for caller, call in self._stuck.items()
-            if call.communicator and (planner := self._planner(caller, call)) >= 0
-        ]
+        orders: Orders = []
+        for caller, call in self._stuck.items():
+            if call.communicator and (planner := self._planner(caller, call)) >= 0:
+                denial = self._denial(caller, call, planner, self._stuck[planner])
+                self._note_refused(caller, denial)
+                orders.append((caller, denial))
+        return orders + self._late_denials()
+
+    def _note_refused(self, rank: int, denial: Deny) -> None:
+        name = denial.communicator
+        refused = self._refused.get(name)
+        if refused is None or (refused.rank, refused.call) != (rank, denial.call):
+            is_first = refused is None or refused.rank == rank
+            expected = {*ranks_of(name, self._world_size)} if is_first or refused is None else refused.expected
+            self._refused[name] = _Refused(rank=rank, call=denial.call, error=denial.error, expected=expected - {rank})
+
+    def _late_denials(self) -> Orders:
+        """Denies those who wait in a call that another rank was denied."""
+        orders: Orders = []
+        for rank, call in self._stuck.items():
+            refused = self._refused.get(call.communicator)
+            if refused is not None and rank in refused.expected:
+                refused.expected.discard(rank)
+                name, group_id = call.communicator, self._group_id
+                orders.append((rank, Deny(group_id=group_id, communicator=name, call=call.call, error=refused.error)))
+        return orders
 
     def _planner(self, caller: int, call: Stuck) -> int:
         """A rank that a call waits for, and that waits in a plan which the caller has not begun; -1: none."""

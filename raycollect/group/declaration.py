@@ -13,7 +13,7 @@ from raycollect.core import ray_internals
 from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupSpec, Member
 from raycollect.errors import MOST_S, InvalidGroupError, is_time_limit
-from raycollect.errors.text import listed, shown
+from raycollect.errors.text import as_name, listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, ORDERINGS, PROGRAM, on_backend
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
@@ -58,8 +58,8 @@ class Declaration:
         """Checks the arguments; InvalidGroupError has every reason."""
         problems = [*_actor_problems(actors), *_rank_problems(actors, world_size, ranks, backend)]
         for what, value in (("group_name", group_name), ("backend", backend)):
-            if not isinstance(value, str) or not value:
-                problems.append(f"{what} is {shown(value)}, not a non-empty string")
+            if wrong := not_a_name(value):
+                problems.append(f"{what} is {wrong}")
         if not isinstance(ordering, str) or ordering not in ORDERINGS:
             problems.append(f"ordering is {shown(ordering)}, not {' or '.join(map(repr, ORDERINGS))}")
         for what, unit, number in (("timeout_s", "seconds", timeout_s), ("gloo_timeout", "milliseconds", gloo_timeout)):
@@ -72,7 +72,7 @@ class Declaration:
         problems += strange
         table, source = _rank_table(actors, ranks, rank_table, environ, problems)
         if problems:
-            raise InvalidGroupError(group_name=str(group_name), detail=listed(problems, "; "))
+            raise InvalidGroupError(group_name=as_name(group_name), detail=listed(problems, "; "))
         order = list(range(len(actors))) if ranks is None else list(ranks)
         limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         members_s = MEMBERS_TIMEOUT_S if timeout_s is None else timeout_s
@@ -164,9 +164,9 @@ def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> li
     problems = []
     is_number = isinstance(world_size, Integral) and not isinstance(world_size, bool)  # numpy's are numbers, too
     if world_size is not None and not (is_number and world_size == len(actors)):
-        problems.append(f"world_size is {world_size!r}, but there are {len(actors)} actors")
+        problems.append(f"world_size is {shown(world_size)}, but there are {len(actors)} actors")
     if ranks is not None and not _is_permutation(ranks, len(actors)):
-        problems.append(f"ranks are {ranks!r}, not a permutation of 0 to {len(actors) - 1}")
+        problems.append(f"ranks are {shown(ranks)}, not a permutation of 0 to {len(actors) - 1}")
     return problems
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raycollect.core import files
 from raycollect.errors import InvalidArgumentError, Violation, refusal
 from raycollect.errors.text import listed, shown
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
@@ -173,9 +174,7 @@ def write(path: str | os.PathLike[str], measured: Iterable[Measured]) -> None:
     ]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"version": VERSION, "links": links}, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(target)
+    files.write(target, f"{json.dumps({'version': VERSION, 'links': links}, indent=2)}\n".encode())
 
 
 def _parsed(document: Any) -> list[Measured]:

@@ -28,7 +28,7 @@ Pair = tuple[int, int]
 
 
 class MeasuredLinks:
-    """What one controller knows of the links between hosts. One thread at a time."""
+    """What one controller knows of the links between hosts. Any thread may call it."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Link] = {}

@@ -60,6 +60,7 @@ from raycollect.errors import (
 from raycollect.group import communicator_init
 from raycollect.group.call_communicator import CallCommunicator
 from raycollect.group.call_queue import Callers, CallQueue
+from raycollect.group.communicator_init import CLOSE_S
 from raycollect.group.hub_client import CAUSE_S, FORM, MADE, HubClient
 from raycollect.observe import Label, Place, Tracer
 from raycollect.observe.trace import CALL
@@ -237,8 +238,7 @@ class MemberCommunicator:
             self._give_up(exc)
             raise
         except Exception as exc:
-            unforeseen = InternalError(detail=threads.cause_of(exc))
-            self._give_up(unforeseen)
+            self._give_up(unforeseen := InternalError(detail=threads.cause_of(exc)))
             raise anew(unforeseen) from exc
         except BaseException as exc:  # a signal: the others wait for the next call of this rank
             self._give_up(PlanAbortedError(detail=f"it was interrupted: {threads.cause_of(exc)}"))
@@ -327,18 +327,17 @@ class MemberCommunicator:
             return None
         try:
             self.hub.meet(f"{MADE} {self.hub.generation}", b"", deadline_s - time.monotonic(), lambda: self.hub.stale)
-        except PlanAbortedError:
-            made.close()
-            return None
-        except BaseException:
-            made.close()
+        except BaseException as exc:
+            threads.bounded(made.close, CLOSE_S)
+            if isinstance(exc, PlanAbortedError):
+                return None
             raise
         return made
 
-    def _give_up(self, error: RaycollectError | None = None, *, between: bool = False) -> None:
+    def _give_up(self, error: RaycollectError | None = None, *, between: bool = False, wait_s: float = CLOSE_S) -> None:
         """Closes the communicator, and once tells the other ranks the error with which the launch under way failed.
 
-        `between` launches, the error says why there will be no other.
+        `between` launches, the error says why there will be no other. `wait_s`: how long it may wait for the backend.
         """
         hub = self.hub
         with self._changed:
@@ -350,7 +349,7 @@ class MemberCommunicator:
             if error is not None:
                 hub.generation = ""
         if communicator is not None:
-            communicator.close()
+            threads.bounded(communicator.close, wait_s)
         if not told and error is not None and generation:
             drop = Drop(
                 group_id=self._owner.spec.group_id,
@@ -423,7 +422,7 @@ class MemberCommunicator:
             self._changed.notify_all()
         self._tell_lost(rank)
         if is_idle:  # else that call closes the communicator, and lets go of the dead rank's memory
-            self._give_up()
+            self._give_up(wait_s=0.0)
 
     def _tell_lost(self, rank: int) -> None:
         with self._changed:
@@ -432,14 +431,15 @@ class MemberCommunicator:
             return
         if isinstance(communicator, Surviving):
             communicator.lost(self.ranks.index(rank))
-            return
-        # The launch may wait for the dead rank for ever. If it has ended by then, this changes nothing.
-        timers.soon_or_now(LAST_S, partial(communicator.abort, seq))
+        elif self.hub.call:  # it may wait for the dead for ever; if it has ended by then, this changes nothing
+            timers.soon_or_now(LAST_S, partial(communicator.abort, seq))
+        else:
+            communicator.abort(0)
 
-    def close(self, error: RaycollectError) -> None:
-        """Ends the communicator for good; a call under way was stopped before."""
+    def close(self, error: RaycollectError, wait_s: float = 0.0) -> None:
+        """Ends the communicator for good; a call under way was stopped before. Waits for the backend so long."""
         if not self.end():  # else the call under way closes it
-            self._give_up(error, between=True)
+            self._give_up(error, between=True, wait_s=wait_s)
 
     def end(self) -> bool:
         """Lets no call begin any more. Returns whether one is under way."""

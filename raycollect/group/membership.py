@@ -11,7 +11,7 @@ from raycollect import backends
 from raycollect.core.model import GroupSpec, Member, ReduceOp
 from raycollect.engine import device_staging
 from raycollect.errors import UnknownGroupError
-from raycollect.errors.text import a_type
+from raycollect.errors.text import a_type, as_name
 from raycollect.group.link_costs import Costs
 from raycollect.planner import Membership, Topology
 
@@ -89,10 +89,10 @@ def unknown(name: Any, detail: str) -> UnknownGroupError:
     """The error for a group name that is not known, with a hint if it is something else than a name."""
     if not isinstance(name, str):
         detail = f"{a_type(name)} is not the name of a group; check the order of the arguments, or name them"
-    op = str(getattr(name, "name", name))
+    op = as_name(getattr(name, "name", name))
     if op.upper() in ReduceOp.__members__:
         detail += f". A reduce op is given by name here: op={op.lower()!r}"
-    return UnknownGroupError(group_name=str(name), detail=detail)
+    return UnknownGroupError(group_name=as_name(name), detail=detail)
 
 
 def is_participant(handle: Any) -> bool:

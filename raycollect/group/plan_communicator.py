@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Message, Publish
+from raycollect.core import threads
 from raycollect.core.protocols import Communicator, Probing, Surviving
 from raycollect.errors import ConnectionLostError, GroupBrokenError, RaycollectError, anew, kept
 from raycollect.group.channel_exchange import ChannelExchange
@@ -107,4 +108,4 @@ class PlanCommunicator:
         """Lets go of all that plans hold here. Never waits; may be called twice."""
         communicator = self.refuse(reason)
         if communicator is not None:
-            communicator.close()
+            threads.bounded(communicator.close)

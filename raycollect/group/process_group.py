@@ -22,6 +22,7 @@ from raycollect.errors import (
     RaycollectError,
     from_wire,
 )
+from raycollect.group.communicator_init import CLOSE_S
 from raycollect.group.coordinator import ALL, PLANS, ranks_of
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.plan_communicator import PlanCommunicator
@@ -235,11 +236,11 @@ class ProcessGroup:
             return list(self._communicators.values())
 
     def close(self, detail: str = "it has destroyed the group on its side") -> None:
-        """Ends this member's part, also for who waits in `part`. May be called twice."""
-        self._leave_group(detail)
+        """Ends this member's part, also for who waits in `part`. Never waits; may be called twice."""
+        self._leave_group(detail, wait_s=0.0)
         self._parted.set()  # whoever has the group end does not answer any more
 
-    def _leave_group(self, detail: str = "it has destroyed the group on its side") -> None:
+    def _leave_group(self, detail: str = "it has destroyed the group on its side", *, wait_s: float = CLOSE_S) -> None:
         self.lost(GroupBrokenError(group_name=self.name, detail=f"this process has left: {detail}"))
         told = GroupBrokenError(group_name=self.name, detail=f"{self.describe(self.rank)} has left: {detail}")
         with self._lock:
@@ -247,7 +248,7 @@ class ProcessGroup:
             communicators, self._communicators, self.calls = self._communicators, {}, {}  # which hold this
             leave, self._leave = self._leave, None
         for communicator in communicators.values():
-            communicator.close(told)
+            communicator.close(told, wait_s)
         self.watchdog.stop()
         if leave is not None:
             leave()

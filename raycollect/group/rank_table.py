@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raycollect.core import files
 from raycollect.errors import InvalidGroupError
-from raycollect.errors.text import listed, shown
+from raycollect.errors.text import is_path, listed, shown
 
 VERSION = "1.0"
 
@@ -98,6 +99,8 @@ class RankTable:
             InvalidGroupError: It can't be read, is not JSON, or the table is refused: with the file's name, and where
                 in it and what would be right for every problem.
         """
+        if not is_path(path):
+            raise _refusal("rank_table", [_problem("it", path, "the path of a file")], group_name)
         return cls._read(path, f"rank table {os.fspath(path)!r}", group_name)
 
     @classmethod
@@ -215,9 +218,9 @@ class RankTable:
         """Writes the file; one that exists is replaced.
 
         Raises:
-            OSError: It can't be written.
+            OSError: It can't be written, or the path names a device, a FIFO, a directory or a link.
         """
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        files.write(path, self.to_json().encode())
 
     def __str__(self) -> str:
         return f"{_count(self.world_size, 'rank')} on {_count(len(self.nodes), 'node')}"

@@ -1,21 +1,30 @@
-"""The bootstrap store of a Ray job: records in Ray's internal key-value store, under the job's id."""
+"""The bootstrap store of a Ray job: records in Ray's internal key-value store."""
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import ray
 from ray.experimental import internal_kv
 
 from raycollect.core import ray_internals
+from raycollect.errors import InvalidGroupError
+from raycollect.group.bootstrap_store import Record
 
 _NAMESPACE = b"raycollect"
 
 
 class RayBootstrapStore:
-    """A `BootstrapStore`. The names of two jobs never meet."""
+    """A `BootstrapStore`. The names of two jobs never meet, nor those of actors that different processes made.
 
-    def __init__(self) -> None:
+    Args:
+        owner: The process that made the members, by Ray's id of it; empty: members of the job meet, whoever made them.
+    """
+
+    def __init__(self, owner: str) -> None:
         self.host: str = ray_internals.node_address()
         self._job = ray.get_runtime_context().get_job_id()
+        self._owner = owner
 
     def post(self, name: str, record: bytes) -> bool:
         """Posts a record; False if there is one of that name."""
@@ -40,5 +49,15 @@ class RayBootstrapStore:
         """The key of the record."""
         return f"the key {self._key(name)!r} of namespace {_NAMESPACE!r} in Ray's internal key-value store"
 
+    def elsewhere(self, name: str) -> str:
+        """Who leads a group of this name whose members another process made; empty for nobody."""
+        for key in map(bytes.decode, internal_kv._internal_kv_list(f"group/{self._job}/", namespace=_NAMESPACE)):
+            _, _, owner, its_name = key.split("/", 3)
+            if its_name == name and owner != self._owner:
+                record = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
+                with suppress(InvalidGroupError):
+                    return Record.from_bytes(record).who if record else ""
+        return ""
+
     def _key(self, name: str) -> bytes:
-        return f"group/{self._job}/{name}".encode()
+        return f"group/{self._job}/{self._owner}/{name}".encode()

@@ -36,6 +36,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.group.channel_exchange import ChannelExchange
+from raycollect.member import method_lock
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps
 from raycollect.observe.run_steps import RunStep
@@ -46,9 +47,6 @@ from raycollect.pos.handle import Handle
 
 MOST_NBYTES = MAX_FRAME_NBYTES - 1024
 """The longest results of a run that a message can carry."""
-
-_SLICE_S = 0.1
-"""How often a run that waits for a method looks whether it was aborted, in seconds."""
 
 IDLE_S = 60.0
 """How long the thread waits at the doorbell, in seconds; whoever needs it wakes it."""
@@ -98,6 +96,7 @@ class CapturedStep:
         method_lock: Held by a run while it is done; None if methods overlap anyway.
         send: Sends to the controller; raises ConnectionLostError.
         tell_failure: Tells the controller that a run, by its number, failed.
+        wait_for_call: Waits until a method call, by its task, and all before it have ended, or a run was aborted.
     """
 
     def __init__(
@@ -108,6 +107,7 @@ class CapturedStep:
         method_lock: threading.Lock | None,
         send: Callable[[Message], None],
         tell_failure: Callable[[int, RaycollectError], None],
+        wait_for_call: Callable[[bytes, int], None],
         shared: ThreadPoolExecutor,
     ) -> None:
         self.runner = runner
@@ -118,6 +118,7 @@ class CapturedStep:
         self._method_lock = threading.Lock() if method_lock is None else method_lock
         self._send_or_raise = send
         self._tell_failure = tell_failure
+        self._wait_for_call = wait_for_call
         self._tracer = Tracer.current()
         self._busy = threading.Lock()  # held while the values are in use
         self._changed = threading.Condition()  # guards what follows
@@ -140,7 +141,8 @@ class CapturedStep:
             if self._closed:
                 return False
             if not self.has_doorbell:
-                threads.submit(self._shared, self.run_now, run.seq, run.predecessor, run.payload)
+                run_now = partial(self.run_now, run.seq, run.predecessor, run.payload, after=run.after)
+                threads.submit(self._shared, run_now)
                 return True
             self._came.append(run)
             self._changed.notify_all()
@@ -197,14 +199,14 @@ class CapturedStep:
         unrung = self._came[0] if self._came else None
         entry = self._doorbell.take(0.0 if unrung or closed else IDLE_S)
         if entry is not None:
-            number, seq, predecessor, payload = entry
+            number, seq, predecessor, payload, after = entry
             if payload is None:
                 run = self._wait_for(lambda run: run.seq == seq)
                 payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
-            self.run_now(seq, predecessor, payload, number=number)
+            self.run_now(seq, predecessor, payload, number=number, after=after)
         elif unrung is not None:
             self._came.remove(unrung)
-            self.run_now(unrung.seq, unrung.predecessor, unrung.payload)
+            self.run_now(unrung.seq, unrung.predecessor, unrung.payload, after=unrung.after)
         else:
             return not closed
         return True
@@ -229,10 +231,12 @@ class CapturedStep:
         payload: bytes,
         watched: Callable[[], AbstractContextManager[Any]] | None = None,
         number: int = 0,
+        after: bytes = b"",
     ) -> None:
         """Does a run in the calling thread; `watched` is entered around it.
 
-        `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel.
+        `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel. `after` is the
+        task of the method call behind which it comes; empty: none.
         """
         ring = self._tracer.ring
         if ring is not None and self.runner.is_single:  # the plan notes all
@@ -241,6 +245,8 @@ class CapturedStep:
         came_s, step = 0.0, run_steps.here()
         step.at, step.number = "", seq
         try:
+            if after:
+                self._wait_for_call(after, seq)
             reason = self._sequencer.start(seq, predecessor)
             came_s = 0.0 if ring is None else ring.clock()
             self._count += 1
@@ -268,20 +274,9 @@ class CapturedStep:
         if error is not None:
             self._tell_failure(seq, error)
 
-    def _wait_for_methods(self, seq: int) -> None:
-        ring = self._tracer.ring
-        began_s = 0.0 if ring is None else ring.clock()
-        run_steps.here().at = "waits for a method to end"
-        while not self._method_lock.acquire(timeout=_SLICE_S):
-            reason = self._closed or self._sequencer.reason(seq)
-            if reason:
-                raise PlanAbortedError(detail=reason)
-        if ring is not None:
-            ring.waited("a method", began_s, seq)
-
     def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
         if not self._method_lock.acquire(blocking=False):
-            self._wait_for_methods(seq)
+            method_lock.acquire(self._method_lock, seq, lambda: self._closed or self._sequencer.reason(seq))
         try:
             with self._busy:
                 if reason := self._closed or self._broken:

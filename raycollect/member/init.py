@@ -10,8 +10,14 @@ from raycollect import backends
 from raycollect.backends import gpus
 from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, GroupSpec, name_of
-from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError, is_time_limit
-from raycollect.errors.text import listed, shown
+from raycollect.errors import (
+    BackendNotInstalledError,
+    CollectiveTimeoutError,
+    InvalidGroupError,
+    UnknownBackendError,
+    is_time_limit,
+)
+from raycollect.errors.text import as_name, listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, store_at
@@ -24,7 +30,8 @@ from raycollect.observe.timeline_session import begin_from_environment
 DEFAULT_TIMEOUT_MS = 30_000
 """How long members wait for each other if `init_collective_group` does not say, in milliseconds."""
 
-MOST_NAME = 1000
+JOB = "job"
+"""The rendezvous of members that several processes of a job made."""
 
 # Ray's names for what `options()` puts into the environment of an actor.
 _NAME, _RANK, _WORLD_SIZE = "collective_group_name", "collective_rank", "collective_world_size"
@@ -52,7 +59,8 @@ def init_collective_group(
         gloo_timeout: How long members wait for each other, here and in every later call that does not say, in
             milliseconds; on every backend.
         pg_options: What is passed through to the backend.
-        rendezvous: How members find each other without Ray: ``"file:///path"`` or a `DirectoryBulletin`.
+        rendezvous: How members find each other. By default those do that the same process made as actors of its Ray
+            job; ``"job"``: any of the job, whoever made them. Without Ray: ``"file:///path"`` or a `DirectoryBulletin`.
 
     Raises:
         InvalidGroupError: The arguments make no sense, or the members disagree about them; or this process is neither
@@ -65,7 +73,7 @@ def init_collective_group(
     given, strange = options.read(pg_options)
     problems = [*_problems(world_size, rank, group_name, gloo_timeout), *strange]
     if problems:
-        raise InvalidGroupError(group_name=str(group_name), detail=listed(problems, "; "))
+        raise InvalidGroupError(group_name=as_name(group_name), detail=listed(problems, "; "))
     store = _store(rendezvous, group_name)
     wanted = backends.canonical(str(backend))
     if wanted != "auto":
@@ -90,19 +98,29 @@ def init_collective_group(
     process_groups = ProcessGroups.current()
     with process_groups.request(group_name):
         if rank > 0:
-            process_groups.add(follow(request, store, process_groups.hub))
+            process_groups.add(_followed(request, store, process_groups))
         else:
             process_groups.add(lead(request, store, process_groups.hub, process_groups.notices))
 
 
+def _followed(request: BootstrapRequest, store: BootstrapStore, process_groups: ProcessGroups) -> ProcessGroup:
+    """`follow`; says where rank 0 may have been looked for in vain."""
+    try:
+        return follow(request, store, process_groups.hub)
+    except CollectiveTimeoutError as exc:
+        leader = store.elsewhere(request.spec.name) if isinstance(store, RayBootstrapStore) else ""
+        if exc.missing != (0,) or not leader:
+            raise
+        detail = (
+            f"rank 0 had not arrived after {request.spec.timeout_s:g} s. {leader}, rank 0 of a group of this name, was "
+            f"made by another process: members that several processes made all pass rendezvous={JOB!r}"
+        )
+        raise InvalidGroupError(group_name=request.spec.name, detail=detail) from exc
+
+
 def _problems(world_size: Any, rank: Any, group_name: Any, gloo_timeout: Any) -> list[str]:
-    problems = []
-    if not isinstance(group_name, str) or not group_name:
-        problems.append(f"group_name is {shown(group_name)}, not a non-empty string")
-    elif len(group_name) > MOST_NAME:
-        problems.append(f"group_name has {len(group_name)} characters, not at most {MOST_NAME}")
-    elif not group_name.isprintable() and group_name.encode(errors="ignore").decode() != group_name:
-        problems.append(f"group_name is {group_name!r}, which is not Unicode text")
+    wrong = not_a_name(group_name)
+    problems = [f"group_name is {wrong}"] if wrong else []
     sizes = [type(value) is int for value in (world_size, rank)]
     if not all(sizes):
         problems.append(f"world_size is {shown(world_size)} and rank is {shown(rank)}, not two integers")
@@ -117,8 +135,9 @@ def _problems(world_size: Any, rank: Any, group_name: Any, gloo_timeout: Any) ->
 
 def _store(rendezvous: BootstrapStore | str | None, group_name: str) -> BootstrapStore:
     if isinstance(rendezvous, str):
-        return store_at(rendezvous)
-    if rendezvous is not None:
+        if rendezvous != JOB:
+            return store_at(rendezvous)
+    elif rendezvous is not None:
         if not all(hasattr(rendezvous, name) for name in ("host", "post", "read", "replace", "remove", "where")):
             detail = f"rendezvous is {shown(rendezvous)}, not of the form 'file:///path', nor a DirectoryBulletin"
             raise InvalidGroupError(group_name=group_name, detail=detail)
@@ -129,7 +148,7 @@ def _store(rendezvous: BootstrapStore | str | None, group_name: str) -> Bootstra
             "declare_collective_group(actors) on the driver); outside Ray pass rendezvous='file:///path'"
         )
         raise InvalidGroupError(group_name=group_name, detail=detail)
-    return RayBootstrapStore()
+    return RayBootstrapStore("" if rendezvous == JOB else ray_internals.owner_id())
 
 
 def _who() -> str:

@@ -34,6 +34,12 @@ def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> S
     )
 
 
+def look_at_process() -> Seen:
+    """What this process is doing, as far as it belongs to no controller."""
+    doing = what_runs()
+    return Seen(request=0, doing=doing.what, stack=list(doing.stack))
+
+
 def measure(message: Measure, sequencer: PlanSequencer, bytes_done: BytesDone | None) -> Measured:
     """How far a plan, or a run, is; `bytes_done`: of one under way."""
     has_ended = sequencer.has_ended(message.seq)

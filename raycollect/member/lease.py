@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -152,15 +152,13 @@ class Lease:
             reason = self._sequencer.start(ticket.seq, ticket.predecessor)
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            between: AbstractContextManager[Any] = self._runtime.method_lock if is_in_turn else nullcontext()
             if order is not None and not is_in_turn:
                 came_s = 0.0 if ring is None else ring.clock()
-                between = self.plan_queue.between_methods(
-                    order, ticket.seq, keys, program.timeout_s, is_ordered=is_ordered
-                )
+                self.plan_queue.wait_for_operands(order, ticket.seq, keys, program.timeout_s)
                 if ring is not None:
                     ring.waited("operands, and the others", came_s, ticket.seq)
-            with between:
+            is_apart = is_in_turn or (order is not None and is_ordered)
+            with self.plan_queue.without_methods(ticket.seq) if is_apart else nullcontext():
                 outcome = self._run(came, is_ordered, keep)
         except RaycollectError as exc:  # aborted before it came
             outcome = Outcome(error=kept(exc))
@@ -215,7 +213,7 @@ class Lease:
         communicators, instruments = self._groups.communicator, self._runtime.instruments
         aborted = partial(self._sequencer.reason, seq)
         if exchange is None and len(program.tasks) == 1:
-            fast = FastPath.of(program, [*map(self._store.look, keys)], instruments, communicators)
+            fast = FastPath.of(program, [*map(self._store.current, keys)], instruments, communicators)
             if fast is not None:
                 fast.seq, fast.keys, fast.aborted = seq, keys, aborted
                 return fast
@@ -268,7 +266,7 @@ class Lease:
             segment = None
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
         lock = here.method_lock if here.is_ordered else None
-        tell = self.link.send, self._reporter.tell_failure
+        tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call
         try:
             make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell, self._captures.shared)
             self._captures.add(step_program.capture, make)
@@ -383,13 +381,17 @@ class Lease:
                 continue
             end = partial(self._end_group, group, reason)
             if not group.plans.lost(actor_id):
-                timers.soon_or_now(LAST_S, partial(threads.apart_or_here, end))  # backends may wait when closed
+                timers.soon_or_now(LAST_S, end)
             self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
         communicator = group.plans.refuse(reason)  # first: a plan has begun, and is aborted, or gets none
-        with nullcontext() if communicator is None else closing(communicator):  # it keeps no memory of the dead
+        try:
             self._abort_plans(group.spec.group_id, reason)
+        finally:
+            if communicator is not None:  # it keeps no memory of the dead, and waits for none of them to close it too
+                communicator.abort(0)
+                threads.bounded(communicator.close)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
         plans = [seq for seq, running in list(self._running.items()) if group_id in running.program.group_ids]

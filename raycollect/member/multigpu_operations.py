@@ -23,7 +23,7 @@ from raycollect.backends.arrays import DeviceArray
 from raycollect.backends.device_arrays import device_id
 from raycollect.core.model import TENSOR, GroupLike, OpKind, ReduceOp, Structure, TensorInfo, name_of
 from raycollect.errors import KernelError, Violation, refusal
-from raycollect.errors.text import a_type, too_large
+from raycollect.errors.text import a_type, shown, too_large
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import get_group_handle
 from raycollect.planner import LISTS_BACKEND, gpu_lists
@@ -223,16 +223,16 @@ class _Call(MemberCall):
             return found
         (array,) = found
         if type(n_elements) is not int or not 0 < n_elements <= array.size:
-            return self._wrong("argument", "n_elements", repr(n_elements), f"0, or at most {array.size}")
+            return self._wrong("argument", "n_elements", shown(n_elements), f"0, or at most {array.size}")
         if not array.shadow.flags.c_contiguous:
             return self._wrong("argument", "tensor", "one with gaps", "a contiguous one, where n_elements is given")
-        return [DeviceArray(array.tensor.reshape(-1)[:n_elements])]
+        return [DeviceArray(array.tensor.reshape(-1)[:n_elements], array.is_read_only)]
 
     def chosen(self, name: str, index: Any, among: Sequence[DeviceArray]) -> Sequence[DeviceArray]:
         """The one tensor of that index; empty if there is none."""
         if type(index) is int and 0 <= index < len(among):
             return among[index : index + 1]
-        return self._wrong("argument", name, repr(index), f"one of 0 to {len(among) - 1}") if among else []
+        return self._wrong("argument", name, shown(index), f"one of 0 to {len(among) - 1}") if among else []
 
     def _tensors(self, name: str, tensors: Any) -> list[DeviceArray]:
         if not isinstance(tensors, list | tuple) or not tensors:

@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, ray_internals
+from raycollect.core import direct_transport, ray_internals, submitted_calls, threads
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
-from raycollect.errors import RefusedError, Violation, refusal
-from raycollect.errors.text import a_type, listed
+from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
+from raycollect.errors.text import a_type, listed, shown
 from raycollect.member.finished_calls import is_inert
 from raycollect.member.runtime import Runtime, describe, run_in_thread
 from raycollect.observe import Tracer
@@ -31,12 +31,21 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _BY_VALUE = "__raycollect_by_value__"
 _HELD = "__raycollect_held__"
 
+MOST_FETCHING = 64
+"""How many coroutines fetch tensors of other participants at once."""
+
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 """True while a method that Ray called runs: calls that it makes itself are plain calls."""
 
 
 def by_value(method: _Method) -> _Method:
-    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual."""
+    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual.
+
+    Raises:
+        InvalidArgumentError: It is no function.
+    """
+    if not callable(method) or isinstance(method, type):
+        raise refusal("by_value", "", (wrong_argument("method", shown(method), "a function in a class"),))
     setattr(method, _BY_VALUE, True)
     return method
 
@@ -53,6 +62,7 @@ class CollectiveParticipant:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        submitted_calls.watch_retries()
         for name in dir(cls):
             method = inspect.getattr_static(cls, name)
             if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, _HELD):
@@ -68,7 +78,7 @@ class CollectiveParticipant:
     def _raycollect_describe(self) -> dict[str, Any]:
         return {**describe(self), "participant": True}
 
-    def _raycollect_run(self, payload: bytes) -> Any:
+    def _raycollect_run(self, payload: bytes, *values: Any) -> Any:
         return Runtime.current().run_task(payload, ray_internals.current_task())
 
     def _raycollect_tokens(self, count: int) -> list[None]:
@@ -94,7 +104,7 @@ class CollectiveParticipant:
         return Runtime.current().leased().captured_step(capture).runner.look()
 
 
-async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
+async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
     runtime, task = Runtime.current(), ray_internals.current_task()
     if runtime.hand_over(payload):
         return None
@@ -164,7 +174,7 @@ def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]
         if task is None:
             return await method(self, *args, **kwargs)
         with _called_by_ray(task, name):
-            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            args, kwargs = await _resolve_async(args, kwargs)
             value = await method(self, *args, **kwargs)
         return _keep(method, task, value)
 
@@ -209,7 +219,7 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
                 yield value
             return
         with _called_by_ray(task, name):
-            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            args, kwargs = await _resolve_async(args, kwargs)
             items = method(self, *args, **kwargs)
         index = _first_index(method, sys._getframe())
         while True:
@@ -241,7 +251,11 @@ def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
     return [value] * copies if copies else value
 
 
-# Not `_raycollect_...`: plans are behind it, as behind the methods of users.
+# Not `_raycollect_...`: plans are behind them, as behind the methods of users.
+CollectiveParticipant.__raycollect_give_kept__ = _hold(  # type: ignore[attr-defined]
+    lambda self, capture, seq: Runtime.current().leased().captured_step(capture).runner.take_kept(seq),
+    "__raycollect_give_kept__",
+)
 CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_take_in__")  # type: ignore[attr-defined]
 
 
@@ -312,7 +326,7 @@ def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
     token, ring = _inside.set(True), Tracer.current().ring
     began_s = 0.0 if ring is None else ring.clock()
     try:
-        Runtime.may_begin()
+        Runtime.may_begin(name)
         yield
     except SystemExit:
         Runtime.exits()
@@ -331,6 +345,29 @@ def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     if not any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
+
+
+_fetching = threads.pool("raycollect-fetch", MOST_FETCHING)
+
+
+async def _resolve_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`_resolve`, which waits only where tensors are elsewhere, and then in a thread."""
+    handles = [value for value in (*args, *kwargs.values()) if isinstance(value, Handle)]
+    if not handles:
+        return args, kwargs
+    here = ray_internals.worker_id()
+    if all(handle.incarnation == here for handle in handles):
+        return _resolve(args, kwargs)
+    return await threads.awaitable(_resolve_here, args, kwargs, workers=_fetching)
+
+
+def _resolve_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        return _resolve(args, kwargs)
+    except (RaycollectError, MemoryError):
+        raise
+    except Exception as exc:
+        raise threads.failed("fetching the arguments of a coroutine", exc) from exc
 
 
 def _value(argument: Any) -> Any:

@@ -14,17 +14,18 @@ operands, none begins before all have theirs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from raycollect.channel import OrderBellClient
 from raycollect.channel.messages import Behind, Go, Listens, Order, Ready, Waiting
 from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.errors import PlanAbortedError
+from raycollect.member import method_lock
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
@@ -144,9 +145,16 @@ class PlanQueue:
         if self._reached >= seq:  # what is behind the call as well need not ask again
             finished_calls.note(task, is_over=True)
 
-    def between_methods(
-        self, order: Order, seq: int, keys: Sequence[Key], timeout_s: float, *, is_ordered: bool
-    ) -> AbstractContextManager[Any]:
+    @contextmanager
+    def without_methods(self, seq: int) -> Iterator[None]:
+        """Keeps the methods that Ray calls from running; PlanAbortedError: the plan was aborted while one ran."""
+        method_lock.acquire(self._method_lock, seq, partial(self._sequencer.reason, seq))
+        try:
+            yield
+        finally:
+            self._method_lock.release()
+
+    def wait_for_operands(self, order: Order, seq: int, keys: Sequence[Key], timeout_s: float) -> None:
         """Waits for all that a plan needs; PlanAbortedError: it was aborted meanwhile.
 
         Args:
@@ -154,10 +162,6 @@ class PlanQueue:
             seq: The plan.
             keys: Its operands.
             timeout_s: How long to wait for the other participants, in seconds.
-            is_ordered: Whether methods come one by one.
-
-        Returns:
-            What keeps methods from running, if they come one by one.
         """
         sequencer, tell = self._sequencer, self._reporter.tell
         step = run_steps.here()
@@ -179,7 +183,6 @@ class PlanQueue:
         reason = sequencer.reason(seq)
         if reason is not None:
             raise PlanAbortedError(detail=reason)
-        return self._method_lock if is_ordered else nullcontext()
 
     def _may_go(self, seq: int) -> bool:
         return self._cleared == seq or self._sequencer.reason(seq) is not None

@@ -41,6 +41,7 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import introspection
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.token_lenders import TokenLenders
@@ -96,11 +97,22 @@ class Runtime:
         return here.method_lock if here is not None and here.is_ordered else _OVERLAP
 
     @classmethod
-    def may_begin(cls) -> None:
-        """Raises what keeps the methods of this actor from running."""
+    def may_begin(cls, called_by_ray: str = "") -> None:
+        """Raises what keeps the methods of this actor, or that method which Ray calls, from running.
+
+        Ray does not tell whether an actor with tensor transport has concurrency groups of its own. If no method of the
+        class names one, a call with ``.options(concurrency_group=...)`` shows it, too late for what was ordered before.
+        """
         here = cls._current
-        if here is not None and here.refusals:
+        if here is None:
+            return
+        if here.refusals:
             raise anew(next(iter(here.refusals.values())))
+        if called_by_ray and here.is_ordered and threading.get_ident() != here._methods_thread:
+            expected = f"@ray.method(concurrency_group=...) at {called_by_ray!r}: then the actor is not ordered"
+            found = f"{called_by_ray!r} in a concurrency group that only its caller names"
+            wrong = Violation(kind="unsupported", field="method", found=found, expected=expected, actor=here.actor)
+            raise refusal(called_by_ray, "", (wrong,))
 
     @classmethod
     def note_end(cls, task: bytes, *, is_over: bool) -> None:
@@ -135,6 +147,7 @@ class Runtime:
         self.actor: str = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self.is_ordered: bool = False  # whether methods of this actor come one by one; known when it is described
+        self._methods_thread: int = 0  # in which Ray runs them, if they come one by one
         # If methods come one by one, held by a method that Ray calls, or by what must not run beside one.
         self.method_lock: threading.Lock = threading.Lock()
         self.finished_calls: FinishedCalls = FinishedCalls()
@@ -159,6 +172,7 @@ class Runtime:
         """The fields of `Member` less the rank; `ordered` is False if the class says that its methods overlap."""
         context = ray.get_runtime_context()
         self.is_ordered = ordered and ray_internals.is_ordered()
+        self._methods_thread = threading.get_ident()
         return {
             "actor_id": self.actor_id,
             "actor": self.actor,
@@ -315,7 +329,7 @@ class Runtime:
 
     def serve_data(self, link: DataLink) -> None:
         """Serves fetches, on a thread per connection."""
-        fetch.serve(link, self.store)
+        fetch.serve(link, self.store, introspection.look_at_process)
 
     def _end_lease(self, lease: Lease, reason: str) -> None:
         lease.end(reason)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from time import monotonic
 from typing import Any
 
 from raycollect.core.model import OpKind
@@ -18,6 +20,8 @@ from raycollect.group.coordinator import name_of_ranks
 from raycollect.member.call import MemberCall
 from raycollect.member.init import destroy_collective_group, get_group_handle
 from raycollect.member.work import MemberWork
+
+_log = logging.getLogger("raycollect")
 
 torch: Any = import_module("torch")
 distributed: Any = import_module("torch.distributed")
@@ -115,10 +119,19 @@ class TorchCalls:
         """Sets how long later calls wait for the other ranks."""
         self._process_group.timeout_s = timeout.total_seconds()
 
-    def close(self) -> None:
-        """Leaves the group; may be called twice."""
+    def close(self, *, drains: bool) -> None:
+        """Leaves the group; may be called twice.
+
+        Args:
+            drains: Whether calls under way, such as a send that nobody waits for, may end before: as long as the
+                group's time limit.
+        """
+        until_s = monotonic() + self._process_group.timeout_s
         for queue in self._queues.values():
             queue.close()
+        for queue in self._queues.values() if drains else ():
+            if not queue.drain(until_s - monotonic()):
+                _log.warning("group %r: destroyed while %d calls were under way", self.name, queue.pending)
         with suppress(RaycollectError):  # it has left before
             destroy_collective_group(self.name)
 

@@ -160,10 +160,12 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
         self._calls.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leaves the group; may be called twice."""
-        self._calls.close()
+        """Leaves the group once its calls have ended; may be called twice."""
+        self._calls.close(drains=True)
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Leaves the group at once: calls under way fail."""
+        self._calls.close(drains=False)
 
 
 class TorchProcessGroup(_Named):

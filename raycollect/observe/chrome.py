@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raycollect.core import files
 from raycollect.errors.text import shown
 from raycollect.observe.trace import KINDS, PART, PLAN, RUN
 from raycollect.observe.whole import Missing, Process, Slice, Thread, Trace
@@ -73,17 +74,10 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Writes a file, atomically; one whose name ends with ``.gz`` is packed.
 
     Raises:
-        OSError: It can't be written.
+        OSError: It can't be written, or the path names a device, a FIFO, a directory or a link.
     """
-    target = Path(path)
     data = json.dumps(document(trace), separators=(",", ":")).encode()
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(gzip.compress(data, 5) if target.suffix == ".gz" else data)
-        unfinished.replace(target)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    files.write(path, gzip.compress(data, 5) if Path(path).suffix == ".gz" else data)
 
 
 def _free(wanted: int, taken: set[int]) -> int:

@@ -1,6 +1,9 @@
 """The layouts of torch's DTensors, from their placements.
 
-As in torch, the axes of the mesh cut the tensor one after the other, each what the former have left.
+The axes of the mesh cut the tensor one after the other, each what the former have left. FSDP2 over tensor parallelism
+cuts by the latter first, though its axis of the mesh is the last. torch tells this by the split factor of a
+`_StridedShard`: the product of the axes that come after it in the mesh and cut before it. A factor that is no such
+product is taken literally: it cuts into so many parts, each of which is cut over the axis.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def layout_of(placement: Placement, order: Sequence[int] = ()) -> Layout:
     """
     ranks = placement.ranks
     places = tuple(order) or tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
-    table = _regions(placement.shape, placement.mesh, placement.cuts, places)
+    table = _regions(placement.shape, placement.mesh, placement.cuts, placement.order, places)
     return Layout(shape=placement.shape, dtype=placement.dtype, regions=table, said=_words(placement))
 
 
@@ -75,7 +78,11 @@ def layout_of_side(side: str, name: str, held: Sequence[Placement | None]) -> La
 
 
 @lru_cache(maxsize=256)
-def _regions(shape: Point, mesh: Point, cuts: tuple[Cut, ...], places: Point) -> Regions:
+def _regions(shape: Point, mesh: Point, cuts: tuple[Cut, ...], given: Point, places: Point) -> Regions:
+    order = given or _cutting_order(cuts, mesh)
+    if not given and order:
+        cuts = tuple(replace(cut, factor=1) for cut in cuts)
+    order = order or tuple(range(len(mesh)))
     sums = [axis for axis, cut in enumerate(cuts) if cut.kind == "Partial"]
     coordinates = list(product(*map(range, mesh)))
     rows = []
@@ -85,7 +92,7 @@ def _regions(shape: Point, mesh: Point, cuts: tuple[Cut, ...], places: Point) ->
         for axis in sums:
             part = part * mesh[axis] + where[axis]
         lines = [
-            _runs(shape[dim], [(cuts[a].factor, mesh[a], where[a]) for a in _cutting(cuts, dim)])
+            _runs(shape[dim], [(cuts[a].factor, mesh[a], where[a]) for a in order if _does_cut(cuts[a], dim)])
             for dim in range(len(shape))
         ]
         for some in product(*lines):
@@ -94,8 +101,23 @@ def _regions(shape: Point, mesh: Point, cuts: tuple[Cut, ...], places: Point) ->
     return Regions(len(places), prod(mesh[axis] for axis in sums), tuple(rows))
 
 
-def _cutting(cuts: Sequence[Cut], dim: int) -> list[int]:
-    return [axis for axis, cut in enumerate(cuts) if cut.kind in ("Shard", "_StridedShard") and cut.dim == dim]
+def _does_cut(cut: Cut, dim: int) -> bool:
+    return cut.kind in ("Shard", "_StridedShard") and cut.dim == dim
+
+
+def _cutting_order(cuts: Sequence[Cut], mesh: Point) -> Point:
+    """The order of the axes that the split factors tell; empty: they tell none."""
+    orders: dict[int, list[int]] = {}
+    for axis in reversed(range(len(mesh))):
+        cut = cuts[axis]
+        if not _does_cut(cut, cut.dim):
+            continue
+        order = orders.setdefault(cut.dim, [])
+        before = next((at for at in range(len(order) + 1) if prod(mesh[a] for a in order[:at]) == cut.factor), None)
+        if before is None:
+            return ()
+        order.insert(before, axis)
+    return tuple(axis for order in orders.values() for axis in order)
 
 
 def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, int]]:
@@ -138,6 +160,8 @@ def _joined(runs: Sequence[_Run]) -> list[_Run]:
 
 def _words(placement: Placement) -> str:
     cuts = ", ".join(_cut_words(one) for one in placement.cuts)
+    if placement.order:
+        cuts += f", cut by the axes {listed(placement.order)} in this order"
     mesh = f"{list(placement.mesh)} of ranks {listed(placement.ranks)}"
     return f"{placement.dtype}{list(placement.shape)} on mesh {mesh} as ({cuts})"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from raycollect.errors import Violation, refusal, wrong_layout
 from raycollect.planner.layout import Layout, Regions
+from raycollect.planner.layout_arguments import check_named, refuse
 
 __all__ = ["join_layouts"]
 
@@ -21,8 +22,13 @@ def join_layouts(ranks: Sequence[Mapping[str, Layout]]) -> dict[str, Layout]:
         Name -> its layout over all of these ranks.
 
     Raises:
+        InvalidArgumentError: It is no list of dicts of layouts.
         LayoutError: Ranks say different things of a tensor; lists all such tensors.
     """
+    if not isinstance(ranks, Sequence):
+        refuse("ranks", ranks, "a list of dicts of Layouts", op="join_layouts")
+    for some in ranks:
+        check_named("join_layouts", "ranks", some, Layout)
     firsts: dict[str, tuple[int, Layout]] = {}
     wrong: list[Violation] = []
     for rank, some in enumerate(ranks):

@@ -18,20 +18,23 @@ from typing import Any, NoReturn
 import msgpack
 
 from raycollect.core.codec import Codec
-from raycollect.errors import ProtocolError, refusal, wrong_argument
-from raycollect.errors.text import shown
+from raycollect.errors import ProtocolError
+from raycollect.errors.text import is_unicode, listed, shown
 from raycollect.planner.boxes import Box, Point, chunk, extent, words
+from raycollect.planner.layout_arguments import (
+    ITEMSIZES,
+    MOST_RANKS,
+    axes_of,
+    check_named,
+    dtype_name,
+    items_of,
+    mesh_of,
+    refuse,
+    shape_of,
+    whole,
+)
 
 __all__ = ["ITEMSIZES", "Axes", "Layout", "Region", "Regions", "fused_layouts", "layout"]
-
-ITEMSIZES: dict[str, int] = {
-    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
-"""The dtypes that a layout may have -> bytes per element."""
 
 Axes = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a global tensor the dimensions of the local one that together make it, the slowest first: (the
@@ -40,10 +43,6 @@ dimension."""
 
 _DEFAULT = "float32"
 _SHOWN = 16  # how many regions a printed layout lists
-
-
-def _refuse(field_name: str, found: object, expected: str) -> NoReturn:
-    raise refusal("layout", "", (wrong_argument(field_name, str(found), expected),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +63,20 @@ class Region:
     bounds: Box = field(init=False, repr=False, compare=False)  # the first place, and the one behind the last
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or self.part < 0 or any(one < 0 for one in self.at):
-            _refuse("region", self, "a rank, a place and a part from 0 on")
-        if len(self.at) != len(self.box) or any(not 0 <= lo <= hi for lo, hi in self.box):
-            _refuse("region", self, "for each dimension (first, behind the last), and a place in the local tensor")
-        object.__setattr__(self, "bounds", (tuple(lo for lo, _ in self.box), tuple(hi for _, hi in self.box)))
+        try:
+            box = tuple((whole(lo), whole(hi)) for lo, hi in self.box)
+            plain = whole(self.rank, MOST_RANKS - 1), box, tuple(map(whole, self.at)), whole(self.part, MOST_RANKS - 1)
+        except (TypeError, ValueError):
+            self._refuse()
+        if len(plain[2]) != len(box) or any(lo > hi for lo, hi in box):
+            self._refuse()
+        bounds = tuple(lo for lo, _ in box), tuple(hi for _, hi in box)
+        for name, value in zip(("rank", "box", "at", "part", "bounds"), (*plain, bounds), strict=True):
+            object.__setattr__(self, name, value)
+
+    def _refuse(self) -> NoReturn:
+        names = ("rank", "box", "at", "part")
+        refuse("region", ", ".join(f"{name} {shown(getattr(self, name))}" for name in names))
 
     @property
     def volume(self) -> int:
@@ -138,9 +146,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.axes and len(self.axes) != len(self.shape):
-            _refuse("axes", self.axes, f"the local dimensions of each of {len(self.shape)}")
+            refuse("axes", self.axes, f"the local dimensions of each of {len(self.shape)}")
         if self.dtype not in ITEMSIZES:
-            _refuse("dtype", repr(self.dtype), f"one of {', '.join(ITEMSIZES)}")
+            refuse("dtype", shown(self.dtype), f"one of {', '.join(ITEMSIZES)}")
         _check_fit(self.shape, self.regions)
 
     @classmethod
@@ -153,12 +161,13 @@ class Layout:
         Raises:
             InvalidArgumentError: A region is not in the tensor, or there is none.
         """
-        rows = tuple(sorted(regions, key=lambda one: (one.rank, one.box, one.at, one.part)))
-        if not rows:
-            _refuse("regions", "empty", "at least one region")
+        given = items_of("regions", regions)
+        if not given or not all(isinstance(one, Region) for one in given):
+            refuse("regions", regions)
+        rows = tuple(sorted(given, key=lambda one: (one.rank, one.box, one.at, one.part)))
         parts = 1 + max(one.part for one in rows)
         table = Regions(1 + rows[-1].rank, parts, rows)
-        return cls(shape=_shape(shape), regions=table, said=f"{len(rows)} regions", **_asked(dtype))
+        return cls(shape=shape_of(shape), regions=table, said=f"{len(rows)} regions", **_asked(dtype))
 
     @property
     def world_size(self) -> int:
@@ -196,10 +205,12 @@ class Layout:
         Raises:
             InvalidArgumentError: The bytes are no layout.
         """
+        if not isinstance(data, bytes):
+            refuse("layout", data, "what Layout.to_bytes wrote")
         try:
             return _LAYOUTS.decode(data)
         except ProtocolError as exc:
-            _refuse("layout", f"unreadable ({exc.detail})", "what Layout.to_bytes wrote")
+            refuse("layout", f"unreadable ({exc.detail})", "what Layout.to_bytes wrote")
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.signature == other.signature)
@@ -272,25 +283,21 @@ def layout(
     Raises:
         InvalidArgumentError: An axis is unknown or used twice, or a number or dtype makes no sense.
     """
-    if not isinstance(mesh, Mapping):
-        _refuse("mesh", shown(mesh), "a dict of the size of each axis")
-    axes = tuple(mesh.items())
-    cuts = tuple(() if one is None else _named_axes("spec", one) for one in _items("spec", spec))
-    sums = _named_axes("partial", partial)
-    whole = _shape(shape)
-    if not axes or any(type(size) is not int or size < 1 for _, size in axes):
-        _refuse("mesh", dict(mesh), "the size of each axis, at least 1")
-    if len(cuts) > len(whole):
-        _refuse("spec", f"{len(cuts)} dimensions", f"at most {len(whole)}, as the shape {list(whole)} has")
+    axes = mesh_of(mesh)
+    cuts = tuple(() if one is None else axes_of("spec", one) for one in items_of("spec", spec))
+    sums = axes_of("partial", partial)
+    extents = shape_of(shape)
+    if len(cuts) > len(extents):
+        refuse("spec", f"{len(cuts)} dimensions", f"at most {len(extents)}, as the shape {shown(list(extents))} has")
     used = [*(axis for cut in cuts for axis in cut), *sums]
     for axis in used:
         if axis not in mesh:
-            _refuse("spec", f"axis {axis!r}", f"an axis of the mesh: {', '.join(map(repr, mesh))}")
+            refuse("spec", f"axis {shown(axis)}", f"an axis of the mesh: {listed(map(repr, mesh))}")
         if used.count(axis) > 1:
-            _refuse("spec", f"axis {axis!r} twice", "each axis for one dimension, or for the partial sum")
-    cuts += ((),) * (len(whole) - len(cuts))
-    table = _of_mesh(whole, axes, cuts, sums)
-    return Layout(shape=whole, regions=table, said=_mesh_words(axes, cuts, sums), **_asked(dtype))
+            refuse("spec", f"axis {shown(axis)} twice", "each axis for one dimension, or for the partial sum")
+    cuts += ((),) * (len(extents) - len(cuts))
+    table = _of_mesh(extents, axes, cuts, sums)
+    return Layout(shape=extents, regions=table, said=_mesh_words(axes, cuts, sums), **_asked(dtype))
 
 
 def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict[str, Layout]:
@@ -309,12 +316,17 @@ def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict
     Raises:
         InvalidArgumentError: The layouts do not fit each other.
     """
+    check_named("fused_layouts", "layouts", layouts, Layout)
     every = list(layouts.values())
+    if not isinstance(key, str) or not key or not is_unicode(key):
+        refuse("key", shown(key), "the name of a local tensor", op="fused_layouts")
     kinds = {(one.dtype, one.world_size, len(one.shape)) for one in every}
-    if not key or len(kinds) != 1 or any(one.key or one.axes for one in every):
-        _refuse("layouts", f"{len(every)} of {len(kinds)} kinds", "layouts of one dtype, rank count and dimensions")
-    if not 0 <= dim < len(every[0].shape):
-        _refuse("dim", dim, f"a dimension of the tensors, from 0 to {len(every[0].shape) - 1}")
+    if len(kinds) != 1 or any(one.key or one.axes for one in every):
+        found = f"{len(every)} of {len(kinds)} kinds"
+        refuse("layouts", found, "layouts of one dtype, rank count and dimensions", op="fused_layouts")
+    if not isinstance(dim, int) or not 0 <= dim < len(every[0].shape):
+        expected = f"a dimension of the tensors, from 0 to {len(every[0].shape) - 1}"
+        refuse("dim", dim, expected, op="fused_layouts")
     tables = _stacked(tuple(one.regions for one in every), dim)
     return {
         name: replace(one, regions=table, key=key, said=f"{one.said}, fused along dimension {dim}")
@@ -366,48 +378,13 @@ def _stacked(tables: tuple[Regions, ...], dim: int) -> tuple[Regions, ...]:
 def _check_fit(shape: Point, regions: Regions) -> None:
     for one in regions.rows:
         if len(one.box) != len(shape) or any(hi > size for (_, hi), size in zip(one.box, shape, strict=True)):
-            _refuse("region", f"{words(one.bounds)} of rank {one.rank}", f"a box in the shape {list(shape)}")
+            refuse("region", f"{words(one.bounds)} of rank {one.rank}", f"a box in the shape {list(shape)}")
         if one.rank >= regions.world_size or one.part >= regions.parts:
-            _refuse("region", f"addend {one.part} of rank {one.rank}", f"below {regions.parts}, {regions.world_size}")
-
-
-_KINDS = {
-    "shape": "whole numbers from 0 on",
-    "spec": "for each dimension an axis, several axes, or None",
-    "partial": "an axis, or several axes",
-}
-"""What the items of an argument are."""
-
-
-def _items(field: str, value: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(value)
-    except TypeError:
-        _refuse(field, shown(value), _KINDS[field])
-
-
-def _named_axes(field: str, value: Any) -> tuple[str, ...]:
-    found = (value,) if isinstance(value, str) else _items(field, value)
-    if not all(isinstance(one, str) for one in found):
-        _refuse(field, shown(value), _KINDS[field])
-    return found
-
-
-def _shape(shape: Sequence[int]) -> Point:
-    found = _items("shape", shape)
-    if any(type(size) is not int or size < 0 for size in found):
-        _refuse("shape", found, _KINDS["shape"])
-    return found
+            refuse("region", f"addend {one.part} of rank {one.rank}", f"below {regions.parts}, {regions.world_size}")
 
 
 def _asked(dtype: Any) -> dict[str, Any]:
     return {"dtype": _DEFAULT if dtype is None else dtype_name(dtype), "converts": dtype is not None}
-
-
-def dtype_name(dtype: Any) -> str:
-    """The name, by numpy, of a dtype of numpy or torch."""
-    name = getattr(dtype, "__name__", None) or str(dtype)  # numpy's scalar types are classes
-    return str(name).removeprefix("torch.")
 
 
 def _mesh_words(mesh: Sequence[tuple[str, int]], cuts: Sequence[Sequence[str]], sums: Sequence[str]) -> str:

@@ -6,12 +6,12 @@ pages.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from raycollect.core.html import MOST_CELL, Markup, text
-from raycollect.planner.report import Act, Lane, Moved, MovedLink, Report, Row
+from raycollect.planner.report import Act, ActStep, Lane, Moved, MovedLink, Report, Row
 from raycollect.planner.wording import clipped, counted, nbytes_words, numbered, ranks_words, seconds_words
 
 MOST_LANES = 16
@@ -30,13 +30,6 @@ _WIDTH, _LINE = 720, 22
 _COLOURS = ("#4878a8", "#d08040", "#5a9a5a", "#b05050", "#8868a8", "#807060")
 _LETTER = 6.2
 """The approximate width of a letter."""
-
-_LAUNCH = re.compile(r" \(launch (\d+)\)$")
-_MESSAGE = re.compile(r"send(?: piece \d+)? to rank (\d+)$")
-_PIECE = re.compile(r"piece \d+")
-_ROOTED = re.compile(r"(to|from) rank (\d+)")
-_SILENT = ("recv ", "copy", "wait", "nothing")
-"""How steps begin in which nothing is sent; a receive is drawn with its send."""
 
 
 def _svg(height: float, parts: Sequence[str]) -> Markup:
@@ -94,7 +87,8 @@ class _Move(NamedTuple):
     launch: int  # when; 0 where the plan has no launches of its own
     words: str
     gives: tuple[int, ...]  # the ranks that give something
-    takes: tuple[int, ...]  # the ranks that take something; both are empty where the words do not name the other end
+    takes: tuple[int, ...]  # the ranks that take something; empty where each host does it by itself
+    label: str = ""  # what is written beside it, instead of all its words
 
 
 def traffic(bundles: Sequence[Sequence[Row]]) -> Markup:
@@ -132,9 +126,9 @@ def _group(name: str, bundles: Sequence[Sequence[Row]]) -> str:
 
 def _bundle(rows: Sequence[Row], places: dict[int, float], top: float) -> tuple[list[str], float]:
     row = rows[0]
-    moves = _moves(row.acts) if row.moved is None else _boxes(row.moved)
-    shown = moves[:MOST_MOVES]
     nbytes = nbytes_words(sum(one.nbytes for one in rows))
+    moves = _moves(row.acts, nbytes) if row.moved is None else _boxes(row.moved)
+    shown = moves[:MOST_MOVES]
     told = [
         f"{numbered([one.call for one in rows])}: {row.op}",
         f"{nbytes} per rank, {seconds_words(row.time_s)}",
@@ -145,25 +139,20 @@ def _bundle(rows: Sequence[Row], places: dict[int, float], top: float) -> tuple[
         told.append(f"and {counted(len(moves) - len(shown), 'more step')}")
     parts = [_label(0, top + 15 + 14 * at, words, most=48) for at, words in enumerate(told)]
     for at, move in enumerate(shown):
-        parts += _move(move, nbytes, places, top + 11 + 16 * at, _colour(row.call))
+        parts += _move(move, places, top + 11 + 16 * at, _colour(row.call))
     height = max(14 * len(told), 16 * len(shown)) + 12
     rule = f'<path d="M0 {top:g}H{_WIDTH}" stroke="currentColor" stroke-opacity="0.15"/>'
     return [rule, *parts], height
 
 
-def _moves(acts: Sequence[Act]) -> list[_Move]:
-    found: dict[tuple[int, str, int], set[int]] = {}
+def _moves(acts: Sequence[Act], nbytes: str) -> list[_Move]:
+    found: dict[tuple[ActStep, int], set[int]] = {}
     for act in acts:
         for step in act.steps:
-            said = _LAUNCH.search(step)
-            launch = int(said[1]) if said else 0
-            words = _LAUNCH.sub("", step).partition(", ")[0]
-            if words.startswith(_SILENT):
-                continue
-            for rank in act.ranks:
-                sender = rank if _MESSAGE.match(words) else -1  # each message is one of its own
-                found.setdefault((launch, words, sender), set()).add(rank)
-    moves = [_ends(launch, words, sorted(ranks)) for (launch, words, _), ranks in found.items()]
+            for rank in act.ranks if not step.is_local else ():
+                sender = rank if step.is_message else -1  # each message is one of its own
+                found.setdefault((replace(step, target=""), sender), set()).add(rank)
+    moves = [_ends(step, tuple(sorted(ranks)), nbytes) for (step, _), ranks in found.items()]
     return sorted(moves, key=lambda move: move.launch)
 
 
@@ -181,35 +170,31 @@ def _boxes(moved: Moved) -> list[_Move]:
     return moves
 
 
-def _ends(launch: int, words: str, ranks: Sequence[int]) -> _Move:
-    message, rooted = _MESSAGE.match(words), _ROOTED.search(words)
-    if "the host" in words:  # each host does it by itself, and is told once
-        return _Move(launch, words, tuple(ranks), ())
-    if message:
-        return _Move(launch, words, tuple(ranks), (int(message[1]),))
-    if rooted:
-        root = (int(rooted[2]),)
-        others = tuple(rank for rank in ranks if rank != root[0])
-        return _Move(launch, words, others, root) if rooted[1] == "to" else _Move(launch, words, root, others)
-    return _Move(launch, words, tuple(ranks), tuple(ranks))
+def _ends(step: ActStep, ranks: tuple[int, ...], nbytes: str) -> _Move:
+    launch = step.launch or 0
+    if step.is_message:
+        label = f"piece {step.piece}" if step.piece >= 0 else nbytes
+        return _Move(launch, step.words, ranks, (step.peer,), label)
+    if step.is_per_host:
+        return _Move(launch, step.words, ranks, ())
+    if step.peer < 0:
+        return _Move(launch, step.words, ranks, ranks)
+    root, others = (step.peer,), tuple(rank for rank in ranks if rank != step.peer)
+    return _Move(launch, step.words, *((others, root) if step.gives else (root, others)))
 
 
-def _move(move: _Move, nbytes: str, places: dict[int, float], y: float, colour: str) -> list[str]:
+def _move(move: _Move, places: dict[int, float], y: float, colour: str) -> list[str]:
     gives, takes = ([places[rank] for rank in ranks if rank in places] for ranks in (move.gives, move.takes))
     xs = [*gives, *takes]
     if not xs:
         return []
     title = f"{move.words}{f', launch {move.launch}' if move.launch else ''}"
-    words = move.words
-    if _MESSAGE.match(words):
-        piece = _PIECE.search(words)
-        words = piece[0] if piece else nbytes
     dash = "" if takes else ' stroke-dasharray="2 4"'  # each host by itself
     parts = [f"<g><title>{text(title)}</title>"]
     parts.append(f'<path d="M{min(xs):g} {y:g}H{max(xs):g}" stroke="{colour}" stroke-width="2"{dash}/>')
     parts += [f'<circle cx="{x:g}" cy="{y:g}" r="3.5" fill="{colour}"/>' for x in gives]
     parts += [_head(x, gives, y, colour) for x in takes if x not in gives]
-    parts += [_label(max(places.values()) + 14, y + 4, words, most=38), "</g>"]
+    parts += [_label(max(places.values()) + 14, y + 4, move.label or move.words, most=38), "</g>"]
     return ["".join(parts)]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from raycollect.core.model import OpKind
 from raycollect.errors import Violation, refusal
+from raycollect.errors.text import as_name
 from raycollect.planner.ir import Operands, Request, Source
 from raycollect.planner.listed import listed_violations
 from raycollect.planner.reshard.lowering import reshard_violations
@@ -135,7 +136,7 @@ def _argument_violations(request: Request) -> list[Violation]:
     found = []
 
     def wrong(field: str, value: object, expected: str) -> None:
-        found.append(Violation(kind="argument", rank=-1, field=field, found=str(value), expected=expected))
+        found.append(Violation(kind="argument", rank=-1, field=field, found=as_name(value), expected=expected))
 
     if needs is None:
         wrong("op", kind.value, f"one of {', '.join(known.value for known in _NEEDS)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from raycollect.backends import dtensors
 from raycollect.core.model import TENSOR, Structure
 from raycollect.core.placement import Placement
-from raycollect.errors.text import a_type
+from raycollect.errors.text import a_type, is_unicode
 
 DEEPEST = 32
 """How deep lists, tuples and dicts may nest: what messages can carry, and the end of one that contains itself."""
@@ -30,22 +30,27 @@ class Container:
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     # (place among `tensors`, placement) of those that are the local tensors of DTensors
     placements: tuple[tuple[int, Placement], ...] = ()
+    # The tensors as they are in the value: a DTensor in place of its local one. None: the value is itself the tensor
+    leaves: tuple[Any, ...] | None = None
 
     @staticmethod
     def of(value: Any, is_tensor: Callable[[Any], bool]) -> Container | None:
         """Takes a value apart; None for a value that is passed by value.
 
         That is anything but a tensor or a non-empty list, tuple or dict (with string or integer keys) that holds only
-        tensors and such containers, nested at most `DEEPEST` times. A DTensor of torch stands for its local tensor.
+        tensors and such containers, nested at most `DEEPEST` times. A DTensor of torch stands for its local tensor. A
+        mapping that makes its values on each access, such as a ``.npz`` file, goes by value: nothing would hold them.
         """
         if is_tensor(value):
             return Container(TENSOR, (value,), value)
         tensors: list[Any] = []
+        leaves: list[Any] = []
         placements: list[tuple[int, Placement]] = []
 
         def taken(leaf: Any) -> bool:
             if is_tensor(leaf):
                 tensors.append(leaf)
+                leaves.append(leaf)
                 return True
             if not dtensors.is_dtensor(leaf) or not is_tensor(local := dtensors.local_of(leaf)):
                 return False
@@ -53,38 +58,108 @@ class Container:
             if placement is not None:
                 placements.append((len(tensors), placement))
                 tensors.append(local)
+                leaves.append(leaf)
             return placement is not None
 
-        structure = _take_apart(value, taken, 0)
+        structure = _take_apart(value, taken, is_tensor, 0)
         if structure is None:
             return None
-        return Container(structure, tuple(tensors), value, placements=tuple(placements))
+        inside = None if structure.kind == "tensor" else tuple(leaves)
+        return Container(structure, tuple(tensors), value, placements=tuple(placements), leaves=inside)
 
     @staticmethod
     def build(structure: Structure, tensors: Sequence[Any]) -> Container:
         """Builds a value from new tensors."""
-        return Container(structure, tuple(tensors), structure.build(tensors))
+        leaves = None if structure.kind == "tensor" else tuple(tensors)
+        return Container(structure, tuple(tensors), structure.build(tensors), leaves=leaves)
+
+    def current(self) -> Container | str:
+        """The container of what the value holds now: this one, unless tensors in it were replaced.
+
+        A list or dict may get other tensors after it was returned. Those of the same names, shapes and types take the
+        place of the old ones. Of others the result says, in words, what is different.
+        """
+        if self.leaves is None:
+            return self
+        try:
+            if _holds(self.value, self.structure, iter(self.leaves)):
+                return self
+            from raycollect.backends import arrays  # of the process that holds the tensors; others need no numpy
+
+            fresh = Container.of(self.value, arrays.is_tensor)
+        except RuntimeError:  # the size of a dict changed while it was read
+            return "it is being changed by another thread"
+        if fresh is None:
+            return obstacle(self.value, arrays.is_tensor)
+        old, new = (dict(zip(_paths(one.structure), one.tensors, strict=True)) for one in (self, fresh))
+        for path in {**old, **new}:
+            before, after = (arrays.describe(one[path]) if path in one else None for one in (old, new))
+            if before != after:
+                return f"{path} is {after or 'gone'}, and was {before or 'not there'} when it was returned"
+        return fresh if fresh.structure == self.structure else "its names are in another order, or its lists are tuples"
 
 
-def _take_apart(value: Any, taken: Callable[[Any], bool], depth: int) -> Structure | None:
+def _holds(value: Any, structure: Structure, leaves: Iterator[Any]) -> bool:
+    """Whether a value is made of these very tensors."""
+    if structure.kind == "tensor":
+        return value is next(leaves)
+    if structure.kind != ("dict" if isinstance(value, Mapping) else type(value).__name__):
+        return False
+    if len(value) != len(structure.items) or (structure.names and tuple(value) != structure.names):
+        return False
+    children = value.values() if structure.kind == "dict" else value
+    return all(_holds(child, item, leaves) for child, item in zip(children, structure.items, strict=False))
+
+
+def _paths(structure: Structure, path: str = "") -> Iterator[str]:
+    if structure.kind == "tensor":
+        yield path
+        return
+    for name, item in zip(structure.names or range(len(structure.items)), structure.items, strict=False):
+        yield from _paths(item, f"{path}[{name!r}]")
+
+
+def _take_apart(
+    value: Any, taken: Callable[[Any], bool], is_tensor: Callable[[Any], bool], depth: int
+) -> Structure | None:
     if taken(value):
         return TENSOR
     names: tuple[Any, ...] = ()
+    children: Sequence[Any] | None
     if type(value) in (list, tuple):
         kind, children = type(value).__name__, value
     elif isinstance(value, Mapping):
-        kind, names, children = "dict", tuple(value), tuple(value.values())
+        kind, names, children = "dict", tuple(value), _lasting_values(value, is_tensor)
     else:
         return None
     if not children or depth == DEEPEST or not all(map(_can_travel, names)):
         return None
     items = []
     for child in children:
-        item = _take_apart(child, taken, depth + 1)
+        item = _take_apart(child, taken, is_tensor, depth + 1)
         if item is None:
             return None
         items.append(item)
     return Structure(kind, names, tuple(items))
+
+
+def _lasting_values(value: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> Sequence[Any] | None:
+    """The values of a mapping; None: it makes them on each access, so that what is written there would be lost."""
+    if type(value).__getitem__ is dict.__getitem__:
+        return tuple(value.values())
+    found = []
+    for name in value:
+        first, second = value[name], value[name]
+        if first is not second and not (is_tensor(first) and is_tensor(second) and _share_memory(first, second)):
+            return None
+        found.append(first)
+    return found
+
+
+def _share_memory(first: Any, second: Any) -> bool:
+    from raycollect.backends import arrays  # loads numpy, which whoever has tensors has loaded
+
+    return arrays.place(arrays.memory(first)) == arrays.place(arrays.memory(second))
 
 
 Tell = Callable[[Any], str]
@@ -101,7 +176,10 @@ def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type, 
     if depth == DEEPEST:
         return f"{here} is nested more than {DEEPEST} deep"
     is_named = isinstance(value, Mapping)
-    for name, child in value.items() if is_named else enumerate(value):
+    children = _lasting_values(value, is_tensor) if isinstance(value, Mapping) else value
+    if children is None:
+        return f"{here} is {tell(value)}, which makes its values on each access: use dict(x)"
+    for name, child in zip(value if is_named else range(len(value)), children, strict=True):
         if is_named and not _can_travel(name):
             return f"{here} has the key {name!r}, and keys are strings or integers"
         if is_tensor(child) or dtensors.is_dtensor(child):
@@ -125,10 +203,4 @@ def unkept(value: Any, is_tensor: Callable[[Any], bool], tell: Tell) -> str:
 def _can_travel(name: Any) -> bool:
     if type(name) is int:
         return -(1 << 63) <= name < 1 << 64
-    if type(name) is not str:
-        return False
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
+    return type(name) is str and is_unicode(name)

@@ -22,9 +22,10 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
-from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Read
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Look, Read, Seen
+from raycollect.channel.packing import pack, unpack
 from raycollect.core import sockets, threads
-from raycollect.core.model import Address, BufferRef, Key, Segment, Structure, TensorInfo
+from raycollect.core.model import Address, BufferRef, Key, Segment, TensorInfo
 from raycollect.core.ray_internals import memory_domain
 from raycollect.errors import (
     ChannelError,
@@ -39,7 +40,9 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.pos import Absence, Container, State, Store, boxes, tensors
+from raycollect.pos import Absence, Container, State, Store, boxes, description, tensors
+from raycollect.pos.description import Description
+from raycollect.pos.held import reading
 from raycollect.pos.segments import Segments
 
 MAX_IDLE = 32
@@ -57,13 +60,19 @@ FULL_S = 3.0
 FREE_S = 30.0
 """How long a holder may take to free values."""
 
-LENDING_S, LENDING_RATE = 5.0, 500e6
-"""A value is lent for so many seconds, and one more for so many bytes."""
+LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
+"""A value is lent for so many seconds, one more for so many bytes, and so many more for each of its tensors."""
+
+FREED_AT_ONCE = 8192
+"""How many keys one message frees: a message is bounded."""
+
+_MOST_TOLD = 10_000
+"""The most of a reason that an answer carries: the words of a method's exception can be of any length."""
 
 
-def lending_s(nbytes: int) -> float:
-    """How long a value of that size is lent, in seconds."""
-    return LENDING_S + nbytes / LENDING_RATE
+def lending_s(nbytes: int, count: int = 1) -> float:
+    """How long a value of that size and so many tensors is lent, in seconds."""
+    return LENDING_S + nbytes / LENDING_RATE + count * LENDING_EACH_S
 
 
 class _OutOfReach(Exception):
@@ -199,10 +208,8 @@ def read(
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
     if local is not None:
-        held = [arrays.memory(tensor) for tensor in find(local, key).tensors]
-        with local.reading(list(map(arrays.byte_range, held))):
-            find(local, key)  # once more, as `_serve_read`
-            for at, view in enumerate(boxes.views(held, plain)):
+        with reading(find, local, key, limit_s=timeout_s) as held:
+            for at, view in enumerate(boxes.views([*map(arrays.memory, held.tensors)], plain)):
                 take(at, view)
         return
     until_s = time.monotonic() + timeout_s
@@ -219,13 +226,14 @@ def read(
 def _take(
     client: DataClient, answer: Any, wanted: Sequence[boxes.Box], take: Callable[[int, arrays.Array], None]
 ) -> None:
-    found = _expect(answer, Fetched).found
-    if found.get("segment"):
+    lent = unpack(_expect(answer, Fetched).found)
+    if lent:
         try:
-            memory = Segments.current().open(Segment(*found["segment"]))
-        except (OSError, TypeError) as exc:
+            segment, rows = lent
+            memory = Segments.current().open(Segment(*segment))
+        except (OSError, TypeError, ValueError) as exc:
             raise _OutOfReach from exc
-        for at, view in enumerate(boxes.mapped(memory, found.get("rows", ()), wanted)):
+        for at, view in enumerate(boxes.mapped(memory, rows, wanted)):
             take(at, view)
         client.tell(Copied())
         return
@@ -248,56 +256,35 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
     if local is not None:
         return local.free(keys)
     try:
-        until_s = time.monotonic() + FREE_S
-        message = Free(keys=list(keys))
-        count: int = _clients.request(address, message, until_s, lambda _, answer: _expect(answer, Freed).count)
+        count = 0
+        for at in range(0, len(keys), FREED_AT_ONCE):
+            message = Free(keys=[*keys[at : at + FREED_AT_ONCE]])
+            until_s = time.monotonic() + FREE_S
+            count += _clients.request(address, message, until_s, lambda _, answer: _expect(answer, Freed).count)
         return count
     except ChannelError as exc:
         raise _no_answer("free", keys[0], actor, incarnation, exc) from exc
 
 
 def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
-    structure, infos, refs = _read_description(_expect(answer, Fetched).found)
-    sent = [info.nbytes for info, ref in zip(infos, refs, strict=True) if ref is None]
-    if sum(sent) != answer.blob_nbytes:
+    described = description.decode(_expect(answer, Fetched).found)
+    sent = sum(info.nbytes for info, ref in zip(described.infos, described.refs, strict=True) if ref is None)
+    if sent != answer.blob_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
-    tensors = []
-    for info, ref in zip(infos, refs, strict=True):
-        array = np.empty(info.shape, info.dtype)
-        into = array.reshape(-1).view(np.uint8).data
-        if ref is None:
-            client.receive_blob(into)
-        else:
-            try:
-                Segments.current().read(ref, into)
-            except OSError as exc:
-                raise _OutOfReach from exc
-        tensors.append(arrays.restore(array, info.library))
-    if len(sent) < len(infos):
-        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in infos)):
+    found = [np.empty(info.shape, info.dtype) for info in described.infos]
+    memory = [array.reshape(-1).view(np.uint8).data for array in found]
+    client.receive_blob(*(into for into, ref in zip(memory, described.refs, strict=True) if ref is None))
+    lent = [(ref, into) for into, ref in zip(memory, described.refs, strict=True) if ref is not None]
+    if lent:
+        try:
+            Segments.current().read(lent)
+        except OSError as exc:
+            raise _OutOfReach from exc
+        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in described.infos), len(found)):
             raise _OutOfReach
         client.tell(Copied())
-    return structure.build(tensors)
-
-
-def _read_description(found: dict[str, Any]) -> tuple[Structure, list[TensorInfo], list[BufferRef | None]]:
-    try:
-        structure = Structure.from_plain(found["structure"])
-        infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, library=lib) for s, d, i, lib in found["infos"]]
-        samples = [np.empty(0, info.dtype) for info in infos]
-        segment = Segment(*found["segment"])
-        places = zip(infos, found["offsets"], strict=True)
-        refs = [None if at is None else BufferRef(segment, at, info.nbytes) for info, at in places]
-        sound = structure.count == len(infos) and all(
-            arrays.is_tensor(sample) and sample.itemsize == info.itemsize and min(info.shape, default=0) >= 0
-            for sample, info in zip(samples, infos, strict=True)
-        )
-        sound = sound and all(0 <= ref.offset <= segment.nbytes - ref.nbytes for ref in refs if ref)
-    except (ValueError, TypeError, LookupError) as exc:
-        raise ProtocolError(detail=f"a malformed description of tensors: {exc}") from exc
-    if not sound:
-        raise ProtocolError(detail="a description of tensors that can't be")
-    return structure, infos, refs
+    made = [arrays.restore(array, info.library) for array, info in zip(found, described.infos, strict=True)]
+    return described.structure.build(made)
 
 
 def _expect(answer: Any, kind: type[Any]) -> Any:
@@ -323,10 +310,12 @@ def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelEr
 
 def find(store: Store, key: Key) -> Container:
     """The container of a key; raises as `fetch` does."""
-    found = store.look(key)
+    found = store.current(key)
     if isinstance(found, Absence):
         if found.state is State.FREED:
             raise _refused("freed", "freed", key)
+        if found.state is State.REPLACED:
+            raise _refused("replaced", found.detail, key)
         raise _refused("lost", f"not there ({f'{found.state.value} {found.detail}'.rstrip()})", key)
     try:
         ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
@@ -337,30 +326,38 @@ def find(store: Store, key: Key) -> Container:
     return found
 
 
-def serve(link: DataLink, store: Store) -> None:
-    """Answers one data connection until it ends, on a thread of its own in the holder."""
+def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
+    """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`.
+
+    A client that gets no answer asks again until its time is up, so a request that fails is answered with the reason.
+    """
     while True:
         message = link.receive()
         if message is None:
             return
+        if isinstance(message, Look):
+            link.send(seen())
+            continue
+        answer = _ANSWERS.get(type(message))
+        if answer is None:
+            raise ProtocolError(detail=f"unexpected message {type(message).__name__} on a data connection")
         before = link.sent
         try:
-            if isinstance(message, Fetch):
-                _serve_fetch(link, store, message)
-            elif isinstance(message, Read):
-                _serve_read(link, store, message)
-            elif isinstance(message, Free):
-                link.send(Freed(count=store.free([Key(key) for key in message.keys])))
-            else:
-                raise ProtocolError(detail=f"{type(message).__name__} has no place on a data connection")
-        except ChannelError:
+            answer(link, store, message)
+        except ConnectionLostError:
             raise
-        except RaycollectError as exc:
-            link.send(Failed(error=to_wire(exc)))
         except Exception as exc:
             if link.sent > before:  # no other answer is due
                 raise
-            link.send(Failed(error=to_wire(threads.failed(f"answering {type(message).__name__}", exc))))
+            _tell_failure(link, message, exc)
+
+
+def _tell_failure(link: DataLink, message: Any, cause: Exception) -> None:
+    if isinstance(cause, ProtocolError):  # the request is wrong, or its answer can't be sent
+        cause = _refused("unsupported", cause.detail, getattr(message, "key", b""))
+    elif not isinstance(cause, RaycollectError):
+        cause = threads.failed(f"answering {type(message).__name__}", cause)
+    link.send(Failed(error=to_wire(cause)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,14 +371,11 @@ class _Offer:
 
 
 def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
-    key = Key(message.key)
-    container = find(store, key)
-    views = [arrays.memory(tensor) for tensor in container.tensors]
-    nbytes = sum(view.nbytes for view in views)
-    lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
     with ExitStack() as claim:
-        claim.enter_context(store.reading([arrays.byte_range(view) for view in views]))
-        find(store, key)  # once more: the plan that was waited for may have failed
+        container = claim.enter_context(reading(find, store, Key(message.key), link.has_ended))
+        views = [arrays.memory(tensor) for tensor in container.tensors]
+        nbytes = sum(view.nbytes for view in views)
+        lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
         pairs = list(zip(views, container.tensors, strict=True))
         offers = [_offer(view, tensor, lend) for view, tensor in pairs]
         if any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full: none is lent
@@ -389,28 +383,37 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
         if all(offer.is_copy for offer in offers):
             claim.close()  # a slow reader of copies holds up nobody
         blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
-        found = _describe(container.structure, offers)
+        infos, refs = [offer.info for offer in offers], [offer.ref for offer in offers]
+        found = description.encode(Description(container.structure, infos, refs))
         link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
         if len(blobs) < len(offers):
-            answer = link.receive(lending_s(nbytes))
+            answer = link.receive(lending_s(nbytes, len(offers)))
             if answer is not None:  # else the client is gone, or too slow
                 _expect(answer, Copied)
 
 
+def _serve_free(link: DataLink, store: Store, message: Free) -> None:
+    link.send(Freed(count=store.free(list(map(Key, message.keys)))))
+
+
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
-    key = Key(message.key)
-    held = [arrays.memory(tensor) for tensor in find(store, key).tensors]
-    with store.reading(list(map(arrays.byte_range, held))):
-        find(store, key)  # once more: it may have been freed to be written
-        found = boxes.views(held, message.boxes)
+    with reading(find, store, Key(message.key), link.has_ended) as held:
+        found = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
         nbytes = sum(view.nbytes for view in found)
         lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:
-            link.send(Fetched(found={"segment": list(astuple(lent[0])), "rows": lent[1]}))
+            link.send(Fetched(found=pack([astuple(lent[0]), lent[1]])))
             link.receive(lending_s(nbytes))  # `Copied`, or nothing: the client is gone, or too slow
             return
         blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in found]
-    link.send(Fetched(found={}, blob_nbytes=nbytes), blobs)
+    link.send(Fetched(found=pack(None), blob_nbytes=nbytes), blobs)
+
+
+_ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
+    Fetch: _serve_fetch,
+    Read: _serve_read,
+    Free: _serve_free,
+}
 
 
 def _offer(view: Any, tensor: object, lend: bool) -> _Offer:
@@ -430,17 +433,6 @@ def _located(array: arrays.Array) -> BufferRef | None:
     return Segments.current().locate(array.ctypes.data, array.nbytes)
 
 
-def _describe(structure: Structure, offers: Sequence[_Offer]) -> dict[str, Any]:
-    infos = [offer.info for offer in offers]
-    segment = next((offer.ref.segment for offer in offers if offer.ref), Segment(0, 0, b"", 0))
-    return {
-        "structure": structure.to_plain(),
-        "infos": [(list(info.shape), info.dtype, info.itemsize, info.library) for info in infos],
-        "segment": list(astuple(segment)),
-        "offsets": [offer.ref.offset if offer.ref else None for offer in offers],
-    }
-
-
-def _refused(kind: str, found: str, key: Key) -> RaycollectError:
-    violation = Violation(kind=kind, rank=-1, field="tensor", found=found, ref=key.hex())
+def _refused(kind: str, found: str, key: bytes) -> RaycollectError:
+    violation = Violation(kind=kind, rank=-1, field="tensor", found=found[:_MOST_TOLD], ref=key.hex())
     return refusal("get", "", (violation,))

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -85,18 +86,16 @@ class Segments:
                 found = self._opened[segment] = _open(segment)
             return found
 
-    def read(self, ref: BufferRef, into: memoryview) -> None:
-        """Copies bytes of the arena of a process of this machine and user, unmapped; OSError as from `open`."""
-        if ref.segment == self._own and self._arena is not None:
-            into[:] = self._arena.root[ref.offset : ref.offset + ref.nbytes].data
+    def read(self, pieces: Sequence[tuple[BufferRef, memoryview]]) -> None:
+        """Copies pieces of the arena of a process of this machine and user, unmapped; OSError as from `open`."""
+        segment = pieces[0][0].segment
+        if segment == self._own and self._arena is not None:
+            for ref, into in pieces:
+                into[:] = self._arena.root[ref.offset : ref.offset + ref.nbytes].data
             return
-        with shared_memory.opened(ref.segment, NAME, os.O_RDONLY) as fd:
-            done = 0
-            while done < ref.nbytes:
-                count = os.preadv(fd, [into[done : done + _READ_NBYTES]], ref.offset + done)
-                if not count:
-                    raise OSError(errno.ESTALE, "the memory of an arena ended early")
-                done += count
+        with shared_memory.opened(segment, NAME, os.O_RDONLY) as fd:
+            for ref, into in pieces:
+                _read(fd, ref, into)
 
     def statistics(self) -> ArenaStatistics:
         """What the arena holds, and what is mapped of others."""
@@ -125,6 +124,15 @@ class Segments:
             return
         self._arena, self._own = arena, arena.segment
         self._lo, self._hi = arena.address, arena.address + arena.segment.nbytes
+
+
+def _read(fd: int, ref: BufferRef, into: memoryview) -> None:
+    done = 0
+    while done < ref.nbytes:
+        count = os.preadv(fd, [into[done : done + _READ_NBYTES]], ref.offset + done)
+        if not count:
+            raise OSError(errno.ESTALE, "the memory of an arena ended early")
+        done += count
 
 
 def _open(segment: Segment) -> NDArray[np.uint8]:

@@ -40,6 +40,8 @@ class State(enum.Enum):
     BY_VALUE = "by_value"
     """Its method returned something that is not kept."""
     FREED = "freed"
+    REPLACED = "replaced"
+    """Its value has other tensors than it had: what `current` finds, and never kept."""
 
 
 _NEXT: dict[tuple[State, str], State] = {
@@ -153,6 +155,19 @@ class Store:
         with self._lock:
             return self._look(key)
 
+    def current(self, key: Key) -> Container | Absence:
+        """As `look`, of a list or dict with the tensors that it holds now; see `Container.current`."""
+        with self._lock:
+            found = self._look(key)
+        if isinstance(found, Absence) or found.leaves is None:
+            return found
+        now = found.current()
+        if isinstance(now, str):
+            return Absence(State.REPLACED, now)
+        if now is not found:
+            self.replace(key, now)
+        return now
+
     def wait(self, key: Key, given_up: Callable[[], bool]) -> Container | Absence:
         """Waits until the key's method has ended, or `given_up`, asked after every change and `wake`, says so."""
         with self._changed:
@@ -197,16 +212,30 @@ class Store:
         while len(self._absent) > self._memory:
             self._absent.popitem(last=False)
 
-    def reading(self, ranges: Sequence[Range]) -> _Claim:
-        """A context that holds off plans that write these ranges; entering waits for those that do, or are about to."""
-        return _Claim(self, self._lock, self._reading, (self._writing, self._pending), ranges)
+    def replace(self, key: Key, container: Container) -> None:
+        """Has a key that is held stand for another value from now on."""
+        with self._changed:
+            if key in self._held:
+                self._held[key] = container
+                self._changed.notify_all()
+
+    def reading(
+        self, ranges: Sequence[Range], aborted: Callable[[], str | None] = lambda: None, limit_s: float = math.inf
+    ) -> _Claim:
+        """A context that holds off plans that write these ranges; entering waits for those that do, or are about to.
+
+        It raises PlanAbortedError once `aborted`, which is asked after every change and every 0.5 s, says why, and
+        CollectiveTimeoutError after `limit_s`. Pass one of the two: nothing else ends the wait for a writer.
+        """
+        against = self._writing, self._pending
+        return _Claim(self, self._lock, self._reading, against, ranges, None, aborted, limit_s)
 
     def writing(
         self, ranges: Sequence[Range], aborted: Callable[[], str | None] = lambda: None, limit_s: float = math.inf
     ) -> _Claim:
         """A context that holds off readers of these ranges; entering waits for current ones, which only copy.
 
-        It raises PlanAbortedError once `aborted` says why, and CollectiveTimeoutError after `limit_s`.
+        It raises as `reading` does.
         """
         against = self._writing, self._reading
         return _Claim(self, self._lock, self._writing, against, ranges, self._pending, aborted, limit_s)
@@ -284,7 +313,8 @@ class _Claim:
                     raise PlanAbortedError(detail=reason)
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    detail = f"for {self._limit_s:g} s others have been reading a tensor that the plan writes"
+                    whom = "a plan that writes" if self._pending is None else "readers of"
+                    detail = f"timed out after {self._limit_s:g} s waiting for {whom} this tensor"
                     raise CollectiveTimeoutError(timeout_s=self._limit_s, detail=detail)
                 store._changed.wait(min(_LOOK_S, left_s))
         finally:

@@ -20,12 +20,16 @@ import numpy as np
 from raycollect.backends import arrays
 from raycollect.core.model import TensorInfo
 from raycollect.errors import ArenaFullError, refusal, wrong_argument
+from raycollect.errors.text import shown
 from raycollect.pos.arena import ArenaStatistics
 from raycollect.pos.segments import Segments
 
 Shape = SupportsIndex | Iterable[SupportsIndex]
 
 _LIBRARIES = ("numpy", "torch")
+
+MOST_DIMENSIONS = 64
+"""The most dimensions of an array of numpy, in any version."""
 
 
 def empty(shape: Shape, dtype: Any = np.float64, *, like: object = None, library: str | None = None) -> Any:
@@ -131,8 +135,8 @@ class _Constructor:
             extents = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
         except TypeError:
             extents = (-1,)
-        if any(extent < 0 for extent in extents):
-            raise self._refused("shape", shape, "integers of at least 0")
+        if len(extents) > MOST_DIMENSIONS or not all(0 <= extent < 1 << 63 for extent in extents):
+            raise self._refused("shape", shape, f"at most {MOST_DIMENSIONS} integers of at least 0, below 2**63")
         return extents
 
     def _dtype(self, dtype: Any) -> np.dtype[Any]:
@@ -140,7 +144,7 @@ class _Constructor:
         name = str(dtype).removeprefix("torch.") if torch and isinstance(dtype, torch.dtype) else dtype
         try:
             found = np.dtype(name)
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):  # as numpy refuses odd texts
             found = np.dtype(object)
         if not arrays.is_number(found):
             raise self._refused("dtype", dtype, "a type of numbers that numpy or ml_dtypes has")
@@ -149,7 +153,7 @@ class _Constructor:
         return found
 
     def _refused(self, field: str, found: object, expected: str) -> Exception:
-        return refusal(self._op, "", (wrong_argument(field, repr(found), expected),))
+        return refusal(self._op, "", (wrong_argument(field, shown(found), expected),))
 
 
 def _filled(op: str, shape: Shape, value: Any, dtype: Any, like: object, library: str | None) -> Any:

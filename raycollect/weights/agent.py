@@ -30,7 +30,7 @@ from raycollect.weights.atoms import Layouts
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receiver import Holder, Receiver, Staged
-from raycollect.weights.source import Source
+from raycollect.weights.source import WAIT_S, Source
 
 TOLD_NBYTES, TOLD_S = 8 << 20, 0.1
 """A stream tells of its parts when they are so many bytes, or so many seconds after it has told of others."""
@@ -80,7 +80,7 @@ def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> li
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
     """This process has a rank of a publisher; those of earlier epochs end."""
-    attached, made = _attached(actor, "publish"), Source(_held(key), layouts, rank)
+    attached, made = _attached(actor, "publish"), Source(_held(key), layouts, rank, actor)
     with _agents.lock:
         known, sources = _sources(name)
         if known > epoch:
@@ -95,11 +95,17 @@ def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts,
 
 
 def seal(
-    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes
+    actor: Any,
+    name: str,
+    rank: int,
+    version: Version,
+    among: Sequence[Atom] | None,
+    attempt: bytes,
+    limit_s: float = WAIT_S,
 ) -> tuple[Key, Digests]:
     """`Source.seal`; PublisherReplacedError: another publisher has this process since; VersionNotPutError: none has."""
     with Runtime.method_guard():
-        return _source(name, rank, version).seal(version, among, attempt)
+        return _source(name, rank, version).seal(version, among, attempt, limit_s)
 
 
 def seal_part(
@@ -177,11 +183,11 @@ def attach_receiver(
     If the other one was of the same form, this one goes on with what it had.
     """
     attached = _attached(actor, "subscribe")
-    made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace)
+    made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
     with _agents.lock:
         for of, known in _agents.receivers.items():
             for at, one in list(known.items()):
-                if of == subscription or not made.where or one.where != made.where:
+                if of == subscription or not made.where or one.where_now() != made.where:
                     continue
                 del known[at]
                 if one.form == made.form:
@@ -213,10 +219,10 @@ def land(
     return _receiver(subscription, rank).land(version, part, holders, limit_s)
 
 
-def show(actor: Any, subscription: str, rank: int, version: Version) -> Key | None:
+def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: float = WAIT_S) -> Key | None:
     """`Receiver.show`, between two methods."""
     with Runtime.method_guard():
-        return _receiver(subscription, rank).show(version)
+        return _receiver(subscription, rank).show(version, limit_s)
 
 
 def detach_receiver(actor: Any, subscription: str) -> None:
@@ -234,28 +240,31 @@ def drop_receiver(actor: Any, subscription: str) -> None:
 
 def shown(subscription: str) -> tuple[bool, Version | None]:
     """Whether this process has a rank of a subscription, and the version that its methods see."""
-    ranks = _agents.receivers.get(subscription)
-    if not ranks:
-        return False, None
-    return True, shown_by_all(one.state.shown for one in ranks.values())
+    with _agents.lock:
+        ranks = list(_agents.receivers.get(subscription, {}).values())
+    return bool(ranks), shown_by_all(one.state.shown for one in ranks)
 
 
 def _source(name: str, rank: int, version: Version) -> Source:
-    known, sources = _sources(name)
+    with _agents.lock:
+        known, sources = _sources(name)
+        source = sources.get(rank)
     where: dict[str, Any] = {"name": name, "version": str(version), "rank": rank}
     if known > version.epoch:
         raise PublisherReplacedError(**where, detail=f"epoch {known} has begun")
-    if known < version.epoch or rank not in sources:
+    if known < version.epoch or source is None:
         raise VersionNotPutError(**where, detail="the publication was closed, or its process was started anew")
-    return sources[rank]
+    return source
 
 
 def _sources(name: str) -> tuple[int, dict[int, Source]]:
+    """The epoch of a name here, and its ranks; the caller holds the lock."""
     return _agents.sources.get(name, (0, {}))
 
 
 def _receiver(subscription: str, rank: int) -> Receiver:
-    found = _agents.receivers.get(subscription, {}).get(rank)
+    with _agents.lock:
+        found = _agents.receivers.get(subscription, {}).get(rank)
     if found is None:
         raise VersionNotWholeError(
             name="", rank=rank, detail="its process was started anew, or others subscribed its tensors"
@@ -272,7 +281,7 @@ def _held_to_be_written(key: Key) -> Container:
     try:
         return _held(key)
     except TensorDirtyError:
-        return cast("Container", Runtime.current().store.look(key))
+        return cast("Container", Runtime.current().store.current(key))
 
 
 def _attached(actor: Any, op: str) -> Attached:

@@ -34,6 +34,11 @@ def copied(into: Array, array: Array) -> bytes:
     return bytes(state.digest())
 
 
+def is_same(some: Array, other: Array) -> bool:
+    """Whether two arrays of one shape and element type have the same bits."""
+    return all(np.array_equal(_flat(some[part]), _flat(other[part])) for part in _chunks(some))
+
+
 def _chunks(array: Array) -> Iterator[Any]:
     if not array.ndim:
         yield ...
@@ -43,5 +48,9 @@ def _chunks(array: Array) -> Iterator[Any]:
         yield slice(lo, lo + rows)
 
 
+def _flat(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
 def _bytes(array: Array) -> Any:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return _flat(array).data

@@ -9,9 +9,11 @@ and with its first version all of earlier epochs. Whoever publishes removes othe
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, TypeVar
@@ -22,14 +24,17 @@ from ray.exceptions import RayError
 from raycollect.core import ray_internals
 from raycollect.core.codec import Codec, Form
 from raycollect.core.model import Address, Key
-from raycollect.errors import ProtocolError, VersionError
+from raycollect.errors import ProtocolError, VersionError, VersionTimeoutError
 from raycollect.planner.layout import Layout
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.protocol import Version
 
 _NAMESPACE = b"raycollect"
 _ROOT, _FLOOR = "weights/", "weights-epochs/"
-_TIMEOUT_S = 30.0
+_TIMEOUT_S, _LEAST_S = 30.0, 0.05
+"""The most that one request may take, and the least: what was done by then is still to be said, in seconds."""
+_ENDED = "-"
+"""In place of a publisher's process, of one that was closed."""
 MOST_SWEPT = 16
 """How many publications one `sweep` looks into, of those whose publishers have ended."""
 
@@ -74,41 +79,55 @@ class _Records:
         self.name = name
         self._client = ray_internals.cluster_client()
         self._prefix = prefix
+        self._limit_s = self._until_s = math.inf
 
     def _key(self, place: str) -> bytes:
         return (self._prefix + place).encode()
 
+    @contextmanager
+    def within(self, timeout_s: float, until_s: float) -> Iterator[None]:
+        """Bounds what all requests of a block take together; those that come later get a moment.
+
+        `timeout_s` is for messages; `until_s` by `time.monotonic`.
+        """
+        self._limit_s, self._until_s = timeout_s, until_s
+        try:
+            yield
+        finally:
+            self._limit_s = self._until_s = math.inf
+
     def _put(self, place: str, value: bytes, *, overwrite: bool) -> bool:
-        return bool(
-            self._ask(
-                lambda: self._client.internal_kv_put(self._key(place), value, overwrite, _NAMESPACE, timeout=_TIMEOUT_S)
-            )
-        )
+        key, put = self._key(place), self._client.internal_kv_put
+        return bool(self._ask(lambda limit_s: put(key, value, overwrite, _NAMESPACE, timeout=limit_s)))
 
     def _get(self, place: str) -> bytes | None:
-        found: bytes | None = self._ask(
-            lambda: self._client.internal_kv_get(self._key(place), _NAMESPACE, timeout=_TIMEOUT_S)
-        )
+        key, get = self._key(place), self._client.internal_kv_get
+        found: bytes | None = self._ask(lambda limit_s: get(key, _NAMESPACE, timeout=limit_s))
         return found
 
     def _get_all(self, places: Sequence[str]) -> list[bytes | None]:
-        keys = [self._key(one) for one in places]
-        found = self._ask(lambda: self._client.internal_kv_multi_get(keys, _NAMESPACE, timeout=_TIMEOUT_S))
+        keys, get = [self._key(one) for one in places], self._client.internal_kv_multi_get
+        found = self._ask(lambda limit_s: get(keys, _NAMESPACE, timeout=limit_s))
         return [found.get(key) for key in keys]
 
     def _names(self, place: str) -> list[str]:
-        prefix = self._key(place)
-        keys = self._ask(lambda: self._client.internal_kv_keys(prefix, _NAMESPACE, timeout=_TIMEOUT_S))
+        prefix, names = self._key(place), self._client.internal_kv_keys
+        keys = self._ask(lambda limit_s: names(prefix, _NAMESPACE, timeout=limit_s))
         return [key[len(prefix) :].decode() for key in keys]
 
     def _delete(self, place: str, *, by_prefix: bool = False) -> None:
-        self._ask(lambda: self._client.internal_kv_del(self._key(place), by_prefix, _NAMESPACE, timeout=_TIMEOUT_S))
+        key, delete = self._key(place), self._client.internal_kv_del
+        self._ask(lambda limit_s: delete(key, by_prefix, _NAMESPACE, timeout=limit_s))
 
-    def _ask(self, call: Callable[[], _Result]) -> _Result:
+    def _ask(self, call: Callable[[float], _Result]) -> _Result:
+        limit_s = min(max(self._until_s - time.monotonic(), _LEAST_S), _TIMEOUT_S)
         try:
-            return call()
+            return call(limit_s)
         except (RayError, RuntimeError) as exc:
-            raise VersionError(name=self.name, detail=f"Ray's key-value store does not answer: {exc}") from exc
+            detail = f"Ray's key-value store does not answer: {exc}"
+            if time.monotonic() >= self._until_s:
+                raise VersionTimeoutError(name=self.name, timeout_s=self._limit_s, detail=detail) from exc
+            raise VersionError(name=self.name, detail=detail) from exc
 
 
 class Directory(_Records):
@@ -116,6 +135,7 @@ class Directory(_Records):
 
     Raises:
         VersionError: From every method: Ray's store does not answer.
+        VersionTimeoutError: The same, and the time of `within` is over.
     """
 
     def __init__(self, name: str) -> None:
@@ -141,6 +161,16 @@ class Directory(_Records):
     def keep_epoch(self, epoch: int, worker: str) -> bool:
         """Writes the record of an epoch again, where it was lost; False: there is one."""
         return self._put(f"epochs/{epoch:08d}", worker.encode(), overwrite=False)
+
+    def publisher(self) -> str:
+        """Ray's id of the process that has begun the newest epoch; empty where that was ended, or there is none."""
+        epoch = self.epoch()
+        worker = (self._get(f"epochs/{epoch:08d}") or b"").decode() if epoch else ""
+        return "" if worker == _ENDED else worker
+
+    def end_epoch(self, epoch: int) -> None:
+        """Says that the publisher of an epoch has closed it. The record stays, so that the next one gets another."""
+        self._put(f"epochs/{epoch:08d}", _ENDED.encode(), overwrite=True)
 
     # ------------------------------------------------------------------------------------------ layouts
 
@@ -188,10 +218,11 @@ class Directory(_Records):
 
     def latest(self) -> Version | None:
         """The newest version; None: there is none."""
-        for epoch, number in sorted(map(_number_of, self._names("versions/")), reverse=True):
-            found = self.version(epoch, number)
-            if found is not None:  # else it was removed since
-                return found
+        while names := self._names("versions/"):
+            for epoch, number in sorted(map(_number_of, names), reverse=True):
+                if (found := self.version(epoch, number)) is not None:
+                    return found
+            # All were removed since, and a publisher removes them only for newer ones, or as it closes.
         return None
 
     def forget(self, version: Version) -> None:
@@ -288,7 +319,7 @@ def sweep(name: str) -> None:
         return
     places = [place for some in known.values() for _, place in some if place]
     publishers = {place: (one or b"").decode() for place, one in zip(places, root._get_all(places), strict=True)}
-    living = root._ask(ray_internals.living_workers)
+    living = root._ask(lambda _: ray_internals.living_workers())
     lasting = living | {""}  # a record that was removed since: the name is another one's business
     ended = [
         quoted for quoted, some in known.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos import Container, Range
 from raycollect.pos.tensors import allocate
 from raycollect.weights.atoms import Layouts, Place
+from raycollect.weights.modules import ModuleTensors
 
 
 class LocalSide:
@@ -38,24 +39,30 @@ class LocalSide:
 
     def __init__(self, op: str, container: Container, layouts: Layouts, rank: int, *, is_written: bool) -> None:
         self._op = op
+        self._is_written = is_written
         self.layouts = layouts
         self.rank = rank
         self._tensors = local_tensors(tuple(layouts.items())).get(rank, ())
         self._container = container
+        self._modules: ModuleTensors | None = None
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._tensors)
         violations = [wrong_layout(*fault, rank) for fault in faults]
         if not faults:
             self._places = places_of(container.structure, self._tensors)
-            violations += list(self._unfit(is_written=is_written))
+            violations += self._unfit()
         if violations:
             raise refusal(op, "", tuple(violations))
         keys = [one.key for one in self._tensors]
         self._keys = {key: at for at, key in enumerate(keys)}
         self._at = {name: keys.index(one.key or name) for name, one in layouts.items() if (one.key or name) in keys}
 
-    def _unfit(self, *, is_written: bool) -> list[Violation]:
-        found = []
+    def follow(self, actor: Any) -> None:
+        """From now on `live` also sees where modules of the actor have got other parameters than these."""
+        self._modules = ModuleTensors(actor, self.owners())
+
+    def _unfit(self) -> list[Violation]:
+        found, is_written = [], self._is_written
         for one, array in zip(self._tensors, self._arrays(), strict=True):
             where = f"tensor {one.key!r}"
             if isinstance(array, DeviceArray):
@@ -87,21 +94,38 @@ class LocalSide:
         return [arrays.memory(self._container.tensors[place]) for place in self._places]
 
     def live(self) -> list[Array]:
-        """The tensors themselves.
+        """The tensors themselves, as the list or dict that the ref stands for has them now.
 
         Raises:
-            LayoutError: They have become others, as by `half()` of a module.
+            TensorReplacedError: It has other names, or tensors of other shapes or types; or it has what a module of the
+                actor has no more.
+            LayoutError: The tensors have become others, as by `half()` of a module.
+            RefusedError: It has other tensors, which can't be taken; as of the class.
         """
+        now = self._container.current()
+        if isinstance(now, str):
+            changed = Violation(kind="replaced", rank=self.rank, field="dict of tensors", found=f"changed: {now}")
+            raise refusal(self._op, "", (changed,))
+        if now is not self._container:
+            before, self._container = self._container, now
+            if unfit := self._unfit():
+                self._container = before
+                raise refusal(self._op, "", tuple(unfit))
+        if self._modules is not None and (replaced := self._modules.replaced(self.owners())):
+            what = "no longer a parameter of its module, which got another one, as by load_state_dict(assign=True)"
+            keys = [f"tensor {self._tensors[at].key!r}" for at in replaced]
+            wrong = [Violation(kind="replaced", rank=self.rank, field=key, found=what) for key in keys]
+            raise refusal(self._op, "", tuple(wrong))
         held = self._arrays()
-        changed = [
+        others = [
             wrong_layout(
                 f"tensor {one.key!r}", str(found), f"{one.dtype}{list(one.shape)} on cpu, as before", self.rank
             )
             for found, one in zip(map(arrays.info, held), self._tensors, strict=True)
             if (found.shape, found.dtype, found.device) != (one.shape, one.dtype, "cpu")
         ]
-        if changed:
-            raise refusal(self._op, "", tuple(changed))
+        if others:
+            raise refusal(self._op, "", tuple(others))
         return [unfold(array, one.axes) for array, one in zip(held, self._tensors, strict=True)]
 
     def ranges(self) -> list[Range]:
@@ -112,9 +136,14 @@ class LocalSide:
         """The tensors as the actor has them."""
         return [self._container.tensors[place] for place in self._places]
 
-    def raise_versions(self) -> None:
-        """Tells torch that the tensors are written, so that a backward pass that needs their old values fails."""
-        counted = [one for one in self.owners() if arrays.has_version(one)]
+    def raise_versions(self, names: Iterable[str] | None = None) -> None:
+        """Tells torch that tensors are written, so that a backward pass that needs their old values fails.
+
+        `names`: of the global tensors in them; None: all.
+        """
+        owners = self.owners()
+        written = owners if names is None else [owners[at] for at in sorted({self._at[name] for name in names})]
+        counted = [one for one in written if arrays.has_version(one)]
         if counted:
             arrays.raise_versions(counted)
 

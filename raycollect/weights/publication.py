@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from types import TracebackType
@@ -12,7 +14,10 @@ from raycollect.core import ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.errors import (
+    LayoutError,
+    PublicationExistsError,
     PublisherReplacedError,
+    TensorReplacedError,
     VersionError,
     VersionNotPutError,
     anew,
@@ -28,9 +33,11 @@ from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Directory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
+from raycollect.weights.receipts import Receipt
 from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
-from raycollect.weights.subscription import Receipt, Subscription, update_all
+from raycollect.weights.subscription import Subscription, update_all
+from raycollect.weights.turns import Turns
 
 _MOST_NUMBER = 1 << 63
 
@@ -40,8 +47,9 @@ def publish(
 ) -> Publication:
     """Publishes the tensors of actors, so that others can have versions of them by a name.
 
-    Nothing is there to be had before the first `Publication.put`. Who published under this name before is replaced: its
-    versions can be had until then, and it can put no more. In any driver, or in an actor that is none of these.
+    Nothing is there to be had before the first `Publication.put`. A publication of this name that this process made, or
+    one that has ended, is replaced: its versions can be had until then, and it can put no more. In any driver, or in an
+    actor that is none of these.
 
     Args:
         refs: One ref per rank, in the order of the layouts' ranks. Each stands for a tensor, or for a dict of tensors
@@ -54,6 +62,7 @@ def publish(
         LayoutError: The tensors do not fit the layouts, or no rank has some of their elements.
         UnsupportedError: A tensor is on a GPU, or methods of an actor overlap.
         RefusedError: As `reshard_refs`.
+        PublicationExistsError: Another process publishes under this name, and lives.
         PublisherReplacedError: Another publisher has taken the name meanwhile.
     """
     return Publication(refs, name, layout)
@@ -83,6 +92,8 @@ class Publication(BoundToProcess):
             raise refusal("publish", "", faults)
         self._ranks.check()  # before anybody is replaced
         self._directory = Directory(name)
+        self._turns = Turns(name)
+        self._check_free()
         self._publisher = ray_internals.describe_process()
         self.epoch: int = 0
         while not self._begin():
@@ -91,6 +102,14 @@ class Publication(BoundToProcess):
         self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
         # The last version that was put; the last whose number is used, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
+
+    def _check_free(self) -> None:
+        """Raises where another process that lives publishes under this name: two teams would read each other's."""
+        worker = self._directory.publisher()
+        if worker and worker != ray_internals.worker_id() and ray_internals.is_alive(worker):
+            latest = self._directory.latest()
+            who = latest.publisher if latest is not None else f"process {worker[:6]} of Ray"
+            raise PublicationExistsError(name=self.name, detail=f"{who} publishes under this name")
 
     def _begin(self) -> bool:
         """Begins an epoch; False where the directory has lost its records, and the actors know a later one."""
@@ -125,12 +144,17 @@ class Publication(BoundToProcess):
 
         Raises:
             VersionNotPutError: An actor is gone or has failed, or replicas have different bits. Nothing was put.
-            VersionTimeoutError: An actor did not come to it in time. Nothing was put.
+            VersionTimeoutError: An actor did not come to it in time, or another thread's put lasts: nothing was put. Or
+                the cluster's key-value store gave no answer: then it may be there.
+            TensorReplacedError: An actor has put tensors of other names, shapes or types in place of those that it had.
             PublisherReplacedError: Another publisher has taken the name.
             InvalidArgumentError: The publication was closed.
         """
-        stream = self.stream(version=version)
-        stream.commit(timeout_s=timeout_s)
+        refuse("put", wrong_time_limit(timeout_s, also=(0,)))
+        until_s = time.monotonic() + timeout_s
+        with self._one_at_a_time("put", timeout_s, until_s):
+            stream = self._begun((), version)
+            stream._put(until_s, timeout_s)
         return stream.version
 
     def stream(self, subscriptions: Sequence[Subscription] = (), *, version: int | None = None) -> Stream:
@@ -147,10 +171,20 @@ class Publication(BoundToProcess):
         Raises:
             LayoutError: Layouts of a receiver group do not fit those of the publisher.
         """
+        with self._one_at_a_time("stream", ATTACH_S, time.monotonic() + ATTACH_S):
+            return self._begun(subscriptions, version)
+
+    @contextmanager
+    def _one_at_a_time(self, op: str, timeout_s: float, until_s: float) -> Iterator[None]:
+        """Waits until no other thread puts anything, and bounds what the directory may take."""
+        with self._turns.taken(op, timeout_s, until_s), self._directory.within(timeout_s, until_s):
+            yield
+
+    def _begun(self, subscriptions: Iterable[Subscription], version: int | None) -> Stream:
         number = self._used.number + 1 if version is None else version
         if type(number) is not int or not self._used.number < number < _MOST_NUMBER:
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
-            raise refusal("put", "", (wrong_argument("version", repr(version), expected),))
+            raise refusal("put", "", (wrong_argument("version", shown(version), expected),))
         groups = self._checked_groups("stream", subscriptions)
         known = self._directory.all_layouts()
         if frozenset(known) != self._cut[0]:
@@ -202,6 +236,8 @@ class Publication(BoundToProcess):
             refuse(op, [wrong_argument("subscriptions", shown(subscriptions), "a list of what subscribe() returned")])
         if over := why_over(self._session, is_open=self._is_open):
             raise refusal(op, "", (wrong_argument("publication", over, "one that is open: publish() again"),))
+        if len(set(groups)) < len(groups):
+            refuse(op, [wrong_argument("subscriptions", "a list with the same one twice", "each of them once")])
         for one in groups:
             if one.name != self.name:
                 raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
@@ -232,8 +268,9 @@ class Publication(BoundToProcess):
         """Updates receiver groups that this process drives to the newest version, all at once; see `update`.
 
         Raises:
-            UnknownVersionError: Nothing was put.
-            RaycollectError: A group could not be updated, as `Subscription.update` raises it; the others are.
+            InvalidArgumentError: A subscription is named twice, or belongs to another publication.
+            PushError: Some of several groups could not be updated; it has the receipts of the others.
+            RaycollectError: The only group could not be updated, as `Subscription.update` raises it.
         """
         refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         groups = self._checked_groups("push", subscriptions)
@@ -249,12 +286,13 @@ class Publication(BoundToProcess):
         for rank in range(len(self._ranks)):
             self._ranks.call(rank, agent.detach_source, self.name, self.epoch)
         if self._directory.epoch() == self.epoch:
+            self._directory.end_epoch(self.epoch)
             self._directory.forget_all(self.epoch)
 
     def _check(self, job: Job, timeout_s: float) -> None:
         if job.round.phase is Phase.DONE:
             return
-        if job.is_late:
+        if job.is_late or job.has_waited:
             raise self._ranks.late_error(self.name, job, timeout_s)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.round.differing:
@@ -266,6 +304,8 @@ class Publication(BoundToProcess):
                 raise anew(error)
             if (newest := self._directory.epoch()) > self.epoch:  # and its actors may have given up that one, too
                 raise PublisherReplacedError(**where, rank=rank, detail=f"epoch {newest} has begun") from error
+            if isinstance(error, (TensorReplacedError, LayoutError)):
+                raise anew(error)
             detail = error.detail if isinstance(error, VersionError) else "it could not copy its tensors"
             raise VersionNotPutError(
                 **where, rank=rank, actor=self._ranks.attached[rank].actor, detail=detail

@@ -11,14 +11,19 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
+from raycollect.channel import DataClient
+from raycollect.channel.messages import Look, Seen
 from raycollect.core import ray_internals
-from raycollect.core.model import TENSOR, Key
+from raycollect.core.model import TENSOR, Address, Key
 from raycollect.driver import held_values
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.side_layouts import SideLayouts, held_tensors
 from raycollect.errors import (
     ActorGoneError,
+    ChannelError,
+    CollectiveTimeoutError,
     InternalError,
+    RankReport,
     RaycollectError,
     SelfDrivenError,
     VersionError,
@@ -28,7 +33,8 @@ from raycollect.errors import (
     refusal,
     wrong_argument,
 )
-from raycollect.errors.text import a_type, shown
+from raycollect.errors.text import a_type, not_a_name
+from raycollect.group.watchdog import report_of
 from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos import Range
@@ -41,6 +47,11 @@ from raycollect.weights.protocol import Event, Failed, Lost, Round, Tell
 
 ATTACH_S = 60.0
 """How long a rank may take to come to where it hears of a publication, in seconds."""
+
+LOOK_S, MOST_REPORTS = 1.0, 8
+"""How long all ranks that are late may take to say what they are doing, in seconds, and how many are asked."""
+
+_IN_ROUND = "/raycollect/weights/"  # in the stack of a process that does what a round told it to do
 
 
 class Ranks:
@@ -151,24 +162,49 @@ class Ranks:
         )
 
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
-        """Makes the error of a round for which ranks were too late."""
-        late = tuple(sorted(job.round.waiting))
+        """Makes the error of a round for which ranks were too late, with what they are doing."""
+        waited = {rank: error for rank, error in job.errors.items() if isinstance(error, CollectiveTimeoutError)}
+        late = tuple(sorted(job.round.waiting if job.is_late else waited))
         who = ", ".join(f"{rank} ({self.attached[rank].actor})" for rank in late)
+        detail = f"after {timeout_s:g} s these had not arrived: rank {who}"
         return VersionTimeoutError(
             name=name,
             version=str(job.round.version),
             missing=late,
             timeout_s=timeout_s,
             is_shown=is_shown,
-            detail=f"after {timeout_s:g} s these had not arrived: rank {who}",
+            detail=detail if job.is_late else f"rank {who} {next(iter(waited.values())).detail}",
+            reports=self._reports(late),
         )
+
+    def _reports(self, ranks: Sequence[int]) -> tuple[RankReport, ...]:
+        """What some ranks are doing, as far as they say so within a moment."""
+        found = []
+        for rank in ranks[:MOST_REPORTS]:
+            one = self.attached[rank]
+            seen = _look(one.address, LOOK_S / min(len(ranks), MOST_REPORTS))
+            has_begun = seen is not None and not seen.doing and any(_IN_ROUND in line for line in seen.stack)
+            found.append(report_of(rank, one.actor, seen, has_begun=has_begun, awaited_s=0.0))
+        return tuple(found)
+
+
+def _look(address: Address, limit_s: float) -> Seen | None:
+    """What a process is doing, whoever drives it; None: it gives no answer."""
+    try:
+        client = DataClient(address, limit_s)
+        try:
+            seen = client.request(Look(request=0), limit_s)
+        finally:
+            client.close()
+    except ChannelError:
+        return None
+    return seen if isinstance(seen, Seen) else None
 
 
 def wrong_name(name: object) -> list[Violation]:
     """The violation of a name that no publication can have."""
-    return (
-        [] if isinstance(name, str) and name else [wrong_argument("name", shown(name), "a string, which is not empty")]
-    )
+    wrong = not_a_name(name)
+    return [wrong_argument("name", wrong, "a string")] if wrong else []
 
 
 def why_over(session: Any, *, is_open: bool) -> str:
@@ -241,6 +277,11 @@ class Job:
     round: Round
     errors: dict[int, RaycollectError]
     is_late: bool = False
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether a rank has waited for memory until its time was over."""
+        return any(isinstance(error, CollectiveTimeoutError) for error in self.errors.values())
 
     def end_late(self) -> None:
         """Its time is over."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, box_of
+from raycollect.backends.arrays import Array, box_of, byte_range
 from raycollect.backends.elements import convert
 from raycollect.core.model import Address, Key
 from raycollect.errors import (
@@ -28,7 +30,7 @@ from raycollect.weights import atoms, digests, protocol
 from raycollect.weights.atoms import Layouts, Place
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
-from raycollect.weights.source import Kept
+from raycollect.weights.source import WAIT_S, Kept
 
 HOLDER_S = 5.0
 """How long a holder that does not answer is waited for while there are others, in seconds."""
@@ -82,11 +84,15 @@ class Receiver:
         layouts: Those of the receiver group.
         rank: Which of its ranks it is.
         inplace: Versions are made in the tensors themselves, and methods are refused meanwhile.
+        actor: Whose tensors they are.
     """
 
-    def __init__(self, name: str, container: Container, layouts: Layouts, rank: int, *, inplace: bool) -> None:
+    def __init__(
+        self, name: str, container: Container, layouts: Layouts, rank: int, *, inplace: bool, actor: Any = None
+    ) -> None:
         self.name: str = name
         self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
+        self._side.follow(actor)
         self.inplace: bool = inplace
         self._back = Kept(self._side.live() if inplace else self._side.made())
         if not inplace:
@@ -95,6 +101,7 @@ class Receiver:
         self._among: tuple[Atom, ...] = ()  # the atoms of a version, which are the same for many
         self._parts: dict[Atom, tuple[Place, ...]] = {}  # where those of this rank lie
         self._marked: list[Range] = []  # of what is dirty by an update in place
+        self._is_aside = False  # whether the version that methods see is served from the tensors, not from `_back`
         self._ahead = 0  # bytes that a stream has brought
         self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
         self.state: RankState = RankState()
@@ -104,15 +111,18 @@ class Receiver:
     def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float) -> Staged:
         """Makes a version in the second set of tensors, of what is missing there.
 
+        Until then the version that methods see is served as before, and again if this fails.
+
         Raises:
             VersionNotWholeError: Nobody gave some atoms with the right digests.
+            CollectiveTimeoutError: The time is over, and others still read the second set of tensors.
+            TensorReplacedError, LayoutError: The tensors have become others.
         """
-        began_s, live = time.monotonic(), self._side.live()  # what has become another is refused before any rank shows
+        began_s, live = time.monotonic(), self._live()  # what has become another is refused before any rank shows
         self._know(tuple(version.digests))
-        self._back.withdraw(Runtime.current().store)
         wanted = {atom: version.digests[atom] for atom in self._parts}
         if self.inplace:
-            self._back.arrays = live
+            self._hold_in_place(live)
             self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version))
             self._mark(version)
         else:
@@ -128,7 +138,6 @@ class Receiver:
     def open_stream(self, version: Version, among: Sequence[Atom]) -> None:
         """Begins to take a version part by part; `among`: its atoms."""
         self._know(tuple(among))
-        self._back.withdraw(Runtime.current().store)
         self.state = protocol.open_stream(self.state, version, among)
         self._ahead = 0
 
@@ -142,35 +151,86 @@ class Receiver:
         self._ahead += read
         return read
 
-    def show(self, version: Version) -> Key | None:
-        """Lets methods see a version, and serves it to others; None: it is not whole here."""
+    def show(self, version: Version, limit_s: float = WAIT_S) -> Key | None:
+        """Lets methods see a version, and serves it to others; None: it is not whole here.
+
+        What methods see has the right bits afterwards, and is written only where it has others.
+
+        Raises:
+            CollectiveTimeoutError: The limit is over, and others still read the tensors.
+        """
+        live = self._live()
         if self.inplace and self.state.staged == version:
+            self._hold_in_place(live)
             found = {**self.state.landed, **self._lying(version)}
             self.state = protocol.stage_in_place(self.state, version, self.state.wanted, found)
         if not protocol.may_show(self.state, version):
             return None
         store = Runtime.current().store
+        if self._is_aside:
+            self._back.withdraw(store)  # it is served from the tensors, which are about to change
+            self._is_aside = False
         if not self.inplace:
-            live = self._side.live()
-            with store.writing(self._side.ranges()):
-                for parts in self._parts.values():
-                    for one in parts:
-                        np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
-            self._side.raise_versions()
+            self._copy(live, limit_s)
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
         Runtime.current().refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
         return self._back.serve(store)
 
+    def _copy(self, live: list[Array], limit_s: float) -> None:
+        """Copies the second set of tensors into those that methods see, where these have other bits."""
+        pairs = [
+            (one.name, self._side.box(live, one), self._side.box(self._back.arrays, one))
+            for parts in self._parts.values()
+            for one in parts
+        ]
+        changed = [pair for pair in pairs if not digests.is_same(*pair[1:])]
+        if changed:
+            with Runtime.current().store.writing(self._side.ranges(), limit_s=limit_s):
+                for _, into, array in changed:
+                    np.copyto(into, array)
+            self._side.raise_versions({name for name, _, _ in changed})
+
     def withdraw(self) -> None:
         """Serves nothing any more."""
         self._back.withdraw(Runtime.current().store)
+        self._is_aside = False
 
     def close(self) -> None:
         """`withdraw`; methods may see the tensors, whatever these hold."""
         self.withdraw()
         Runtime.current().refusals.pop(self.where, None)
+
+    def where_now(self) -> tuple[Range, ...]:
+        """Where its tensors lie, of which some may be others than before."""
+        with suppress(RefusedError):
+            self._live()
+        return self.where
+
+    def _live(self) -> list[Array]:
+        """The tensors that methods see, which may be others than before; raises as `LocalSide.live`."""
+        live = self._side.live()
+        where = tuple(span for span in self._side.ranges() if span[0] < span[1])
+        if where != self.where:
+            refusals = Runtime.current().refusals
+            if (refused := refusals.pop(self.where, None)) is not None:
+                refusals[where] = refused
+            self.where = where
+        return live
+
+    def _hold_in_place(self, live: list[Array]) -> None:
+        if any(map(operator.ne, map(byte_range, live), self._back.ranges())):
+            self.withdraw()  # others have taken their place
+        self._back.arrays = live
+
+    def _make_room(self) -> None:
+        """The second set of tensors is about to be written: what it has of the version that methods see, they have."""
+        if self.inplace:
+            self.withdraw()
+        elif not self._is_aside and self._back.key is not None:
+            self._back.serve_instead(Runtime.current().store, self._live())
+            self._is_aside = True
 
     def _mark(self, version: Version) -> None:
         """Has methods refused, and collectives and `get` on the tensors, while these are dirty."""
@@ -205,11 +265,14 @@ class Receiver:
         self, version: Version, holders: Sequence[Holder], timeout_s: float
     ) -> tuple[int, dict[Key, RaycollectError]]:
         """Reads what is missing into the second set of tensors; returns the bytes, and why holders gave nothing."""
+        if not self.state.missing:
+            return 0, {}
         until_s = time.monotonic() + timeout_s
+        self._make_room()
         failures: dict[Key, RaycollectError] = {}
         before, self._mapped = self._mapped, {}
         read = 0
-        with Runtime.current().store.writing(self._back.ranges()):
+        with Runtime.current().store.writing(self._back.ranges(), limit_s=timeout_s):
             for at, holder in enumerate(holders):
                 mine = [atom for atom in self.state.missing if atom in holder.places]
                 left_s = until_s - time.monotonic()

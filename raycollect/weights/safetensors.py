@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import warnings
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +21,8 @@ import numpy as np
 
 from raycollect.backends.elements import Array
 from raycollect.errors import refusal, wrong_argument
-from raycollect.errors.text import shown
+from raycollect.errors.text import is_path, is_unicode, listed, shown
+from raycollect.pos.tensors import MOST_DIMENSIONS
 
 __all__ = ["map_safetensors"]
 
@@ -47,6 +49,15 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F64": np.dtype("<f8"),
     "C64": np.dtype("<c8"),
+    **{
+        kind: np.dtype(getattr(ml_dtypes, name))
+        for kind, name in (
+            ("F8_E8M0", "float8_e8m0fnu"),
+            ("F8_E4M3FNUZ", "float8_e4m3fnuz"),
+            ("F8_E5M2FNUZ", "float8_e5m2fnuz"),
+        )
+        if hasattr(ml_dtypes, name)  # the oldest version lacks one
+    },
 }
 
 
@@ -62,25 +73,29 @@ def map_safetensors(path: str | Path) -> dict[str, Array]:
             ``*.safetensors``.
 
     Returns:
-        The tensors by name, as arrays of numpy; bfloat16 and float8 are types of `ml_dtypes`.
+        The tensors by name, as arrays of numpy; bfloat16 and float8 are types of `ml_dtypes`. Tensors of other dtypes,
+        such as those of 4 bits, are left out, and a UserWarning names them.
 
     Raises:
-        InvalidArgumentError: Something is wrong with a file: its header, its length, a dtype that numpy does not have;
-            or a tensor is in several files, or not in the one that the index names.
+        InvalidArgumentError: Something is wrong with the path or a file: its header, its length; or a tensor is in
+            several files, or not in the one that the index names.
         OSError: A file can't be read.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    if not is_path(path):
         raise refusal("map_safetensors", "", (wrong_argument("path", shown(path), "that of a file or a folder"),))
-    found: dict[str, Array] = {}
+    found: dict[str, Array | str] = {}
     for file, names in _files(Path(path)).items():
         tensors = _of_file(file)
         for name in tensors if names is None else names:
             if name not in tensors:
-                raise _wrong(file, f"without {name!r}", "with all tensors that the index says are there")
+                raise _wrong(file, f"without {shown(name)}", "with all tensors that the index says are there")
             if name in found:
-                raise _wrong(file, f"with {name!r}, as another file", "each tensor in one file")
+                raise _wrong(file, f"with {shown(name)}, as another file", "each tensor in one file")
             found[name] = tensors[name]
-    return found
+    left_out = [f"{shown(name)} ({shown(kind)})" for name, kind in found.items() if isinstance(kind, str)]
+    if left_out:
+        warnings.warn(f"left out of {path}, as numpy has no such dtype: {listed(left_out)}", UserWarning, stacklevel=2)
+    return {name: tensor for name, tensor in found.items() if not isinstance(tensor, str)}
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
@@ -99,15 +114,16 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     if not isinstance(weight_map, dict):
         raise _wrong(path, "an index without 'weight_map'", "one that says which tensor is in which file")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise _wrong(path, f"an index that names the file {file!r}", "names of files in its own folder")
+        if not is_path(file) or Path(file).name != file or file in ("", ".."):
+            raise _wrong(path, f"an index that names the file {shown(file)}", "names of files in its own folder")
         names = files_of.setdefault(path.parent / file, [])
         assert names is not None
         names.append(name)
     return files_of
 
 
-def _of_file(path: Path) -> dict[str, Array]:
+def _of_file(path: Path) -> dict[str, Array | str]:
+    """The tensors of a file; of one that numpy can't have, its dtype."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size  # the path may have another file by now
@@ -118,19 +134,21 @@ def _of_file(path: Path) -> dict[str, Array]:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     header.pop("__metadata__", None)
     begin = 8 + length
-    tensors: dict[str, Array] = {}
+    tensors: dict[str, Array | str] = {}
     ends: dict[int, int] = {}  # where a tensor begins -> where it ends
     for name, entry in header.items():
         dtype, shape, (lo, hi) = _entry(path, name, entry)
         if hi > size - begin:
-            raise _wrong(path, f"{size} bytes, of which {name!r} ends behind the last", "a whole file")
+            raise _wrong(path, f"{size} bytes, of which {shown(name)} ends behind the last", "a whole file")
         try:
-            tensors[name] = np.ndarray(shape, dtype, buffer=mapped, offset=begin + lo)
+            tensors[name] = (
+                dtype if isinstance(dtype, str) else np.ndarray(shape, dtype, buffer=mapped, offset=begin + lo)
+            )
         except ValueError as exc:  # too many dimensions, or one beside a 0 that is too long
-            raise _wrong(path, f"{name!r} of shape {list(shape)!s:.80}: {exc}", "a shape that numpy takes") from None
+            raise _wrong(path, f"{shown(name)} of shape {shown(shape)}: {exc}", "a shape that numpy takes") from None
         if lo < hi:
             if lo in ends:
-                raise _wrong(path, f"with {name!r} where another tensor is", "each tensor in bytes of its own")
+                raise _wrong(path, f"with {shown(name)} where another tensor is", "each tensor in bytes of its own")
             ends[lo] = hi
     at = 0
     while at in ends:
@@ -140,26 +158,31 @@ def _of_file(path: Path) -> dict[str, Array]:
     return tensors
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...], tuple[int, int]]:
-    """What the header says of a tensor."""
+def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any] | str, list[int], tuple[int, int]]:
+    """What the header says of a tensor: its dtype, or the name of one that numpy lacks, its shape and its bytes."""
     try:
-        kind, shape, (lo, hi) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        kind, shape, (lo, hi) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         expected = "'dtype', 'shape' and two 'data_offsets'"
-        raise _wrong(path, f"a header that says {entry!r:.80} of {name!r}", expected) from None
-    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
-    if dtype is None:
-        raise _wrong(path, f"{name!r} of dtype {kind!r}", f"one of {', '.join(_DTYPES)}")
-    if any(type(one) is not int or one < 0 for one in (*shape, lo, hi)) or hi - lo != prod(shape) * dtype.itemsize:
-        raise _wrong(path, f"{name!r} of shape {list(shape)} in bytes {lo} to {hi}", f"as many as {kind} takes")
-    return dtype, shape, (lo, hi)
+        raise _wrong(path, f"a header that says {shown(entry)} of {shown(name)}", expected) from None
+    if not isinstance(kind, str) or not isinstance(shape, list) or not is_unicode(name):
+        expected = "names in Unicode, and a list of extents"
+    elif len(shape) > MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < 1 << 63 for one in (*shape, lo, hi)):
+        expected = f"a shape that numpy takes: at most {MOST_DIMENSIONS} extents below 2**63"
+    else:
+        dtype = _DTYPES.get(kind)
+        if lo <= hi and (dtype is None or hi - lo == prod(shape) * dtype.itemsize):
+            return kind if dtype is None else dtype, shape, (lo, hi)
+        expected = f"as many bytes as {shown(kind)} takes"
+    told = f"{shown(name)} of dtype {shown(kind)} and shape {shown(shape)} in bytes {shown(lo)} to {shown(hi)}"
+    raise _wrong(path, told, expected)
 
 
 def _json(path: Path, data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as exc:
-        raise _wrong(path, f"no JSON: {exc}", "a header or an index in JSON") from None
+        raise _wrong(path, f"no JSON: {str(exc)[:80]}", "a header or an index in JSON") from None
     if not isinstance(found, Mapping):
         raise _wrong(path, f"a {type(found).__name__} in JSON", "an object")
     return dict(found)

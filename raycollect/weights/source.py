@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from raycollect.backends.arrays import Array, byte_range
 from raycollect.core.model import TENSOR, Key, Structure
@@ -17,6 +19,9 @@ from raycollect.weights.atoms import Layouts, Place
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version
 
+WAIT_S = 60.0
+"""How long an actor waits for those who still read memory that is to be written, unless its driver says."""
+
 
 @dataclass(slots=True, eq=False)
 class Kept:
@@ -26,11 +31,16 @@ class Kept:
     key: Key | None = None
 
     def serve(self, store: Store) -> Key:
-        """Begins to serve them."""
-        tensors, key = tuple(self.arrays), Key(secrets.token_bytes(28))  # a key that was freed is never held again
-        store.put(key, Container(Structure("list", (), (TENSOR,) * len(tensors)), tensors, list(tensors)))
-        self.key = key
-        return key
+        """Begins to serve them, unless they are served already."""
+        if self.key is None:
+            self.key = Key(secrets.token_bytes(28))  # a key that was freed is never held again
+            store.put(self.key, _listed(self.arrays))
+        return self.key
+
+    def serve_instead(self, store: Store, others: list[Array]) -> None:
+        """Has the key, if there is one, stand for other arrays with the same elements."""
+        if self.key is not None:
+            store.replace(self.key, _listed(others))
 
     def withdraw(self, store: Store) -> None:
         """Serves them no more."""
@@ -41,6 +51,10 @@ class Kept:
     def ranges(self) -> list[tuple[int, int]]:
         """Where they lie."""
         return list(map(byte_range, self.arrays))
+
+
+def _listed(tensors: list[Array]) -> Container:
+    return Container(Structure("list", (), (TENSOR,) * len(tensors)), tuple(tensors), list(tensors))
 
 
 @dataclass(slots=True, eq=False)
@@ -57,28 +71,38 @@ class _Filling:
 class Source:
     """One rank of a publisher: its tensors, and its parts of the two newest versions."""
 
-    def __init__(self, container: Container, layouts: Layouts, rank: int) -> None:
+    def __init__(self, container: Container, layouts: Layouts, rank: int, actor: Any = None) -> None:
         self._side = LocalSide("publish", container, layouts, rank, is_written=False)
+        self._side.follow(actor)
         self._slots: dict[int, Kept] = {}
         self._filling: _Filling | None = None
         self._failed = (b"", "")  # the attempt that failed last, and how
 
-    def seal(self, version: Version, among: Sequence[Atom] | None, attempt: bytes) -> tuple[Key, Digests]:
+    def seal(
+        self, version: Version, among: Sequence[Atom] | None, attempt: bytes, limit_s: float = WAIT_S
+    ) -> tuple[Key, Digests]:
         """Copies this rank's part of a version, or what a stream has left of it, and digests it.
 
         Args:
             version: The version.
             among: Its atoms, in the first call of an attempt; None in others.
             attempt: Who asks; what another attempt has sealed is sealed anew.
+            limit_s: How long to wait for readers of the version in whose place it is sealed, in seconds, and for
+                plans that write the tensors.
 
         Raises:
             VersionNotPutError: A part of this attempt has failed, or another attempt has taken its place.
+            CollectiveTimeoutError: The limit is over.
             TensorDirtyError: A failed collective has left a tensor half-written.
+            TensorReplacedError, LayoutError: The tensors have become others.
         """
+        until_s = time.monotonic() + limit_s
         if self._failed[0] == attempt:
             raise self._wrong(version, self._failed[1])
-        filling = self.begin(version, among, attempt)
-        self._copy(filling, [atom for atom in filling.places if atom not in filling.found], self._side.live())
+        live = self._side.live()
+        filling = self.begin(version, among, attempt, limit_s)
+        left = [atom for atom in filling.places if atom not in filling.found]
+        self._copy(filling, left, live, max(until_s - time.monotonic(), 0.0))
         self._filling = None
         return filling.key, filling.found
 
@@ -111,7 +135,7 @@ class Source:
         again = [atom for atom in wanted if atom in filling.found]
         if again:
             raise self._wrong(version, f"{self._side.key_of(again[0][0])!r} was sealed before")
-        return filling.key, self._copy(filling, wanted, live)
+        return filling.key, self._copy(filling, wanted, live, WAIT_S)
 
     def nbytes(self, among: Iterable[Atom]) -> int:
         """The bytes of atoms."""
@@ -129,7 +153,9 @@ class Source:
         self._slots.clear()
         self._filling = None
 
-    def begin(self, version: Version, among: Sequence[Atom] | None, attempt: bytes) -> _Filling:
+    def begin(
+        self, version: Version, among: Sequence[Atom] | None, attempt: bytes, limit_s: float = WAIT_S
+    ) -> _Filling:
         """Where a version is sealed, in place of the version before the last; as of `seal`."""
         if self._filling is not None and self._filling.attempt == attempt:
             return self._filling
@@ -140,16 +166,16 @@ class Source:
         if slot is None:
             slot = self._slots[version.count % 2] = Kept(self._side.made())
         slot.withdraw(store)
-        with store.writing(slot.ranges()):  # whoever still reads has ended
+        with store.writing(slot.ranges(), limit_s=limit_s):  # whoever still reads has ended
             pass
         places = atoms.places(self._side.layouts, self._side.rank, among, whole=True)
         self._filling = _Filling(attempt, slot, slot.serve(store), places)
         return self._filling
 
-    def _copy(self, filling: _Filling, wanted: Sequence[Atom], live: list[Array]) -> Digests:
+    def _copy(self, filling: _Filling, wanted: Sequence[Atom], live: list[Array], limit_s: float) -> Digests:
         store = Runtime.current().store
         ranges = self._side.ranges()
-        with store.reading(ranges):
+        with store.reading(ranges, limit_s=limit_s):
             if store.is_dirty(ranges):
                 dirty = Violation(kind="dirty", rank=self._side.rank, field="tensor", found="half-written")
                 raise refusal("put", "", (dirty,))

@@ -25,8 +25,9 @@ from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
 from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
 from raycollect.weights.ranks import Job, event_of
+from raycollect.weights.receipts import Receipt
 from raycollect.weights.receiver import HOLDER_S, Holder
-from raycollect.weights.subscription import Receipt, Subscription, update_all
+from raycollect.weights.subscription import Subscription, update_all
 
 if TYPE_CHECKING:
     from raycollect.weights.publication import Publication
@@ -104,18 +105,25 @@ class Stream(BoundToProcess):
         """
         refuse("put", wrong_time_limit(timeout_s, also=(0,)))
         until_s = time.monotonic() + timeout_s
+        with self._publication._one_at_a_time("commit", timeout_s, until_s):
+            self._put(until_s, timeout_s)
+        if not self._subscriptions:
+            return []
+        return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
+
+    def _put(self, until_s: float, timeout_s: float) -> None:
+        """`commit` without the updates; the caller has the publication to itself."""
         self._check_first()
         for rank in sorted(self._job.round.waiting):
-            self._sealing[rank].append((self._publication._ranks.call(rank, agent.seal, *self._of(rank)), True))
+            left_s = max(until_s - time.monotonic(), 0.0)
+            ref = self._publication._ranks.call(rank, agent.seal, *self._of(rank), left_s)
+            self._sealing[rank].append((ref, True))
         self._publication._forget_overwritten()  # beside the actors' work
         while not self._job.round.is_over:
             if not self._pump(max(until_s - time.monotonic(), 0.0)):
                 self._job.end_late()
         self._publication._finish(self._job, timeout_s, self._keys, self._among)
         self.version = self._job.round.version
-        if not self._subscriptions:
-            return []
-        return update_all(self._subscriptions, self.version, max(until_s - time.monotonic(), 0.0), is_known=True)
 
     def __repr__(self) -> str:
         return f"<Stream of {self._publication.name!r}, version {self.version}>"

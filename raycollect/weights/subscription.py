@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from raycollect.core import ray_internals
 from raycollect.errors import (
+    PushError,
     RaycollectError,
     UnknownVersionError,
     VersionError,
     VersionNotWholeError,
+    VersionTimeoutError,
     anew,
     kept,
     refusal,
@@ -24,60 +27,18 @@ from raycollect.errors import (
     wrong_flags,
     wrong_time_limit,
 )
+from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms, protocol
 from raycollect.weights.directory import Directory, HolderRecord
 from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
+from raycollect.weights.receipts import RankReceipt, Receipt
 from raycollect.weights.receiver import Holder, Staged
+from raycollect.weights.turns import Turns
 
 MOST_RECEIVERS = 8
 """How many receivers that hold a version a rank may ask, before it asks the publisher."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReceipt:
-    """What one rank has.
-
-    Attributes:
-        rank: The rank in its receiver group.
-        actor: Its actor, for people.
-        digests: Of each of its parts, recomputed from what landed.
-        nbytes: The bytes that were read for this version; what had not changed was not.
-        seconds: How long reading and checking took.
-    """
-
-    rank: int
-    actor: str
-    digests: Digests = field(repr=False)
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
-    """Says that a receiver group shows a version.
-
-    Attributes:
-        name: That of the publication.
-        version: The version.
-        ranks: The ranks that show it. None is here that has not verified all of its atoms.
-        lost: The ranks whose processes are gone.
-        skipped: How many versions were put between this one and the one that the group had before.
-        seconds: How long the update took.
-    """
-
-    name: str
-    version: Version
-    ranks: tuple[RankReceipt, ...]
-    lost: tuple[int, ...] = ()
-    skipped: int = 0
-    seconds: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that were read, by all ranks."""
-        return sum(one.nbytes for one in self.ranks)
 
 
 def subscribe(
@@ -138,6 +99,7 @@ class Subscription:
             (agent.drop_receiver, self._id),
         )
         self._version = protocol.shown_by_all(one.shown for one in self._ranks.attached)
+        self._turns = Turns(name)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
 
     def version(self) -> Version | None:
@@ -165,7 +127,9 @@ class Subscription:
             InvalidArgumentError: The subscription was closed.
             LayoutError: The layouts do not fit those of the publisher.
             VersionNotWholeError: A rank could not get all of it, or all ranks are gone. Methods see what they saw.
-            VersionTimeoutError: A rank did not come to it in time. If `is_shown` is False, methods see what they saw.
+            VersionTimeoutError: A rank did not come to it in time, or the cluster's key-value store gave no answer, or
+                another thread's update of this subscription lasts. If `is_shown` is False, methods see what they saw.
+            TensorReplacedError: An actor has put tensors of other names, shapes or types in place of those that it had.
             VersionError: Ray can't reach a rank's actor, which may live; others may show the version. Update again.
         """
         refuse("update", wrong_time_limit(timeout_s, also=(0,)))
@@ -188,10 +152,10 @@ class Subscription:
             found = self._directory.version(version.epoch, version.number)
         elif isinstance(version, str) and version == "latest":
             found = self._directory.latest()
-        elif type(version) is int and version >= 0:
+        elif type(version) is int and 0 <= version < 1 << 63:
             found = self._directory.version(self._directory.epoch(), version)
         else:
-            raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
+            raise refusal("update", "", (wrong_argument("version", shown(version), "a number, or 'latest'"),))
         src = None if found is None else self._directory.layouts(found.signature, found.epoch)
         if src is None and found is not None and version == "latest" and self._directory.latest() != found:
             return self._find(version)  # a publisher after that one has forgotten its layouts
@@ -233,7 +197,7 @@ class Subscription:
         return self._directory.holders(version)
 
     def _job(
-        self, version: Version, records: Sequence[HolderRecord], timeout_s: float
+        self, version: Version, records: Sequence[HolderRecord], left_s: Callable[[], float]
     ) -> tuple[Update, Tell, dict[int, Staged]]:
         """The round that brings the ranks to a version, and what they will have staged."""
         holders = self._holders(version, records)
@@ -242,8 +206,8 @@ class Subscription:
         def tell(what: Tell, rank: int) -> Any:
             if what is Tell.STAGE:
                 some = self._for_rank(holders, rank)
-                return self._ranks.call(rank, agent.stage, self._id, rank, version, some, timeout_s)
-            return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}))
+                return self._ranks.call(rank, agent.stage, self._id, rank, version, some, left_s())
+            return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}), left_s())
 
         def read(rank: int, answer: Any) -> Event:
             if isinstance(answer, Staged):
@@ -251,9 +215,10 @@ class Subscription:
                 return Verified(rank, answer.digests)
             if answer is None:  # another driver has staged something else
                 return Failed(rank)
-            self._directory.post_holders(
-                version, [self._ranks.record(rank, answer, self._signature, is_publisher=False)]
-            )
+            with suppress(VersionError):  # others will ask the publisher instead
+                self._directory.post_holders(
+                    version, [self._ranks.record(rank, answer, self._signature, is_publisher=False)]
+                )
             return Shown(rank)
 
         begun, first = protocol.begin_update(version, len(self._ranks))
@@ -293,8 +258,9 @@ class Subscription:
     def _finish(self, job: Job, staged: Mapping[int, Staged], began_s: float, timeout_s: float) -> Receipt:
         """The receipt of a round that is over; raises as `update`."""
         version = job.round.version
-        for key in {key for one in staged.values() for key in one.gone}:
-            self._directory.drop_holder(version, key)
+        with suppress(VersionError):  # others will find out, too
+            for key in {key for one in staged.values() for key in one.gone}:
+                self._directory.drop_holder(version, key)
         if job.round.phase is not Phase.DONE:
             raise self._failure(job, timeout_s)
         before, self._version = self._version, version
@@ -319,7 +285,7 @@ class Subscription:
         )
 
     def _failure(self, job: Job, timeout_s: float) -> RaycollectError:
-        if job.is_late:
+        if job.is_late or job.has_waited:
             return self._ranks.late_error(self.name, job, timeout_s, is_shown=job.round.is_shown)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         for error in job.errors.values():
@@ -368,41 +334,102 @@ def update_all(
         version: As there.
         timeout_s: As there.
         is_known: Whether the caller has put this version: nobody has to look for it.
+
+    Raises:
+        PushError: Some of several could not be updated; it has the receipts of the others.
+        RaycollectError: The only one could not be, as `Subscription.update` raises it.
     """
-    began_s = time.monotonic()
-    done: dict[int, Receipt] = {}
-    errors: dict[int, RaycollectError] = {}
-    known = version if is_known and isinstance(version, Version) else None
-    todo = {at: known or one._find(version) for at, one in enumerate(subscriptions)}
-    while todo:
+    everyone = _Updates(subscriptions, version, timeout_s, is_known=is_known)
+    with ExitStack() as turns:
+        for at, one in sorted(
+            enumerate(subscriptions), key=lambda pair: pair[1]._id
+        ):  # so that no two wait for each other
+            with everyone.failing(at):
+                turns.enter_context(one._turns.taken("update", timeout_s, everyone.until_s))
+                turns.enter_context(one._directory.within(timeout_s, everyone.until_s))
+        everyone.run()
+    return everyone.receipts()
+
+
+class _Updates:
+    """Updates of several receiver groups; see `update_all`. What fails one of them costs the others nothing."""
+
+    def __init__(
+        self, subscriptions: Sequence[Subscription], version: int | Version | str, timeout_s: float, *, is_known: bool
+    ) -> None:
+        self._began_s = time.monotonic()
+        self.until_s: float = self._began_s + timeout_s
+        self._subscriptions = subscriptions
+        self._wanted = version
+        self._known = version if is_known and isinstance(version, Version) else None
+        self._timeout_s = timeout_s
+        self._done: dict[int, Receipt] = {}
+        self._errors: dict[int, RaycollectError] = {}
+
+    def left_s(self) -> float:
+        """The time that is left, in seconds."""
+        return max(self.until_s - time.monotonic(), 0.0)
+
+    @contextmanager
+    def failing(self, at: int) -> Iterator[None]:
+        """What is raised in the block fails the update of one group."""
+        try:
+            yield
+        except RaycollectError as exc:
+            self._errors[at] = kept(exc)
+
+    def run(self) -> None:
+        """Updates those that nothing has failed."""
+        todo: dict[int, Version] = {}
+        for at, one in enumerate(self._subscriptions):
+            if at not in self._errors:
+                with self.failing(at):
+                    todo[at] = self._known or one._find(self._wanted)
+        while todo:
+            todo = self._round(todo)
+
+    def _round(self, todo: Mapping[int, Version]) -> dict[int, Version]:
+        """Brings groups to versions; returns those for which a newer one was put meanwhile, which is to be tried."""
         records: dict[Version, list[HolderRecord]] = {}
+        jobs: dict[int, tuple[Update, Tell, dict[int, Staged]]] = {}
         for at, found in todo.items():
-            if found not in records:
-                records[found] = subscriptions[at]._records(found)
-        left_s = timeout_s - (time.monotonic() - began_s)
-        jobs = {at: subscriptions[at]._job(found, records[found], left_s) for at, found in todo.items()}
-        drive(
-            [(job, tell) for job, tell, _ in jobs.values()],
-            left_s,
-            partial(_keep_layouts, [(subscriptions[at], found.epoch) for at, found in todo.items()]),
-        )
+            with self.failing(at):
+                if found not in records:
+                    records[found] = self._subscriptions[at]._records(found)
+                jobs[at] = self._subscriptions[at]._job(found, records[found], self.left_s)
+        beside = partial(_keep_layouts, [(self._subscriptions[at], todo[at].epoch) for at in jobs])
+        drive([(job, tell) for job, tell, _ in jobs.values()], self.left_s(), beside)
         again: dict[int, Version] = {}
         for at, (job, _, staged) in jobs.items():
-            try:
-                done[at] = subscriptions[at]._finish(job, staged, began_s, timeout_s)
-            except RaycollectError as exc:
-                newer = None if job.is_late or version != "latest" else subscriptions[at]._find("latest")
-                if newer is not None and newer > todo[at]:
+            one = self._subscriptions[at]
+            with self.failing(at):
+                try:
+                    self._done[at] = one._finish(job, staged, self._began_s, self._timeout_s)
+                except VersionTimeoutError:
+                    raise
+                except RaycollectError:
+                    newer = one._find("latest") if self._wanted == "latest" else todo[at]
+                    if newer <= todo[at]:
+                        raise
                     again[at] = newer
-                else:
-                    errors[at] = kept(exc)
-        todo = again
-    if errors:
-        raise anew(next(iter(errors.values())))
-    return [done[at] for at in range(len(subscriptions))]
+        return again
+
+    def receipts(self) -> list[Receipt]:
+        """The receipts; raises the error of the only group, or those of all."""
+        if not self._errors:
+            return [self._done[at] for at in range(len(self._subscriptions))]
+        if len(self._subscriptions) == 1:
+            raise anew(self._errors[0])
+        raise PushError(
+            name=self._subscriptions[0].name,
+            detail=f"{len(self._errors)} of {len(self._subscriptions)} receiver groups were not updated",
+            receipts=tuple(self._done.get(at) for at in range(len(self._subscriptions))),
+            errors=tuple(self._errors.get(at) for at in range(len(self._subscriptions))),
+        )
 
 
 def _keep_layouts(subscriptions: Sequence[tuple[Subscription, int]]) -> None:
     # What the directory does not have of them in an epoch, or has lost.
     for one, epoch in subscriptions:
-        one._directory.keep_layouts(epoch)
+        with suppress(VersionError):  # without it others can't read from these receivers
+            one._directory.keep_layouts(epoch)

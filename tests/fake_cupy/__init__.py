@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from raycollect.backends import streams
+from raycollect.backends import gpus, streams
 from raycollect.backends.nccl import ipc_driver
 
 from . import _functions, _nccl, _pointers, _runtime, _state, _streams, _world
@@ -68,6 +68,11 @@ class Fake:
     def limit(self, nbytes: int, device: int = 0) -> None:
         """Gives a device so much memory and no more."""
         self._machine.heap.limits[device] = nbytes
+
+    def split(self, *uuids: bytes) -> None:
+        """Makes the first devices the parts, with these UUIDs, that MIG has made of one GPU."""
+        for device, uuid in enumerate(uuids):
+            self._machine.buses[device], self._machine.uuids[device] = "0000:10:00.0", uuid
 
     @property
     def opened(self) -> int:
@@ -164,9 +169,11 @@ def installed(
     modules = _modules(cupy_version)
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
-    driver = {name: getattr(ipc_driver, name) for name in ("allocation", "process")}
+    driver = {name: getattr(ipc_driver, name) for name in ("allocation", "process", "uuid_of")}
+    nccl_read, gpus._read = gpus._read, None
     ipc_driver.allocation = machine.heap.allocation
     ipc_driver.process = lambda: machine.thread.process.to_bytes(20, "little")
+    ipc_driver.uuid_of = lambda device: machine.uuids.get(device, b"")
     _state.install(machine)
     has_bytes = int(cupy_version.partition(".")[0]) >= 14
     _world.install(_world.World(machine, nccl_version, seed, has_bytes=has_bytes))
@@ -179,6 +186,7 @@ def installed(
             machine.close()
         finally:
             ipc_driver.__dict__.update(driver)
+            gpus._read = nccl_read
             _state.remove()
             _world.install(None)
             for name, module in before.items():

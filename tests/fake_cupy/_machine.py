@@ -49,6 +49,8 @@ class Machine:
         thread: What the calling thread has chosen.
         graphs: Those that there are.
         spoils: By device, how many captures are yet to be spoilt.
+        buses: By device, its PCI bus id, where it is not the usual one.
+        uuids: By device, its UUID, or that of the part of one that MIG makes; else the driver does not tell.
     """
 
     def __init__(self, devices: int, seed: int) -> None:
@@ -58,6 +60,8 @@ class Machine:
         self._idle = threading.Condition(self.lock)
         self.counts: Counter[str] = Counter()
         self.contexts: set[int] = set()
+        self.buses: dict[int, str] = {}
+        self.uuids: dict[int, bytes] = {}
         self.violations: list[str] = []
         self.thread = Thread()
         self.handles: dict[int, Any] = {}

@@ -13,11 +13,12 @@ __all__ = ["Memory", "MemoryPointer", "OutOfMemoryError", "UnownedMemory", "allo
 
 
 class Memory:
-    """An allocation, given back when its last owner goes."""
+    """An allocation, given back when its last owner goes. As cupy's, it takes no attributes or weak references."""
 
-    ptr = 0
+    __slots__ = ("_free", "device_id", "ptr", "size")
 
     def __init__(self, size: int) -> None:
+        self.ptr = 0
         machine = current()
         machine.counts["alloc"] += 1
         machine.check_unsafe()
@@ -26,10 +27,10 @@ class Memory:
         if size:
             block = machine.heap.allocate(size)
             self.ptr = block.start
-            self._free: Callable[[], None] = lambda: machine.last_rites(_freer(machine.heap, block))
+            self._free = _last_rites(machine, block)
 
     def __del__(self) -> None:
-        if self.ptr:
+        if getattr(self, "ptr", 0):  # else there was no room for it, or it was never made
             self._free()
 
     @property
@@ -40,12 +41,24 @@ class Memory:
         return current().heap.view(self.ptr, self.size)
 
 
+class PooledMemory(Memory):
+    """Memory of cupy's pool, which takes attributes, and no weak references either."""
+
+    __slots__ = ("__dict__",)
+
+
+def _last_rites(machine: Any, block: Block) -> Callable[[], None]:
+    return lambda: machine.last_rites(_freer(machine.heap, block))
+
+
 def _freer(heap: Any, block: Block) -> Callable[[], None]:
     return lambda: heap.free(block)
 
 
 class UnownedMemory:
     """Somebody else's memory; `owner` is kept alive with it."""
+
+    __slots__ = ("_owner", "device_id", "ptr", "size")
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr = ptr
@@ -94,4 +107,4 @@ def alloc(size: int) -> MemoryPointer:
     Raises:
         OutOfMemoryError: There is no more.
     """
-    return MemoryPointer(Memory(size), 0)
+    return MemoryPointer(PooledMemory(size), 0)

@@ -80,7 +80,7 @@ def deviceSynchronize() -> None:
 def deviceGetPCIBusId(device: int) -> str:
     if not 0 <= device < current().devices:
         raise CUDARuntimeError(Status.INVALID_DEVICE)
-    return f"0000:{0x10 + device:02X}:00.0"
+    return current().buses.get(device, f"0000:{0x10 + device:02X}:00.0")
 
 
 def deviceGetAttribute(attrib: int, device: int) -> int:

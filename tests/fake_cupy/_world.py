@@ -38,6 +38,14 @@ class World:
         self.group = Group()
         self.cliques: dict[bytes, Clique | None] = {}
         self.random = random.Random(~seed)
+        self._may_share: bool | None = None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether ranks may share a GPU: read with the first communicator of several ranks, and never again."""
+        if self._may_share is None:
+            self._may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        return self._may_share
 
 
 _worlds: list[World] = []
@@ -73,6 +81,8 @@ def sit(world: World, unique: bytes, seat: Seat) -> Seat:
         conclude(clique, INTERNAL_ERROR)
         raise NcclError(INTERNAL_ERROR)
     clique.seats[seat.rank] = seat
+    if clique.size > 1:
+        _ = world.may_share
     if len(clique.seats) == clique.size:
         conclude(clique, judge(world, clique))
     return seat
@@ -80,7 +90,7 @@ def sit(world: World, unique: bytes, seat: Seat) -> Seat:
 
 def judge(world: World, clique: Clique) -> int:
     devices = [seat.device for seat in clique.seats.values()]
-    may_share = world.version >= _SHARING_FROM and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    may_share = world.may_share and world.version >= _SHARING_FROM
     most = max(Counter(devices).values())
     if most > _MOST_ON_ONE and may_share:
         clique.machine.violate(f"NCCL: {most} ranks on one GPU, of which the real one says that they may hang")

@@ -71,14 +71,15 @@ def test_a_late_participant_is_named(actors, backend):
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 3))
 
 
-def test_plan_without_an_arrival_does_not_time_out(actors):
+@pytest.mark.full
+def test_plan_without_an_arrival_or_a_limit_of_its_caller_does_not_time_out(actors):
     workers = actors(Worker, 2)
-    col.declare_collective_group(workers)
+    col.declare_collective_group(workers, timeout_s=3)
     gate = actors(Gate, 1, max_concurrency=8)[0]
     blocked = [worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate) for worker in workers]
-    work = col.allreduce_refs(buffers(workers), async_op=True, timeout_s=5)
+    work = col.allreduce_refs(buffers(workers), async_op=True)
     with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
-        work.wait(timeout_s=6)
+        work.wait(timeout_s=4)
     assert not work.done()
     ray.get(gate.open.remote())
     ray.get(blocked)

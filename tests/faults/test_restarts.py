@@ -173,6 +173,53 @@ def test_restart_breaks_the_old_group_and_a_new_one_works(other, tidy):
     np.testing.assert_array_equal(col.get(refs), [sum(before)] * 2)
 
 
+def die_with_open_connections(self):
+    """Ends its process, whose connections a child keeps open for a while, so that nobody sees their end."""
+    import ctypes
+    import socket
+    import stat
+    import time
+    from contextlib import suppress
+    from pathlib import Path
+
+    def is_connection(number):
+        return stat.S_ISSOCK(os.fstat(number).st_mode) and socket.socket(fileno=os.dup(number)).family == socket.AF_INET
+
+    numbers, kept = [int(one.name) for one in Path("/proc/self/fd").iterdir()], set()
+    for number in numbers:
+        with suppress(OSError):
+            kept |= {number} if is_connection(number) else set()
+    if ctypes.CDLL(None).fork():  # not Python's, which would close them
+        os._exit(1)
+    os.setsid()  # Ray ends the process group of an actor that has ended
+    for number in {*numbers} - kept:  # else Ray would not see the end of the process either
+        with suppress(OSError):
+            os.close(number)
+    time.sleep(30)
+    os._exit(1)
+
+
+def test_an_actor_that_ray_restarts_breaks_its_groups_before_it_is_leased_again(actors):
+    """Though the connection to its first process is still open. A plan of them would go to the second one."""
+    (restarted, other), (third,) = actors(Worker, 2, max_restarts=1), actors(Worker, 1)
+    old = col.declare_collective_group([restarted, other], group_name="old")
+    refs = [one.get_buffer.remote() for one in (restarted, other)]
+    col.allreduce_refs(refs, "old", timeout_s=PATIENT_S)
+    pid = process_of(restarted)
+    restarted.call.options(max_task_retries=0).remote(die_with_open_connections)
+    assert wait_until(lambda: process_of(restarted) not in (0, pid))
+    assert old.status(timeout_s=0).state == "alive", "else this shows nothing"
+    new = col.declare_collective_group([restarted, third], group_name="new", timeout_s=PATIENT_S)
+    assert old.status(timeout_s=0).state == "broken"
+    with pytest.raises(errors.GroupBrokenError) as caught:
+        col.allreduce_refs([one.get_buffer.remote() for one in (restarted, other)], "old", timeout_s=PATIENT_S)
+    assert caught.value.group_name == "old"
+    col.allreduce_refs([one.get_buffer.remote() for one in (restarted, third)], "new", timeout_s=PATIENT_S)
+    new.destroy()
+    old.rebuild(timeout_s=PATIENT_S)
+    col.allreduce_refs([one.get_buffer.remote() for one in (restarted, other)], "old", timeout_s=PATIENT_S)
+
+
 # ---------------------------------------------------------------------------------------------- retries
 
 
@@ -194,7 +241,7 @@ def test_plan_waits_for_a_method_that_ray_retries_in_another_process(actors, tmp
 
 
 class Flaky(Buffers):
-    """Its method raises until it is asked for the third time."""
+    """Its methods raise until they are asked for the third time."""
 
     asked = 0
 
@@ -204,22 +251,61 @@ class Flaky(Buffers):
             raise ValueError(f"attempt {self.asked}")
         return np.full(4, self.asked * 1.0)
 
+    @ray.method(max_task_retries=3, retry_exceptions=[ValueError])
+    def declared(self):
+        return self.flaky()
 
-def test_a_method_that_ray_retries_after_an_exception(actors):
-    """A collective takes its place among the methods: behind the first attempt, and before the second."""
-    (flaky,), (other,) = actors(ray.remote(Flaky), 1), actors(Worker, 1)
+    @col.by_value
+    def get_asked(self):
+        return self.asked
+
+
+class AsyncFlaky(Flaky):
+    """The same, in a loop."""
+
+    async def flaky(self):
+        return super().flaky()
+
+
+@pytest.mark.parametrize("kind", [Flaky, AsyncFlaky])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_plan_waits_for_a_method_that_ray_retries_after_an_exception(actors, kind, inplace):
+    """In program order: behind its last try, and before the methods that are called later."""
+    (flaky,), (other,) = actors(ray.remote(kind), 1), actors(Worker, 1)
     col.declare_collective_group([flaky, other])
     (gate,) = actors(Gate, 1, max_concurrency=8)
-    blocked = block(flaky, gate)  # until the collective is in its queue: Ray may retry at once, or in a second
+    blocked = block(other, gate)  # until the collective is in its queue: Ray may retry at once, or in a second
     refs = [
         flaky.flaky.options(max_task_retries=3, retry_exceptions=True).remote(),
         other.make.remote(lambda self: np.ones(4)),
     ]
-    work = col.allreduce_refs(refs, async_op=True, timeout_s=PATIENT_S)
+    work = col.allreduce_refs(refs, inplace=inplace, async_op=True, timeout_s=PATIENT_S)
+    asked = flaky.get_asked.remote()
     ray.get([gate.open.remote(), blocked])
-    with pytest.raises(errors.ProducerFailedError, match="ValueError: attempt 1"):
-        work.wait()
-    np.testing.assert_array_equal(col.get(refs[0], PATIENT_S), np.full(4, 3))
-    np.testing.assert_array_equal(col.get(refs[1]), np.ones(4))
+    work.wait()
+    np.testing.assert_array_equal(col.get(work.refs, PATIENT_S), np.full((2, 4), 4))
+    assert ray.get(asked) == 3 or kind is AsyncFlaky
     col.allreduce_refs(refs, timeout_s=PATIENT_S)
-    np.testing.assert_array_equal(col.get(refs), np.full((2, 4), 4))
+    np.testing.assert_array_equal(col.get(refs), np.full((2, 4), 8 if inplace else 4))
+
+
+def test_plan_of_a_derived_group_waits_for_a_method_whose_class_says_that_ray_retries_it(actors):
+    flaky = actors(ray.remote(Flaky), 2)
+    refs = [actor.declared.remote() for actor in flaky]
+    col.allreduce_refs(refs, timeout_s=PATIENT_S)
+    np.testing.assert_array_equal(col.get(refs), np.full((2, 4), 6))
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("options", [{"max_task_retries": 1}, {"max_task_retries": 3, "retry_exceptions": [KeyError]}])
+def test_plan_fails_with_the_last_try_and_the_next_one_runs(actors, options, inplace):
+    (flaky,), (other,) = actors(ray.remote(Flaky), 1), actors(Worker, 1)
+    col.declare_collective_group([flaky, other])
+    good = [flaky.get_buffer.remote(), other.get_buffer.remote()]
+    tried = 1 + ("retry_exceptions" not in options)
+    bad = flaky.flaky.options(**{"retry_exceptions": True, **options}).remote()
+    with pytest.raises(errors.ProducerFailedError, match=f"ValueError: attempt {tried}"):
+        col.allreduce_refs([bad, good[1]], inplace=inplace, timeout_s=PATIENT_S)
+    col.allreduce_refs(good, timeout_s=PATIENT_S)
+    np.testing.assert_array_equal(ray.get(flaky.read.remote()), np.full(10, 2))
+    assert ray.get(flaky.get_asked.remote()) == tried

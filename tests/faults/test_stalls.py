@@ -70,7 +70,7 @@ def test_timeout_reports_the_activity_of_the_late_rank(actors, gate, held, backe
     (report,) = error.reports
     assert_told(report, group.status(0).members[1].actor)
     assert report.ended in (1, 2)  # the second once it heard of the abort
-    assert 1 <= report.awaited_s < 30, "from the first arrival on"
+    assert 0.5 <= report.awaited_s < 30, "from the first arrival on"
     assert report.step == ""
     assert any("plan 1" in line for line in report.story)
     assert str(report) in str(error)
@@ -164,10 +164,11 @@ def test_timeout_ends_the_wait_for_a_rank_stuck_after_the_others(actors):
     col.declare_collective_group(workers, backend="shm")
     refs = [worker.get_buffer.remote() for worker in workers]
     ray.get(workers[1].call.remote(inject.put, "end", "stall"))
-    with pytest.raises(errors.CollectiveTimeoutError, match=r"not ended what others have: rank 1 \(Buffers") as caught:
+    with pytest.raises(errors.CollectiveTimeoutError) as caught:
         col.allreduce_refs(refs, timeout_s=1)
-    assert caught.value.missing == (1,)
+    assert (caught.value.missing, caught.value.timeout_s) == ((1,), 1)
     (report,) = caught.value.reports
+    assert report.rank == 1
     assert report.has_begun
 
 

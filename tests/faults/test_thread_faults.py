@@ -13,7 +13,7 @@ from raycollect.errors import InternalError
 from tests.faults import thread_failures
 from tests.ray.workers import Buffers
 
-TESTED = frozenset({"raycollect-kernel", "raycollect-plan"})
+TESTED = frozenset({"raycollect-fetch", "raycollect-kernel", "raycollect-plan"})
 
 
 @ray.remote
@@ -22,6 +22,11 @@ class Async(Buffers):
 
     async def rest(self) -> None:
         """Makes it so."""
+
+    @col.by_value
+    async def total(self, array: Any) -> float:
+        """Gets a tensor of another actor."""
+        return float(array.sum())
 
 
 @pytest.mark.parametrize(("inplace", "thread"), [(True, "raycollect-plan"), (False, "raycollect-kernel")])
@@ -39,3 +44,15 @@ def test_unexpected_program_failure_is_raised_and_the_next_one_runs(actors: Any,
     assert [member.answers for member in group.status().members] == [True, True]
     for one in col.get(col.allreduce_refs(refs, inplace=inplace)):
         np.testing.assert_array_equal(one, np.full(10, 2, np.float32))
+
+
+def test_unexpected_failure_to_fetch_for_a_coroutine_is_raised_and_the_next_call_works(actors: Any) -> None:
+    worker, other = actors(Async, 2)
+    ref, thread = other.get_buffer.remote(), "raycollect-fetch"
+    ray.get(
+        worker.__ray_call__.remote(thread_failures.put_failing, "raycollect.pos.handle:Handle", "fetch_for_use", thread)
+    )
+    with pytest.raises(InternalError, match="injected on raycollect-"):
+        ray.get(worker.total.remote(ref))
+    assert ray.get(worker.__ray_call__.remote(thread_failures.end_failing)).startswith(thread)
+    assert ray.get(worker.total.remote(ref)) == 10

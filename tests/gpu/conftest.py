@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,6 +35,13 @@ def gpus() -> Iterator[None]:
         return
     from tests.fake_cupy import installed
 
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in devices.environment_of(0).items():
+            patch.setenv(name, value)
+        yield from _faked(installed)
+
+
+def _faked(installed: Callable[..., Any]) -> Iterator[None]:
     with installed(devices=devices.FAKE_DEVICES, nccl_version=devices.FAKE_NCCL):
         yield
         streams = sys.modules.get("raycollect.backends.streams")

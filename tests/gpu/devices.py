@@ -1,6 +1,9 @@
 """What GPUs there are, and what can be done with them; cupy and torch are not imported before somebody asks.
 
 With ``RAYCOLLECT_FAKE_GPU=1`` the tests run on `tests.fake_cupy`: two GPUs, and an NCCL that lets ranks share one.
+
+With ``RAYCOLLECT_GPU_AS_HOSTS=1`` each rank tells NCCL that it is alone on its host, so that NCCL of any release joins
+several ranks on one GPU. They communicate by sockets: this shows results, deadlines, aborts and graphs, but no speed.
 """
 
 from __future__ import annotations
@@ -13,11 +16,35 @@ from typing import Any
 
 import pytest
 
-from raycollect.backends.gpus import MOST_ON_ONE, SHARING_FROM
+from raycollect.backends.gpus import MOST_ON_ONE, SHARING, SHARING_FROM
 
 FAKE = os.environ.get("RAYCOLLECT_FAKE_GPU") == "1"
 
 FAKE_DEVICES, FAKE_NCCL = 2, 23000
+
+AS_HOSTS = os.environ.get("RAYCOLLECT_GPU_AS_HOSTS") == "1"
+MOST_AS_HOSTS = 3
+"""Each rank's kernels wait on the GPU for those of the others, and all have to find room there."""
+
+
+def environment_of(rank: int) -> dict[str, str]:
+    """What NCCL reads of a rank's environment, once, when the rank's process first uses it.
+
+    Ranks may share a GPU; as hosts, each rank's process counts as a host of its own.
+    """
+    if not AS_HOSTS:
+        return {SHARING: "1"}
+    return {
+        "NCCL_HOSTID": f"host-of-rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",
+    }
+
+
+def host_of(rank: int) -> str:
+    """The address that a rank names as its host's; ranks that name the same share GPU memory without NCCL."""
+    return f"host-of-rank-{rank}" if AS_HOSTS else ""
 
 
 def _imported(name: str) -> Any:
@@ -52,7 +79,7 @@ def nccl_version() -> int:
 
 def why_not_so_many(ranks: int) -> str:
     """Why so many ranks can't be had here, or ""."""
-    if ranks <= count():
+    if ranks <= count() or (AS_HOSTS and ranks <= MOST_AS_HOSTS):
         return ""
     most = MOST_ON_ONE * count() if count() > 1 and nccl_version() >= SHARING_FROM else count()
     if ranks <= most:

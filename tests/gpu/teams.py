@@ -5,6 +5,7 @@ On the fake, ranks are threads, since its NCCL knows one process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -43,11 +44,12 @@ class GpuProcesses(ProcessTeam):
             chosen = workers[rank].call((("device", rank), body_use_device, (rank % count,)), {})
             if isinstance(chosen, BaseException):
                 raise chosen
-        super().__init__("nccl", world_size, workers)
+        super().__init__("nccl", world_size, workers, addresses=[devices.host_of(rank) for rank in range(world_size)])
 
 
-def body_use_device(_: Any, device: int) -> None:
+def body_use_device(seat: Any, device: int) -> None:
     """The worker's thread works on this GPU from now on, torch too; a group without the option takes it."""
+    os.environ.update(devices.environment_of(seat.rank))
     import_module("cupy").cuda.Device(device).use()
     if not devices.why_no_torch():
         import_module("torch").cuda.set_device(device)

@@ -15,9 +15,11 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
-from raycollect.errors import RefusedError
+from raycollect.core.protocols import NoFaults
+from raycollect.errors import ReadOnlyError, RefusedError
+from raycollect.pos.store import weak
 from tests.pure.communicators import Team
-from tests.pure.fleet import Fleet, contain
+from tests.pure.fleet import FailAt, Fleet, contain
 
 from . import devices
 from .cases import LIBRARIES, layouts_of, placed, seen, to_host
@@ -181,3 +183,41 @@ def test_arrays_of_the_gpu_that_share_memory_are_refused(gpu_fleet: Fleet) -> No
     (outcome,) = gpu_fleet.run(OpKind.ALLREDUCE, [gpu_fleet.keep(0, [whole[:60], whole[40:]])])
     assert isinstance(outcome.error, RefusedError)
     gpu_fleet.must(OpKind.ALLREDUCE, [gpu_fleet.keep(0, [whole[:40], whole[40:]])])
+
+
+class ReadOnly:
+    """An array of another library that nobody may write to, as JAX's are."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        found = self._array.__cuda_array_interface__
+        return {**found, "data": (found["data"][0], True)}
+
+
+def test_read_only_memory_is_read_and_never_written(gpu_fleet: Fleet) -> None:
+    values = _values("float32", 101, 8)
+    own = placed(values, "plain", "cupy")
+    key = gpu_fleet.keep(0, ReadOnly(own))
+    (outcome,) = gpu_fleet.run(OpKind.ALLREDUCE, [key])
+    assert isinstance(outcome.error, ReadOnlyError)
+    (made,) = gpu_fleet.must(OpKind.ALLREDUCE, [key], inplace=False)[0].outputs
+    np.testing.assert_array_equal(to_host(made.value, FLOAT), values)
+    np.testing.assert_array_equal(to_host(own, FLOAT), values)
+
+
+def test_a_failed_program_keeps_no_memory_on_the_gpu(gpu_fleet: Fleet) -> None:
+    """What it may have half-written counts as dirty as long as it is there, and no longer."""
+    tensor = placed(_values("float32", 1001, 9), "plain", "cupy")
+    owner, key = weak(arrays.owner(tensor)), gpu_fleet.keep(0, tensor)
+    gpu_fleet.faults = FailAt(point="before_kernel", rank=0)
+    (outcome,) = gpu_fleet.run(OpKind.ALLREDUCE, [key])
+    assert outcome.error is not None
+    gpu_fleet.faults = NoFaults()
+    assert gpu_fleet.dirty == [1]
+    gpu_fleet.stores[0].free([key])
+    del tensor
+    assert owner() is None
+    assert gpu_fleet.dirty == [0]

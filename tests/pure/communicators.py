@@ -194,13 +194,23 @@ class ThreadTeam(Team):
 
 
 class ProcessTeam(Team):
-    """Ranks in worker processes; rendezvous and exchange stay here and are reached over the workers' pipes."""
+    """Ranks in worker processes; rendezvous and exchange stay here and are reached over the workers' pipes.
 
-    def __init__(self, backend: str, world_size: int, workers: Sequence[Worker], hosts: tuple[int, ...] = ()) -> None:
+    `addresses` are those of the hosts of the ranks; by default, or empty, the backend's own default.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        world_size: int,
+        workers: Sequence[Worker],
+        hosts: tuple[int, ...] = (),
+        addresses: Sequence[str] = (),
+    ) -> None:
         super().__init__(backend, world_size, hosts=hosts)
         self.workers = workers[:world_size]
         self.exchanges = [MemoryExchange(self.server, rank) for rank in self.everyone]
-        self.must(_join, self.spec)
+        self.must(_join, self.spec, addresses)
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         serve = {"put": self.rendezvous.put, "get": self.rendezvous.get, "exchange": self.exchanges[rank]}
@@ -296,10 +306,11 @@ def _attempt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return AssertionError(traceback.format_exc())
 
 
-def _join(communicator: _Seat, spec: GroupSpec) -> None:
+def _join(communicator: _Seat, spec: GroupSpec, addresses: Sequence[str]) -> None:
     create = backends.load(spec.backend, spec.name)
-    line = communicator.line
-    communicator.taken = create(spec, communicator.rank, line, line, segments=Segments.current())
+    rank, line = communicator.rank, communicator.line
+    host = {"host": addresses[rank]} if any(addresses) else {}
+    communicator.taken = create(spec, rank, line, line, segments=Segments.current(), **host)
 
 
 def _leave(communicator: Communicator) -> None:

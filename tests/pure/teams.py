@@ -12,6 +12,7 @@ import numpy as np
 
 from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp
+from raycollect.core.protocols import Faults, NoFaults
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_program import (
     Collective,
@@ -49,6 +50,7 @@ class Script:
         self.actions: list[Invocation | Collective] = []
         self.arguments: list[int] = []
         self.returns: list[int] = []
+        self.kept: list[int] = []
         self.numbered = False
         self.step = 0
 
@@ -76,6 +78,7 @@ class Script:
             refs=len(self.values),
             arguments=tuple(self.arguments),
             returns=tuple(self.returns),
+            kept=tuple(self.kept),
             keys=tuple(self.keys),
             numbered=self.numbered,
         )
@@ -92,6 +95,16 @@ class Actor:
     def invoke(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.calls.append((name, tuple(args), kwargs))
         return self.methods[name](*args, **kwargs)
+
+
+class Injected:
+    """The faults of a team, which may change from run to run."""
+
+    def __init__(self) -> None:
+        self.now: Faults = NoFaults()
+
+    def at(self, point: str, seq: int, rank: int) -> None:
+        self.now.at(point, seq, rank)
 
 
 class Team:
@@ -111,6 +124,7 @@ class Team:
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.replays: list[StepRunner] = []
         self.exchanges: Callable[[int, Program, int], Any] = lambda rank, program, seq: None
+        self.faults = Injected()
         self._threads = ThreadPoolExecutor(world)
         self._seq = 1
 
@@ -177,7 +191,12 @@ class Team:
                 script.step_program,
                 script.values,
                 self.actors[rank].invoke,
-                Instruments(store=self.stores[rank], recorder=self.recorders[rank], clock=time.monotonic),
+                Instruments(
+                    store=self.stores[rank],
+                    recorder=self.recorders[rank],
+                    clock=time.monotonic,
+                    faults=self.faults,
+                ),
                 lambda group_id, rank=rank: self.communicators[rank],
             )
             for rank, script in enumerate(self.scripts)

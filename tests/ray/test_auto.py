@@ -50,7 +50,7 @@ def test_actors_with_gpus_that_can_not_be_used_meet_as_before(owners):
 
 
 def test_the_plan_says_why_gpus_are_not_used(owners, monkeypatch):
-    unlike = [Gpu(bus=f"0000:{at}0:00.0", version=22803 + at, may_share=True) for at in (1, 2)]
+    unlike = [Gpu(name=f"0000:{at}0:00.0", version=22803 + at, may_share=True) for at in (1, 2)]
     monkeypatch.setattr(groups.member_discovery, "gpus", lambda *_: unlike)
     col.declare_collective_group(owners)
     refs = [worker.get_buffer.remote() for worker in owners]

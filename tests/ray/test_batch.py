@@ -14,8 +14,6 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver import batch as batches
-from raycollect.driver.controller import Controller
-from raycollect.driver.groups import DERIVED_LIMIT
 from tests.ray.batching import found, hold, nothing_sent, pieces_of, spread
 from tests.ray.workers import AsyncActor, Plain, Worker
 from tests.waiting import wait_until
@@ -150,18 +148,6 @@ def test_groups_are_derived_in_the_block(actors):
         made = col.send_ref(refs[2], workers[3])
     assert found(refs) == [[1], [3], [3], [3]]
     assert found([made]) == [[3]]
-
-
-def test_more_derived_groups_than_are_kept_in_one_block(actors):
-    workers = actors(Worker, 5)
-    refs = spread(workers, lambda rank: [1])
-    pairs = [(a, b) for a in range(5) for b in range(5) if a != b][: DERIVED_LIMIT + 2]
-    with col.batch():
-        for a, b in pairs:
-            col.broadcast_refs([refs[a], refs[b]])
-    assert found(refs) == [[1]] * 5
-    col.broadcast_refs([refs[4], refs[3]])
-    assert len(Controller.current().groups._derived) == DERIVED_LIMIT
 
 
 def test_async_and_threaded_actors(actors):

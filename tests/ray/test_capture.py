@@ -213,11 +213,11 @@ def test_arguments_and_their_defaults(trio):
 
 def test_refs_as_arguments(trio):
     own, put = hold(trio[0], [1, 2]), ray.put({"a": 1})
-    plain = trio[1].loss.remote()
+    plain, others = trio[1].loss.remote(), spread(trio[1:], lambda rank: [0, 0])
     with col.capture() as step:
         step.call(trio[0], "note", own, put, plain)
         same = step.call(trio[0], "echo", own)
-        col.broadcast_refs([same, *spread(trio[1:], lambda rank: [0, 0])], 0)
+        col.broadcast_refs([same, *others], 0)
         step.returns([own, put])
     value, given = step.run()
     assert (value.tolist(), given) == ([1, 2], {"a": 1})
@@ -235,6 +235,7 @@ def test_arguments_and_results_of_every_length(trio, mailed, request, carrier):
     with col.capture() as step:
         value = step.argument("value")
         step.returns([step.call(worker, "echo", value) for worker in trio])
+    step.run(value=0)  # through the actors' queues: nothing is known yet of what was called there before
     for count in (0, INLINE_NBYTES // 8 - 10, INLINE_NBYTES // 8 + 10, 50_000):
         mailed.clear()
         values = [np.arange(count) + run for run in range(3)]
@@ -402,9 +403,10 @@ def test_derived_groups_are_kept(actors):
 
 
 def test_tensor_infos_describe_the_operands_of_a_step(trio):
+    other = hold(trio[2], [0] * 5)
     with col.capture() as step:
         gradients = [step.call(worker, "gradient") for worker in trio]
-        col.allreduce_refs([*gradients[:2], hold(trio[2], [0] * 5)])
+        col.allreduce_refs([*gradients[:2], other])
         step.call(trio[0], "loss")
     assert [len(one) if type(one) is tuple else one.plan.name for one in step._stages] == [3, "allreduce", 1]
     assert [one is None for one in step._tensor_infos().values()] == [True, True, False]

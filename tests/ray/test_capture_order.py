@@ -27,11 +27,6 @@ def trio(actors):
     return workers, refs
 
 
-def is_behind(work):
-    """Whether a run went through the actors' queues."""
-    return work._tracker.is_fenced
-
-
 def chained(first, second, opened):
     """A method queued on one actor that waits for one on another, which waits for a gate: gives what it returns."""
     value = first.call.remote(lambda self, opened: 1.0, opened)
@@ -62,8 +57,8 @@ PENDING = {
 
 
 @pytest.mark.parametrize("name", PENDING)
-def test_run_follows_pending_plans_whose_methods_it_would_block(trio, gate, name):  # noqa: F811
-    """The run would hold the turn of the first actor, for whose queued method the second waits."""
+def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):  # noqa: F811
+    """Else it would hold the turn of the first actor, for whose queued method the second waits."""
     (first, second, third), refs = trio
     ordering, make = PENDING[name]
     col.declare_collective_group([second, third], group_name="far", ordering=ordering)
@@ -74,35 +69,45 @@ def test_run_follows_pending_plans_whose_methods_it_would_block(trio, gate, name
     late.append(chained(first, second, gate.wait.remote()))
     pending = begin()
     runs = [step.run(async_op=True) for _ in range(2)]
-    assert [is_behind(one) for one in runs] == [True, True]
     assert not pending.done()
     assert not runs[0].done()
     ray.get(gate.open.remote())
     for one in (pending, *runs):
         one.wait(WAIT_S)
     np.testing.assert_array_equal(ray.get(first.read.remote()), ray.get(second.read.remote()))
-    again = step.run(async_op=True)
-    assert not is_behind(again), "nothing is pending any more"
-    again.wait(WAIT_S)
+    step.run()
 
 
-def test_run_without_pending_plans_overtakes_queued_methods(trio, gate):  # noqa: F811
-    """Nor by plans of others, nor by runs like it."""
-    (first, second, third), refs = trio
-    col.declare_collective_group([first, second], group_name="near")
-    col.declare_collective_group([third], group_name="far")
-    step = summed(refs[:2], "near")
-    queued = chained(first, second, gate.wait.remote())
-    behind = third.make.remote(lambda self, opened: self.buffer, gate.wait.remote())
-    other = col.allreduce_refs([refs[2]], "far", async_op=True)
-    runs = [step.run(async_op=True) for _ in range(5)]
-    assert not any(map(is_behind, runs))
-    for one in runs:
-        one.wait(WAIT_S)
-    assert not ray.wait([queued], timeout=0)[0]
-    ray.get(gate.open.remote())
-    other.wait(WAIT_S)
-    ray.wait([queued, behind], num_returns=2)
+@pytest.mark.parametrize("carrier", ["doorbell", pytest.param("channel", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "by value"])
+def test_run_comes_between_the_methods_before_and_after_it(trio, gate, request, carrier, kept):  # noqa: F811
+    if carrier == "channel":
+        request.getfixturevalue("by_channel")
+    workers, refs = trio
+    col.declare_collective_group(workers)
+    step = summed(refs, "default")
+    for turn in range(5):
+        opened = gate.wait.remote() if turn == 0 else None  # the first time none has begun
+        for worker in workers:
+            (worker.make if kept else worker.call).remote(fill, opened)
+        runs = [step.run(async_op=True) for _ in range(1 + turn % 3)]
+        found = [worker.read.remote() for worker in workers]
+        [worker.call.remote(fill, None) for worker in workers]
+        if turn == 0:
+            assert not runs[0].done()
+            ray.get(gate.open.remote())
+        for one in ray.get(found):
+            np.testing.assert_array_equal(one, np.full(10, 3.0 ** len(runs)))
+        for run in runs:
+            run.wait(WAIT_S)
+        for one in ray.get([worker.read.remote() for worker in workers]):
+            np.testing.assert_array_equal(one, np.ones(10))
+        step.run()
+
+
+def fill(self, opened):
+    self.buffer[:] = 1
+    return self.buffer
 
 
 def test_ended_unawaited_runs_do_not_delay_the_next_one(trio):

@@ -6,6 +6,8 @@ import asyncio
 import functools
 import operator
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import ReduceOp
+from raycollect import ReduceOp, errors
 from tests.ray.workers import Worker
 
 FOLDS = {
@@ -242,7 +244,6 @@ def test_destroying_leaves_the_actors_and_frees_the_name(actors):
 
 def test_derived_groups_are_cached_and_bounded(actors):
     from raycollect.driver.controller import Controller
-    from raycollect.driver.groups import DERIVED_LIMIT
 
     workers = actors(Worker, 3)
     refs = [worker.get_buffer.remote() for worker in workers]
@@ -253,7 +254,7 @@ def test_derived_groups_are_cached_and_bounded(actors):
     for order in pairs:
         col.broadcast_refs([refs[i] for i in order])
     col.send_ref(refs[0], refs[1])
-    assert len(Controller.current().groups._derived) == 7 <= DERIVED_LIMIT
+    assert len(Controller.current().groups._derived) == 7
 
 
 @pytest.fixture
@@ -328,3 +329,27 @@ def test_await(actors):
 
     assert asyncio.run(both()) == [refs, refs]
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 4))
+
+
+def test_await_needs_no_thread_of_the_default_pool_of_the_loop(actors):
+    """Users may fill that with calls that wait for what is awaited."""
+    a, b = actors(Worker, 2)
+    col.declare_collective_group([a, b])
+    ref, over = a.get_buffer.remote(), threading.Event()
+    with col.capture() as step:
+        step.returns(step.call(a, "read"))
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        waiting = loop.run_in_executor(None, over.wait)
+        try:
+            found = await asyncio.wait_for(step.run(async_op=True), 30)
+            with pytest.raises(errors.ProducerFailedError):
+                await asyncio.wait_for(col.allreduce_refs([ref, b.make.remote(lambda self: 1 / 0)], async_op=True), 30)
+        finally:
+            over.set()
+            await waiting
+        return found
+
+    np.testing.assert_array_equal(asyncio.run(main()), np.ones(10))

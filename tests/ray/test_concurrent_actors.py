@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
+from raycollect import errors
 from raycollect.member.runtime import MOST_WAITING
 from tests.lives import lasting
 from tests.ray.workers import AsyncActor, Buffers, Gate, Worker
@@ -136,6 +140,103 @@ def test_status_says_who_keeps_program_order(actors):
     refs = [actor.get_buffer.remote() for actor in group.actors]
     col.allreduce_refs(refs)
     np.testing.assert_array_equal(col.get(refs[2]), np.full(10, 3))
+
+
+class Meeting(Buffers):
+    """Its methods name no concurrency group: only calls do, by their options."""
+
+    def begin(self):
+        self.meeting = threading.Barrier(2)
+
+    def meet(self):
+        self.meeting.wait(30)
+
+    def fill_at(self, gate, value):
+        """Fills the buffer once the gate is open, and returns it."""
+        ray.get(gate.wait.remote())
+        self.buffer[:] = value
+        return self.buffer
+
+
+@pytest.mark.parametrize("transport", [False, True])
+def test_actor_whose_concurrency_groups_only_calls_name_is_not_ordered(actors, transport):
+    """Ray's own concurrency groups, which tensor transport brings, take no order from an actor."""
+    cls = ray.remote(concurrency_groups=None if transport else {"io": 2}, enable_tensor_transport=transport)(Meeting)
+    workers = actors(cls, 2)
+    group = col.declare_collective_group(workers)
+    assert [member.ordered for member in group.status().members] == [transport] * 2
+
+
+def test_methods_in_a_concurrency_group_that_a_call_names_overlap(actors):
+    workers = actors(ray.remote(concurrency_groups={"io": 2})(Meeting), 2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
+    col.declare_collective_group(workers)
+    ray.get([worker.begin.remote() for worker in workers])
+    ray.get([worker.meet.options(concurrency_group="io").remote() for worker in workers for _ in range(2)], timeout=30)
+
+    late = [worker.fill_at.options(concurrency_group="io").remote(gate, 3) for worker in workers]
+    work = col.allreduce_refs(late, async_op=True)
+    ray.get([worker.call.remote(lambda self: None) for worker in workers], timeout=30)
+    assert not work.done()
+    ray.get(gate.open.remote())
+    work.wait()
+    np.testing.assert_array_equal(ray.get(workers[1].read.remote()), np.full(10, 6))
+
+
+def test_concurrency_group_that_an_ordered_actor_did_not_tell_is_refused(actors):
+    """With tensor transport, Ray does not tell of concurrency groups that no method of the class names."""
+    cls = ray.remote(concurrency_groups={"io": 1}, enable_tensor_transport=True)(Meeting)
+    (worker,) = actors(cls, 1)
+    group = col.declare_collective_group([worker])
+    assert group.status().members[0].ordered
+    with pytest.raises(errors.UnsupportedError) as caught:
+        ray.get(worker.get_buffer.options(concurrency_group="io").remote())
+    (violation,) = caught.value.violations
+    assert violation.field == "method"
+    assert violation.actor.startswith("Meeting(")
+    ref = worker.get_buffer.remote()
+    with pytest.raises(errors.ProducerFailedError):
+        col.allreduce_refs([worker.get_buffer.options(concurrency_group="io").remote()])
+    col.allreduce_refs([ref])
+
+
+@lasting
+@ray.remote
+class Threads(col.CollectiveParticipant):
+    """An async actor whose calls wait in the default pool of its event loop."""
+
+    def __init__(self):
+        self.buffer = np.arange(3.0)
+        self.opened = threading.Event()
+
+    async def get_buffer(self):
+        return self.buffer
+
+    async def wait(self):
+        await asyncio.to_thread(self.opened.wait)
+
+    async def open(self, array=None):
+        self.opened.set()
+        return None if array is None else array.sum()
+
+    async def items(self, array):
+        self.opened.set()
+        yield array.sum()
+
+
+@pytest.mark.parametrize("given", ["nothing", "its own tensor", "another's tensor"])
+@pytest.mark.parametrize("method", ["open", "items"])
+def test_full_default_pool_of_an_event_loop_keeps_no_coroutine_from_running(actors, method, given):
+    worker, other = actors(Threads, 2)
+    args = [] if given == "nothing" else [(worker if given == "its own tensor" else other).get_buffer.remote()]
+    if method == "items" and not args:
+        args = [np.arange(3.0)]
+    waiting = [worker.wait.remote() for _ in range(40)]  # more than the pool has threads
+    if method == "items":
+        assert [ray.get(item, timeout=30) for item in worker.items.remote(*args)] == [3.0]
+    else:
+        assert ray.get(worker.open.remote(*args), timeout=30) == (3.0 if args else None)
+    ray.get(waiting, timeout=30)
 
 
 def test_mixed_actors(actors):

@@ -240,9 +240,9 @@ def _ended():
 
 def _live(life, workers):
     life(workers)
-    for membership in Controller.current().groups._derived.values():  # which are kept for the next call
-        Controller.current().groups._dissolve(membership)
-    Controller.current().groups._derived.clear()
+    groups = Controller.current().groups
+    groups._ended += groups._derived.take(lambda _: True)  # which are kept for the next call
+    groups._dissolve_ended()
     _ended()
 
 

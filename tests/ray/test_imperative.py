@@ -10,11 +10,13 @@ import pytest
 import ray
 
 import raycollect as col
+from raycollect.core import ray_internals
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
     GroupExistsError,
     InvalidGroupError,
+    MismatchError,
     ParticipantDiedError,
     UnknownGroupError,
     UnsupportedError,
@@ -133,7 +135,7 @@ def test_a_group_is_formed_again_and_again_by_members_of_unequal_pace(actors):
 def _post_garbage(worker):
     from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 
-    RayBootstrapStore().replace("garbage", b"{}")
+    RayBootstrapStore(ray_internals.owner_id()).replace("garbage", b"{}")
 
 
 def _join_there(worker, rank, timeout_ms):
@@ -200,11 +202,60 @@ def test_defect_6_names_do_not_collide_across_jobs(actors):
     def key_of(rank):
         from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 
-        return RayBootstrapStore()._key("g")
+        return RayBootstrapStore("")._key("g")
 
     [worker] = actors(Plain, 1)
     key = ray.get(worker.call.remote(lambda self: key_of(0)))
     assert ray.get_runtime_context().get_job_id().encode() in key
+
+
+@ray.remote(num_cpus=0)
+class Team:
+    """Makes the members of a group of its own, as the trainer of one experiment of several does."""
+
+    def __init__(self):
+        self.members = [Plain.options(num_cpus=0).remote() for _ in range(2)]
+
+    def begin(self, rank, *args):
+        """Has a member join, and returns the ref of what it gets, without waiting."""
+        return [self.members[rank].call.remote(_join_and_sum, rank, *args)]
+
+
+def _join_and_sum(self, rank, value, timeout_ms, rendezvous=None):
+    col.init_collective_group(2, rank, "auto", "team", timeout_ms, rendezvous=rendezvous)
+    x = np.full(3, float(value))
+    col.allreduce(x, "team")
+    col.destroy_collective_group("team")
+    return x[0]
+
+
+def _leads(_):
+    from ray.experimental import internal_kv
+
+    return any(key.endswith(b"/team") for key in internal_kv._internal_kv_list("group/", namespace=b"raycollect"))
+
+
+def test_teams_that_different_processes_made_never_meet_under_one_name(actors):
+    one, other = actors(Team, 2)
+    [observer] = actors(Plain, 1)
+    leader = ray.get(one.begin.remote(0, 1, 60_000))
+    assert wait_until(lambda: ray.get(observer.call.remote(_leads)))
+    [error] = told(ray.get(other.begin.remote(1, 10, 1_000)))  # it would have been taken for the leader's rank 1
+    assert isinstance(error, InvalidGroupError), error
+    assert "Plain(" in error.detail
+    assert "rendezvous='job'" in error.detail
+    follower = ray.get(one.begin.remote(1, 1, 60_000))
+    assert told(leader + follower) == [2, 2]
+    pairs = [
+        ray.get(team.begin.remote(rank, value, 60_000)) for rank in range(2) for team, value in ((one, 1), (other, 10))
+    ]
+    assert told([ref for pair in pairs for ref in pair]) == [2, 20, 2, 20]
+
+
+def test_members_that_different_processes_made_meet_where_they_say_so(actors):
+    one, other = actors(Team, 2)
+    refs = [*ray.get(one.begin.remote(0, 1, 60_000, "job")), *ray.get(other.begin.remote(1, 10, 60_000, "job"))]
+    assert told(refs) == [11, 11]
 
 
 def test_several_gpus_per_process_need_a_gpu(actors):
@@ -262,6 +313,30 @@ def test_plans_and_calls_of_one_group_take_turns(actors):
         col.allreduce_refs(refs, "both")
         assert all((x == 3).all() for x in told(called))
     assert all((x == 64).all() for x in col.get(refs))
+
+
+@pytest.mark.parametrize("is_formed", [False, True])
+def test_ranks_that_come_later_to_a_call_that_was_refused_are_refused_as_well(actors, is_formed):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    refs = [worker.get_buffer.remote() for worker in workers]
+    if is_formed:
+        on_all(workers, call_here, 30)
+    first = workers[0].call.remote(call_here, 30)  # for which the others wait in the plan
+    plan = col.allreduce_refs(refs, async_op=True)
+    (refused,) = told([first])
+    plan.wait()
+    assert isinstance(refused, MismatchError)
+    began_s = time.monotonic()
+    for later in told([worker.call.remote(call_here, 30) for worker in workers[1:]]):
+        assert isinstance(later, MismatchError)
+        assert [one.rank for one in later.violations] == [one.rank for one in refused.violations]
+    assert time.monotonic() - began_s < 15, "of the 30 s that the call may take"
+    assert on_all(workers, call_here, 30) == [None] * 3
+
+
+def call_here(self, timeout_s):
+    col.allreduce(np.ones(3), timeout_s=timeout_s)
 
 
 def test_a_member_of_a_declared_group_that_dies_is_named(actors):

@@ -66,12 +66,25 @@ def test_timeout_names_a_participant_busy_in_a_method(crew, gate, occupy):
     assert_works(refs, workers)
 
 
-def test_call_without_a_ready_participant_does_not_time_out(crew, gate):
+def test_call_without_a_ready_participant_ends_at_its_limit(crew, gate):
     workers, _ = crew(2)
     late = [worker.make.remote(wait_in, gate) for worker in workers]
     work = col.allreduce_refs(late, async_op=True, timeout_s=0.5)
+    with pytest.raises(errors.CollectiveTimeoutError) as caught:
+        work.wait()
+    assert (caught.value.timeout_s, [one.rank for one in caught.value.reports]) == (0.5, [0, 1])
+    ray.get(gate.open.remote())
+    col.allreduce_refs(late)
+    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
+
+
+@pytest.mark.full
+def test_call_without_a_limit_of_its_own_waits_for_participants(crew, gate):
+    workers, _ = crew(2, timeout_s=3)
+    late = [worker.make.remote(wait_in, gate) for worker in workers]
+    work = col.allreduce_refs(late, async_op=True)
     with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
-        work.wait(timeout_s=1.5)
+        work.wait(timeout_s=4)
     ray.get(gate.open.remote())
     work.wait()
     np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))

@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.driver import own_tensors
+from raycollect.driver import operand_binding
 from raycollect.driver.controller import Controller
 from tests.ray.workers import Plain, Worker, filled
 from tests.waiting import wait_until
@@ -109,9 +109,9 @@ def test_what_was_taken_in_is_freed(workers):
 
 def test_large_values_do_not_come_to_the_driver(workers, monkeypatch):
     """Whoever takes them in asks for them; the driver does so for what may be a handle."""
-    fetched, transport = [], own_tensors.direct_transport
-    watched = SimpleNamespace(get=lambda ref: fetched.append(ref) or transport.get(ref))
-    monkeypatch.setattr(own_tensors, "direct_transport", watched)
+    fetched, transport = [], operand_binding.direct_transport
+    watched = SimpleNamespace(get=lambda ref, *limit: fetched.append(ref) or transport.get(ref, *limit))
+    monkeypatch.setattr(operand_binding, "direct_transport", watched)
     large = np.arange(1 << 18, dtype=np.float64)
     refs = [worker.make.remote(lambda self: np.zeros(1 << 18)) for worker in workers]
     for at, value in enumerate((make.remote(large), ray.put(large + 1), borrowed(large + 2))):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import InvalidArgumentError, StoreFullError, TensorFreedError, TensorLostError
+from raycollect.errors import InvalidArgumentError, NotATensorError, StoreFullError, TensorFreedError, TensorLostError
 from raycollect.observe import run_steps
-from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain
+from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain, Worker
 from tests.waiting import has_ended, wait_until
 
 
@@ -57,6 +58,49 @@ def test_num_returns_given_by_the_caller(kinds):
     tensor, text = kinds.mixed.remote()
     assert assert_key(tensor).shape == (3,)
     assert ray.get(text) == "text"
+
+
+class Tables(Mapping):
+    """Makes its arrays on each access."""
+
+    def __getitem__(self, name):
+        return np.full(3, float(name))
+
+    def __iter__(self):
+        return iter("12")
+
+    def __len__(self):
+        return 2
+
+
+def test_a_mapping_that_makes_its_values_goes_by_value(actors):
+    holder, other = actors(Worker, 2)
+    ref = holder.make.remote(lambda self: Tables())
+    assert type(col.get(ref)) is type(ray.get(ref)) is Tables
+    for actor in (holder, other):
+        assert ray.get(actor.call.remote(lambda self, value: type(value).__name__, ref)) == "Tables"
+    with pytest.raises(NotATensorError) as caught:
+        col.broadcast_refs([ref, other.make.remote(lambda self: dict(Tables()))])
+    assert caught.value.violations[0].rank == 0
+    kept = holder.make.remote(lambda self: dict(Tables()))
+    assert isinstance(ray.get(kept), col.Handle)
+
+
+def many(self, count):
+    return {f"model.layers.{at}.experts.{at % 64}.lora_A.weight": np.full(at % 3, at) for at in range(count)}
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_values_of_very_many_tensors_are_fetched_by_the_driver_and_by_other_participants(actors, count):
+    """Their description is longer than a message; those of 100,000 tensors are longer than a list in one."""
+    holder, other = actors(Worker, 2)
+    ref = holder.make.remote(many, count)
+    expected = many(None, count)
+    found = col.get(ref)
+    assert list(found) == list(expected)
+    assert all(map(np.array_equal, found.values(), expected.values()))
+    total = other.call.remote(lambda self, value: (len(value), sum(map(np.sum, value.values()))), ref)
+    assert ray.get(total) == (count, sum(map(np.sum, expected.values())))
 
 
 def test_streaming_generators(kinds, actors):

@@ -76,7 +76,7 @@ def test_what_is_verified_and_not_shown_is_refused_and_another_driver_goes_on(ac
         pub.put()
         sub = col.subscribe(name, refs, inplace=True)
         version = sub._find("latest")
-        job, tell, _ = sub._job(version, sub._records(version), 10.0)
+        job, tell, _ = sub._job(version, sub._records(version), lambda: 10.0)
         ray.get(job.tell(tell, 0))
         with pytest.raises(errors.VersionDirtyError):
             ray.get(rollout.look.remote())

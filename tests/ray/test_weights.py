@@ -175,9 +175,13 @@ def test_pain_2_a_silent_rank_is_named_and_its_group_shows_nothing(actors, name,
         ray.get(trainer.fill.remote(1))
         pub.put()
         stopped(rollouts[1])
-        with pytest.raises(errors.VersionTimeoutError, match=r"rank 1 \(Weights") as raised:
+        with pytest.raises(errors.PushError) as raised:
             pub.push([sub, other], timeout_s=3.0)
-        assert (raised.value.missing, raised.value.is_shown) == ((1,), False)
+        late, none = raised.value.errors
+        assert (type(late), none) == (errors.VersionTimeoutError, None)
+        assert (late.missing, late.is_shown) == ((1,), False)
+        assert [(one.rank, one.answers) for one in late.reports] == [(1, False)]
+        assert [one and one.version.number for one in raised.value.receipts] == [None, 1]
         assert looks(rollouts[:1], sub) == [([0.0], 0)]
         assert other.version().number == 1  # nobody else pays for it
         other.close()
@@ -362,6 +366,24 @@ def test_pain_5_who_was_replaced_puts_nothing(actors, name):
             assert looks([rollout], sub) == [([0.0], 1)]
 
 
+def test_pain_5_another_process_takes_no_name_of_one_that_lives(actors, name):
+    first, second = actors(Weights, 2)
+    driver, (other,) = Driver.remote(), actors(Weights, 1)
+    with col.publish(replicas([first]), name) as pub:
+        pub.put()
+        with pytest.raises(ray.exceptions.RayTaskError) as raised:
+            ray.get(driver.publish.remote(name, [second], replicas([second])))
+        assert (type(raised.value.cause), raised.value.cause.name) == (errors.PublicationExistsError, name)
+        assert str(os.getpid()) in raised.value.cause.detail
+        assert pub.put().number == 2
+    assert ray.get(driver.publish.remote(name, [second], replicas([second]))) == 1  # the first one was closed
+    with pytest.raises(errors.PublicationExistsError):
+        col.publish(replicas([other]), name)
+    end(driver)
+    with col.publish(replicas([other]), name) as pub:
+        assert pub.put().number == 1
+
+
 def test_who_is_refused_replaces_nobody(actors, name):
     """Its other ranks are parts of what goes on."""
     trainer, rollout, threaded = *actors(Weights, 2), actors(Weights, 1, max_concurrency=2)[0]
@@ -377,6 +399,26 @@ def test_who_is_refused_replaces_nobody(actors, name):
         assert pub.put().number == 1
         assert sub.update().version.epoch == pub.epoch
         assert looks([rollout], sub) == [([1.0], 1)]
+
+
+@ray.remote(num_cpus=0, concurrency_groups={"io": 2})
+class Grouped(col.CollectiveParticipant):
+    """Its class has concurrency groups that no method names: callers do."""
+
+    def make(self):
+        self.weights = {key: np.zeros(shape, np.float32) for key, shape in SHAPES.items()}
+        return self.weights
+
+
+def test_actors_with_concurrency_groups_take_no_part_whichever_way_methods_come_to_be_in_them(actors, name):
+    (plain,), (grouped,) = actors(Weights, 1), actors(Grouped, 1)
+    for refs in ([grouped.make.remote()], [grouped.make.options(concurrency_group="io").remote()]):
+        for call in (lambda refs: col.publish(refs, name), lambda refs: col.subscribe(name, refs)):
+            with pytest.raises(errors.UnsupportedError) as raised:
+                call(refs)
+            assert [one.field for one in raised.value.violations] == ["actor"]
+    with col.publish(replicas([plain]), name) as pub:
+        assert pub.put().number == 1
 
 
 def test_what_is_refused(actors, name):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import types
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +189,58 @@ def test_memory_of_others_is_shown_with_all_element_types() -> None:
             made = cupy.ndarray((3,), dtype, memptr=pointer, strides=(dtype.itemsize,))
             assert (made.dtype, made.data.ptr, made.device.id) == (dtype, 512, 0)
     assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)
+
+
+def test_memory_takes_as_little_as_the_fakes() -> None:
+    """Neither takes weak references, and only that of the pool takes attributes."""
+    with fake_cupy.installed(1, cupy_version=VERSION) as fake:
+        pooled, plain = type(fake.cupy.zeros(1).data.mem), fake.cupy.cuda.Memory
+        kinds = [(pooled, cupy.cuda.memory.PooledMemory), (plain, cupy.cuda.Memory)]
+        kinds.append((fake.cupy.cuda.UnownedMemory, cupy.cuda.UnownedMemory))
+        for both in kinds:
+            takes = [(_takes_attributes(kind), _takes_weak_references(kind)) for kind in both]
+            assert takes[0] == takes[1], both
+            assert not takes[0][1], both
+
+
+def _takes_attributes(kind: type[Any]) -> bool:
+    try:
+        kind.__new__(kind).anything = 1
+    except AttributeError:
+        return False
+    return True
+
+
+def _takes_weak_references(kind: type[Any]) -> bool:
+    try:
+        weakref.ref(kind.__new__(kind))
+    except TypeError:
+        return False
+    return True
+
+
+def test_an_owner_can_be_referred_to_weakly_and_goes_with_the_memory() -> None:
+    """Or a plan that fails would keep the memory of its tensors on the GPU."""
+    import numpy as np
+
+    from raycollect.backends import arrays
+    from raycollect.pos.store import weak
+
+    class Owner:
+        pass
+
+    kind = cupy.cuda.memory.PooledMemory
+    for make in (lambda: kind.__new__(kind), *(partial(_unowned, one) for one in (Owner, lambda: None))):
+        memory = make()
+        array = cupy.ndarray((4,), np.float32, memptr=cupy.cuda.MemoryPointer(memory, 0))
+        views = [array, array[:2], array[:2][:1]]
+        owners = [weak(arrays.owner(one)) for one in views]
+        assert owners[0]() is owners[1]() is owners[2]() is not None
+        del array, memory, views[:2]
+        assert owners[0]() is not None
+        views.clear()
+        assert owners[0]() is None
+
+
+def _unowned(owner: Any) -> Any:
+    return cupy.cuda.UnownedMemory(512, 64, owner(), 0)

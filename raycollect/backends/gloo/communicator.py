@@ -16,12 +16,12 @@ All ranks use one library: the first, in the order of `LIBRARIES`, that all of t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
+from operator import methodcaller
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from raycollect.backends.arrays import Flat
 from raycollect.backends.completion import DONE, chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
+from raycollect.backends.in_use import InUse
 from raycollect.backends.joining import gathered, not_joined
 from raycollect.backends.loading import load_library
 from raycollect.backends.meshed import Meshed, descriptors
@@ -36,7 +37,7 @@ from raycollect.backends.tcp.communicator import TcpCommunicator, check_descript
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import BackendUnavailableError, InternalError, InvalidGroupError
+from raycollect.errors import BackendUnavailableError, GroupBrokenError, InternalError, InvalidGroupError
 from raycollect.errors.text import listed
 
 CHUNK_NBYTES = 4 << 20  # How much one call of the library moves: it holds the GIL that long
@@ -110,43 +111,37 @@ class GlooCommunicator(Meshed):
 
     def __init__(self, link: GlooLink | None, spec: GroupSpec, mesh: TcpCommunicator) -> None:
         super().__init__(spec, mesh, _NATIVE if link else frozenset(), is_native)
-        self._link = link
-        self._lock = threading.Lock()
+        self._use = InUse(link, methodcaller("close"), spec.name) if link else None
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
-        with self._lock:  # `close` releases the link only when no thread is in a kernel
-            self._check_whole()
-            if not self._is_for_library(launch, kernel):
-                return self._mesh.launch(launch, kernel)
-            if self._link is None:
-                raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
-            with self._failing(kernel, launch), translated(kernel.kind, self._group_name, self.rank):
-                _KERNELS[kernel.kind](_Run(self, self._link, launch), kernel)
+        self._check_whole()
+        if not self._is_for_library(launch, kernel):
+            return self._mesh.launch(launch, kernel)
+        if self._use is None:
+            raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
+        folding = translated(kernel.kind, self._group_name, self.rank)
+        with self._use as link, self._failing(link, kernel, launch), folding:
+            _KERNELS[kernel.kind](_Run(self, link, launch), kernel)
         return DONE
 
     def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         """Closes the library's connections if others may be inside it, where nothing else wakes them."""
-        if any(self._is_for_library(launch, kernel) for kernel in kernels):
-            with self._lock:
-                self._break(f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
+        if self._use is not None and any(self._is_for_library(launch, kernel) for kernel in kernels):
+            with suppress(GroupBrokenError), self._use as link:  # else they are closed
+                self._break(link, f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
 
-    def _break(self, reason: str) -> None:
-        # Called under the lock, so that nobody waits for this rank inside the library.
+    def _break(self, link: GlooLink, reason: str) -> None:
+        # So that nobody waits for this rank inside the library.
         self._broken = self._broken or reason
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        link.close()
 
     def close(self) -> None:
-        """Closes the connections, unless a library kernel is running: it can't be interrupted."""
+        """Closes the connections, at the end of the running library kernel: it can't be interrupted."""
         self._broken = self._broken or "the communicator was closed"
         self._mesh.close()
-        if self._lock.acquire(blocking=False):
-            try:
-                self._break("")
-            finally:
-                self._lock.release()
+        if self._use is not None:
+            self._use.close()
 
     def check_going(self, launch: Launch, until_s: float) -> float:
         """Between two chunks: raises if the launch was aborted or is late; returns the seconds left."""
@@ -157,12 +152,12 @@ class GlooCommunicator(Meshed):
         return left_s
 
     @contextmanager
-    def _failing(self, kernel: Kernel, launch: Launch) -> Iterator[None]:
+    def _failing(self, link: GlooLink, kernel: Kernel, launch: Launch) -> Iterator[None]:
         # A failed kernel leaves the library's context unusable.
         try:
             yield
         except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
-            self._break(f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
+            self._break(link, f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
             raise self._failed(exc, launch, kernel) from exc.__cause__
 
 

@@ -131,6 +131,7 @@ class GlooLink:
             detail = f"backend 'gloo': rank {rank} can't connect to the others from {host}: {exc}"
             raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
         self._held = store, theirs, device  # the context needs them and does not hold them
+        self._is_open = True
 
     def limit(self, timeout_s: float) -> None:
         """Limits each wait for another rank from now on, where the library can."""
@@ -155,8 +156,10 @@ class GlooLink:
         self._gloo.broadcast(self._context, pointer, pointer, array.nbytes, self._uint8, root)
 
     def close(self) -> None:
-        """Closes the connections."""
-        self._context.closeConnections()
+        """Closes the connections; may be called twice."""
+        is_open, self._is_open = self._is_open, False
+        if is_open:
+            self._context.closeConnections()
 
     def _native(self, op: ReduceOp, array: Array) -> tuple[Any, Any]:
         dtype = getattr(self._library.dtypes, NATIVE_DTYPES[array.dtype.name])

@@ -15,7 +15,8 @@ other streams go on, and a call with `async_op` overlaps with the caller's own k
 Failure. Waiting notices the launch's deadline, an abort, and asynchronous errors of NCCL. Any of these aborts NCCL's
 communicator (`ncclCommAbort`), whose kernels then end on the GPU; the group is broken. An NCCL call that blocks while
 it enqueues (NCCL connects to ranks on first use) is ended from another thread in the same way: by the thread that
-aborts, or by the guard, if the call lasts longer than its launch may.
+aborts, or by the guard, if the call lasts longer than its launch may. A group that is whole when it is closed is
+destroyed (`ncclCommDestroy`) and not aborted: NCCL may still be sending what its kernels have handed to it.
 
 Repetition. Repeated kernels, as in a captured step, run as CUDA graphs where all ranks can (`graphs`).
 """
@@ -49,7 +50,7 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelEr
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 LOOK_S = 0.01  # How often a wait asks NCCL for errors
 FLOAT8_FROM = 90  # The first compute capability on which NCCL reduces 8-bit floats
-_ABORT_S = 1.0  # How long an abort is waited for; it goes on aside
+_ABORT_S = 1.0  # How long to wait until NCCL has ended a communicator; it goes on aside
 _DRAIN_S = 5.0  # How long kernels may take to end on the GPU after their communicator was aborted
 ENTER_S = 0.1  # How long a rank may go on enqueueing after an abort before its communicator is aborted under it
 GUARD_S = 0.25  # How often the guard checks for ranks that block while they enqueue
@@ -110,6 +111,8 @@ class NcclCommunicator(OnGpu):
         self._until_s = math.inf  # until when it may
         self._lock = threading.Lock()
         self._is_over = self._is_late = False
+        self._is_in_step = True  # whether the last launch went well
+        self._is_bereft = False  # whether the process of a rank has ended
         _guard.add(self)
 
     @property
@@ -193,16 +196,24 @@ class NcclCommunicator(OnGpu):
             (came, _), self._to_record = self._to_record, None
             self._record(launch, kernel, came)
 
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Leaves the launch."""
+        self._is_in_step = ok
+        return super().end(launch, ok)
+
     def abort(self, seq: int) -> None:
         """Wakes this rank, wherever it waits."""
+        self._is_bereft = self._is_bereft or not seq
         super().abort(seq)
         if self._entering == seq:  # it can't look; most such calls return at once, and need the communicator until then
             timers.soon_or_now(ENTER_S, partial(self._wake, seq))
 
     def close(self) -> None:
-        """Aborts NCCL's communicator, and so the running kernels."""
-        self._broken = self._broken or "the communicator was closed"
-        self._end()
+        """Ends NCCL's communicator; running kernels are aborted."""
+        is_whole, self._broken = not self._broken, self._broken or "the communicator was closed"
+        # In this order: a launch either sees `_broken`, or is seen here, first as entering and then by what it keeps
+        is_idle = not self._entering and self._kept is None
+        self._end(is_quiet=is_whole and is_idle and self._is_in_step and not self._is_bereft)
 
     def _start(self, launch: Launch, kernels: Sequence[Kernel], came: Kernel | None = None) -> None:
         self._check_going(launch)
@@ -280,14 +291,16 @@ class NcclCommunicator(OnGpu):
     def _end_aside(self) -> None:
         threads.apart(threads.survives, self._end)
 
-    def _end(self) -> None:
+    def _end(self, *, is_quiet: bool = False) -> None:
+        # Where it `is_quiet`, NCCL may still be sending what this rank has given: an abort would drop that.
         with self._lock:
             is_over, self._is_over = self._is_over, True
         threads.survives(self._replays.drop)
         if is_over:
             return
-        # Aside, and not under the lock: NCCL waits for all that is before its kernels on their stream, and for graphs
-        threads.has_ended(threads.apart(threads.survives, self._nccl.abort), _ABORT_S)
+        # Aside, and not under the lock: NCCL waits for all that is before its kernels on their stream, and for graphs;
+        # where it is destroyed, for the other ranks of the host too
+        threads.bounded(self._nccl.destroy if is_quiet else self._nccl.abort, _ABORT_S)
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
         return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")

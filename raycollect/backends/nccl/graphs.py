@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from raycollect.backends.completion import Tie
+from raycollect.backends.arrays import Tie
 from raycollect.backends.nccl.scripts import Script
 from raycollect.core.model import Kernel, OpKind
 

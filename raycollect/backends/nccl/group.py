@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from raycollect.backends.gpus import SHARING, sharing_fault
+from raycollect.backends.gpus import SHARING, first_use, may_share, name_of, sharing_fault
 from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import threads
 from raycollect.core.codec import Codec
@@ -53,9 +53,9 @@ class Joined:
 class _Place:
     """What a rank tells the others about its GPU."""
 
-    gpu: str  # its host and its PCI bus id
+    gpu: str  # its host, and its name there
     version: int  # NCCL's
-    may_share: bool  # whether its environment allows sharing that GPU
+    may_share: bool  # whether its NCCL allows sharing that GPU
     capability: int  # its compute capability
 
 
@@ -69,10 +69,9 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     device = _device(cupy, spec)
     version = int(nccl.get_version())
     records = _records(cupy, spec, version)
-    gpu = f"{host}/{cupy.cuda.runtime.deviceGetPCIBusId(device)}"
-    may_share = os.environ.get(SHARING, "1") == "1"
+    gpu = f"{host}/{name_of(cupy.cuda.runtime, device)}"
     capability = _capability(cupy.cuda.runtime, device)
-    here = _Place(gpu=gpu, version=version, may_share=may_share, capability=capability)
+    here = _Place(gpu=gpu, version=version, may_share=may_share(), capability=capability)
     rendezvous.put(f"nccl.place.{rank}", _PLACES.encode(here))
     until_s = time.monotonic() + timeout_s
     told, missing = gathered(_PLACES, rendezvous, "nccl.place", range(spec.world_size), until_s)
@@ -171,7 +170,7 @@ def _check(spec: GroupSpec, places: Sequence[_Place]) -> str:
     unwilling = [rank for rank, place in enumerate(places) if not place.may_share]
     if unwilling:
         why = f"ranks {ranks} share the GPU {shared[0]}, and {SHARING} of ranks {unwilling} forbids it"
-        raise refuse(f"{why}: it has to be 1, or not set")
+        raise refuse(f"{why}: it has to be 1 in the environment of the process before that first uses NCCL")
     os.environ[SHARING] = "1"
     _log.info("ranks %s of group %r share the GPU %s; %s=1 lets NCCL do that", ranks, spec.name, shared[0], SHARING)
     return ""
@@ -184,6 +183,8 @@ def _ranks_on(places: Sequence[_Place], gpu: str) -> list[int]:
 def _connect(cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> Any:
     try:
         cupy.cuda.Device(device).use()
+        if arguments[0] > 1:
+            first_use()
         return connected(nccl, *arguments)
     except Exception as exc:
         if not isinstance(exc, RuntimeError):  # as all errors of cupy are

@@ -1,4 +1,4 @@
-"""What CUDA IPC needs and cupy does not offer: where an allocation begins, and the identity of this process."""
+"""What cupy does not offer: where an allocation begins, which device it is, and the identity of this process."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def allocation(pointer: int) -> tuple[int, int] | None:
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
     return None if status else (base.value, nbytes.value)
+
+
+def uuid_of(device: int) -> bytes:
+    """Returns the UUID of a device, or of the part of it that MIG gives this process; empty where nobody tells."""
+    driver = _driver()
+    ask = getattr(driver, "cuDeviceGetUuid_v2", None)  # since CUDA 11.4
+    number, found = ctypes.c_int(), (ctypes.c_uint8 * 16)()
+    if driver is None or ask is None or driver.cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)):
+        return b""
+    return b"" if ask(ctypes.byref(found), number) else bytes(found)
 
 
 @cache

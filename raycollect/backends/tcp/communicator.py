@@ -35,12 +35,12 @@ The option ``checksum`` (`pg_options={"checksum": True}`) adds a checksum to eve
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from raycollect.backends.completion import DONE, translated
+from raycollect.backends.in_use import InUse
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp.by_host import HostRun, Hosts
 from raycollect.backends.tcp.checksums import SummedPeer
@@ -130,8 +130,7 @@ class TcpCommunicator:
         self._staging, self._between = Staging(), Staging(by_host.SLOTS)
         self._staged: tuple[int, Kernel] | None = None  # before the agreement of that launch
         self._begun: Run | None = None  # the next kernel, if it has gone ahead
-        self._closed = False
-        self._inside = threading.Lock()  # held by the thread that uses the connections
+        self._use = InUse(link, partial(_release, self._staging, self._between), spec.name)
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Notes a kernel whose data may go ahead of the agreement; see `Run.go_ahead`."""
@@ -139,7 +138,7 @@ class TcpCommunicator:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` over the connections."""
-        with self as link:
+        with self._use as link:
             staged, self._staged, self._begun = self._staged, None, None
             if staged is None or staged[0] != launch.seq:
                 return link.agree(launch, arrival)
@@ -152,7 +151,7 @@ class TcpCommunicator:
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        with self as link, translated(kernel.kind, self._group_name, self.rank):
+        with self._use as link, translated(kernel.kind, self._group_name, self.rank):
             link.begin(launch)
             begun, self._begun = self._begun, None
             (begun or self._run(link, launch)).run(launch, kernel)
@@ -167,12 +166,12 @@ class TcpCommunicator:
 
     def probe(self, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float, float]]:
         """Measures links to other ranks; see `probe.probe`, and `Probing`."""
-        with self as link:
+        with self._use as link:
             return probe(link, turns)
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""
-        with suppress(GroupBrokenError), self as link:
+        with suppress(GroupBrokenError), self._use as link:
             return link.silent(launch, timeout_s)
         return ()
 
@@ -180,7 +179,7 @@ class TcpCommunicator:
         """Leaves the launch; tells the others if this rank has not run all of it."""
         self._staged = self._begun = None
         try:
-            with self as link:
+            with self._use as link:
                 link.end(launch, ok)
         except GroupBrokenError:
             pass  # a closed communicator has left all launches
@@ -196,28 +195,11 @@ class TcpCommunicator:
 
     def close(self) -> None:
         """Wakes the thread that is inside; the connections are closed when it has left."""
-        self._closed = True
         self._link.stop()
-        self._release()
+        self._use.close()
 
-    def _release(self) -> None:
-        if self._inside.acquire(blocking=False):
-            try:
-                self._link.close()
-                self._staging.close()
-                self._between.close()
-            finally:
-                self._inside.release()
 
-    def __enter__(self) -> Link:
-        # For the thread that uses the connections.
-        self._inside.acquire()
-        if self._closed:
-            self.__exit__()
-            raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
-        return self._link
-
-    def __exit__(self, *exc: object) -> None:
-        self._inside.release()
-        if self._closed:
-            self._release()
+def _release(staging: Staging, between: Staging, link: Link) -> None:
+    link.close()
+    staging.close()
+    between.close()

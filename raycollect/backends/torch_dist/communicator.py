@@ -22,12 +22,12 @@ Waiting releases the GIL and notices an abort, which breaks the group. Extra mem
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from raycollect.backends.completion import DONE, translated
+from raycollect.backends.in_use import InUse
 from raycollect.backends.meshed import Meshed, descriptors
 from raycollect.backends.severed import sever
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
@@ -35,14 +35,15 @@ from raycollect.backends.torch_dist.calls import Calls, Library
 from raycollect.backends.torch_dist.group import make
 from raycollect.backends.torch_dist.rows import is_native
 from raycollect.backends.torch_dist.run import run
+from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import GroupBrokenError, KernelError
+from raycollect.errors import KernelError
 
 JOIN_TIMEOUT_S = 60.0
 # Here a wait that is too short leaves the collective running; elsewhere it may end the whole group
 PATIENT = frozenset({"torch:gloo", "torch:mpi", "torch:ucc"})
-CLOSE_TIMEOUT_S = 1.0  # How long `close` waits for a kernel that is blocked in the library
+CLOSE_TIMEOUT_S = 1.0  # How long to wait until the library has shut down
 _NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST})  # What the library does in CPU memory
 _LACKING = re.compile(r"(not|n't) (yet )?(support|implement)(ed)?", re.IGNORECASE)
 
@@ -91,8 +92,7 @@ class TorchCommunicator(Meshed):
     def __init__(self, library: Library, spec: GroupSpec, mesh: TcpCommunicator) -> None:
         super().__init__(spec, mesh, _NATIVE, is_native)
         self._backend = spec.backend
-        self._library: Library | None = library
-        self._lock = threading.Lock()
+        self._use = InUse(library, _shut_down, spec.name)
 
     def meet(self) -> None:
         """Runs a first barrier: some libraries connect at their first operation, when the rendezvous may be gone."""
@@ -101,31 +101,21 @@ class TorchCommunicator(Meshed):
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
-        with self._lock:  # `close` releases the library only when no thread is in a kernel
-            self._check_whole()
-            run = self._run if self._is_for_library(launch, kernel) else self._mesh.launch
-            return run(launch, kernel)
+        self._check_whole()
+        return self._run(launch, kernel) if self._is_for_library(launch, kernel) else self._mesh.launch(launch, kernel)
 
     def _run(self, launch: Launch, kernel: Kernel) -> Completion:
-        if self._library is None:
-            raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
-        calls = Calls(self._library, launch, self._check_going)
-        with self._failing(kernel, calls, launch), translated(kernel.kind, self._group_name, self.rank):
-            run(calls, launch, kernel)
+        with self._use as library:
+            calls = Calls(library, launch, self._check_going)
+            with self._failing(kernel, calls, launch), translated(kernel.kind, self._group_name, self.rank):
+                run(calls, launch, kernel)
         return DONE
 
     def close(self) -> None:
         """Shuts the library down, once a running kernel has noticed."""
         self._broken = self._broken or "the communicator was closed"
         self._mesh.close()
-        if self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
-            try:
-                library, self._library = self._library, None
-                if library is not None:
-                    with suppress(AttributeError, RuntimeError):  # some only end with the last reference
-                        library.backend.shutdown()
-            finally:
-                self._lock.release()
+        self._use.close()
 
     @contextmanager
     def _failing(self, kernel: Kernel, calls: Calls, launch: Launch) -> Iterator[None]:
@@ -140,6 +130,14 @@ class TorchCommunicator(Meshed):
                 expected = f"an operation that backend {self._backend!r} has for such tensors"
                 raise self._refused(kernel, "op", found, expected) from exc
             self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {exc}"
-            if self._library is not None and self._library.sever is not None:
-                self._library.sever()  # wakes ranks that wait for this one inside the library
+            if calls.library.sever is not None:
+                calls.library.sever()  # wakes ranks that wait for this one inside the library
             raise self._failed(exc, launch, kernel) from exc.__cause__
+
+
+def _shut_down(library: Library) -> None:
+    def shut_down() -> None:
+        with suppress(AttributeError, RuntimeError):  # some only end with the last reference
+            library.backend.shutdown()
+
+    threads.bounded(shut_down, CLOSE_TIMEOUT_S)

@@ -32,12 +32,14 @@ class Read(Message):
 
 @message
 class Fetched(Message):
-    """Describes the value in `found`; its bytes, `blob_nbytes` of them, follow the frame.
+    """Describes the value, as msgpack in `found`; its bytes, `blob_nbytes` of them, follow the frame.
 
-    What is lent instead is described there too, and `Copied` is due.
+    A long description comes in parts (`channel.parts`); `more`: another part follows. What is lent instead of sent is
+    described there too, and `Copied` is due.
     """
 
-    found: dict[str, Any]
+    found: bytes
+    more: bool = False
     blob_nbytes: int = 0
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -9,6 +10,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from raycollect.core import files
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
 
@@ -101,4 +103,6 @@ def draw(result: Result, path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format=path.suffix[1:] or None)
+    files.write(path, drawn.getvalue())

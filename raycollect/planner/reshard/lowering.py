@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from raycollect.core.model import OpKind
 from raycollect.errors import InternalError, Violation, wrong_argument
 from raycollect.planner.ir import Operands, Part, Request
@@ -49,27 +45,14 @@ def resharded(request: Request, reshard: Reshard, membership: Membership) -> Par
     Raises:
         InternalError: The plan would be wrong (a bug of ours); nothing of it is sent.
     """
-    with _no_collection():
-        halves = halves_of(reshard, routes(reshard, membership.topology.hosts))
-        problem = problem_of(reshard, halves)
-        if problem:
-            raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")
-        packed = encode_halves(halves)
+    halves = halves_of(reshard, routes(reshard, membership.topology.hosts))
+    problem = problem_of(reshard, halves)
+    if problem:
+        raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")
+    packed = encode_halves(halves)
     targets = set(reshard.dst_ranks)
     templates = [_template(request, one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
     return Part(request=request, templates=(), parts=()).over(templates)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without the garbage collector, which takes a third of the time: millions of tuples are made, and no cycles."""
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 def _template(request: Request, operands: Operands, half: bytes, *, takes: bool) -> Template:

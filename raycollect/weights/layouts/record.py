@@ -10,7 +10,8 @@ from raycollect.backends.elements import Array
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_layout
 from raycollect.errors.text import a_type, listed
 from raycollect.planner.boxes import Point
-from raycollect.planner.layout import Layout, Region, Regions, dtype_name, unfolded
+from raycollect.planner.layout import Layout, Region, Regions, unfolded
+from raycollect.planner.layout_arguments import dtype_name, whole
 from raycollect.planner.wording import counted
 from raycollect.weights.layouts import of_numpy, of_torch
 from raycollect.weights.layouts.identities import (
@@ -54,7 +55,7 @@ def record_layout(loader: Loader, local: Mapping[str, Any], names: Mapping[str, 
             full tensors, with all tensors of which that is so. Whatever else the loader raises is passed on.
         InvalidArgumentError: An argument makes no sense.
     """
-    recorded = _Recorded(local, names)
+    recorded = _Recorded(loader, local, names)
     filled = recorded.run(loader)
     found: dict[str, Layout] = {}
     wrong: list[Violation] = []
@@ -83,7 +84,12 @@ class _UnfitError(Exception):
 class _Recorded:
     """The stand-ins of a loader."""
 
-    def __init__(self, local: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    def __init__(self, loader: Loader, local: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+        if not callable(loader):
+            raise refusal("record_layout", "", (wrong_argument("loader", a_type(loader), "a function"),))
+        for field, value in (("local", local), ("names", names)):
+            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+                raise refusal("record_layout", "", (wrong_argument(field, a_type(value), "a dict of tensors by name"),))
         wrong = [
             wrong_argument(f"local[{key!r}]", a_type(one), "a tensor, or anything with a shape and a dtype")
             for key, one in local.items()
@@ -94,8 +100,8 @@ class _Recorded:
         shapes: dict[str, Point] = {}
         for name, one in names.items():
             try:
-                shapes[name] = tuple(map(int, getattr(one, "shape", one)))
-            except TypeError:
+                shapes[name] = tuple(map(whole, getattr(one, "shape", one)))
+            except (TypeError, ValueError):
                 wrong.append(wrong_argument(f"names[{name!r}]", a_type(one), "a shape, or anything with one"))
         if wrong:
             raise refusal("record_layout", "", tuple(wrong))

@@ -98,6 +98,54 @@ def test_an_object_of_another_library_is_looked_at_by_cupy(fake: Fake) -> None:
     assert arrays.library(Foreign(array)) == "cupy"
 
 
+class ReadOnly:
+    """An array of another library that nobody may write to, as JAX's, by the interface or by DLPack."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+class ByInterface(ReadOnly):
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        found = self.array.__cuda_array_interface__
+        return found | {"data": (found["data"][0], True)}
+
+
+class ByDlpack(ReadOnly):
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> Any:
+        if max_version is None:
+            return self.array.__dlpack__(stream=stream)
+        shown = np.zeros(1)  # of the same flags
+        shown.setflags(write=False)
+        return shown.__dlpack__(max_version=max_version)
+
+
+@pytest.mark.parametrize("kind", [ByInterface, ByDlpack])
+def test_memory_that_is_read_only_stays_so(fake: Fake, kind: type[ReadOnly]) -> None:
+    """cupy forgets it."""
+    if kind is ByDlpack and not hasattr(np, "unstack"):
+        pytest.skip("numpy exports no read-only arrays before 2.1")
+    array = fake.cupy.zeros((4, 3), dtype=np.float32)
+    seen = arrays.view(kind(array))
+    assert isinstance(seen, DeviceArray)
+    assert seen.address == array.data.ptr
+    assert not arrays.is_writeable(seen)
+    assert not any(map(arrays.is_writeable, arrays.split(seen, 2) or ()))
+    assert arrays.is_writeable(arrays.view(array))
+    assert arrays.place(seen) != arrays.place(arrays.view(array))
+
+
+def test_to_show_an_array_reads_none_of_it(fake: Fake) -> None:
+    array = DeviceArray(fake.cupy.ones(3, dtype=np.float32))
+    fake.counts.clear()
+    assert "float32" in repr(array)
+    assert not fake.counts
+
+
 class OnTheHost:
     """An array of JAX on the CPU: its class has the property, which raises there, and it shows its memory by DLPack."""
 

@@ -14,14 +14,16 @@ import pytest
 
 from raycollect import backends
 from raycollect.backends import Gpu, gpus
+from raycollect.errors import BackendUnavailableError
 from raycollect.member import init
 from raycollect.member import operations as imperative
 from tests.fake_cupy import installed
 from tests.pure.member.gpu_ranks import Ranks, ranks  # noqa: F401 - a fixture
+from tests.pure.on_gpu import GpuTeam
 
 
-def gpu(bus: str = "0000:10:00.0", version: int = 22803, may_share: bool = True) -> Gpu:
-    return Gpu(bus=bus, version=version, may_share=may_share)
+def gpu(name: str = "0000:10:00.0", version: int = 22803, may_share: bool = True) -> Gpu:
+    return Gpu(name=name, version=version, may_share=may_share)
 
 
 A, B = gpu("a"), gpu("b")
@@ -76,6 +78,31 @@ def test_a_gpu_tells_its_place_and_what_may_be_done_with_it(monkeypatch: pytest.
         monkeypatch.setenv(gpus.SHARING, "0")
         assert gpus.here(given=True) == gpu("0000:12:00.0", 23000, may_share=False)
         assert gpus.here(given=False) is None
+
+
+def test_parts_of_one_gpu_by_mig_are_not_the_same_gpu() -> None:
+    """They have its PCI bus id in common."""
+    with installed(2) as fake:
+        fake.split(bytes(range(16)), bytes(range(1, 17)))
+        found = []
+        for device in range(2):
+            with fake.cupy.cuda.Device(device):
+                found.append(gpus.here())
+    assert found[0] != found[1]
+    assert "each of 2 ranks has a GPU" in backends.choose(["m", "m"], found).why
+
+
+def test_what_nccl_has_read_is_not_changed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(gpus.SHARING, raising=False)
+    with installed(2, nccl_version=23000):
+        GpuTeam(1).close()
+        assert gpus.may_share()
+        GpuTeam(2).close()  # NCCL has read its environment
+        assert not gpus.may_share()
+        monkeypatch.setenv(gpus.SHARING, "1")
+        assert not gpus.may_share()
+        with pytest.raises(BackendUnavailableError, match="before that first uses NCCL"):
+            GpuTeam(3)
 
 
 def test_there_is_none_where_the_driver_sees_none() -> None:

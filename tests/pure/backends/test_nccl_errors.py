@@ -381,3 +381,73 @@ def test_all_threads_that_abort_end(three: tuple[Fake, GpuTeam]) -> None:
         with pytest.raises(RaycollectError):
             communicator.launch(team.launch(), Kernel(kind=sums(None).kind))
     assert wait_until(lambda: not apart(before))
+
+
+# ------------------------------------------------------------------------------- how it is closed
+
+
+class Unending:
+    """NCCL's communicator whose destruction waits for the other ranks of its host."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def destroy(self) -> None:
+        self.begun.set()
+        assert self.go.wait(WAIT_S)
+        self._real.destroy()
+
+
+def _ended(fake: Fake) -> tuple[int, int]:
+    return fake.counts["nccl.destroy"], fake.counts["nccl.abort"]
+
+
+def test_a_whole_group_is_destroyed_so_that_nothing_sent_is_lost(three: tuple[Fake, GpuTeam]) -> None:
+    fake, team = three
+    for communicator in team.communicators[:2]:
+        communicator.abort(team.launch().seq)  # of a launch that nobody begins
+    assert team.must(body_sum, team.launch()) == [[6] * 50] * 3
+    for communicator in team.communicators:
+        communicator.close()
+    assert _ended(fake) == (3, 0)
+
+
+def test_a_rank_that_closes_before_the_others_does_not_wait_for_them(
+    three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
+    (fake, team), before = three, apart()
+    communicator: Any = team.communicators[0]
+    communicator._nccl = unending = Unending(communicator._nccl)
+    communicator.close()
+    assert unending.begun.is_set()
+    assert _ended(fake) == (0, 0)
+    unending.go.set()
+    assert wait_until(lambda: not apart(before))
+    assert _ended(fake) == (1, 0)
+
+
+@pytest.mark.parametrize("why", ["a launch failed", "a rank died", "a kernel is under way"])
+def test_what_is_not_whole_is_aborted(three: tuple[Fake, GpuTeam], why: str) -> None:
+    """Its kernels, and other ranks, may never come to an end."""
+    fake, team = three
+    assert team.must(body_sum, team.launch()) == [[6] * 50] * 3
+    communicator, launch = team.communicators[0], team.launch()
+    if why == "a launch failed":
+        communicator.end(launch, False)
+    elif why == "a rank died":
+        communicator.abort(0)
+        communicator.end(launch, True)
+    else:
+        waits, running = is_waiting(fake, communicator), team.start(0, body_sum, launch)
+        for rank in (1, 2):
+            team.start(rank, lambda other, launch: other.agree(launch, b""), launch)
+        assert wait_until(waits)
+    communicator.close()
+    if why == "a kernel is under way":
+        assert isinstance(running.result(WAIT_S), GroupBrokenError)
+    assert _ended(fake) == (0, 1)

@@ -43,8 +43,9 @@ class Ring:
         self._bell = bell
         self._slot = slot
 
-    def write(self, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+    def write(self, number: int, seq: int, predecessor: int, payload: bytes, after: bytes) -> bool:
         self._bell.rung[self._slot, number] = seq, predecessor, payload
+        self._bell.after[self._slot, number] = after
         return len(payload) <= SHORT
 
 
@@ -54,6 +55,7 @@ class Bell:
     def __init__(self) -> None:
         self.number = 0
         self.rung: dict[tuple[int, int], tuple[int, int, bytes]] = {}
+        self.after: dict[tuple[int, int], bytes] = {}
         self.given: dict[tuple[int, int], bytes] = {}
         self.runs = [Ring(self, slot) for slot in range(SLOTS)]
         self.woken: list[tuple[int, int]] = []  # for which run, and how many had it by then

@@ -85,7 +85,7 @@ def test_no_run_begins_while_its_group_drains(fleet: Fleet, monkeypatch: pytest.
         with pytest.raises(CollectiveTimeoutError, match="its members did not change"):
             retire(fleet)
     assert refused
-    fleet.controller.groups.draining = ""
+    fleet.controller.groups.draining.clear()
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     drive(fleet)
@@ -95,16 +95,16 @@ def test_a_step_goes_on_where_its_members_did_not_change_in_the_end(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that was refused as they were about to is begun again by itself."""
-    groups, waited = fleet.controller.groups, list[str]()
+    groups, waited = fleet.controller.groups, list[set[str]]()
     made = Capture()
     made._state, made._controller = "", fleet.controller
-    made._installed = SimpleNamespace(runs=fleet.runs, places=())  # type: ignore[assignment]
-    groups.draining = fleet.left.spec.group_id
+    made._installed = SimpleNamespace(runs=fleet.runs, places=(), kept=())  # type: ignore[assignment]
+    groups.draining.add(fleet.left.spec.group_id)
     fleet.controller.revision = object()
 
     def followed(*_: object) -> bytes:
-        waited.append(groups.draining)
-        groups.draining = ""
+        waited.append(set(groups.draining))
+        groups.draining.clear()
         return b""
 
     monkeypatch.setattr(step, "follow", followed)

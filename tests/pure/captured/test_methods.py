@@ -151,7 +151,12 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], threading.Lock]
     def make(is_ordered: bool) -> threading.Lock:
         turn = threading.Lock()
         here = SimpleNamespace(
-            method_lock=turn, is_ordered=is_ordered, store=Store(), finished_calls=FinishedCalls(), refusals={}
+            method_lock=turn,
+            is_ordered=is_ordered,
+            store=Store(),
+            finished_calls=FinishedCalls(),
+            refusals={},
+            _methods_thread=threading.get_ident(),
         )
         here.keep = lambda key, container, streamed=False: container.value
         monkeypatch.setattr(Runtime, "_current", here)
@@ -275,7 +280,7 @@ def _echo() -> Script:
 
 
 def _run(seq: int, predecessor: int, *arguments: Any) -> Run:
-    return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments))
+    return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
 
 
 def _fenced(seq: int, predecessor: int, *arguments: Any) -> bytes:

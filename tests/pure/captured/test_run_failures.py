@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Forget, Run
+from raycollect.channel.messages import Abort, Forget, Look, Run
+from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key
+from raycollect.driver import stall_report
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_runs import StepRuns
 from raycollect.errors import (
@@ -138,14 +140,14 @@ def test_a_run_that_can_not_be_sent_to_all(fleet: Fleet, monkeypatch: pytest.Mon
 
 
 def test_run_timeout_names_the_missing_participants(fleet: Fleet) -> None:
-    tracker = fleet.begin(timeout_s=0.01)
+    tracker = fleet.begin(deadline=Deadline.after(0.01))
     fleet.bell.give(0, tracker.number)
-    assert tracker.wait(None)
+    assert stall_report.wait(fleet.controller, tracker, None)
     error = tracker.error
     assert isinstance(error, CollectiveTimeoutError)
-    assert "Worker(6), Worker(7), Worker(8)" in error.detail
+    assert [f"Worker({at})" in error.detail for at in (5, 6, 7, 8)] == [False, True, True, True]
     assert (error.missing, error.timeout_s) == ((1, 2), 0.01)
-    assert [type(said(peer)[0]) for peer in fleet.peers[1:]] == [Abort] * 3
+    assert [[type(one) for one in said(peer)] for peer in fleet.peers[1:]] == [[Look, Abort]] * 3
     fleet.land(tracker)
 
 

@@ -11,8 +11,11 @@ import pytest
 from raycollect.captured.captured_run import CapturedRun
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Arrivals, Arrive, Ran, Run, Stuck
+from raycollect.core.model import TASK_NBYTES
+from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
     KernelError,
     PlanAbortedError,
@@ -72,7 +75,7 @@ def test_oversized_runs_use_the_channel(controller: Controller) -> None:
     assert sorted(fleet.bell.rung) == [(0, 1), (1, 1)]
     fenceless = fleet.begin(b"a", b"b", b"c", b"d")
     sent = [said(peer) for peer in fleet.peers]
-    assert sent[3] == [Run(capture=CAPTURE, seq=fenceless.seq, predecessor=tracker.seq, payload=b"d")]
+    assert sent[3] == [Run(capture=CAPTURE, seq=fenceless.seq, predecessor=tracker.seq, payload=b"d", after=b"")]
     assert [len(one) for one in sent] == [0, 1, 0, 1]
     for at in (1, 2, 3):
         fleet.tell(at, Ran(seq=tracker.seq, payload=b""))
@@ -186,28 +189,47 @@ def test_number_of_concurrent_runs_is_bounded(fleet: Fleet, is_late: bool) -> No
     assert fleet.runs.is_idle
 
 
-def test_run_follows_pending_plans_of_its_participants(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that is pending there, or a fenced run, may wait for methods; a run by the doorbell does not."""
+def end_well(fleet: Fleet, tracker: PlanTracker) -> None:
+    for at in range(4):
+        fleet.bell.give(at, tracker.number)
+    assert tracker.wait(WAIT_S)
+
+
+def test_run_comes_behind_the_last_call_of_each_actor(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fenced: list[int] = []
     monkeypatch.setattr(fleet.runs, "_fence", lambda at: lambda payload: fenced.append(at))
-    from tests.pure.driver.test_controller import registered_anew
-    from tests.pure.driver.test_plan_tracker_batches import flying
-
-    assert not fleet.begin().is_fenced
-    assert not fleet.begin().is_fenced, "other runs by the doorbell are no reason"
-    made = flying(asked(fleet.left, (0, 1, 2)))
-    plan_ = registered_anew(fleet.controller, made)
+    calls = [SubmittedCalls() for _ in fleet.peers[1:]]
+    for peer, one in zip(fleet.peers[1:], calls, strict=True):
+        peer.calls = one  # the first has methods without an order
+        one.last = bytes([7] * TASK_NBYTES)
+    tracker = fleet.begin()
+    assert [fleet.bell.after[at, tracker.number] for at in range(4)] == [b"", *[bytes([7] * TASK_NBYTES)] * 3]
+    calls[0].last = bytes([8] * TASK_NBYTES)
+    end_well(fleet, tracker)
     behind = fleet.begin()
-    assert behind.is_fenced
-    assert behind.number == 0
-    assert fenced == [0, 1, 2, 3]
-    for at in range(3):
-        fleet.controller.send(plan_, plan_.done(at, None, ()))
-    again = fleet.begin()
-    assert again.is_fenced, "the fenced run is pending"
-    for tracker in (behind, again):
-        for at in range(4):
-            fleet.tell(at, Ran(seq=tracker.seq, payload=b""))
-    assert not fleet.begin().is_fenced
-    assert fenced == [0, 1, 2, 3] * 2
-    assert len(fleet.bell.rung) == 4 * 3
+    assert [fleet.bell.after[at, behind.number] for at in range(4)] == [b"", bytes([8] * TASK_NBYTES), b"", b""]
+    end_well(fleet, behind)
+    calls[2].last = None  # a call whose end nobody notes
+    queued = fleet.begin()
+    assert (queued.number, fenced) == (0, [0, 1, 2, 3])
+    assert [one.last for one in calls] == [NOTHING] * 3, "what comes later is behind the run"
+    for at in range(4):
+        fleet.tell(at, Ran(seq=queued.seq, payload=b""))
+    last = fleet.begin()
+    assert last.number
+    assert [fleet.bell.after[at, last.number] for at in range(4)] == [b""] * 4
+    end_well(fleet, last)
+
+
+def test_calls_after_a_run_wait_for_it_while_it_is_under_way(fleet: Fleet) -> None:
+    waiting: list[int] = []
+    for at, peer in enumerate(fleet.peers):
+        peer.calls = SubmittedCalls()
+        peer.calls.last = NOTHING
+        peer.fence = lambda seq, at=at: waiting.append(at)  # type: ignore[method-assign,misc]
+    tracker = fleet.begin()
+    fleet.bell.give(3, tracker.number)
+    for peer in fleet.peers:
+        peer.calls.submit(None, "method", lambda *rest, **options: None, {})  # type: ignore[union-attr]
+    assert waiting == [0, 1, 2], "the last one has ended its part"
+    end_well(fleet, tracker)

@@ -121,7 +121,7 @@ def test_a_step_that_is_closed_while_another_thread_plans_it_anew_stays_closed(m
     step._block, step._state, step._installed, step._runs = Mock(), "", before, before.runs  # type: ignore[assignment]
     closing = threading.Thread(target=step.close)
 
-    def install(self: Capture, controller: object) -> None:
+    def install(self: Capture, *rest: object) -> None:
         closing.start()
         closing.join(0.2)  # it has to wait
         self._installed, self._runs = after, after.runs  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import pytest
 
 from raycollect.channel import doorbell as doorbell_module
 from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient, Entry
-from raycollect.core.model import Segment
+from raycollect.core.model import TASK_NBYTES, Segment
 from raycollect.core.semaphores import Semaphore
 from raycollect.core.signals import Deferred, deliver
 from tests.pure.channel.bells import serve, take
@@ -70,8 +70,9 @@ def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
     for nbytes, fits in ((INLINE_NBYTES, True), (INLINE_NBYTES + 1, False), (0, True)):
         payload = os.urandom(nbytes)
         number = bell.begin()
-        assert bell.runs[0].write(number, 1, 0, payload) is fits
-        assert take(post).payload == (payload if fits else None)
+        after = os.urandom(TASK_NBYTES) if nbytes % 2 else b""
+        assert bell.runs[0].write(number, 1, 0, payload, after) is fits
+        assert take(post) == Entry(number, 1, 0, payload if fits else None, after)
         assert post.answer(number, payload) is fits
         assert answer(bell, 0, number) == (payload if fits else None)
 

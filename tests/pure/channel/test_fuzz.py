@@ -74,8 +74,8 @@ def _station(rng: random.Random, role: str, purpose: str, handshakes: int) -> St
         one = message(rng)
         foreign += [itself.send(one), stranger.send(one)]
         if purpose == "data" and rng.random() < 0.5:
-            frame = peer.send(Fetched(found={}), BLOB_NBYTES)
-            said += [(frame, (Fetched(found={}, blob_nbytes=BLOB_NBYTES),)), (rng.randbytes(BLOB_NBYTES), ())]
+            frame = peer.send(Fetched(found=b""), BLOB_NBYTES)
+            said += [(frame, (Fetched(found=b"", blob_nbytes=BLOB_NBYTES),)), (rng.randbytes(BLOB_NBYTES), ())]
         else:
             said.append((peer.send(one), (one,)))
     return Station(

@@ -299,7 +299,8 @@ PUBLISHED = Publish(group_id="id of g", communicator=PLANS, generation="id of g"
 @pytest.mark.parametrize("message", [Joined(request=1), PUBLISHED])
 def test_a_group_that_can_not_form_is_told_why(message: Any) -> None:
     with crew_of(PROGRAM) as crew:
-        joining = crew.controller.participants._joining[1] = _Joining(crew.memberships[0].members[0])
+        joining = _Joining(crew.memberships[0].members[0], "id of g")
+        crew.controller.participants._joining[1] = joining, (joining,)
         holder, name = (Participants, "joined") if isinstance(message, Joined) else (Coordinators, "receive")
         with fail_at(holder, name):
             crew.sites[0].peer.received(cast(Any, None), message)

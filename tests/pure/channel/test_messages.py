@@ -89,7 +89,7 @@ def test_messages_are_frozen_and_slotted(name: str) -> None:
         {"t": "Free", "keys": [b"a", "b"]},
         {"t": "Joined", "request": 1, "error": []},
         {"t": "Joined", "request": 1, "error": {b"a": 1}},
-        {"t": "Fetched", "found": {}, "blob_nbytes": -1},
+        {"t": "Fetched", "found": b"", "more": False, "blob_nbytes": -1},
         {"t": "Ticked", "request": 1, "at_s": "1", "clock": "", "refusal": ""},
     ],
 )
@@ -153,4 +153,4 @@ def test_tuples_come_back_as_tuples() -> None:
 
 def test_a_negative_blob_is_invalid_from_birth() -> None:
     with pytest.raises(ValueError):
-        Fetched(found={}, blob_nbytes=-1)
+        Fetched(found=b"", blob_nbytes=-1)

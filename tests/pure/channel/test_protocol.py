@@ -269,8 +269,8 @@ def test_the_end_of_the_stream_says_whether_something_was_cut() -> None:
 def test_a_blob_follows_its_frame_and_frames_follow_the_blob() -> None:
     wire = Wire(purpose="data").open()
     blob = bytes(range(256)) * 40
-    stream = wire.server.send(Fetched(found={}), len(blob)) + blob + wire.server.send(Bye())
-    assert wire.client.receive(stream[:1000]) == [Fetched(found={}, blob_nbytes=len(blob))]
+    stream = wire.server.send(Fetched(found=b""), len(blob)) + blob + wire.server.send(Bye())
+    assert wire.client.receive(stream[:1000]) == [Fetched(found=b"", blob_nbytes=len(blob))]
     got = bytearray(wire.client.take_buffered(100))
     assert len(got) == 100
     got += wire.client.take_buffered(1 << 30)
@@ -285,8 +285,8 @@ def test_a_blob_follows_its_frame_and_frames_follow_the_blob() -> None:
 
 def test_frames_buffered_behind_a_blob_wait_for_its_end() -> None:
     wire = Wire(purpose="data").open()
-    stream = wire.server.send(Fetched(found={}), 3) + b"abc" + wire.server.send(Bye())
-    assert wire.client.receive(stream) == [Fetched(found={}, blob_nbytes=3)]
+    stream = wire.server.send(Fetched(found=b""), 3) + b"abc" + wire.server.send(Bye())
+    assert wire.client.receive(stream) == [Fetched(found=b"", blob_nbytes=3)]
     assert wire.client.take_buffered(99) == b"abc"
     wire.client.blob_received()
     assert wire.client.receive(b"") == [Bye()]
@@ -294,23 +294,23 @@ def test_frames_buffered_behind_a_blob_wait_for_its_end() -> None:
 
 def test_the_receiver_of_a_blob_can_still_send() -> None:
     wire = Wire(purpose="data").open()
-    wire.client.receive(wire.server.send(Fetched(found={}), 3))
+    wire.client.receive(wire.server.send(Fetched(found=b""), 3))
     assert wire.server.receive(wire.client.send(Bye())) == [Bye()]
 
 
 def test_feeding_frames_while_a_blob_is_due_breaks_the_rules() -> None:
     wire = Wire(purpose="data").open()
-    wire.client.receive(wire.server.send(Fetched(found={}), 3))
+    wire.client.receive(wire.server.send(Fetched(found=b""), 3))
     _raises_for_ever(wire.client, b"abc", ProtocolError)
 
 
 def test_blobs_only_where_they_are_allowed() -> None:
     control, data = Wire().open(), Wire(purpose="data").open()
     for connection, message, nbytes in (
-        (control.server, Fetched(found={}), 3),
+        (control.server, Fetched(found=b""), 3),
         (data.server, Bye(), 3),
-        (data.server, Fetched(found={}, blob_nbytes=4), 3),
-        (data.server, Fetched(found={}, blob_nbytes=4), 0),
+        (data.server, Fetched(found=b"", blob_nbytes=4), 3),
+        (data.server, Fetched(found=b"", blob_nbytes=4), 0),
         (data.server, Fetch(key=b""), 1),
     ):
         with pytest.raises(ProtocolError):
@@ -324,7 +324,7 @@ def test_blobs_only_where_they_are_allowed() -> None:
 def test_a_blob_announced_on_a_control_connection_closes_it() -> None:
     wire = Wire().open()
     wire.server.purpose = "data"  # a peer that breaks the rule
-    _raises_for_ever(wire.client, wire.server.send(Fetched(found={}), 3), ProtocolError)
+    _raises_for_ever(wire.client, wire.server.send(Fetched(found=b""), 3), ProtocolError)
 
 
 # ---------------------------------------------------------------------------------------------- table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import socket
@@ -227,6 +228,36 @@ class Given:
 
     def fail(self) -> None:
         raise ValueError("the cause")
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_call_whose_await_is_cancelled_is_made_all_the_same(is_good: bool, caplog: pytest.LogCaptureFixture) -> None:
+    begun, go_on, callers = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    def call() -> int:
+        callers.append(threading.current_thread())
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return 5 if is_good else boom()  # type: ignore[func-returns-value]
+
+    async def main() -> None:
+        cancelled, waited_for = threads.awaitable(call), threads.awaitable(call)
+        await asyncio.to_thread(begun.wait)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        go_on.set()
+        if is_good:
+            assert await waited_for == 5
+        else:
+            with pytest.raises(ValueError, match="the cause"):
+                await waited_for
+
+    asyncio.run(main())
+    assert len(callers) == 2
+    for one in callers:
+        one.join(WAIT_S)
+    assert told(caplog) == []
 
 
 def test_what_a_failed_call_apart_was_given_goes_with_its_future() -> None:

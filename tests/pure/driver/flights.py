@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raycollect.core import threads, timers
+from raycollect.core.deadline import NEVER
 from raycollect.driver import stall_report
 
 
@@ -48,9 +49,11 @@ class Flying:
         self.clock = clock or Clock()
         self.ends_s = self.clock.now_s + ends_s
         self.seq = 7
+        self.deadline = NEVER
         self.launches = range(7, 12)
         self.group_name = "g"
         self.error: Any = None
+        self.overdue = None
         self.pending = {0, 1}
         members = [SimpleNamespace(rank=rank, actor=f"W({rank})", actor_id="abc"[rank]) for rank in range(3)]
         self.groups = (SimpleNamespace(spec=SimpleNamespace(name="g"), members=members),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,7 @@ from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined,
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
 from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
-from raycollect.driver import groups as groups_module
-from raycollect.driver import member_discovery
+from raycollect.driver import formation, member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_plan
 from raycollect.driver.groups import Declared
@@ -91,7 +91,8 @@ def lease(controller: Controller, *memberships: Membership) -> dict[str, Partici
     found: dict[str, ParticipantLink] = {}
     for membership in memberships:
         for member in membership.members:
-            info = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            info: dict[str, Any] = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            info["incarnation"] = member.incarnation
             peer = found.setdefault(member.actor, ParticipantLink(controller.messages, info, None))
             peer.link = peer.link or Line()  # type: ignore[assignment]
             controller.participants.add(peer)
@@ -359,8 +360,9 @@ def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their
     groups, refused = controller.groups, list[str]()
     groups.add(declared(old))
 
-    def form(*_: Any, **__: Any) -> Declared:
-        groups.draining = old.spec.group_id
+    def form(_: Any, __: float, add: Callable[[Declared], None], **___: Any) -> Declared:
+        groups.draining.add(old.spec.group_id)
+        add(declared(now))
         return declared(now)
 
     def check(*_: Any) -> None:
@@ -385,7 +387,7 @@ def test_a_member_that_dies_between_its_lease_and_its_join_is_named(
     with pytest.raises(ActorGoneError, match="before it was asked to join") as caught:
         controller.participants.join([team], time.monotonic() + WAIT_S)
     assert (caught.value.rank, caught.value.actor) == (1, team.members[1].actor)
-    monkeypatch.setattr(groups_module, "inner_groups", lambda _: (inside,))
+    monkeypatch.setattr(formation, "inner_groups", lambda _: (inside,))
     first.group_ids.add(team.spec.group_id)
     with pytest.raises(ActorGoneError, match="before it was asked to join"):
         controller.groups._with_inner(team, time.monotonic() + WAIT_S)

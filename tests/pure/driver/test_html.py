@@ -13,6 +13,7 @@ import pytest
 from raycollect import backends
 from raycollect.captured.captured_run import CapturedRun
 from raycollect.core import html
+from raycollect.core.deadline import NEVER
 from raycollect.core.model import TENSOR, Address, Key, Structure, TensorInfo
 from raycollect.driver.group import Group
 from raycollect.driver.group_status import GroupStatus, MemberStatus
@@ -294,7 +295,7 @@ class Flying:
 
     def __init__(self, count, ended=0, *, resolved=False, error=None, name="allreduce", group="default"):
         self.plan = SimpleNamespace(name=name, participants=range(count), requests=[None])
-        self.seq, self.place, self.group_name = 7, 3, group
+        self.seq, self.place, self.group_name, self.deadline = 7, 3, group, NEVER
         self.count, self.ended, self.error = count, ended, error
         self.resolved = resolved or error is not None
 

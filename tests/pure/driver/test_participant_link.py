@@ -132,8 +132,9 @@ def test_oversized_message_raises_for_the_sender(peer):
 def test_the_end_of_a_member_counts_for_those_who_join_until_all_have(all_joined):
     peers = Participants(SimpleNamespace(), "me")
     members = [SimpleNamespace(actor_id=f"actor {rank}") for rank in range(2)]
-    joining = {request: peers_module._Joining(member) for request, member in enumerate(members)}
-    peers._joining.update(joining)
+    joining = {request: peers_module._Joining(member, "a group") for request, member in enumerate(members)}
+    together = tuple(joining.values())
+    peers._joining.update({request: (one, together) for request, one in joining.items()})
     try:
         for request in range(1 + all_joined):
             peers.joined(Joined(request=request))
@@ -181,7 +182,7 @@ def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_le
     info = {"participant": True, "ordered": True, "actor_id": "actor 0", "actor": "W(1)", "incarnation": "1"}
     try:
         with pytest.raises(ActorGoneError, match="as it was leased"):
-            peers.lease(member, SimpleNamespace(), info, None, math.inf)
+            peers.lease(member, SimpleNamespace(), info, None, math.inf, group_id="a group")
         assert peers.all() == ()
     finally:
         peers.close()

@@ -11,7 +11,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.errors import ReadOnlyError, TensorDirtyError
+from raycollect.errors import KernelError, PlanAbortedError, ReadOnlyError, TensorDirtyError
 from raycollect.planner import Made, Request, plan
 from tests.pure.fleet import WAIT_S, Convoy, NoFaults
 
@@ -87,6 +87,41 @@ def test_memory_that_changed_before_a_second_look_is_an_error(pair: Convoy) -> N
     other.setflags(write=True)
     pair.faults = NoFaults()
     assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
+
+
+@pytest.mark.parametrize("change", ["dirty", "read-only", "moved"])
+def test_what_a_second_look_finds_is_an_error_and_not_dropped(pair: Convoy, change: str) -> None:
+    """The other rank brings a tensor of another library, to which all agree. This rank's own changes meanwhile."""
+    torch = pytest.importorskip("torch")
+    tensor, other = Rebound(np.ones(3)), np.ones(3)
+    mine, first, second = pair.keep(0, tensor), pair.keep(1, other), pair.keep(1, torch.from_numpy(other))
+    planned, changed = (
+        plan([_request(pair, OpKind.ALLREDUCE, ((0, mine, None), (1, key, None)), op=ReduceOp.SUM)], pair.memberships)
+        for key in (first, second)
+    )
+    for _ in range(2):
+        assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
+    ((left,),) = [list(one.values()) for one in pair.communicators[:1]]
+    owed: list[Any] = []
+    left.forsake = lambda launch, kernels: owed.extend(kernels)  # type: ignore[attr-defined]
+    tensor.array[:], other[:] = 1.0, 5.0
+    pair.faults = late = LateFor()
+    running = pair.start(changed)
+    assert late.looked.wait(WAIT_S)
+    if change == "dirty":
+        pair.stores[0].mark_dirty([arrays.byte_range(tensor.array)], [tensor.array])
+    elif change == "read-only":
+        tensor.array.setflags(write=False)
+    else:
+        tensor.array = np.full(3, 100.0)
+    was = tensor.array.copy()
+    late.go.set()
+    error = running[0].result(WAIT_S).error
+    assert isinstance(error, KernelError)
+    assert (error.op, error.rank) == ("allreduce", 0)
+    assert isinstance(running[1].result(WAIT_S).error, PlanAbortedError)
+    assert len(owed) == 1, "the backend hears that rank 1 may be in the kernel"
+    np.testing.assert_array_equal(tensor.array, was)
 
 
 def test_dirt_is_excused_only_by_what_comes_before_in_the_batch(pair: Convoy) -> None:

@@ -19,10 +19,11 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.pos import store
-from tests.pure.engine.repeated_loops import MakeLoop, loop, same, told
+from tests.pure.engine.repeated_loops import MakeLoop, loop, repeats, same, told
+from tests.pure.fleet import FailAt
 from tests.pure.watched import WAIT_S, WatchedCondition
 
-__all__ = ["loop"]  # a fixture
+__all__ = ["loop", "repeats"]  # fixtures
 
 
 def test_a_kernel_that_is_refused_now_is_told_to_all(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +146,99 @@ def test_who_does_not_come_to_the_check_is_named(loop: MakeLoop, monkeypatch: py
 
     # Whoever gives up first is not there any more for the other, who is told so, or gives up too.
     assert same(monkeypatch, scenario) == {(2,)}
+
+
+# ---------------------------------------------------------------------------------------------- what a backend hears
+
+
+class Told:
+    """What a rank's backend hears at the end of its launches: (kernels that it did not run, whether it went well)."""
+
+    def __init__(self, odd: Any) -> None:
+        self.ends: list[tuple[int, bool]] = []
+        self._left = 0
+        end = odd.end
+
+        def ended(launch: Any, ok: bool) -> Any:
+            self.ends.append((self._left, ok))
+            self._left = 0
+            return end(launch, ok)
+
+        odd.forsake, odd.end = self._forsake, ended
+
+    def _forsake(self, launch: Any, kernels: Any) -> None:
+        self._left += len(kernels)
+
+
+@pytest.mark.parametrize("point", ["start", "before_check", "after_check", "before_kernel", "after_kernel", "end"])
+@pytest.mark.parametrize("backend", ["local", "shm", "tcp"])
+def test_a_fault_does_the_same_in_first_and_repeated_runs(
+    loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, repeats: list[int], point: str, backend: str
+) -> None:
+    """The backend hears once how the launch ended, and of a kernel for which others may wait."""
+
+    def scenario() -> Any:
+        one = loop(backend, [np.ones(5) for _ in range(2)])
+        one.must()
+        heard = Told(one.odd[1])
+        one.team.faults.now = fault = FailAt(point=point, rank=1)
+        errors = one.run()
+        assert fault.consumed == 1
+        assert isinstance(errors[1], KernelError)
+        assert one.dirty[1] == (point in ("before_kernel", "after_kernel"))
+        one.clean()
+        one.must(2)
+        return told(errors[1]), heard.ends, one.dirty
+
+    _, ends, _ = same(monkeypatch, scenario)
+    assert ends[0] == (int(point in ("after_check", "before_kernel")), False)
+    assert ends[1:] == [(0, True)] * 2
+    assert repeats
+
+
+@pytest.mark.parametrize("backend", ["local", "shm", "tcp"])
+def test_a_run_that_is_aborted_after_the_agreement_tells_the_backend(
+    loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, repeats: list[int], backend: str
+) -> None:
+    """The others are in a kernel in which this rank will not join them, and may not be able to look for an abort."""
+
+    def scenario() -> Any:
+        one = loop(backend, [np.ones(5) for _ in range(2)])
+        one.must()
+        heard, tidy = Told(one.odd[0]), one.team.stores[0]
+        tidy._changed = tidy._lock = kept = WatchedCondition()  # type: ignore[assignment]
+        with tidy.reading([arrays.byte_range(one.values[0])]):
+            seq, (running, other) = one.team.start()
+            assert kept.someone_waits()
+            one.team.replays[0].abort(seq)
+            error = running.exception(WAIT_S)
+        one.team.replays[1].abort(seq)
+        other.exception(WAIT_S)
+        assert isinstance(error, PlanAbortedError)
+        one.clean()
+        one.must(2)
+        return told(error), heard.ends
+
+    _, ends = same(monkeypatch, scenario)
+    assert ends == [(1, False), (0, True), (0, True)]
+    assert repeats
+
+
+def test_a_run_that_goes_on_in_full_comes_to_each_point_once(loop: MakeLoop, repeats: list[int]) -> None:
+    one = loop("shm", [np.ones(5) for _ in range(2)])
+    one.must()
+    points: list[tuple[str, int]] = []
+
+    class Noted:
+        def at(self, point: str, seq: int, rank: int) -> None:
+            points.append((point, rank))
+
+    one.team.faults.now = Noted()
+    one.must(1)
+    kernels = ["after_check", "before_kernel", "after_kernel", "end"]
+    repeated = ["start", "before_check", *kernels]
+    assert [point for point, rank in points if rank == 0] == repeated
+    points.clear()
+    one.values[0].resize(7, refcheck=False)
+    assert all(error is not None for error in one.run())
+    assert [point for point, rank in points if rank == 1] == ["start", "before_check"]

@@ -58,6 +58,7 @@ def made(seed: int) -> StepProgram:
         slots=slots,
         refs=rng.randrange(slots),
         arguments=tuple(range(rng.randrange(3))),
+        kept=tuple(range(rng.randrange(3))),
         returns=tuple(range(rng.randrange(3))),
         keys=tuple(Key(rng.randbytes(KEY_NBYTES)) for _ in range(slots)),
         numbered=rng.random() < 0.5,

@@ -15,8 +15,10 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.engine import fast_path, run_cache
+from raycollect.engine.step_runner import MOST_KEPT
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import (
+    CaptureError,
     MismatchError,
     NotATensorError,
     ProtocolError,
@@ -126,6 +128,45 @@ def test_without_results_nothing_is_packed(team: MakeTeam) -> None:
     one = team(1, [script])
     one.actors[0].methods = {"note": object}
     assert one.capture()[0].run(1, b"", aborted={}) == b""
+
+
+def test_kept_values_are_those_of_their_run_and_are_given_once(team: MakeTeam) -> None:
+    script = Script(0)
+    made = [script.call("make"), script.call("make")]
+    one = team(1, [script])
+    values = iter([full(number) for number in range(6)])
+    one.actors[0].methods = {"make": lambda: next(values)}
+    script.kept += made
+    (runner,) = one.capture()
+    landed: list[None] = []
+    for seq in (1, 2, 3):
+        assert runner.run(seq, b"", aborted={}, landed=lambda: landed.append(None)) == b""
+    assert not landed, "who is told that a run has ended finds what it has kept"
+    for seq in (2, 1, 3):
+        assert [value[0] for value in runner.take_kept(seq)] == [2 * seq - 2, 2 * seq - 1]
+        with pytest.raises(CaptureError):
+            runner.take_kept(seq)
+
+
+def test_values_that_nobody_takes_are_kept_for_some_runs(team: MakeTeam) -> None:
+    script = Script(0)
+    script.kept.append(script.call("make"))
+    one = team(1, [script])
+    made: list[weakref.ref[Any]] = []
+
+    def make() -> Any:
+        value = full(0)
+        made.append(weakref.ref(value))
+        return value
+
+    one.actors[0].methods = {"make": make}
+    (runner,) = one.capture()
+    for seq in range(1, 2 * MOST_KEPT):
+        runner.run(seq, b"", aborted={})
+    assert sum(one() is not None for one in made) == MOST_KEPT
+    assert runner.take_kept(2 * MOST_KEPT - 1).tolist() == full(0).tolist()
+    with pytest.raises(CaptureError):
+        runner.take_kept(1)
 
 
 @pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, 3)])

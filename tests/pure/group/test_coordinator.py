@@ -112,6 +112,32 @@ def test_a_call_for_a_rank_in_a_plan_that_waits_for_the_caller_is_denied(gate):
     assert [violation.rank for violation in error.violations] == [0, 1]
 
 
+def denied(orders):
+    return [(rank, one.call, from_wire(one.error).violations[0].rank) for rank, one in orders]
+
+
+def test_ranks_that_come_later_to_a_call_that_was_denied_are_denied_once(gate):
+    plan = stuck(communicator="", seq=8, ranks=(0, 1, 2))
+    gate.receive(1, plan)
+    assert denied(gate.receive(0, stuck(call=3, begun=7, ranks=(0, 1, 2)))) == [(0, 3, 0)]
+    gate.receive(0, stuck(communicator="", seq=0))
+    gate.receive(1, stuck(communicator="", seq=0))  # the plan has ended
+    assert denied(gate.receive(2, stuck(call=5, begun=8, ranks=(0, 1, 2)))) == [(2, 5, 0)]
+    gate.receive(2, stuck(communicator="", seq=0))
+    assert denied(gate.receive(2, stuck(call=6, begun=8, ranks=(0, 1, 2)))) == [], "its next call is another one"
+    assert denied(gate.receive(1, stuck(call=4, begun=8, ranks=(0, 1, 2)))) == [(1, 4, 0)]
+    assert denied(gate.receive(0, stuck(call=4, begun=8, ranks=(0, 1, 2)))) == []
+
+
+def test_a_rank_that_was_denied_and_meets_again_waits_for_all(gate):
+    gate.receive(1, stuck(communicator="", seq=8, ranks=(0, 1, 2)))
+    gate.receive(0, stuck(call=3, begun=7, ranks=(0, 1, 2)))
+    for rank in (0, 1):
+        gate.receive(rank, stuck(communicator="", seq=0))
+    gate.receive(0, meet(call=4))
+    assert gate.receive(2, stuck(call=5, begun=8, ranks=(0, 1, 2))) == []
+
+
 @pytest.mark.parametrize(
     ("call", "plan"),
     [

@@ -94,13 +94,18 @@ class Bench:
         self.failed: dict[int, RaycollectError] = {}
         self.order: list[int] = []
         self.lost = False
+        self.waited: list[tuple[bytes, int]] = []
         instruments = Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic)
         replay = StepRunner(
             script.step_program, script.values, self.actor.invoke, instruments, communicators or no_group
         )
+        tell = self.send, self.fail, self.wait_for_call
         shared = threads.pool("raycollect-capture", 1)
-        self.captured = CapturedStep(replay, cast(Any, post), self.sequencer, turn, self.send, self.fail, shared)
+        self.captured = CapturedStep(replay, cast(Any, post), self.sequencer, turn, *tell, shared)
         self.runner = replay
+
+    def wait_for_call(self, task: bytes, seq: int) -> None:
+        self.waited.append((task, seq))
 
     def send(self, message: Message) -> None:
         if self.lost:
@@ -119,7 +124,7 @@ class Bench:
 
     def run(self, seq: int, predecessor: int, *arguments: Any) -> None:
         """A run over the channel."""
-        message = Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments))
+        message = Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
         assert self.captured.received(message)
 
     def heard(self, *seqs: int) -> None:

@@ -34,12 +34,14 @@ def test_with_a_real_doorbell() -> None:
     one = Bench(echo(), None, note=lambda value: value)
     one.captured.close("another is made")
     runner = StepRunner(echo().step_program, [], one.actor.invoke, one.runner.instruments, no_group)
+    tell = one.send, one.fail, one.wait_for_call
     shared = threads.pool("raycollect-capture", 1)
-    captured = CapturedStep(runner, post, one.sequencer, None, one.send, one.fail, shared)
+    captured = CapturedStep(runner, post, one.sequencer, None, *tell, shared)
     for seq in range(1, 40):
         number, value = doorbell.begin(), "x" * (10_000 if seq % 5 == 0 else seq)
         if not doorbell.runs[0].write(number, seq, seq - 1, pack_values([value])):
-            captured.received(Run(capture=CAPTURE, seq=seq, predecessor=seq - 1, payload=pack_values([value])))
+            payload = pack_values([value])
+            captured.received(Run(capture=CAPTURE, seq=seq, predecessor=seq - 1, payload=payload, after=b""))
         doorbell.ring(number)
         until_s = time.monotonic() + WAIT_S
         while (found := doorbell.answers(number, [0])[0]) is None and seq not in one.ran and time.monotonic() < until_s:

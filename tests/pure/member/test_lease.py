@@ -302,7 +302,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
     told: list[Any] = []
 
     def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
-        made = SimpleNamespace(close=lambda: told.append("closed"), **methods)
+        made = SimpleNamespace(close=lambda: told.append("closed"), abort=lambda seq: None, **methods)
         monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
         premises.instruments = SimpleNamespace(
             store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
@@ -495,7 +495,7 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
 
 def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
     """Not that its communicator was closed, which is what comes of it."""
-    made = SimpleNamespace(close=lambda: None)
+    made = SimpleNamespace(close=lambda: None, abort=lambda seq: None)
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
     here, _ = _leased(premises)
     here.received(_join())

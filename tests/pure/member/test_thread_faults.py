@@ -83,7 +83,7 @@ def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tupl
     assert heard.next(Joined) == Joined(request=1, error=None)
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-timer")
 def test_a_death_is_survived_whose_end_of_the_group_fails(
     monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
     here.received(_join())
     assert heard.next(Joined).error is None
     (group_id,) = here._groups.by_id
-    with fail_at(Lease, "_end_group", thread="raycollect-apart") as fault:
+    with fail_at(Lease, "_end_group", thread="raycollect-timer") as fault:
         here.received(Gone(group_id=group_id, rank=1, died=True, detail="its connection has ended"))
         assert fault.told.wait(WAIT_S)
     here.received(_join(name="h", group_id="id of h"))

@@ -78,6 +78,19 @@ def test_what_it_can_not_do_is_refused(ranks):
     ranks(bodies.refused)
 
 
+@pytest.mark.parametrize("size", [1, 300_000])
+def test_calls_that_nobody_waits_for_end_before_the_group(ranks, size):
+    count = 20 if size == 1 else 3
+    for held in ranks(bodies.unwaited, 2, count, size):
+        assert [set(one.tolist()) for one in held] == [{at + 1.0} for at in range(count)]
+
+
+@pytest.mark.parametrize("how", ["shutdown", "abort"])
+def test_group_is_left_within_its_time_limit(ranks, how):
+    took_s, _ = ranks(bodies.never_received, 2, how)
+    assert took_s < 30
+
+
 def test_a_barrier_names_the_rank_that_does_not_come(ranks):
     said = ranks(bodies.absent)
     assert "rank 1" in said[0]

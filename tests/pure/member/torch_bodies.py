@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
 import warnings
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -266,6 +267,18 @@ def refused(rank, world):
     ):
         with pytest.raises((UnsupportedError, NotATensorError)):
             call()
+    with pytest.raises(InvalidArgumentError):
+        dist.group.WORLD.send([torch.ones(1)], rank, 0).wait()  # torch's own function refuses it, too
+    strided = torch.zeros(8, 2)[:, 0]
+    for call in (
+        lambda: dist.all_gather_into_tensor(strided, torch.ones(4)),
+        lambda: dist.reduce_scatter_tensor(torch.ones(4), strided),
+        lambda: dist.all_to_all_single(strided, torch.ones(8)),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            call()
+        assert {one.rank for one in caught.value.violations} == {0, 1}
+        assert all(one.found.endswith("not contiguous") for one in caught.value.violations)
     assert summed(rank, world) == 3
 
 
@@ -278,6 +291,30 @@ def absent(rank, world):
         dist.barrier()
     store.set("waited", "yes")
     return str(caught.value)
+
+
+def unwaited(rank, world, count, size):
+    """What is sent and received without a wait; the group is destroyed at once, and then the tensors are looked at."""
+    tensors = [torch.full((size,), at + 1.0 if rank == 0 else 0.0) for at in range(count)]
+    for one in tensors:
+        dist.isend(one, 1) if rank == 0 else dist.irecv(one, 0)
+    return [one.numpy() for one in tensors]
+
+
+def never_received(rank, world, how):
+    """Says how long it takes to leave a group with a send under way, in seconds, and what the log says."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        return store.get("left").decode()
+    group = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=60 if how == "abort" else 0.3))
+    for _ in range(3):
+        dist.isend(torch.ones(5), 1)
+    begun_s = time.monotonic()
+    getattr(group, how)()
+    took_s = time.monotonic() - begun_s
+    store.set("left", "yes")
+    return took_s
 
 
 def time_limit(rank, world):

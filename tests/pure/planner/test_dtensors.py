@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,9 @@ from raycollect.backends.dtensors import is_dtensor, local_of, placement_of
 from raycollect.core.placement import UNKNOWN, Cut, Placement
 from raycollect.errors import LayoutError
 from raycollect.planner.dtensors import layout_of, layout_of_side
+from raycollect.planner.layout import Layout
 from raycollect.weights.layouts.dtensors import layout_of as public_layout_of
+from tests.pure import threaded_job
 from tests.pure.dtensors import FakeDTensor, FakeMesh, Partial, Replicate, Shard, _MaskPartial, _StridedShard
 
 CUTS = st.one_of(
@@ -39,17 +44,34 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 def cut_by_torch(whole: Any, one: Placement, place: int) -> Any:
-    """The local tensor of a place of the mesh, cut by torch's own code."""
+    """The local tensor of a place of the mesh, cut by torch in the order that it reads from placements."""
     kinds = pytest.importorskip("torch.distributed.tensor.placement_types")
+    spec = importlib.import_module("torch.distributed.tensor._dtensor_spec").DTensorSpec
     at = np.unravel_index(place, one.mesh)
-    for cut, size, index in zip(one.cuts, one.mesh, at, strict=True):
-        if cut.kind == "Replicate":
-            continue
-        made = kinds.Shard(cut.dim)
-        if cut.kind == "_StridedShard":
-            made = kinds._StridedShard(cut.dim, split_factor=cut.factor)
-        whole = made._split_tensor(whole, size, with_padding=False)[0][index]
+    made = [
+        kinds._StridedShard(cut.dim, split_factor=cut.factor)
+        if cut.kind == "_StridedShard"
+        else getattr(kinds, cut.kind)(*[cut.dim] * (cut.kind == "Shard"))
+        for cut in one.cuts
+    ]
+    order = spec._maybe_convert_StridedShard_to_shard_order(tuple(made), SimpleNamespace(size=one.mesh.__getitem__))
+    if order is None:  # no order explains the factors
+        axes = [axis for axis, cut in enumerate(one.cuts) if cut.kind != "Replicate"]
+    else:
+        axes = [axis for entry in order for axis in entry.mesh_dims]
+        made = [kinds.Shard(cut.dim) for cut in one.cuts]
+    for axis in axes:
+        whole = made[axis]._split_tensor(whole, one.mesh[axis], with_padding=False)[0][at[axis]]
     return whole
+
+
+def cut_by_layout(whole: Any, laid: Layout, rank: int) -> Any:
+    """The local tensor of a rank, as a layout says."""
+    found = np.full(laid.local_shape(rank), -1, whole.dtype)
+    for row in laid.regions.of_rank[rank]:
+        there = tuple(slice(a, a + hi - lo) for a, (lo, hi) in zip(row.at, row.box, strict=True))
+        found[there] = whole[tuple(slice(lo, hi) for lo, hi in row.box)]
+    return found
 
 
 @given(placements())
@@ -61,13 +83,57 @@ def test_every_rank_has_what_torch_gives_it(one: Placement) -> None:
     assert laid.world_size == len(one.ranks)
     for rank in range(laid.world_size):
         expected = cut_by_torch(whole, one, one.ranks.index(rank)).numpy()
-        shape = laid.local_shape(rank)
-        assert shape == expected.shape
-        found = np.full(shape, -1)
-        for row in laid.regions.of_rank[rank]:
-            there = tuple(slice(a, a + hi - lo) for a, (lo, hi) in zip(row.at, row.box, strict=True))
-            found[there] = whole.numpy()[tuple(slice(lo, hi) for lo, hi in row.box)]
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(cut_by_layout(whole.numpy(), laid, rank), expected)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [(3, 2), (2, 3), *(pytest.param(mesh, marks=pytest.mark.full) for mesh in ((8, 2), (2, 2, 2), (4, 1), (2, 5)))],
+)
+def test_parameters_of_fsdp2_over_tensor_parallelism_lie_where_full_tensor_finds_them(mesh: tuple[int, ...]) -> None:
+    """Also where the rows do not divide. The last axis of the mesh is that of tensor parallelism."""
+    pytest.importorskip("torch.distributed.fsdp")
+    sizes = [1, 5, 6, 7, 16, 23, 50257 if mesh == (8, 2) else 31]
+    world = int(np.prod(mesh))
+    held = threaded_job.run(world, partial(threaded_job.fsdp_over_tp, mesh, sizes))
+    for number, rows in enumerate(sizes):
+        placed = [one[number].placement for one in held]
+        laid = layout_of_side("src", "w", placed)
+        assert not isinstance(laid, list)
+        assert laid == layout_of(placed[0])
+        for rank in range(world):
+            one = held[rank][number]
+            np.testing.assert_array_equal(one.full, np.arange(2 * rows).reshape(rows, 2))
+            np.testing.assert_array_equal(cut_by_layout(one.full, laid, rank), one.local)
+
+
+def test_order_that_torch_keeps_apart_from_the_placements_is_taken() -> None:
+    spec = pytest.importorskip("torch.distributed.tensor._dtensor_spec")
+    kinds = pytest.importorskip("torch.distributed.tensor.placement_types")
+    mesh = FakeMesh(np.arange(6).reshape(3, 2), (0, 1))
+
+    def placed(*cuts: Any, **given: Any) -> Placement:
+        one = FakeDTensor(np.zeros((1, 2), np.float32), (7, 2), mesh, cuts)
+        one._spec = spec.DTensorSpec(mesh, cuts, **given)  # type: ignore[attr-defined]
+        found = placement_of(one)
+        assert found is not None
+        return found
+
+    def rows(one: Placement) -> list[list[int]]:
+        return [list(cut_by_layout(np.arange(14).reshape(7, 2), layout_of(one), rank)[:, 0] // 2) for rank in range(6)]
+
+    shard, strided = kinds.Shard(0), kinds._StridedShard(0, split_factor=2)
+    by_last = [[0, 1], [4], [2, 3], [5], [], [6]]
+    backwards = (spec.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    assert rows(placed(shard, shard)) == [[0, 1], [2], [3, 4], [5], [6], []]
+    assert rows(placed(shard, shard, shard_order=backwards)) == by_last
+    assert rows(placed(strided, shard)) == by_last
+    literal = placed(strided, shard, use_strided_shard_as_shard_order=False)
+    assert rows(literal) == [[0, 1], [4], [2, 3], [5], [6], []]
+    assert placed(kinds.Shard(1), shard).order == ()
+    wrong = layout_of_side("src", "w", [literal, replace(literal, order=(), at=0)])
+    assert isinstance(wrong, list)
+    assert "cut by the axes 0, 1" in wrong[0].expected
 
 
 PLACED = Placement(shape=(4, 6), dtype="float32", mesh=(2,), ranks=(0, 1), at=0, cuts=(Cut("Shard", 0),))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -10,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.errors import InvalidArgumentError
+from raycollect.errors import InvalidArgumentError, RefusedError
 from raycollect.planner.boxes import BoxIndex, atoms, common, halved, volume, without
-from raycollect.planner.layout import Layout, Region, fused_layouts, layout
+from raycollect.planner.joined import join_layouts
+from raycollect.planner.layout import ITEMSIZES, Layout, Region, fused_layouts, layout
+from raycollect.weights.layouts.record import record_layout
 from tests.pure.resharding import boxes, meshes
 
 WORLD = 4
@@ -110,6 +114,90 @@ def test_dtypes_go_by_their_names(dtype: Any) -> None:
     assert (one.dtype, one.itemsize) == ("bfloat16", 2)
 
 
+BoolOfNumpy1 = type("bool_", (), {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (BoolOfNumpy1, "bool"),
+        *((one, np.dtype(one).name) for one in (bool, int, float, complex, np.bool_, np.longlong, np.double)),
+        *((one, np.dtype(one).name) for one in ("float", "half", "longlong", "c16", ">f4", "<i8", "=u2", "|b1", "f2")),
+        *((np.dtype(one), np.dtype(one).name) for one in (">f4", ">i2", "longlong", "c8", "|b1")),
+    ],
+)
+def test_dtypes_have_the_names_that_numpy_gives_them(dtype: Any, name: str) -> None:
+    assert layout([2], mesh={"a": 1}, dtype=dtype) == layout([2], mesh={"a": 1}, dtype=name)
+
+
+@pytest.mark.parametrize("name", sorted(ITEMSIZES))
+def test_layouts_have_dtypes_of_numpy(name: str) -> None:
+    assert np.dtype(getattr(ml_dtypes, name, name)).itemsize == ITEMSIZES[name]
+
+
+HUGE = 2**5000
+ODD: list[Any] = [
+    *(None, True, 3, -1, 2**70, HUGE, 1.5, float("nan"), float("inf"), b"x", "", "\ud800", "x" * 100_000),
+    *([], {}, (), [None], [[1, 2]], ["a", "a"], [HUGE], {"a": None}, {None: 2}, {"a": 2**70}, {"a": 2**40}, {1: 2}),
+    *({"\ud800": 2}, {"a": 2**19, "b": 4}, object(), np.ones(3), np.float32(4), np.bool_(True), int, range(3)),
+]
+ONE = layout([4, 4], mesh={"a": 2}, spec=("a",))
+PLACE: dict[str, Any] = {"rank": 0, "box": ((0, 4),), "at": (0,), "part": 0}
+CALLS: dict[str, Callable[[Any], object]] = {
+    "shape": lambda odd: layout(odd, mesh={"a": 2}, spec=("a",)),
+    "mesh": lambda odd: layout([4], mesh=odd, spec=("a",)),
+    "spec": lambda odd: layout([4], mesh={"a": 2}, spec=odd),
+    "axis": lambda odd: layout([4], mesh={"a": 2}, spec=(odd,)),
+    "partial": lambda odd: layout([4], mesh={"a": 2}, partial=odd),
+    "fused key": lambda odd: fused_layouts(odd, {"q": ONE}),
+    "fused layouts": lambda odd: fused_layouts("qkv", odd),
+    "fused layout": lambda odd: fused_layouts("qkv", {"q": odd}),
+    "fused dim": lambda odd: fused_layouts("qkv", {"q": ONE}, odd),
+    "regions": lambda odd: Layout.of_regions([4], odd),
+    "shape of regions": lambda odd: Layout.of_regions(odd, [Region(**PLACE)]),
+    **{
+        name: lambda odd, name=name: Layout.of_regions([4], [Region(**{**PLACE, name: odd})])  # type: ignore[misc]
+        for name in PLACE
+    },
+    "span": lambda odd: Layout.of_regions([4], [Region(**{**PLACE, "box": (odd,)})]),
+    "bytes": Layout.from_bytes,
+    "joined": join_layouts,
+    "joined rank": lambda odd: join_layouts([odd]),
+    "loader": lambda odd: record_layout(None if callable(odd) else odd, {"a": np.ones(3)}, {"a": (3,)}),
+    "local": lambda odd: record_layout(lambda full, local: None, odd, {"a": (3,)}),
+    "full": lambda odd: record_layout(lambda full, local: None, {"a": np.ones(3)}, odd),
+    "full shape": lambda odd: record_layout(lambda full, local: None, {"a": np.ones(3)}, {"a": odd}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_odd_arguments_are_taken_or_refused_in_few_words(call: str) -> None:
+    refused = []
+    for odd in ODD:
+        try:
+            CALLS[call](odd)
+        except RefusedError as exc:
+            refused.append(pickle.loads(pickle.dumps(exc)))
+    assert refused
+    assert max(len(str(error)) for error in refused) < 5000
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    plain = Region(rank=1, box=((0, 2),), at=(3,))
+    one = Region(rank=np.int64(1), box=np.array([[0, 2]]), at=np.array([3]), part=np.uint8(0))  # type: ignore[arg-type]
+    assert Layout.of_regions(np.array([4]), [one]) == Layout.of_regions([4], [plain])
+    assert layout(np.array([4]), mesh={"a": np.int32(2)}, spec=("a",)) == layout([4], mesh={"a": 2}, spec=("a",))
+
+
+@pytest.mark.parametrize("dtype", [object, str, b"f4", 3, "\ud800", float("nan"), [], np.dtype("S3"), "x" * 10_000])
+def test_other_dtypes_are_refused_in_few_words(dtype: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        layout([2], mesh={"a": 1}, dtype=dtype)
+    (violation,) = caught.value.violations
+    assert violation.field == "dtype"
+    assert len(violation.found) < 100
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -136,7 +224,7 @@ def test_regions_that_make_no_sense_are_told() -> None:
         Region(rank=0, box=((3, 2),), at=(0,))
     with pytest.raises(InvalidArgumentError, match="from 0 on"):
         Region(rank=-1, box=((0, 2),), at=(0,))
-    with pytest.raises(InvalidArgumentError, match="at least one region"):
+    with pytest.raises(InvalidArgumentError, match="at least one Region"):
         Layout.of_regions([4], [])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -140,6 +141,26 @@ def test_a_wrong_plan_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     membership = membership_of(5)
     with pytest.raises(InternalError, match="does not write"):
         plan([request_of(bound({"": ROWS}, {"": COLUMNS}, (0, 1), (2, 3, 4)), membership.spec)], [membership])
+
+
+class WatchedHosts(tuple[int, ...]):
+    """Hosts of ranks that note whether garbage is collected whenever the planner asks for one."""
+
+    seen: set[bool]
+
+    def __getitem__(self, at: Any) -> Any:
+        self.seen.add(gc.isenabled())
+        return super().__getitem__(at)
+
+
+def test_the_garbage_of_other_threads_is_collected_meanwhile() -> None:
+    hosts = WatchedHosts((0, 1, 0, 1, 0))
+    hosts.seen = set()
+    reshard = bound({"a": ROWS}, {"a": COLUMNS}, (0, 1), (2, 3, 4))
+    membership = membership_of(5)
+    membership = replace(membership, topology=replace(membership.topology, hosts=hosts))
+    lowering.resharded(request_of(reshard, membership.spec), reshard, membership)
+    assert hosts.seen == {True}
 
 
 def test_columns_of_different_lengths_are_refused() -> None:

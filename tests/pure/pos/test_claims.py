@@ -222,8 +222,20 @@ def test_a_plan_gives_up_waiting_for_readers_and_nothing_of_it_stays(threads: Th
 
 def test_a_plan_waits_for_readers_as_long_as_its_calls_may() -> None:
     store, span = Store(), [(0, 10)]
-    late = "for 0.01 s others have been reading a tensor that the plan writes"
-    with store.reading(span), pytest.raises(CollectiveTimeoutError, match=late), store.writing(span, limit_s=0.01):
+    with store.reading(span), pytest.raises(CollectiveTimeoutError) as late, store.writing(span, limit_s=0.01):
         raise AssertionError("somebody reads it")
+    assert late.value.timeout_s == 0.01
+    with store.writing(span):
+        pass
+
+
+def test_a_reader_waits_for_a_plan_as_long_as_it_may() -> None:
+    store, span = Store(), [(0, 10)]
+    with store.writing(span), pytest.raises(CollectiveTimeoutError) as late, store.reading(span, limit_s=0.01):
+        raise AssertionError("somebody writes it")
+    assert late.value.timeout_s == 0.01
+    gone = pytest.raises(PlanAbortedError, match="the client has left")
+    with store.writing(span), gone, store.reading(span, lambda: "the client has left"):
+        raise AssertionError("somebody writes it")
     with store.writing(span):
         pass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
@@ -285,3 +287,48 @@ def test_what_is_nested_too_deep_is_named() -> None:
 def test_what_is_kept_has_no_obstacle(name: str) -> None:
     value = KEPT[name][0]
     assert isinstance(value, T) or obstacle(value, _is_t) == ""
+
+
+class Computed(Mapping[str, Any]):
+    """A mapping that computes its values on each access."""
+
+    def __init__(self, compute: Callable[[str], Any]) -> None:
+        self._compute = compute
+        self.count = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.count += 1
+        return self._compute(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Overridden(dict[str, Any]):
+    """A dict that computes what it gives."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) * 2
+
+
+def test_a_mapping_that_computes_its_values_goes_by_value(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", a=np.ones(2), b=np.ones(3))
+    with np.load(tmp_path / "t.npz") as file:
+        computed = Computed(lambda name: np.ones(2))
+        for value in (file, computed, [computed], {"x": file}, Overridden(a=np.ones(2)), Computed(lambda _: [A])):
+            assert Container.of(value, lambda one: is_tensor(one) or _is_t(one)) is None
+            assert "on each access" in obstacle(value, is_tensor)
+        assert computed.count <= 8, "no more than one value is computed to find that out"
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_mapping_that_gives_views_of_the_same_memory_is_kept(library: str) -> None:
+    whole = np.arange(12.0) if library == "numpy" else pytest.importorskip("torch").arange(12.0)
+    container = Container.of(Computed(lambda name: whole["abc".index(name) * 4 :][:4]), is_tensor)
+    assert container is not None
+    assert container.structure.names == tuple("abc")
+    container.tensors[1][:] = 7
+    assert list(whole[4:8]) == [7] * 4

@@ -9,18 +9,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
-import msgpack
 import numpy as np
 import pytest
 
 from raycollect.backends import arrays
+from raycollect.channel import Server, parts
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
-from raycollect.core.model import Key, task_key
+from raycollect.channel.packing import pack, unpack
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.core.model import TENSOR, Address, Key, Structure, TensorInfo, task_key
 from raycollect.core.ray_internals import memory_domain
-from raycollect.errors import ProtocolError, RefusedError, TensorDirtyError, from_wire
-from raycollect.pos import Store, tensors
+from raycollect.errors import (
+    ProtocolError,
+    RefusedError,
+    TensorDirtyError,
+    TensorLostError,
+    UnsupportedError,
+    from_wire,
+)
+from raycollect.pos import Store, description, tensors
 from raycollect.pos import fetch as fetching
 from raycollect.pos.fetch import _OutOfReach, _read_value, find, lending_s, serve
+from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party
 from tests.pure.fleet import contain
 from tests.pure.watched import WAIT_S, WatchedCondition
 
@@ -43,6 +53,9 @@ class Wire:
         """The next request; where there is a limit it waits for what was lent, and the client is gone."""
         return self._requests.pop(0) if self._requests and timeout_s is None else None
 
+    def has_ended(self) -> bool:
+        return False
+
     def tell(self, message: Any) -> None:
         self.answers.append(message)
 
@@ -50,8 +63,9 @@ class Wire:
         self.answers.append(message)
         self.blob += b"".join(bytes(blob) for blob in blobs)
 
-    def receive_blob(self, into: memoryview) -> None:
-        into[:], self.blob = self.blob[: into.nbytes], self.blob[into.nbytes :]
+    def receive_blob(self, *into: memoryview) -> None:
+        for view in into:
+            view[:], self.blob = self.blob[: view.nbytes], self.blob[view.nbytes :]
 
 
 def _fetched(value: Any, domain: str = "") -> Any:
@@ -60,8 +74,7 @@ def _fetched(value: Any, domain: str = "") -> Any:
     store.put(KEY, contain(value))
     serve(wire, store)  # type: ignore[arg-type]
     answer, *_ = wire.answers
-    found = msgpack.unpackb(msgpack.packb(answer.found))
-    return _read_value(wire, Fetched(found=found, blob_nbytes=answer.blob_nbytes), time.monotonic())  # type: ignore[arg-type]
+    return _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_near", [False, True], ids=["sent", "lent"])
@@ -146,40 +159,118 @@ def test_a_half_written_or_missing_value_is_refused_on_the_wire() -> None:
         find(store, KEY)
 
 
+F64 = [None, [1], "float64", 8, "numpy", None]
+"""The row of a tensor in a description."""
+
+
 @pytest.mark.parametrize(
-    "found",
+    "rows",
     [
-        {},
-        {"structure": None},
-        {"structure": None, "infos": 3},
-        {"structure": None, "infos": []},
-        {"structure": None, "infos": [[[1], "float64", 8]]},
-        {"structure": None, "infos": [[["1"], "float64", 8, "numpy"]]},
-        {"structure": None, "infos": [[[1], "float64", 8, "numpy"], [[0], "float64", 8, "numpy"]]},
-        {"structure": ["list", []], "infos": [[[1], "float64", 8, "numpy"]]},
-        {"structure": ["list", [], [None, None]], "infos": [[[1], "float64", 8, "numpy"]]},
-        {"structure": None, "infos": [[[2], "float64", 8, "numpy"]]},
-        {"structure": None, "infos": [[[1], "float65", 8, "numpy"]]},
-        {"structure": None, "infos": [[[2], "float64", 4, "numpy"]]},
-        {"structure": None, "infos": [[[1], "object", 8, "numpy"]]},
-        {"structure": None, "infos": [[[-1, -1], "float64", 8, "numpy"]]},
-        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "offsets": []},
-        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "offsets": ["0"]},
-        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2]},
-        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2, b"", 12], "offsets": [8]},
-        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2, b"", 12], "offsets": [-8]},
+        [],
+        [[]],
+        [3],
+        [[None, [1], "float64", 8, "numpy"]],
+        [[None, ["1"], "float64", 8, "numpy", None]],
+        [F64, F64],
+        [[None, "list", 2], F64],
+        [[None, "list", 2**40], F64],
+        [[None, "list", -1]],
+        [[None, "set", 1], F64],
+        [[None, "dict", 1], F64],
+        [[None, "list", 1], ["name", *F64[1:]]],
+        [[None, "dict", 1], [1.5, *F64[1:]]],
+        [*[[None, "list", 1]] * 40, F64],
+        [[None, [2], "float64", 8, "numpy", None]],
+        [[None, [1], "float65", 8, "numpy", None]],
+        [[None, [2], "float64", 4, "numpy", None]],
+        [[None, [1], "object", 8, "numpy", None]],
+        [[None, [1], ["float64"], 8, "numpy", None]],
+        [[None, [-1, -1], "float64", 8, "numpy", None]],
+        [[None, [1], "float64", 8, "numpy", "0"]],
+        [[None, [1], "float64", 8, "numpy", 8]],
+        [[None, [1], "float64", 8, "numpy", -8]],
     ],
     ids=repr,
 )
-def test_a_description_that_makes_no_sense_is_a_protocol_error(found: Any) -> None:
-    infos = found.get("infos")
-    count = len(infos) if isinstance(infos, list) else 0
-    if found:
-        found = {"segment": [0, 0, b"", 0], "offsets": [None] * count, **found}
+def test_a_description_that_makes_no_sense_is_a_protocol_error(rows: Any) -> None:
     wire = Wire()
     wire.blob = bytes(8)
+    found = pack([[1, 2, b"", 12], [rows]])
     with pytest.raises(ProtocolError):
         _read_value(wire, Fetched(found=found, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "found", [b"", b"\xc1", pack(None), pack([]), pack([[1, 2], [[F64]]]), pack([[1, 2, b"", 12], 3])]
+)
+def test_bytes_that_are_no_description_are_a_protocol_error(found: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        _read_value(Wire(), Fetched(found=found), time.monotonic())  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ over a connection
+
+
+@pytest.fixture
+def holder() -> Iterator[tuple[Address, Store]]:
+    """The address of a process that holds tensors, and its store."""
+    store, party = Store(), Party()
+    party.serve_data = lambda link: serve(link, store)  # type: ignore[method-assign]
+    server = Server(HOST, SECRET, party)
+    yield server.address, store
+    fetching.close_idle()
+    server.close()
+
+
+def test_a_description_has_as_many_tensors_as_the_value() -> None:
+    """More than the longest list of a message, and more bytes than a frame."""
+    names, info = tuple(f"experts.{at}" for at in range(70_000)), TensorInfo(shape=(2,), dtype="int32", itemsize=4)
+    structure = Structure("dict", ("a", 7), (TENSOR, Structure("dict", names, (TENSOR,) * len(names))))
+    described = description.Description(structure, [info] * 70_001, [None] * 70_001)
+    packed = description.encode(described)
+    assert len(packed) > MAX_FRAME_NBYTES
+    assert description.decode(packed) == described
+
+
+@pytest.mark.parametrize("domain", ["", memory_domain()], ids=["sent", "lent"])
+def test_a_value_whose_description_is_longer_than_a_frame_arrives(
+    monkeypatch: pytest.MonkeyPatch, holder: tuple[Address, Store], domain: str
+) -> None:
+    monkeypatch.setattr(fetching, "memory_domain", lambda: domain)
+    address, store = holder
+    arena = tensors.full((4,), 7.0)
+    value = {f"model.layers.{at}.{'x' * 200}": np.full((1, at % 7), at, "int32") for at in range(5_000)}
+    store.put(KEY, contain({**value, "arena": arena}))
+    for _ in range(2):  # the connection goes on
+        found = fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
+        assert list(found) == [*value, "arena"]
+        assert all(map(np.array_equal, found.values(), (*value.values(), arena)))
+
+
+def test_what_cannot_be_described_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, holder: tuple[Address, Store]
+) -> None:
+    monkeypatch.setattr(parts, "MOST_NBYTES", 1000)
+    address, store = holder
+    store.put(KEY, contain([np.ones(1)] * 100))
+    with pytest.raises(UnsupportedError) as caught:
+        fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
+    assert caught.value.violations[0].ref == KEY.hex()
+
+
+def test_a_reason_of_any_length_arrives(holder: tuple[Address, Store]) -> None:
+    address, store = holder
+    store.fail(KEY, "x" * 2 * MAX_FRAME_NBYTES)
+    with pytest.raises(TensorLostError):
+        fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
+
+
+def test_any_number_of_keys_is_freed(holder: tuple[Address, Store]) -> None:
+    address, store = holder
+    keys = [task_key(at.to_bytes(24, "big"), 1) for at in range(40_000)]
+    store.put(keys[-1], contain(np.ones(1)))
+    assert fetching.free(address, keys, actor="W") == 1
+    assert store.statistics().held == 0
 
 
 # ------------------------------------------------------------------------------------------ reading where it lies
@@ -257,7 +348,7 @@ def test_what_was_read_too_late_is_not_believed() -> None:
 def test_memory_that_is_not_there_any_more_is_out_of_reach() -> None:
     wire, _ = lent(tensors.zeros(100_000))
     answer = wire.answers[0]
-    pid, fd, _, nbytes = answer.found["segment"]
-    gone = {**answer.found, "segment": [pid, fd, bytes(32), nbytes]}
+    (pid, fd, _, nbytes), chunks = unpack(answer.found)
+    gone = pack([[pid, fd, bytes(32), nbytes], chunks])
     with pytest.raises(_OutOfReach):
         _read_value(wire, Fetched(found=gone), time.monotonic())  # type: ignore[arg-type]

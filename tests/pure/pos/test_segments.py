@@ -173,13 +173,13 @@ def test_bytes_of_any_arena_are_read_without_mapping_it(segments: Segments, monk
         block[:] = np.arange(4321) % 251
         ref = BufferRef(arena.segment, int(block.ctypes.data) - arena.address + 1, 4320)
         into = np.zeros(4320, np.uint8)
-        segments.read(ref, memoryview(into))
+        segments.read([(ref, memoryview(into))])
         assert (into == block[1:]).all()
     assert segments.statistics().mapped == 0
     beyond = BufferRef(theirs.segment, 2 * GRAIN - 10, 20)
     for wrong in (replace(ref, segment=replace(theirs.segment, token=bytes(32))), beyond):
         with pytest.raises(OSError, match=r"the memory of another process|ended early"):
-            segments.read(wrong, memoryview(np.zeros(wrong.nbytes, np.uint8)))
+            segments.read([(wrong, memoryview(np.zeros(wrong.nbytes, np.uint8)))])
 
 
 def test_what_lies_in_the_arena_is_located_and_nothing_else(segments: Segments) -> None:

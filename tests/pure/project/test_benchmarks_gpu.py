@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,21 +40,26 @@ def _part(lines, *, ranks=1, budget_s=5.0):
 # ---------------------------------------------------------------------------------------------- all of it
 
 
-def test_the_whole_script_on_the_fake(tmp_path: Path) -> None:
-    file, script = tmp_path / "lines.json", ROOT / "benchmarks" / "gpu.py"
+def _on_the_fake(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """Runs the script in a process of its own; gives its lines, and what it printed."""
+    file, script = folder / "lines.json", ROOT / "benchmarks" / "gpu.py"
     environment = os.environ | {"RAYCOLLECT_FAKE_GPU": "1"}
     environment.pop("PYTHONPATH", None)  # it finds what it needs by itself
     ended = subprocess.run(
-        [sys.executable, str(script), "--quick", "--json", str(file)],
+        [sys.executable, str(script), "--quick", "--json", str(file), *arguments],
         capture_output=True,
         text=True,
         timeout=100,
         env=environment,
-        cwd=tmp_path,
+        cwd=folder,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = json.loads(file.read_text())["lines"]
+    return json.loads(file.read_text())["lines"], ended.stdout
+
+
+def test_the_whole_script_on_the_fake(tmp_path: Path) -> None:
+    lines, said = _on_the_fake(tmp_path)
     assert {(line["part"], line["ranks"]) for line in lines} == {
         *((part, ranks) for part in ("checks", "bandwidth", "overhead", "graphs") for ranks in (1, 2)),
         (gpu_ipc.PART, 2),
@@ -64,7 +70,27 @@ def test_the_whole_script_on_the_fake(tmp_path: Path) -> None:
     timed = [line for line in lines if line["part"] in ("bandwidth", gpu_ipc.PART)]
     assert {line["case"] for line in timed} == set(gpu_ranks.OPS) == set(gpu_ipc.OPS)
     assert all(min(line["times_us"].values()) > 0 for line in timed)
-    assert "of NCCL" in ended.stdout.rpartition("right")[2], "the table comes last"
+    assert "of NCCL" in said.rpartition("right")[2], "the table comes last"
+
+
+def test_only_the_parts_that_are_named_run(tmp_path: Path) -> None:
+    lines, _ = _on_the_fake(tmp_path, "--limit", "60", "--parts", "overhead", "graphs")
+    assert {line["part"] for line in lines} == {"overhead", "graphs"}
+    with pytest.raises(SystemExit):
+        gpu.main(["--parts", "no such part"])
+
+
+def test_each_line_is_in_the_file_at_once(run: Run, tmp_path: Path) -> None:
+    """A machine that is taken away leaves what was found there."""
+    seen = []
+
+    def lines(team, quick):
+        for case in ("allreduce", "broadcast"):
+            yield Line(part="bandwidth", ranks=1, case=case)
+            seen.append([line["case"] for line in json.loads((tmp_path / "lines.json").read_text())["lines"]])
+
+    run.part(_part(lines))
+    assert seen == [["allreduce"], ["allreduce", "broadcast"]]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +158,7 @@ def test_the_watchdog_ends_it_with_what_it_has(
     codes: list[int] = []
     monkeypatch.setattr(gpu.os, "_exit", codes.append)
     run.part(_part(lambda team, quick: iter([Line(part="bandwidth", ranks=1, case="scatter", said="a result")])))
-    run.give_up()
+    run.give_up(3.0)
     assert codes == [3]
     assert "watchdog" in capsys.readouterr().out
     assert [line["case"] for line in json.loads((tmp_path / "lines.json").read_text())["lines"]] == ["scatter", ""]

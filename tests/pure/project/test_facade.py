@@ -8,6 +8,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,7 @@ SHOWN = {
     "Pending": "actor_id key ref request step",
     "ProgressBars": "",
     "Publication": "close push put stream",
+    "Step": "cache_info close explain plan start",
     "Subscription": "close update version",
     "Timeline": "dropped missing stop summary",
     "Work": "cancel done progress retry wait",
@@ -196,3 +198,14 @@ def test_help_shows_what_users_call() -> None:
         if not dataclasses.is_dataclass(one) and not issubclass(one, enum.Enum)
     }
     assert shown == SHOWN
+
+
+@pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="Python 3.10 does not keep overloads")
+def test_overloads_have_all_parameters() -> None:
+    for name in raycollect.__all__:
+        function = getattr(raycollect, name)
+        if inspect.isfunction(function):
+            for overload in typing.get_overloads(function):
+                assert list(inspect.signature(overload).parameters) == list(inspect.signature(function).parameters), (
+                    name
+                )

@@ -28,6 +28,32 @@ import raycollect as col
 from raycollect.member.work import MemberWork
 
 
+class Trainer:
+    @col.step
+    def iteration(self, rate: float) -> object:
+        return rate
+
+
+@col.step
+def plain(rate: float, *, depth: int = 1) -> object:
+    return rate
+
+
+@col.step(static=("depth",))
+def static(depth: int) -> object:
+    return depth
+
+
+def steps(trainer: Trainer) -> None:
+    assert_type(plain(0.1, depth=2), Any)
+    assert_type(static.explain(2), str)
+    trainer.iteration(0.1)
+    plain("wrong")  # type: ignore[arg-type]
+    static(depth="wrong")  # type: ignore[arg-type]
+    trainer.iteration()  # type: ignore[call-arg]
+    trainer.iteration(None)  # type: ignore[arg-type]
+
+
 def program(refs: list[ray.ObjectRef[float]], step: col.Capture, choice: bool) -> None:
     assert_type(col.allreduce_refs(refs), list[ray.ObjectRef[Any]])
     assert_type(col.allreduce_refs(refs, async_op=True), col.Work)

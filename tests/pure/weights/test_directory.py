@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -10,13 +11,20 @@ import pytest
 import raycollect as col
 from raycollect.core import ray_internals
 from raycollect.core.model import Address, Key
-from raycollect.errors import PublisherReplacedError, UnknownVersionError, VersionError, VersionNotPutError
+from raycollect.errors import (
+    PublisherReplacedError,
+    UnknownVersionError,
+    VersionError,
+    VersionNotPutError,
+    VersionTimeoutError,
+)
 from raycollect.weights import directory
 from raycollect.weights.directory import Directory, HolderRecord, sweep
 from raycollect.weights.protocol import Phase, Round, Version
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
+from raycollect.weights.turns import Turns
 
 LAYOUTS = {"w": col.layout([4], mesh={"tp": 1}, spec=())}
 COLUMNS = {"w": col.layout([4], mesh={"tp": 2}, spec=("tp",))}
@@ -130,11 +138,51 @@ def test_the_latest_version_is_that_of_the_highest_number_whatever_its_digits(ma
         assert there.latest().number == latest
 
 
+@pytest.mark.parametrize("step", range(3))
+def test_there_is_a_latest_version_whenever_another_one_takes_its_place(made, step):
+    store = made()
+    there, publisher = Directory("policy"), Directory("policy")
+    for number in (1, 2):
+        publisher.post_version(Version(1, number))
+
+    def put_twice():
+        for number in (1, 2):
+            publisher.forget(Version(1, number))
+            publisher.post_version(Version(1, number + 2))
+
+    store.chosen, store.between = store.steps + step, put_twice
+    assert there.latest().number in (2, 4)
+    store.chosen = -1
+    for number in (1, 2, 3, 4):
+        publisher.forget(Version(1, number))
+    assert there.latest() is None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_store_that_does_not_answer_is_told_of_and_whose_time_is_over(made, monkeypatch, is_late):
+    store, asked = made(), []
+
+    def get(key, namespace, timeout):
+        asked.append(timeout)
+        raise RuntimeError("Deadline Exceeded")
+
+    monkeypatch.setattr(store, "internal_kv_get", get)
+    there = Directory("policy")
+    limit_s = 0.0 if is_late else 20.0
+    with pytest.raises(VersionError) as raised, there.within(limit_s, time.monotonic() + limit_s):
+        there.version(1, 1)
+    assert isinstance(raised.value, VersionTimeoutError) is is_late
+    assert asked[0] == 0.05 if is_late else 10.0 < asked[0] <= 20.0
+    with pytest.raises(VersionError):
+        there.version(1, 1)
+    assert asked[1] == 30.0
+
+
 def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made, monkeypatch):
     """Ray's store has taken the record, and its answer did not come."""
     store = made()
     pub = Publication.__new__(Publication)
-    pub.name, pub.epoch, pub._signature, pub._publisher = "policy", 1, b"", ""
+    pub.name, pub.epoch, pub._signature, pub._publisher, pub._turns = "policy", 1, b"", "", Turns("policy")
     pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
     pub._directory = Directory("policy")
     pub._directory.keep_epoch(1, "p")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from raycollect.errors import InternalError, VersionNotPutError
+from raycollect.errors import InternalError, PushError, VersionNotPutError, VersionTimeoutError
 from raycollect.weights import protocol, subscription
 from raycollect.weights.protocol import Failed, Lost, Phase, RankState, Sealed, Shown, Tell, Verified, Version
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
+from raycollect.weights.turns import Turns
 from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
 
 
@@ -191,27 +194,36 @@ def test_replicas_that_differ_are_not_published():
     assert (put.phase, tell, put.differing) == (Phase.FAILED, None, (ATOMS[0],))
 
 
-def test_whatever_keeps_a_group_from_a_version_the_others_have_it(monkeypatch):
+def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_told(monkeypatch):
     class Group:
-        def __init__(self, error=None):
-            self.error, self.has_finished = error, False
+        name = "policy"
+
+        def __init__(self, found):
+            self.found, self._id, self._turns = found, str(id(self)), Turns("policy")
+            self._directory = SimpleNamespace(within=lambda *_: nullcontext())
 
         def _records(self, version):
             return []
 
-        def _job(self, version, records, timeout_s):
+        def _job(self, version, records, left_s):
             return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
 
         def _finish(self, job, staged, began_s, timeout_s):
-            self.has_finished = True
-            if self.error is not None:
-                raise self.error
+            if isinstance(self.found, Exception):
+                raise self.found
+            return self.found
 
     monkeypatch.setattr(subscription, "drive", lambda jobs, timeout_s, beside: None)
-    first, second = Group(InternalError(detail="a tensor has become another")), Group()
-    with pytest.raises(InternalError, match="has become another"):
-        subscription.update_all([first, second], V1, 1.0, is_known=True)
-    assert second.has_finished
+    other, late = InternalError(detail="a tensor has become another"), VersionTimeoutError(name="policy", missing=(0,))
+    with pytest.raises(PushError) as raised:
+        subscription.update_all([Group(other), Group("receipt"), Group(late)], V1, 1.0, is_known=True)
+    same = pickle.loads(pickle.dumps(raised.value))
+    for error in (raised.value, same):
+        assert error.receipts == (None, "receipt", None)
+        assert [type(one) for one in error.errors] == [InternalError, type(None), VersionTimeoutError]
+    assert subscription.update_all([Group("receipt")], V1, 1.0, is_known=True) == ["receipt"]
+    with pytest.raises(InternalError):
+        subscription.update_all([Group(other)], V1, 1.0, is_known=True)
 
 
 def test_a_retry_takes_what_is_missing():

@@ -143,8 +143,16 @@ BAD = {
     "no object": (a_file([1]), "a list"),
     "no entry": (a_file({"a": 3}), "data_offsets"),
     "half an entry": (a_file({"a": {"dtype": "F32", "shape": [2]}}), "data_offsets"),
-    "dtype": (a_file({"a": entry("F4")}), "one of BOOL"),
+    "dtype": (a_file({"a": entry(["F4"])}), "names"),
     "shape": (a_file({"a": entry(shape=(3,))}), r"shape \[3\] in bytes 0 to 8"),
+    "no list": (a_file({"a": {**entry(), "shape": "22"}}), "a list of extents"),
+    "name": (a_file({"\ud800": entry()}), "Unicode"),
+    "rank": (a_file({"a": entry(shape=(1 << 60,) * 600_000)}), "at most 64 extents"),
+    "extents": (a_file({"a": entry(shape=(1 << 4000,) * 64)}), "at most 64 extents"),
+    "offsets": (a_file({"a": entry(offsets=(1 << 4000, 1 << 4001))}), "below 2"),
+    "backwards": (a_file({"a": entry("F4", offsets=(8, 0))}), "as many bytes"),
+    "many": (a_file({f"a{at}": entry(shape=(1 << 60,) * 64) for at in range(15_000)}), "as many bytes"),
+    "long name": (a_file({"a" * 10_000_000: entry(shape=(3,))}), "as many bytes"),
     "negative": (a_file({"a": entry(shape=(-1, -2))}), "shape"),
     "fraction": (a_file({"a": entry(shape=(2.0,))}), "shape"),
     "deep": (a_file(b"[" * 100_000), "JSON"),
@@ -172,6 +180,11 @@ def test_bad_folders_are_refused(tmp_path):
     for index, text in (
         ({"weight_map": {"b": "1.safetensors"}}, "without 'b'"),
         ({"weight_map": {"a": "../1.safetensors"}}, "its own folder"),
+        ({"weight_map": {"a": ".."}}, "its own folder"),
+        ({"weight_map": {"a": ""}}, "its own folder"),
+        ({"weight_map": {"a": "x\0y"}}, "its own folder"),
+        ({"weight_map": {"a": "\ud800"}}, "its own folder"),
+        ({"weight_map": {"a": 1}}, "its own folder"),
         ({}, "weight_map"),
     ):
         (tmp_path / INDEX).write_text(json.dumps(index))
@@ -180,11 +193,33 @@ def test_bad_folders_are_refused(tmp_path):
 
 
 def test_names_of_dtypes_are_those_of_the_library():
-    assert {dtype.name for dtype in _DTYPES.values()} >= {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+    names = {dtype.name for dtype in _DTYPES.values()}
+    assert names >= {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
     assert np.dtype(ml_dtypes.bfloat16) in NAMES
 
 
-@pytest.mark.parametrize("path", [None, 1, b"file", ["file"]])
+def test_tensors_that_numpy_can_not_have_are_left_out_and_named(tmp_path):
+    """As the scales and weights of 4 bits of large models."""
+    header = {
+        "w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},
+        "x": entry(offsets=(2, 10)),
+        "scale": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [10, 12]},
+        "y": {"dtype": "F99", "shape": [4], "data_offsets": [12, 13]},
+    }
+    (tmp_path / "1.safetensors").write_bytes(a_file(header, size=13))
+    for names in (header, ["w", "scale"]):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "1.safetensors")}))
+        with pytest.warns(UserWarning, match=r"'w' \('F4'\)") as told:
+            found = col.map_safetensors(tmp_path)
+        assert ("F99" in str(told[0].message)) == ("y" in names)
+        assert list(found) == [name for name in names if name in ("x", "scale")]
+    assert found["scale"].dtype == ml_dtypes.float8_e8m0fnu
+    (tmp_path / "1.safetensors").write_bytes(a_file(header, size=14))
+    with pytest.raises(errors.InvalidArgumentError, match="gap or an overlap"):
+        col.map_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 1, b"file", ["file"], "x\0y", "\ud800"])
 def test_what_is_no_path_is_refused(path):
     with pytest.raises(errors.InvalidArgumentError, match="path is"):
         col.map_safetensors(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,6 +148,7 @@ def world(monkeypatch):
     made.publication = SimpleNamespace(
         name="policy",
         _ranks=Ranks(Trainer(held)),
+        _one_at_a_time=lambda *_: nullcontext(),
         _count=0,
         _places_on=lambda rank: atoms.held_places(LAYOUTS, 0, AMONG),
         _holder=lambda rank, key, places: holder(key),
@@ -251,7 +253,7 @@ def test_who_can_not_be_reached_is_not_taken_for_dead(world, error, lost):
 @pytest.mark.parametrize("number", [1, 0, 1 << 63, True, "2"])
 def test_a_number_is_above_the_last_and_fits_into_a_record(number):
     with pytest.raises(InvalidArgumentError, match="above 1, and below"):
-        Publication.stream(SimpleNamespace(_used=V1), version=number)
+        Publication._begun(SimpleNamespace(_used=V1), (), number)
 
 
 def test_who_comes_after_another_version_puts_nothing(world):

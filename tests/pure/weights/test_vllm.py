@@ -146,6 +146,11 @@ def loaded(workers):
     return [one.call(vllm_workers.look)[:2] for one in workers]
 
 
+def updates(workers):
+    """How many updates were begun in each, and how many have ended."""
+    return [one.call(vllm_workers.look)[2:] for one in workers]
+
+
 @pytest.mark.parametrize("bucket_nbytes", [64 << 20, 64])
 def test_pain_1_updates_are_loaded_by_all_or_none(trainers, crew, bucket_nbytes):
     workers, source = crew.take(2), Source()
@@ -160,6 +165,7 @@ def test_pain_1_updates_are_loaded_by_all_or_none(trainers, crew, bucket_nbytes)
     with pytest.raises(errors.VersionNotWholeError, match="other bits"):
         engine.send_weights()
     assert loaded(workers) == [(shown(values(2)), "2")] * 2
+    assert updates(workers) == [(3, 3)] * 2  # vLLM has put back what it took away
     source.version = 3
     engine.send_weights()
     assert loaded(workers) == [(shown(values(3)), "3")] * 2
@@ -174,6 +180,7 @@ def test_pain_2_a_worker_that_dies_is_an_error_and_another_takes_its_place(train
     with pytest.raises((errors.RaycollectError, EOFError, OSError)):
         engine.send_weights()
     assert loaded(workers[:1]) == [(shown(values(1)), "1")]
+    assert updates(workers[:1]) == [(2, 2)]
     workers[1] = crew.take(1)[0]
     engine.shutdown()
     again = trainers(workers, source)
@@ -196,6 +203,19 @@ def test_pain_2_a_source_that_gives_less_than_it_says_is_told_at_once(trainers, 
     with pytest.raises(ValueError, match="says 'embed'"):
         engine.send_weights()
     assert loaded(workers) == [({}, None)]
+    assert updates(workers) == [(1, 1)]
+
+
+def test_pain_1_a_worker_without_a_group_ends_the_update(crew):
+    (worker,) = crew.take(1)
+    worker.call(vllm_workers.begin, 0, 1)
+    worker.call(vllm_workers.start_weight_update)
+    with pytest.raises(errors.UnknownGroupError):
+        worker.call(vllm_workers.update_weights, {"version": 1})
+    assert updates([worker]) == [(1, 1)]
+    worker.call(vllm_workers.finish_weight_update, None)
+    assert updates([worker]) == [(1, 1)]
+    worker.call(vllm_workers.end)
 
 
 def test_pain_2_the_source_comes_to_its_end_and_gives_no_more_than_it_says(trainers, crew):
@@ -204,6 +224,7 @@ def test_pain_2_the_source_comes_to_its_end_and_gives_no_more_than_it_says(train
     with pytest.raises(ValueError, match="gives 'bias' as well"):
         engine.send_weights()
     assert loaded(workers) == [({}, None)]
+    assert updates(workers) == [(1, 1)]
     source.more = ()
     engine.send_weights()
     assert (source.ended, loaded(workers)) == (1, [(shown(values(1)), "1")])

@@ -67,7 +67,8 @@ def update_weights(update_info):
 
 def finish_weight_update(weight_version):
     _mine["engine"].finish_weight_update()
-    _mine["version"] = weight_version
+    if weight_version is not None:
+        _mine["version"] = weight_version
 
 
 def look():

@@ -1,0 +1,56 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FRESH = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a file; a regular file of that name is replaced.
+
+    Raises:
+        OSError: It can't be written, or the path names a device, a FIFO, a directory or a link.
+    """
+    target = Path(path)
+    check(target)
+    folder = os.open(target.parent, _DIRECTORY)
+    try:
+        with unfinished(folder, data, 0o666) as fresh:
+            os.rename(fresh, target.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def check(path: Path) -> None:
+    """Raises OSError where a path names something that is not a regular file."""
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(kind):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+@contextlib.contextmanager
+def unfinished(folder: int, data: bytes, mode: int) -> Iterator[str]:
+    """Writes data to a file of a random name in an open directory; it is removed unless the block renames it."""
+    name = f".{secrets.token_hex(8)}"
+    fd = os.open(name, _FRESH, mode, dir_fd=folder)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        yield name
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)

@@ -1,0 +1,81 @@
+"""The derived groups of a controller, and which of them have to go. Pure."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from raycollect.planner import Membership
+
+
+class DerivedGroups:
+    """Derived groups by their actors, in order. Any thread may call it.
+
+    Each costs an actor memory and descriptors. So an actor has only so many of them, however many there are in all.
+
+    Args:
+        most: How many groups of an actor are kept; of more, those that are idle and were not used for the longest time
+            go.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._groups: OrderedDict[tuple[str, ...], Membership] = OrderedDict()  # the least recently used first
+        self._lock = threading.RLock()  # a finalizer may look a group up
+        self._counts: Counter[str] = Counter()  # actor id -> how many groups it is in
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def all(self) -> tuple[Membership, ...]:
+        """All groups."""
+        return tuple(self._groups.values())
+
+    def __contains__(self, membership: Membership) -> bool:
+        return self._groups.get(membership.participants) is membership
+
+    def find(self, actor_ids: tuple[str, ...]) -> Membership | None:
+        """The group of these actors in this order, which counts as used; None: there is none."""
+        with self._lock:
+            found = self._groups.get(actor_ids)
+            if found is not None:
+                self._groups.move_to_end(actor_ids)
+            return found
+
+    def add(self, membership: Membership) -> None:
+        """Adds a group of actors that have none in this order."""
+        with self._lock:
+            self._groups[membership.participants] = membership
+            self._counts.update(membership.participants)
+
+    def _remove(self, membership: Membership) -> None:
+        del self._groups[membership.participants]
+        self._counts.subtract(membership.participants)
+        for actor_id in membership.participants:
+            if not self._counts[actor_id]:
+                del self._counts[actor_id]
+
+    def is_full(self, actor_ids: tuple[str, ...]) -> bool:
+        """Whether one of these actors has more groups than are kept."""
+        return any(self._counts[actor_id] > self._most for actor_id in actor_ids)
+
+    def take_surplus(self, newest: Membership, is_idle: Callable[[Membership], bool]) -> list[Membership]:
+        """Removes idle groups of the actors of the newest group until these have no more than are kept."""
+        removed = []
+        with self._lock:
+            full = {actor_id for actor_id in newest.participants if self._counts[actor_id] > self._most}
+            for one in self.all():
+                if full and one is not newest and not full.isdisjoint(one.participants) and is_idle(one):
+                    self._remove(one)
+                    removed.append(one)
+                    full = {actor_id for actor_id in full if self._counts[actor_id] > self._most}
+        return removed
+
+    def take(self, is_due: Callable[[Membership], bool]) -> list[Membership]:
+        """Removes all groups that are due."""
+        with self._lock:
+            removed = list(filter(is_due, self.all()))
+            for one in removed:
+                self._remove(one)
+        return removed

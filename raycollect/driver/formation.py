@@ -1,0 +1,204 @@
+"""How groups begin and end: what passes between a controller and the members."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raycollect import backends
+from raycollect.core import submitted_calls, threads
+from raycollect.core.claims import ClaimedError, Claims
+from raycollect.core.model import Member
+from raycollect.core.signals import Allowed, deliver
+from raycollect.driver import member_discovery
+from raycollect.driver.coordinators import Coordinators
+from raycollect.driver.participants import Participants
+from raycollect.errors import ActorGoneError, CollectiveTimeoutError, RaycollectError
+from raycollect.group import cluster_registry, link_costs, measured_links
+from raycollect.group.declaration import Declaration
+from raycollect.group.membership import inner_groups, membership_of, placed
+from raycollect.planner import Membership
+
+_log = logging.getLogger("raycollect")
+
+Declared = tuple[Membership, Declaration]
+"""A group, and what was asked for, with its actors by rank."""
+
+
+class Formation:
+    """Forms and dissolves the groups of one controller. Any thread may call it, the main thread inside of `Deferred`.
+
+    No lock is held over the network. A signal that interrupts a wait leaves no part of a group.
+
+    Args:
+        peers: The participants.
+        ending: Aborts the plans of a group under way, for a reason.
+        drained: Lets no plan of a group begin, and waits for those under way; False: not all have ended in time.
+
+    Attributes:
+        coordinators: The coordinators of all groups, those that are being formed included.
+    """
+
+    def __init__(
+        self,
+        peers: Participants,
+        ending: Callable[[Membership, str], None],
+        drained: Callable[[Membership, float], bool],
+    ) -> None:
+        self.coordinators: Coordinators = Coordinators(peers)
+        self._peers = peers
+        self._ending = ending
+        self._drained = drained
+        self._claims = Claims()  # names, the actors of derived groups, and groups that are being dissolved
+        self._broken: dict[str, str] = {}  # group id -> why
+        self._ended: list[Membership] = []  # groups that are gone here, whose members may not know it yet
+        self._links = measured_links.MeasuredLinks()
+
+    def _form(
+        self,
+        declaration: Declaration,
+        deadline_s: float,
+        add: Callable[[Declared], None],
+        *,
+        is_derived: bool = False,
+        old: Membership | None = None,
+        drains: bool = False,
+    ) -> Declared:
+        """Forms a group and adds it, in the place of `old`, which is as it was where not all are ready to join."""
+        member_discovery.check(declaration)
+        calls = {actor._actor_id.hex(): submitted_calls.watch(actor) for actor in declaration.actors}
+        with Allowed():
+            infos = member_discovery.describe(declaration, deadline_s)  # all calls before have ended by then
+            membership = _membership(declaration, infos, deadline_s, old, is_derived=is_derived)
+        actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
+        self.coordinators.open(membership)
+        try:
+            for info in infos:
+                actor_id = info["actor_id"]
+                member, group_id = membership.members[membership.rank_of(actor_id)], membership.spec.group_id
+                self._peers.lease(member, actors[actor_id], info, calls[actor_id], deadline_s, group_id=group_id)
+            if old is not None:
+                self._retire(old, deadline_s, drains=drains)
+            replaces = "" if old is None else old.spec.group_id
+            membership = self._joined(membership, deadline_s, replaces)
+            membership = self._with_inner(membership, deadline_s)
+            by_rank = tuple([actors[one.actor_id] for one in membership.members])
+            formed = membership, replace(declaration, actors=by_rank, is_by_rank=True)
+            deliver()  # a signal that has come by now leaves no group
+            add(formed)
+        except BaseException:
+            self._ended.append(membership)
+            self._dissolve_ended()
+            raise
+        if old is not None:
+            self._part(old)
+        if not is_derived:
+            threads.survives(cluster_registry.post, membership)
+        return formed
+
+    def _retire(self, old: Membership, deadline_s: float, *, drains: bool) -> None:
+        """Ends all that a group does; who is a member of the next one leaves it by joining that."""
+        if drains and not self._drained(old, deadline_s):
+            detail = "its collectives under way have not ended in time, so its members did not change"
+            raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
+        self.coordinators.close(old)
+        self._ending(old, "its group was formed again")
+        for one in reversed(old.inner):
+            self._part(one)
+        cluster_registry.remove(old)
+
+    def _joined(self, membership: Membership, deadline_s: float, replaces: str) -> Membership:
+        """Has all members join, which measure what nobody knows of the links between their hosts."""
+        links = self._links
+        with Allowed():
+            known = {} if membership.epoch else links.of(membership)  # rebuilt: there was trouble
+        probe = measured_links.turns(membership, known)
+        told = self._peers.join([membership], deadline_s, probe, replaces)
+        links.add(membership, told)
+        with Allowed():
+            return replace(membership, topology=membership.topology.on_links(links.of(membership)))
+
+    def _with_inner(self, membership: Membership, deadline_s: float) -> Membership:
+        """Adds the groups inside a group for host-by-host plans, if they can be formed."""
+        inner = inner_groups(membership)
+        if not inner:
+            return membership
+        try:
+            for one in inner:
+                self.coordinators.open(one)
+                for member in one.members:
+                    self._peers.joining(member).group_ids.add(one.spec.group_id)
+            self._peers.join([one for one in inner if one.spec.world_size > 1], deadline_s)
+        except BaseException as exc:
+            for one in inner:
+                self._part(one)
+            if not isinstance(exc, RaycollectError) or isinstance(exc, (ActorGoneError, CollectiveTimeoutError)):
+                raise
+            _log.warning("group %r goes without host-by-host plans: %s", membership.spec.name, exc)
+            return membership
+        return replace(membership, inner=inner)
+
+    def _dissolve_ended(self, name: str = "", deadline_s: float = 0.0) -> None:
+        """Tells the members of groups that have ended here; waits for another thread that does that with one `name`."""
+        for one in tuple(self._ended):
+            until_s = deadline_s if one.spec.name == name else 0.0
+            try:
+                with self._claims.claim(("ended", one.spec.group_id), until_s):
+                    self._dissolve(one)
+            except ClaimedError:
+                continue
+
+    def _dissolve(self, membership: Membership) -> None:
+        if membership not in self._ended:
+            return  # another thread has done it
+        try:
+            self._ending(membership, "its group was destroyed")
+            for one in reversed(membership.tree):
+                self._part(one)
+            cluster_registry.remove(membership)
+        except Exception:  # it would come again
+            self._ended.remove(membership)
+            raise
+        self._ended.remove(membership)
+
+    def _part(self, membership: Membership) -> None:
+        self._peers.part(membership)
+        self.coordinators.close(membership)
+        self._broken.pop(membership.spec.group_id, None)
+
+
+def _membership(
+    declaration: Declaration,
+    infos: Sequence[dict[str, Any]],
+    deadline_s: float,
+    old: Membership | None,
+    *,
+    is_derived: bool,
+) -> Membership:
+    """The group that is to be formed of actors that have said who they are."""
+    members = declaration.ranked(infos)
+    choice = _choose_backend(declaration, members, deadline_s)
+    spec = declaration.spec(secrets.token_hex(8), choice.backend)
+    spec = placed(spec, [member.machine for member in members])
+    return membership_of(
+        spec,
+        members,
+        link_costs.current(),
+        is_derived=is_derived,
+        epoch=0 if old is None else old.epoch + 1,
+        chosen=choice.why,
+        timeout_s=declaration.plan_timeout_s,
+    )
+
+
+def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.Choice:
+    machines = [member.machine for member in members]
+    choice = backends.Choice(declaration.backend, "")
+    if declaration.backend == "auto":
+        gpus = member_discovery.gpus(declaration, members, deadline_s)
+        choice = backends.choose(machines, gpus, dict(declaration.options))
+    backends.check_placement(choice.backend, machines, declaration.name)
+    return choice

@@ -1,0 +1,76 @@
+"""Fails plans and runs whose caller's time limit is over, also where nobody waits for them.
+
+The participants are asked what they do before they hear of the abort, so that the error can say what each was in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NamedTuple
+
+from raycollect.channel.messages import Seen, Unable
+from raycollect.core import threads, timers
+from raycollect.core.model import Member
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from raycollect.driver.controller import Controller
+
+
+class Overdue(NamedTuple):
+    """A plan at its deadline.
+
+    Attributes:
+        late: The participants that have not ended it.
+        looks: What all participants do, by actor: the answers that were asked for then; None for one that is gone.
+    """
+
+    late: tuple[Member, ...]
+    looks: Mapping[str, Future[Seen | Unable | None] | None]
+
+
+class PlanTimeouts(timers.Watcher):
+    """The deadlines of one controller's plans and runs. Any thread may call it; no method waits."""
+
+    def __init__(self, controller: Controller) -> None:
+        super().__init__()
+        self._controller = controller
+
+    def watch(self, tracker: PlanTracker) -> None:
+        """Fails a plan at its deadline, whether anybody waits for it or not."""
+        left_s = tracker.deadline.left_s()
+        if left_s is not None and not tracker.is_known:
+            threads.survives(self.look_after, left_s)  # without a thread, whoever waits fails it
+
+    def look(self) -> float:
+        """Fails what is overdue; in the timer's thread."""
+        # Whoever has claimed the completion bell for a plan waits for it, and alone knows that it has gone well.
+        watched = [tracker for tracker in self._controller.trackers() if tracker.bell is None]
+        for tracker in watched:
+            self.expire(tracker)
+        ends = [tracker.deadline.until_s for tracker in watched if not tracker.is_known]
+        return min(ends, default=math.inf) - time.monotonic()
+
+    def expire(self, tracker: PlanTracker) -> bool:
+        """Fails a plan if its time is over; returns whether its outcome is known."""
+        if tracker.resolved or not tracker.deadline.is_over:
+            return tracker.resolved
+        positions = range(len(tracker.plan.participants))
+        homes = [tracker.location.home(at) for at in positions if tracker.is_pending(at)]
+        late = tuple([member for _, member in homes])
+        if tracker.overdue is None:
+            everyone = self._controller.participants.begin_look(map(tracker.member, positions))
+            tracker.overdue = Overdue(late, everyone)
+        error = CollectiveTimeoutError(
+            op=tracker.plan.name,
+            group_name=tracker.group_name,
+            missing=tuple([member.rank for group, member in homes if group is homes[0][0]]),
+            timeout_s=tracker.deadline.timeout_s,
+        )
+        error.detail = error.unfinished([f"rank {one.rank} ({one.actor})" for one in late])
+        self._controller.send(tracker, tracker.fail(error))
+        return tracker.resolved

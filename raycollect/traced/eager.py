@@ -1,0 +1,89 @@
+"""Steps that are run through Ray, call by call, for debugging."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ClassVar
+
+import ray
+
+from raycollect.captured.step_values import Fixed, Returned
+from raycollect.core import recorded_calls
+from raycollect.driver import values
+from raycollect.driver.pending import Pending, plain
+from raycollect.traced.kept import Kept
+
+
+class _Submitted:
+    """Notes the calls of methods of one thread, or asynchronous task, which Ray does; a `Recorder`."""
+
+    is_eager: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._where = _here()
+        self.refs: list[Any] = []
+
+    def is_here(self) -> bool:
+        return _here() == self._where
+
+    def method(self, submit: Callable[[], Any], handle: Any, name: str, options: dict[str, Any]) -> Any:
+        made = submit()
+        self.refs += [one for one in (made if type(made) is list else [made]) if isinstance(one, ray.ObjectRef)]
+        return made
+
+
+def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a function, waits for the methods that it calls, and returns what a step does; errors are those of Ray."""
+    submitted = _Submitted()
+    token = recorded_calls.begin(submitted)
+    try:
+        returned = function(*args, **kwargs)
+    finally:
+        recorded_calls.end(token)
+    ray.get(submitted.refs)  # so that no failure passes unseen
+
+    def read(value: Any, where: str) -> Any:
+        if type(value) is Kept:
+            return Fixed(partial(plain, value.value))
+        return Fixed(partial(values.get, value) if isinstance(value, (ray.ObjectRef, Pending)) else lambda: value)
+
+    return Returned.of(returned, read).fill((), {})
+
+
+class EndedRun:
+    """What `Step.start` returns where nothing is under way: steps are eager, or the function calls nothing."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._outcome = Future[Any]()
+        try:
+            self._outcome.set_result(run())
+        except Exception as exc:  # noqa: BLE001 - `wait` raises it
+            self._outcome.set_exception(exc)
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
+        """Returns what the step returns, or raises what went wrong."""
+        return self._outcome.result()
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def cancel(self) -> bool:
+        """False: it has ended."""
+        return False
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self.wait()
+
+
+def _here() -> tuple[int, Any]:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return threading.get_ident(), task

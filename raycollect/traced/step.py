@@ -1,0 +1,283 @@
+"""Steps: functions in plain code that are traced by their first call, and run captured by every further one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from raycollect.captured.captured_run import CapturedRun
+from raycollect.core import html
+from raycollect.core.signals import Allowed, Deferred
+from raycollect.core.submitted_calls import recording
+from raycollect.driver.batch import check_arguments
+from raycollect.errors import CaptureBrokenError, CaptureError, GroupError, refuse, wrong_argument
+from raycollect.planner import STAGING_NBYTES
+from raycollect.planner.explain import StepExplanation
+from raycollect.traced.eager import EndedRun, run_eagerly
+from raycollect.traced.forms import CacheInfo, Forms
+from raycollect.traced.kept import unkept
+from raycollect.traced.signature import CallReader
+from raycollect.traced.trace import Trace
+
+_log = logging.getLogger("raycollect")
+
+_P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
+_Self = TypeVar("_Self")
+
+MOST_FORMS = 8
+"""How many traces of a function are kept; each has a thread in every participant."""
+
+EAGER = "RAYCOLLECT_STEP"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    static: tuple[str, ...]
+    eager: bool
+    staging_nbytes: int
+    timeout_s: float | None
+
+
+class _Traces:
+    """The traces of one function, or of one method of one object. Any thread may call it."""
+
+    def __init__(self, function: Callable[..., Any], options: _Options, *, bound: bool = False) -> None:
+        self.function = function
+        self.options = options
+        self.forms: Forms[Trace] = Forms(MOST_FORMS)
+        self.is_eager: bool = options.eager or os.environ.get(EAGER) == "eager"
+        self._reader = CallReader(function, options.static, bound=bound)
+        self._tracing = threading.RLock()  # a finalizer may call the same step
+        self._has_warned = False
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, async_op: bool) -> Any:
+        """Runs the function, by a trace that fits, or by a new one."""
+        values, leaves = self._reader.values(args, kwargs), list[Any]()
+        key = self._reader.read(values, leaves)
+        trace, begun = self.forms.find(key), None
+        with Deferred():
+            if trace is not None:
+                try:
+                    begun = trace.begin(leaves)
+                except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
+                    self.forms.drop(key, trace)
+            if trace is None or begun is None:
+                with Allowed():
+                    trace = self._trace(key, values)
+                begun = trace.begin(leaves)
+            return trace.end(begun, async_op=async_op)
+
+    def look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+        """The trace of a call, without a run."""
+        values = self._reader.values(args, kwargs)
+        key = self._reader.read(values, [])
+        return self.forms.find(key) or self._trace(key, values)
+
+    def _trace(self, key: Hashable, values: Sequence[Any]) -> Trace:
+        with self._tracing:
+            found = self.forms.find(key)  # another thread has made it
+            if found is not None:
+                return found
+            options = self.options
+            made = Trace.of(
+                self.function, self._reader, values, staging_nbytes=options.staging_nbytes, timeout_s=options.timeout_s
+            )
+            if self.forms.add(key, made) and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "step %s was traced for more than %d kinds of arguments, and the oldest trace is dropped: to trace "
+                    "takes milliseconds. Arrays of few shapes, and objects that stay, need few traces",
+                    getattr(self.function, "__qualname__", self.function),
+                    MOST_FORMS,
+                )
+            return made
+
+    def close(self) -> None:
+        with self._tracing:
+            traces = self.forms.clear()
+        for one in traces:
+            one.close()
+
+
+class Step(Generic[_P]):
+    """A function that `step` decorates. Any thread may call it.
+
+    It is called as the function is, and is released with all its traces when nobody refers to it any more.
+    """
+
+    def __init__(self, function: Callable[_P, Any], options: _Options) -> None:
+        functools.update_wrapper(self, function)
+        self._traces = _Traces(function, options)
+        self._before: tuple[Any, ...] = ()  # the object whose method it is
+        self._of_objects: dict[int, tuple[weakref.ref[Any], _Traces]] = {}
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+        """Runs the function.
+
+        Returns:
+            What the function returns, in its structure: values in the place of refs, but where it calls `keep`.
+
+        Raises:
+            TracedValueError: While it is traced, the function uses an argument, or what a call gives, as a value.
+            UnrecordableCallError: It calls a task, or creates an actor.
+            MethodError: A method raised.
+            RefusedError, GroupError, FaultError: As collectives do.
+        """
+        traces, given = self._traces, (*self._before, *args) if self._before else args
+        if recording() is not None:  # a step in a step is a part of it
+            return unkept(traces.function(*given, **kwargs))
+        if traces.is_eager:
+            return run_eagerly(traces.function, given, kwargs)
+        return traces.run(given, kwargs, async_op=False)
+
+    def start(self, *args: _P.args, **kwargs: _P.kwargs) -> CapturedRun | EndedRun:
+        """Begins a run; several may be under way. Its `wait` returns what a call returns; it can be awaited as well."""
+        traces, given = self._traces, (*self._before, *args)
+        if recording() is not None:
+            raise CaptureError(
+                detail="a run can't be started inside a step: call the step, which makes it a part of it"
+            )
+        if traces.is_eager:
+            return EndedRun(functools.partial(run_eagerly, traces.function, given, kwargs))
+        return traces.run(given, kwargs, async_op=True)  # type: ignore[no-any-return]
+
+    def explain(self, *args: _P.args, **kwargs: _P.kwargs) -> str:
+        """What each run does that is called like this, as text; traces the function if need be, and runs nothing."""
+        return self._traces.look((*self._before, *args), kwargs).capture.explain()
+
+    def plan(self, *args: _P.args, **kwargs: _P.kwargs) -> StepExplanation:
+        """What `explain` says, as values; errors as of `Capture.plan`."""
+        return self._traces.look((*self._before, *args), kwargs).capture.plan()
+
+    def close(self) -> None:
+        """Releases all traces, and what they hold; aborts runs under way. The next call traces the function again."""
+        self._traces.close()
+        for _, traces in list(self._of_objects.values()):
+            traces.close()
+
+    def cache_info(self) -> CacheInfo:
+        """How often the function was traced, and how many traces are kept; those of a method by object."""
+        return self._traces.forms.info()
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Step[_P]: ...
+
+    @overload
+    def __get__(self: Step[Concatenate[_Self, _Q]], instance: _Self, owner: type | None = None) -> Step[_Q]: ...
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        bound: Any = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__)
+        bound._before, bound._traces = (instance,), self._traces_of(instance)
+        return bound
+
+    def _traces_of(self, instance: Any) -> _Traces:
+        found = self._of_objects.get(id(instance))
+        if found is not None and found[0]() is instance:
+            return found[1]
+        traces = _Traces(self._traces.function, self._traces.options, bound=True)
+        of_objects, key = weakref.ref(self), id(instance)
+
+        def forget(dead: weakref.ref[Any]) -> None:
+            step = of_objects()
+            known = None if step is None else step._of_objects.get(key)
+            if step is not None and known is not None and known[0] is dead:
+                del step._of_objects[key]
+
+        try:
+            reference = weakref.ref(instance, forget)
+        except TypeError:  # it is a static argument like others, then
+            return self._traces
+        with self._traces._tracing:
+            found = self._of_objects.get(key)
+            if found is None or found[0]() is not instance:
+                found = self._of_objects[key] = reference, traces
+            return found[1]
+
+    def __reduce__(self) -> Any:
+        return _bound if self._before else Step, (self._traces.function, self._traces.options, *self._before)
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        return "".join(one.capture._repr_html_() for one in self._traces.forms.all()) or html.block("step", repr(self))
+
+    def __repr__(self) -> str:
+        info = self.cache_info()
+        return f"<Step {getattr(self, '__qualname__', '')}: {info.currsize} traces, {info.hits + info.misses} calls>"
+
+
+def _bound(function: Callable[..., Any], options: _Options, instance: Any) -> Step[Any]:
+    return Step(function, options).__get__(instance, type(instance))
+
+
+@overload
+def step(function: Callable[_P, Any], /) -> Step[_P]: ...
+
+
+@overload
+def step(
+    *,
+    static: Sequence[str] = (),
+    eager: bool = False,
+    staging_nbytes: int = STAGING_NBYTES,
+    timeout_s: float | None = None,
+) -> Callable[[Callable[_P, Any]], Step[_P]]: ...
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    static: Sequence[str] = (),
+    eager: bool = False,
+    staging_nbytes: int = STAGING_NBYTES,
+    timeout_s: float | None = None,
+) -> Any:
+    """Makes a function of plain driver code run as a captured step.
+
+    The first call traces the function: the driver's operations, and ``actor.method.remote()`` of participants, are
+    recorded, with what stands for their values. Then it runs what was recorded, as every further call does, without
+    a Ray call. Python code between the calls runs while the function is traced, and then no more.
+
+    Numbers, strings, bytes, arrays and CPU tensors, alone or in lists, tuples and dicts, are arguments of the step:
+    each call may give others. A call with another structure, dtype or shape, or with other objects of any other type,
+    traces the function again; so does one after members of a group have changed, and after a run that failed.
+
+    Args:
+        function: The function, which is neither asynchronous nor a generator.
+        static: Parameters whose values the function's Python code may use; it is traced for each of them.
+        eager: True: each call runs the function through Ray, for debugging, as the environment variable
+            ``RAYCOLLECT_STEP=eager`` has all steps do. Results are equal.
+        staging_nbytes: As for `batch`.
+        timeout_s: As for `capture`.
+
+    Raises:
+        InvalidArgumentError: An argument makes no sense.
+    """
+    check_arguments("step", staging_nbytes, timeout_s, eager=eager)
+    names = (static,) if isinstance(static, str) else tuple(static)
+    options = _Options(static=names, eager=eager, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
+    if function is None:
+        return functools.partial(_decorated, options=options)
+    return _decorated(function, options)
+
+
+def _decorated(function: Callable[_P, Any], options: _Options) -> Step[_P]:
+    found = ""
+    if not callable(function) or isinstance(function, type):
+        found = repr(function)
+    elif inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        found = f"{function.__qualname__}, which is asynchronous or a generator"
+    if found:
+        refuse("step", [wrong_argument("function", found, "a plain function; await what its `start` returns")])
+    return Step(function, options)

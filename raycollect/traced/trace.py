@@ -1,0 +1,81 @@
+"""One trace of a step's function: a captured step, and what its runs are given and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from raycollect.captured.install import Installed
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.traced.eager import EndedRun
+from raycollect.traced.recording import TracedCapture
+from raycollect.traced.signature import CallReader
+
+
+class Begun(NamedTuple):
+    """A run that has begun."""
+
+    given: dict[str, Any]
+    installed: Installed | None  # None: there is nothing to run
+    tracker: PlanTracker | None
+
+
+class Trace:
+    """One trace of a function. Any thread may run it.
+
+    Attributes:
+        capture: The captured step; it holds none where the function has called nothing.
+        used: When it was used last (`Forms`).
+    """
+
+    __slots__ = ("_is_empty", "_names", "capture", "used")
+
+    def __init__(self, capture: TracedCapture, names: Sequence[str]) -> None:
+        self.capture = capture
+        self.used = 0
+        self._names = tuple(names)
+        self._is_empty = capture.is_empty
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        reader: CallReader,
+        values: Sequence[Any],
+        *,
+        staging_nbytes: int,
+        timeout_s: float | None,
+    ) -> Trace:
+        """Traces a function: runs its Python code, and nothing else. Raises what it raises; then nothing is left."""
+        names: list[str] = []
+        capture = TracedCapture(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
+
+        def leaf(parameter: str, name: str, value: Any) -> Any:
+            names.append(name)
+            return capture.parameters.leaf(name, parameter, value)
+
+        bound = reader.traced(values, leaf)
+        with capture:
+            returned = function(*bound.args, **bound.kwargs)
+            if returned is not None:
+                capture.returns(returned)
+        return cls(capture, names)
+
+    def begin(self, leaves: Sequence[Any]) -> Begun:
+        """Begins a run; raises CaptureBrokenError or GroupError where nothing was sent, and another trace may run."""
+        given = dict(zip(self._names, leaves, strict=True))
+        if self._is_empty:
+            return Begun(given, None, None)
+        return Begun(given, *self.capture.begin(given))
+
+    def end(self, begun: Begun, *, async_op: bool) -> Any:
+        """Waits for a run, and returns what the function returns; `async_op`: returns a `CapturedRun` at once."""
+        given, installed, tracker = begun
+        if installed is not None and tracker is not None:
+            return self.capture._begun_run(installed, tracker, given, async_op=async_op)
+        return EndedRun(partial(self.capture.fixed, given)) if async_op else self.capture.fixed(given)
+
+    def close(self) -> None:
+        """Releases it."""
+        self.capture.close()

@@ -1,0 +1,158 @@
+"""What a communicator holds is released once, by `close` or by the thread that used it then."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.adopted import Adoption
+from raycollect.backends.gloo.communicator import GlooCommunicator
+from raycollect.backends.in_use import InUse
+from raycollect.backends.tcp.communicator import connect
+from raycollect.backends.torch_dist.calls import Library
+from raycollect.backends.torch_dist.communicator import TorchCommunicator
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.errors import GroupBrokenError
+from tests.waiting import wait_until
+
+WAIT_S = 20.0
+LARGE = 65 << 20
+"""Bytes: more than what gloo and torch leave to the mesh."""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_last_one_out_releases_it_once(seed: int) -> None:
+    chance, inside, released = random.Random(seed), [0], list[object]()
+    held = object()
+
+    def release(one: object) -> None:
+        assert inside[0] == 0, "a thread uses it"
+        released.append(one)
+
+    use = InUse(held, release, "g")
+    begin = threading.Barrier(6)
+    refused = list[BaseException]()
+
+    def work(times: int) -> None:
+        begin.wait(WAIT_S)
+        try:
+            for _ in range(times):
+                with use as found:
+                    assert found is held
+                    inside[0] += 1
+                    assert inside[0] == 1
+                    inside[0] -= 1
+        except GroupBrokenError as exc:
+            refused.append(exc)
+
+    def close() -> None:
+        begin.wait(WAIT_S)
+        use.close()
+
+    times = [chance.randrange(1, 200) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(one,)) for one in times]
+    threads += [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert released == [held]
+    with pytest.raises(GroupBrokenError), use:
+        pass
+    use.close()
+    assert released == [held]
+
+
+def test_a_user_that_fails_releases_it_too() -> None:
+    released = list[object]()
+    use = InUse("held", released.append, "g")
+    with pytest.raises(ZeroDivisionError), use:
+        use.close()
+        assert released == []
+        raise ZeroDivisionError
+    assert released == ["held"]
+
+
+# ---------------------------------------------------------------------------------------------- in a kernel
+
+
+class Slow:
+    """A library whose allreduce lasts until the test lets it end: gloo's, one of torch, or a class of Ray's shape."""
+
+    def __init__(self, *_: Any) -> None:
+        self.entered, self.may_end = threading.Event(), threading.Event()
+        self.closed = 0
+
+    def allreduce(self, *_: Any) -> Slow:
+        self.entered.set()
+        assert self.may_end.wait(WAIT_S)
+        return self
+
+    def close(self) -> None:
+        self.closed += 1
+
+    shutdown = destroy_group = close
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def limit(self, timeout_s: float) -> None:
+        """As of gloo."""
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return True
+
+
+def _gloo(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
+    return GlooCommunicator(slow, spec, mesh)  # type: ignore[arg-type]
+
+
+def _torch(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
+    library = Library(backend=slow, rank=0, world_size=1, group_name=spec.name, is_patient=True)
+    return TorchCommunicator(library, spec, mesh)
+
+
+def _adopted(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
+    made = Adoption(Slow)(spec, 0, mesh, mesh)
+    made._use._held = slow  # the one that the test has
+    return made
+
+
+@pytest.mark.parametrize("make", [_gloo, _torch, _adopted])
+def test_a_communicator_that_is_closed_in_a_kernel_is_released_at_its_end(
+    make: Callable[[Slow, GroupSpec, Any], Communicator],
+) -> None:
+    spec = GroupSpec(name="g", group_id="g", backend="gloo", world_size=1)
+    slow = Slow()
+    communicator = make(slow, spec, connect(spec, 0, None, ""))  # type: ignore[arg-type]
+    array = np.zeros(LARGE // 4, np.float32)
+    kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
+    launch = Launch(seq=1, ranks=(0,), timeout_s=WAIT_S)
+
+    def run() -> None:
+        try:
+            communicator.launch(launch, kernel)
+        except GroupBrokenError:  # it has noticed
+            pass
+
+    running = threading.Thread(target=run)
+    running.start()
+    assert slow.entered.wait(WAIT_S)
+    communicator.close()
+    assert slow.closed == 0, "the kernel uses it"
+    slow.may_end.set()
+    running.join(WAIT_S)
+    assert not running.is_alive()
+    assert wait_until(lambda: slow.closed == 1)
+    communicator.close()
+    assert slow.closed == 1
