@@ -12,6 +12,9 @@ from raycollect.core import threads
 from raycollect.core.signals import Deferred, waiting
 from raycollect.errors import ReentrantCallError
 
+INSIDE: set[int] = set()
+"""The threads that have, or want, a lock of which no plan may wait: what they are doing has to end first."""
+
 
 class DispatchLock:
     """A lock under which no signal handler runs: what is sent under it is sent to all, or to nobody.
@@ -22,7 +25,6 @@ class DispatchLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside: set[int] = set()  # the threads that have it, or want it
         self._deferred = Deferred()
         self._due: deque[Callable[[], object]] = deque()
 
@@ -32,11 +34,11 @@ class DispatchLock:
         deferred = Deferred()
         deferred.__enter__()
         try:
-            self._inside.add(me)  # first: a finalizer may run before anything else does
+            INSIDE.add(me)  # first: a finalizer may run before anything else does
             if not self._lock.acquire(blocking=False):
                 waiting(partial(self._lock.acquire, True))
         except BaseException:  # of a signal's handler
-            self._inside.discard(me)
+            INSIDE.discard(me)
             deferred.__exit__()
             raise
         self._deferred = deferred
@@ -44,14 +46,14 @@ class DispatchLock:
     def __exit__(self, *exc: object) -> None:
         deferred = self._deferred
         self._lock.release()
-        self._inside.discard(get_ident())
+        INSIDE.discard(get_ident())
         if self._due:
             self._make_due_calls()
         deferred.__exit__()
 
     def refuse_inside(self) -> None:
         """Raises ReentrantCallError in a thread that has the lock, or wants it: there nobody can wait for anything."""
-        if get_ident() in self._inside:
+        if get_ident() in INSIDE:
             detail = "a finalizer, or a signal handler, makes a call in the middle of another call of its thread"
             raise ReentrantCallError(detail=detail)
 
@@ -63,8 +65,9 @@ class DispatchLock:
 
     def _make_due_calls(self) -> None:
         me = get_ident()
-        while self._due and me not in self._inside:
-            self._inside.add(me)
+        is_nested = me in INSIDE
+        while self._due:
+            INSIDE.add(me)
             try:
                 if not self._lock.acquire(blocking=False):  # who has it looks at them afterwards
                     return
@@ -74,4 +77,5 @@ class DispatchLock:
                 finally:
                     self._lock.release()
             finally:
-                self._inside.discard(me)
+                if not is_nested:
+                    INSIDE.discard(me)
