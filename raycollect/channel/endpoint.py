@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ _log = logging.getLogger("raycollect")
 
 MAX_QUEUED_NBYTES = 64 << 20  # may wait for a peer that doesn't read; beyond it, the link ends
 _LINGER_S = 1.0
+_AGAIN_S = 0.001
 _LAST_READS = 64
 _PAUSE_S = 5.0  # After such a pause nobody knows whether the peer's host still answers
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -52,8 +52,8 @@ class _Phase(enum.Enum):
 class Link:
     """An open control connection. `send` and `close` may be called by any thread, also by finalizers.
 
-    A frame is numbered and written in one piece, as the peer takes no frame but the next: no signal handler runs in
-    between, and what a finalizer sends there waits for the loop's thread.
+    The peer takes no frame but the next. So messages wait in line, and one thread at a time numbers and writes them
+    all: nobody waits for it, no signal handler runs in between, and what a finalizer sends in the middle comes next.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Link:
         self._sock = sock
         self._connection = connection
         self._handler: LinkHandler | None = handler  # None: it was told of the end
-        self._lock = threading.RLock()
-        self._is_sending = False  # a frame was numbered and is not written yet
+        self._line: deque[bytes] = deque()  # the payloads of messages that have no number yet
+        self._lock = threading.Lock()  # held by whoever numbers and writes
         self._phase = _Phase.OPEN
         self._queue: deque[memoryview] = deque()
         self._queued_nbytes = 0
@@ -81,7 +81,11 @@ class Link:
     @property
     def queued_nbytes(self) -> int:
         """The bytes that wait for the socket; 0 once the link has ended."""
-        return self._queued_nbytes if self._phase is not _Phase.CLOSED else 0
+        return 0 if self._has_ended else self._queued_nbytes
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._phase is _Phase.CLOSED
 
     def send(self, message: Message) -> None:
         """Sends a message, or queues what the socket doesn't take at once; never blocks.
@@ -90,39 +94,38 @@ class Link:
             ConnectionLostError: The link has ended, or its peer doesn't read.
             ProtocolError: The message can't be sent (too big, not plain values); the link goes on.
         """
-        with Deferred():
-            with self._lock:
-                if self._is_sending:  # by this thread, which runs a finalizer now
-                    self._loop.call_soon(partial(self._send_late, message))
-                    return
-                if self._phase is not _Phase.OPEN:
-                    raise ConnectionLostError(detail="the link is closed", peer=self.peer)
-                self._is_sending = True
-                try:
-                    lost = self._write(self._connection.send(message))
-                finally:
-                    self._is_sending = False
-                if lost is not None:
-                    self._phase = _Phase.CLOSING
-            if lost is not None:
-                self._loop.call_soon(partial(self._give_up, lost))
-                raise anew(lost)
-
-    def _send_late(self, message: Message) -> None:
-        with suppress(ConnectionLostError):
-            self.send(message)
+        if self._phase is not _Phase.OPEN:
+            raise ConnectionLostError(detail="the link is closed", peer=self.peer)
+        self._line.append(self._connection.payload(message))
+        lost = self._write_line()
+        if lost is not None:
+            raise anew(lost)
 
     def close(self) -> None:
         """Ends the link, after what was sent has gone out, or a second. May be called twice."""
         with Deferred():
-            with self._lock:
-                if self._phase is not _Phase.OPEN:
-                    return
+            if self._phase is _Phase.OPEN:
                 self._phase = _Phase.CLOSING
-            self._loop.call_soon(self._drain)
+                self._loop.call_soon(self._drain)
+
+    def _write_line(self) -> ConnectionLostError | None:
+        """Writes all that waits in line, unless somebody does so, who looks again afterwards."""
+        lost = None
+        with Deferred():
+            while self._line and not self._has_ended and self._lock.acquire(blocking=False):
+                try:
+                    while self._line and lost is None and not self._has_ended:
+                        lost = self._write(self._connection.seal(self._line.popleft()))
+                    if lost is not None:
+                        self._phase = _Phase.CLOSING
+                        self._line.clear()
+                finally:
+                    self._lock.release()
+            if lost is not None:
+                self._loop.call_soon(partial(self._give_up, lost))
+        return lost
 
     def _write(self, frame: bytes) -> ConnectionLostError | None:
-        # Under the lock, so that frames go out in the order of their numbers.
         rest, now_s = memoryview(frame), time.monotonic()
         if self._is_wary or now_s - self._sent_s >= _PAUSE_S:
             self._is_wary = sockets.count_silence(self._sock)
@@ -154,9 +157,11 @@ class Link:
 
     def end(self, reason: ChannelError) -> None:
         """Closes the socket at once, and tells the handler if it was not told."""
-        with self._lock:
-            self._phase = _Phase.CLOSED
-            self._queue.clear()
+        is_mine = self._lock.acquire(timeout=_LINGER_S)  # nobody writes to a descriptor that is closed, and taken again
+        self._phase = _Phase.CLOSED
+        self._queue.clear()
+        if is_mine:
+            self._lock.release()
         if self._linger is not None:
             self._linger.cancel()
         self._loop.owned.discard(self)
@@ -186,8 +191,7 @@ class Link:
         except ChannelError:
             self.end(reason)
         else:
-            with self._lock:
-                self._phase = _Phase.CLOSING
+            self._phase = _Phase.CLOSING
             self._drain(reason)
 
     def _read(self) -> bool:
@@ -237,23 +241,34 @@ class Link:
             self._loop.watch(self._sock, _READ | _WRITE, self._on_ready)
 
     def _flush(self) -> None:
-        with self._lock:
-            try:
-                while self._queue:
-                    sent = self._sock.send(self._queue[0])
-                    self._queued_nbytes -= sent
-                    if sent < len(self._queue[0]):
-                        self._queue[0] = self._queue[0][sent:]
-                        return
-                    self._queue.popleft()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                self._queue.clear()  # reading tells what happened, after what the peer said last
+        if not self._lock.acquire(blocking=False):
+            return  # the socket is ready the next time, too
+        try:
+            is_done = self._flush_queue()
+        finally:
+            self._lock.release()
+        self._write_line()
+        if not is_done or self._queue:
+            return
         if self._phase is not _Phase.CLOSED:
             self._loop.watch(self._sock, _READ, self._on_ready)
         if self._linger is not None:
             self._shut()
+
+    def _flush_queue(self) -> bool:
+        try:
+            while self._queue:
+                sent = self._sock.send(self._queue[0])
+                self._queued_nbytes -= sent
+                if sent < len(self._queue[0]):
+                    self._queue[0] = self._queue[0][sent:]
+                    return False
+                self._queue.popleft()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            self._queue.clear()  # reading tells what happened, after what the peer said last
+        return True
 
     def _give_up(self, reason: ConnectionLostError) -> None:
         # After reading what the peer said last, which may be why it can't be written.
@@ -268,10 +283,12 @@ class Link:
             return
         reason = reason or ConnectionLostError(detail="closed by this end", peer=self.peer)
         self._announce(reason)
-        self._linger = self._loop.call_later(_LINGER_S, partial(self.end, reason))
-        with self._lock:
-            idle = not self._queue
-        if idle:
+        if self._linger is None:
+            self._linger = self._loop.call_later(_LINGER_S, partial(self.end, reason))
+        self._write_line()
+        if self._line or self._lock.locked():  # somebody writes
+            self._loop.call_later(_AGAIN_S, partial(self._drain, reason))
+        elif not self._queue:
             self._shut()
 
     def _shut(self) -> None:

@@ -187,6 +187,18 @@ class Connection:
         """Makes the frame of a message; `blob_nbytes` raw bytes must follow it, and are written into the message.
 
         Raises:
+            ConnectionLostError, ProtocolError: As of `payload`.
+        """
+        return self.seal(self.payload(message, blob_nbytes))
+
+    def seal(self, payload: bytes) -> bytes:
+        """Makes a frame of a payload: the next one, so that frames have to be written in the order of these calls."""
+        return _LENGTH.pack(len(payload)) + self._outward.tag(payload) + payload
+
+    def payload(self, message: Message, blob_nbytes: int = 0) -> bytes:
+        """Makes the payload of a message.
+
+        Raises:
             ConnectionLostError: The connection is closed.
             ProtocolError: The handshake is not done, the message is too big or can't be packed, or it may not have
                 a blob here. Nothing was sent and the connection goes on.
@@ -203,7 +215,7 @@ class Connection:
         if len(payload) > MAX_FRAME_NBYTES:
             name = type(message).__name__
             raise ProtocolError(detail=f"{name} has {len(payload)} bytes, the limit is {MAX_FRAME_NBYTES}")
-        return _LENGTH.pack(len(payload)) + self._outward.tag(payload) + payload
+        return payload
 
     def _with_blob(self, message: Message, blob_nbytes: int) -> Message:
         declared = getattr(message, "blob_nbytes", None)

@@ -12,6 +12,9 @@ from raycollect.core import threads
 from raycollect.core.signals import Deferred, waiting
 from raycollect.errors import ReentrantCallError
 
+INSIDE: set[int] = set()
+"""The threads that have, or want, a lock of which no plan may wait: what they are doing has to end first."""
+
 
 class DispatchLock:
     """A lock under which no signal handler runs: what is sent under it is sent to all, or to nobody.
@@ -22,30 +25,37 @@ class DispatchLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owner = 0
         self._deferred = Deferred()
         self._due: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> None:
         me = get_ident()
-        if self._owner == me:
-            raise ReentrantCallError(detail="a finalizer makes a call, in the middle of another call of its thread")
+        self.refuse_inside()
         deferred = Deferred()
         deferred.__enter__()
         try:
+            INSIDE.add(me)  # first: a finalizer may run before anything else does
             if not self._lock.acquire(blocking=False):
                 waiting(partial(self._lock.acquire, True))
         except BaseException:  # of a signal's handler
+            INSIDE.discard(me)
             deferred.__exit__()
             raise
-        self._owner, self._deferred = me, deferred
+        self._deferred = deferred
 
     def __exit__(self, *exc: object) -> None:
-        deferred, self._owner = self._deferred, 0
+        deferred = self._deferred
         self._lock.release()
+        INSIDE.discard(get_ident())
         if self._due:
             self._make_due_calls()
         deferred.__exit__()
+
+    def refuse_inside(self) -> None:
+        """Raises ReentrantCallError in a thread that has the lock, or wants it: there nobody can wait for anything."""
+        if get_ident() in INSIDE:
+            detail = "a finalizer, or a signal handler, makes a call in the middle of another call of its thread"
+            raise ReentrantCallError(detail=detail)
 
     def soon(self, call: Callable[[], object]) -> None:
         """Makes a call under the lock: now, or right after whoever has it. Never waits, and raises nothing."""
@@ -54,11 +64,18 @@ class DispatchLock:
             self._make_due_calls()
 
     def _make_due_calls(self) -> None:
-        while self._due and self._lock.acquire(blocking=False):  # else whoever has it looks at them afterwards
-            self._owner = get_ident()
+        me = get_ident()
+        is_nested = me in INSIDE
+        while self._due:
+            INSIDE.add(me)
             try:
-                while self._due:
-                    threads.survives(self._due.popleft())
+                if not self._lock.acquire(blocking=False):  # who has it looks at them afterwards
+                    return
+                try:
+                    while self._due:
+                        threads.survives(self._due.popleft())
+                finally:
+                    self._lock.release()
             finally:
-                self._owner = 0
-                self._lock.release()
+                if not is_nested:
+                    INSIDE.discard(me)

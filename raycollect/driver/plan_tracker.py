@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBell
@@ -27,6 +28,7 @@ from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
 from raycollect.core.signals import Deferred, deliver, waiting
+from raycollect.driver.dispatch_lock import INSIDE
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.engine.agreement import ArrivalGather
 from raycollect.errors import (
@@ -248,8 +250,15 @@ class PlanTracker:
         return self._ended((position, *others) if self.runs is None else (position,), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
+        me = get_ident()
+        is_nested = me in INSIDE
         with Deferred():
-            return self._take_end(positions, error, story)
+            INSIDE.add(me)  # a finalizer that waits in here would hold up the hub, for which it waits
+            try:
+                return self._take_end(positions, error, story)
+            finally:
+                if not is_nested:
+                    INSIDE.discard(me)
 
     def _take_end(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
         position = positions[0]

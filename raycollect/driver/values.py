@@ -206,5 +206,8 @@ def _wait_for_writers(refs: Iterable[Any], until_s: float, *, readers: bool = Fa
     controller = Controller.current()
     for tracker in controller.trackers():
         written = [tracker.writes[key] for key in keys if key in tracker.writes]
-        if (any(written) or (readers and written)) and not stall_report.wait(controller, tracker, _left_s(until_s)):
+        if not any(written) and not (readers and written):
+            continue
+        controller.dispatching.refuse_inside()  # the plan may be one that this thread is about to send
+        if not stall_report.wait(controller, tracker, _left_s(until_s)):
             raise GetTimeoutError(f"{tracker.plan.name}, which writes the tensor, has not ended in time; it goes on")

@@ -121,6 +121,8 @@ class UnderWay(BoundToProcess, ABC):
         if timeout_s is not None or progress is not None:
             refuse("wait", [*wrong_wait(timeout_s), *wrong_flags(progress=progress)])
         tracker = self._tracker
+        if not tracker.is_known:
+            self._controller.dispatching.refuse_inside()  # others may have to wait for what this thread is sending
         if not stall_report.wait(self._controller, tracker, timeout_s, progress=progress):
             over = CollectiveTimeoutError(
                 op=tracker.plan.name,

@@ -1,9 +1,10 @@
 """The captured steps of a participant: where their runs come from, their order, and how they are answered.
 
-Each has a thread, which takes runs from the doorbell, or from the channel if there is none. A fenced run comes as an
-actor task, in Ray's thread. The sequencer puts all runs and plans in order: each run names its predecessor. If methods
-come one by one, a run holds the method lock, so that Ray calls no method beside it; but not while it waits for its
-predecessor. The sequencer ends every run that came, also if its step is broken or closed: its successors wait for it.
+One with a doorbell has a thread, which takes runs from there. Those that come over the channel are for a thread that
+all steps share, and a fenced run comes as an actor task, in Ray's thread. The sequencer puts all runs and plans in
+order: each run names its predecessor. If methods come one by one, a run holds the method lock, so that Ray calls no
+method beside it; but not while it waits for its predecessor. The sequencer ends every run that came, also if its step
+is broken or closed: its successors wait for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -49,6 +51,9 @@ MOST_NBYTES = MAX_FRAME_NBYTES - 1024
 IDLE_S = 60.0
 """How long the thread waits at the doorbell, in seconds; whoever needs it wakes it."""
 
+MOST_DOORBELLS = 32
+"""How many steps of a controller may have a doorbell here, and so a thread; runs of further ones use the channel."""
+
 LATE = 1024
 """How many closed steps are remembered, for runs that were on their way to them."""
 
@@ -81,11 +86,12 @@ def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any
 
 
 class CapturedStep:
-    """One captured step. Its own thread does its runs, or the caller of `run_now`; any thread may call it.
+    """One captured step. A thread of the library does its runs, or the caller of `run_now`; any thread may call it.
 
     Args:
         runner: What is done in a run.
         doorbell: Where runs come; None: over the channel.
+        shared: The thread that does runs that come over the channel, in the order in which they come.
         sequencer: The order of the controller's plans and runs here.
         method_lock: Held by a run while it is done; None if methods overlap anyway.
         send: Sends to the controller; raises ConnectionLostError.
@@ -102,8 +108,11 @@ class CapturedStep:
         send: Callable[[Message], None],
         tell_failure: Callable[[int, RaycollectError], None],
         wait_for_call: Callable[[bytes, int], None],
+        shared: ThreadPoolExecutor,
     ) -> None:
         self.runner = runner
+        self.has_doorbell: bool = doorbell is not None
+        self._shared = shared
         self._doorbell = doorbell
         self._sequencer = sequencer
         self._method_lock = threading.Lock() if method_lock is None else method_lock
@@ -119,7 +128,10 @@ class CapturedStep:
         self._count = 0  # how many runs came
         self._answered = 0  # the latest run that was answered
         self._exchange: tuple[int, ChannelExchange] | None = None  # of a launch, with its number
-        self._thread = threads.start("raycollect-capture", self._work)
+        self._thread: threading.Thread | None = None
+        self._let_go: Future[object] | None = None
+        if doorbell is not None:
+            self._thread = threads.start("raycollect-capture", self._work)
 
     # ------------------------------------------------------------------------------------------ any thread
 
@@ -128,6 +140,10 @@ class CapturedStep:
         with self._changed:
             if self._closed:
                 return False
+            if not self.has_doorbell:
+                run_now = partial(self.run_now, run.seq, run.predecessor, run.payload, after=run.after)
+                threads.submit(self._shared, run_now)
+                return True
             self._came.append(run)
             self._changed.notify_all()
         self._wake_doorbell()
@@ -146,12 +162,17 @@ class CapturedStep:
             self._closed = reason
             self._changed.notify_all()
         self.runner.stop()
-        self._wake_doorbell()
+        if self.has_doorbell:
+            self._wake_doorbell()
+        else:  # behind the runs that have come
+            self._let_go = threads.submit(self._shared, threads.survives, self._end)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits until its thread has ended; False if it has not in time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Waits until it has let go of all values after `close`; False if it has not in time."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return self._let_go is not None and threads.has_ended(self._let_go, timeout_s)
 
     def _wake_doorbell(self) -> None:
         doorbell = self._doorbell
@@ -162,6 +183,9 @@ class CapturedStep:
 
     def _work(self) -> None:
         threads.repeat(self._take)
+        self._end()
+
+    def _end(self) -> None:
         with self._busy:  # a fenced run may be under way
             threads.survives(self.runner.close)
         doorbell, self._doorbell = self._doorbell, None
@@ -169,11 +193,7 @@ class CapturedStep:
             doorbell.close()
 
     def _take(self) -> bool:
-        if self._doorbell is None:
-            run = self._wait_for(lambda _: True)
-            if run is not None:
-                self.run_now(run.seq, run.predecessor, run.payload, after=run.after)
-            return run is not None
+        assert self._doorbell is not None
         closed = bool(self._closed)  # first, as no message comes after it
         # The bell comes before the message, so a run that is here and was not rung for never will be.
         unrung = self._came[0] if self._came else None
@@ -296,10 +316,16 @@ class CapturedSteps:
     """All captured steps of a lease, by id. Any thread may call it."""
 
     def __init__(self) -> None:
+        self.shared: ThreadPoolExecutor = threads.pool("raycollect-capture", 1)
         self._lock = threading.Lock()
         self._living: dict[bytes, CapturedStep] = {}
         self._late: OrderedDict[bytes, CapturedStep | None] = OrderedDict()  # None: closed before it was made
         self._closed = ""
+
+    @property
+    def takes_doorbell(self) -> bool:
+        """Whether a further step may have a doorbell."""
+        return sum(one.has_doorbell for one in list(self._living.values())) < MOST_DOORBELLS
 
     def add(self, capture: bytes, make: Callable[[], CapturedStep]) -> CapturedStep:
         """Adds a captured step; CaptureError: it was closed before it came here, or is here already."""
@@ -333,6 +359,7 @@ class CapturedSteps:
             self._late.clear()
         for one in living.values():
             one.close(reason)
+        self.shared.shutdown(wait=False)
 
     def wake(self, seq: int) -> None:
         """Ends the waits of a run that was aborted, if it is under way."""

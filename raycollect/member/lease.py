@@ -261,11 +261,13 @@ class Lease:
         methods = [action.method for action in step_program.actions if isinstance(action, Invocation)]
         invoke = invoker(methods)
         runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
+        if not self._captures.takes_doorbell:
+            segment = None
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
         lock = here.method_lock if here.is_ordered else None
         tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call
         try:
-            make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell)
+            make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell, self._captures.shared)
             self._captures.add(step_program.capture, make)
         except RaycollectError:
             if doorbell is not None:

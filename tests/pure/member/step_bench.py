@@ -12,6 +12,7 @@ import pytest
 
 from raycollect.channel.doorbell import Entry
 from raycollect.channel.messages import Message, Ran, Run
+from raycollect.core import threads
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_runner import StepRunner
 from raycollect.engine.value_codec import pack_values, unpack_values
@@ -99,7 +100,8 @@ class Bench:
             script.step_program, script.values, self.actor.invoke, instruments, communicators or no_group
         )
         tell = self.send, self.fail, self.wait_for_call
-        self.captured = CapturedStep(replay, cast(Any, post), self.sequencer, turn, *tell)
+        shared = threads.pool("raycollect-capture", 1)
+        self.captured = CapturedStep(replay, cast(Any, post), self.sequencer, turn, *tell, shared)
         self.runner = replay
 
     def wait_for_call(self, task: bytes, seq: int) -> None:

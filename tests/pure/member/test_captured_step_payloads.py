@@ -11,6 +11,7 @@ import pytest
 
 from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Run
+from raycollect.core import threads
 from raycollect.core.model import Segment
 from raycollect.engine.step_program import CAPTURES, FENCED
 from raycollect.engine.step_runner import StepRunner
@@ -33,7 +34,9 @@ def test_with_a_real_doorbell() -> None:
     one = Bench(echo(), None, note=lambda value: value)
     one.captured.close("another is made")
     runner = StepRunner(echo().step_program, [], one.actor.invoke, one.runner.instruments, no_group)
-    captured = CapturedStep(runner, post, one.sequencer, None, one.send, one.fail, one.wait_for_call)
+    tell = one.send, one.fail, one.wait_for_call
+    shared = threads.pool("raycollect-capture", 1)
+    captured = CapturedStep(runner, post, one.sequencer, None, *tell, shared)
     for seq in range(1, 40):
         number, value = doorbell.begin(), "x" * (10_000 if seq % 5 == 0 else seq)
         if not doorbell.runs[0].write(number, seq, seq - 1, pack_values([value])):
