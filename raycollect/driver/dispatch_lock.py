@@ -16,6 +16,23 @@ INSIDE: set[int] = set()
 """The threads that have, or want, a lock of which no plan may wait: what they are doing has to end first."""
 
 
+class Inside(Deferred):
+    """A block in which no signal handler runs, and of a finalizer no call that waits."""
+
+    __slots__ = ("_me",)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        me = get_ident()
+        self._me = 0 if me in INSIDE else me
+        INSIDE.add(me)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._me:
+            INSIDE.discard(self._me)
+        super().__exit__()
+
+
 class DispatchLock:
     """A lock under which no signal handler runs: what is sent under it is sent to all, or to nobody.
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import CompletionBell
@@ -28,7 +27,7 @@ from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
 from raycollect.core.signals import Deferred, deliver, waiting
-from raycollect.driver.dispatch_lock import INSIDE
+from raycollect.driver.dispatch_lock import Inside
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.engine.agreement import ArrivalGather
 from raycollect.errors import (
@@ -250,38 +249,28 @@ class PlanTracker:
         return self._ended((position, *others) if self.runs is None else (position,), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
-        me = get_ident()
-        is_nested = me in INSIDE
-        with Deferred():
-            INSIDE.add(me)  # a finalizer that waits in here would hold up the hub, for which it waits
-            try:
-                return self._take_end(positions, error, story)
-            finally:
-                if not is_nested:
-                    INSIDE.discard(me)
-
-    def _take_end(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
-        position = positions[0]
-        with self._lock:
-            self._pending.difference_update(positions)
-            waiting = bool(self._pending)
-            if error is not None and self._first is None:
-                self._first = (position, error, tuple(story))
-            first = self._first
-        if isinstance(error, PlanAbortedError) and not self.is_known:  # the consequence of another failure
-            several = self._is_chain
-            if waiting:  # who caused it will report, or its process is gone
-                return self._abort(position, error) if several else []
-            if first is not None and several:
-                return self._failed(*first)  # later ones may be consequences of that abort
-        if error is not None:
-            return self._failed(position, error, tuple(story))
-        if waiting:
+        with Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
+            position = positions[0]
+            with self._lock:
+                self._pending.difference_update(positions)
+                waiting = bool(self._pending)
+                if error is not None and self._first is None:
+                    self._first = (position, error, tuple(story))
+                first = self._first
+            if isinstance(error, PlanAbortedError) and not self.is_known:  # the consequence of another failure
+                several = self._is_chain
+                if waiting:  # who caused it will report, or its process is gone
+                    return self._abort(position, error) if several else []
+                if first is not None and several:
+                    return self._failed(*first)  # later ones may be consequences of that abort
+            if error is not None:
+                return self._failed(position, error, tuple(story))
+            if waiting:
+                return []
+            if first is not None:
+                return self._failed(*first)  # aborted, and nobody reported the cause
+            self._resolve(None)
             return []
-        if first is not None:
-            return self._failed(*first)  # aborted, and nobody reported the cause
-        self._resolve(None)
-        return []
 
     def lost(self, position: int, reason: str) -> Outgoing:
         """A participant's process is gone; what it has said before counts."""
