@@ -405,6 +405,11 @@ def _measure(lease: Lease, message: messages.Measure) -> None:
     lease._reporter.tell(introspection.measure(message, lease._sequencer, bytes_done))
 
 
+_OF_GROUPS: tuple[type, ...] = (
+    *(messages.Answer, messages.Ask, messages.Deny, messages.Depart),
+    *(messages.Drop, messages.Met, messages.Missed, messages.Publish),
+)
+
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Join: lambda lease, message: joining.join(lease._groups, lease.controller, lease._reporter, message),
     messages.Leave: lambda lease, message: joining.leave(lease._groups, message),
@@ -423,19 +428,7 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Tick: lambda lease, message: lease._recording.tick(message),
     messages.Collect: lambda lease, message: lease._recording.collect(message),
     messages.Gone: Lease._gone,
-    **dict.fromkeys(
-        (
-            messages.Answer,
-            messages.Ask,
-            messages.Deny,
-            messages.Depart,
-            messages.Drop,
-            messages.Met,
-            messages.Missed,
-            messages.Publish,
-        ),
-        lambda lease, message: lease._groups.received(message),
-    ),
+    **dict.fromkeys(_OF_GROUPS, lambda lease, message: lease._groups.received(message)),
 }
 
 _FINISHES: dict[type, Callable[[Lease, Any, threads.Failure], None]] = {

@@ -221,11 +221,21 @@ def _bound(function: Callable[..., Any], options: _Options, instance: Any) -> St
 
 
 @overload
-def step(function: Callable[_P, Any], /) -> Step[_P]: ...
+def step(
+    function: Callable[_P, Any],
+    /,
+    *,
+    static: Sequence[str] = (),
+    eager: bool = False,
+    staging_nbytes: int = STAGING_NBYTES,
+    timeout_s: float | None = None,
+) -> Step[_P]: ...
 
 
 @overload
 def step(
+    function: None = None,
+    /,
     *,
     static: Sequence[str] = (),
     eager: bool = False,
