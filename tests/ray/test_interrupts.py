@@ -171,7 +171,8 @@ def test_a_finalizer_at_any_place_of_a_call(scene: Scene, most: int) -> None:
             assert left() == [], f"{inner} in {outer}, {at} of {count}"
     assert outcomes
     refused = [exc for _, exc in outcomes if exc is not None]
-    strange = [one for one in refused if not isinstance(one, (errors.ReentrantCallError, errors.CaptureError))]
+    told = (errors.ReentrantCallError, errors.CaptureError, errors.InvalidArgumentError)  # the last two in a batch
+    strange = [one for one in refused if not isinstance(one, told)]
     assert strange == []
     assert len(refused) < len(outcomes)
     scene.works()
