@@ -40,13 +40,16 @@ def _alarms() -> Iterator[None]:
 
 
 def at_step(number: int, do: Callable[[], object], call: Callable[[], object]) -> int:
-    """Makes a call, and does something as its thread enters or leaves the n-th function; returns how many it does."""
+    """Makes a call, and does something at the n-th place where Python looks for signals; returns how many there are.
+
+    These are the beginnings of functions, and the ends of those in C.
+    """
     count = 0
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         nonlocal count
-        count += 1
-        if count == number:
+        count += event in ("call", "c_return")
+        if count == number and event in ("call", "c_return"):
             do()
 
     before = sys.getprofile()
