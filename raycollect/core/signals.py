@@ -40,7 +40,7 @@ _NAMES = "HUP INT QUIT USR1 USR2 ALRM TERM CHLD CONT TSTP XCPU VTALRM PROF WINCH
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}"))
 """The signals that programs handle in Python, but for real-time signals, whose handlers are not deferred."""
 
-_DEPTH = 7  # how deep the frames of `Deferred.__enter__` lie at most, below that of its caller
+_DEPTH = 12  # how deep the frames of `Deferred.__enter__` lie at most, below that of its caller
 
 _ACTION_NBYTES = 1024  # more than any `struct sigaction` takes
 
@@ -73,6 +73,8 @@ class _Main:
     def swap(self) -> None:
         """Replaces all handlers. Signals reach them all the same until `is_deferring` is set."""
         seen = list(map(_get, _SIGNALS))
+        if seen != self._seen:  # inside of `Allowed` they are replaced already
+            seen = [self.handlers[at] if one is _record else one for at, one in zip(_SIGNALS, seen, strict=True)]
         if seen != self._seen:
             found = {number: one for number, one in zip(_SIGNALS, seen, strict=True) if _is_python(number, one)}
             self.handlers.update(found)
@@ -234,7 +236,7 @@ def _is_guarded(frame: FrameType | None) -> bool:
 
 def _is_python(number: int, handler: Any) -> bool:
     """Whether a signal runs this function; not where a library has replaced Python's own handler, as Ray does."""
-    return callable(handler) and handler is not _record and _address(number) == _pythons()
+    return callable(handler) and _address(number) == _pythons()
 
 
 @cache

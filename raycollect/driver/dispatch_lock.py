@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from functools import partial
 from threading import get_ident
+from typing import Any
 
 from raycollect.core import threads
 from raycollect.core.signals import Deferred, waiting
@@ -31,6 +33,18 @@ class Inside(Deferred):
         if self._me:
             INSIDE.discard(self._me)
         super().__exit__()
+
+
+def answered(futures: Iterable[Future[Any] | None], timeout_s: float) -> set[Future[Any]]:
+    """Waits for answers of participants; returns those that have come in time.
+
+    `concurrent.futures.wait` holds locks of the futures, for which the hub's thread waits: neither a signal nor a
+    finalizer may keep it from giving them back.
+    """
+    asked = [one for one in futures if one is not None]
+    with Inside():
+        waiting(lambda seconds: not wait(asked, seconds).not_done, timeout_s)
+    return {one for one in asked if one.done()}
 
 
 class DispatchLock:

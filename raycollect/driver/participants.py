@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, astuple, replace
 from time import monotonic
@@ -34,6 +33,7 @@ from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.model import Member
 from raycollect.core.signals import waiting
 from raycollect.core.submitted_calls import SubmittedCalls
+from raycollect.driver.dispatch_lock import answered
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.errors import (
     ActorGoneError,
@@ -364,7 +364,7 @@ class Participants:
         """Whether a member's process is known to be gone; one that does not answer in time is not."""
         peer = self._peer_of(member)
         asked = None if peer is None else peer.ask(Look)
-        return asked is None or (asked in wait_for([asked], timeout_s).done and asked.result() is None)
+        return asked is None or (asked in answered([asked], timeout_s) and asked.result() is None)
 
     def measure(self, member: Member, seq: int) -> Future[Measured | Unable | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
@@ -385,7 +385,7 @@ def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> d
 
 
 def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
-    done = wait_for(filter(None, futures), timeout_s).done
+    done = answered(futures, timeout_s)
     return [one.result() if one in done else None for one in futures]
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from raycollect.channel.messages import Measured
+from raycollect.driver.dispatch_lock import answered
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.planner.wording import nbytes_words, seconds_words
@@ -172,7 +172,7 @@ class ProgressProbe:
     def hear(self, timeout_s: float = 0.0) -> None:
         """Takes the answers that are there, or arrive within `timeout_s` seconds."""
         if timeout_s:
-            wait_for([one.asked for one in self._places if one.asked is not None], timeout_s)
+            answered([one.asked for one in self._places], timeout_s)
         for place in self._places:
             place.hear()
 

@@ -166,8 +166,7 @@ class Lease:
         finally:
             step.number = 0
             was_aborted = self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
-        rings = order is not None and order.rings
-        self._tell_done(ticket.seq, program, outcome, rings=rings, was_aborted=was_aborted)
+        self._tell_done(ticket.seq, program, outcome, rings=order is not None and order.rings, was_aborted=was_aborted)
         if outcome.error is not None and program.makes:
             if isinstance(outcome.error, GroupBrokenError):  # by a death, before this plan was aborted for it
                 raise PlanAbortedError(detail=outcome.error.detail)
@@ -229,15 +228,13 @@ class Lease:
         )
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool, was_aborted: bool) -> None:
-        # If all participants see each other, the last one tells for all that it went well. Nobody waits at the bell for
-        # a plan that was aborted, and who was told so answers for itself.
+        # If all see each other, the last one tells for all that it went well. Who was told to abort answers for itself.
+        is_last = len(outcome.ended) == len(program.agreement.ranks)
         if outcome.error is not None:
             self._reporter.tell_failure(seq, outcome.error)
-        elif was_aborted:
-            self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
-        elif rings and self._bell is not None and len(outcome.ended) == len(program.agreement.ranks):
+        elif rings and self._bell is not None and is_last and not was_aborted:
             self._bell.ring(seq)
-        elif not outcome.ended or len(outcome.ended) == len(program.agreement.ranks):
+        elif was_aborted or is_last or not outcome.ended:
             self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 
     # ------------------------------------------------------------------------------------------ captured steps
@@ -261,8 +258,7 @@ class Lease:
         methods = [action.method for action in step_program.actions if isinstance(action, Invocation)]
         invoke = invoker(methods)
         runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
-        if not self._captures.takes_doorbell:
-            segment = None
+        segment = segment if self._captures.takes_doorbell else None
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
         lock = here.method_lock if here.is_ordered else None
         tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call

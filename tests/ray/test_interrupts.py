@@ -15,6 +15,7 @@ import pytest
 
 import raycollect as col
 from raycollect import errors
+from raycollect.driver.batch import current
 from raycollect.driver.controller import Controller
 from tests.ray.workers import Worker, filled
 from tests.waiting import wait_until
@@ -40,13 +41,16 @@ def _alarms() -> Iterator[None]:
 
 
 def at_step(number: int, do: Callable[[], object], call: Callable[[], object]) -> int:
-    """Makes a call, and does something as its thread enters or leaves the n-th function; returns how many it does."""
+    """Makes a call, and does something at the n-th place where Python looks for signals; returns how many there are.
+
+    These are the beginnings of functions, and the ends of those in C.
+    """
     count = 0
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         nonlocal count
-        count += 1
-        if count == number:
+        count += event in ("call", "c_return")
+        if count == number and event in ("call", "c_return"):
             do()
 
     before = sys.getprofile()
@@ -93,7 +97,7 @@ class Scene:
     def batch(self) -> None:
         with col.batch():
             col.allreduce_refs(self.refs, "scene", "max")
-            col.broadcast_refs(self.others, 1, "scene")
+            col.broadcast_refs(self.refs, 1, "scene")
 
     def works(self) -> None:
         """All that a driver can do that was never interrupted."""
@@ -122,13 +126,14 @@ def test_a_signal_at_any_place_of_a_call(scene: Scene, most: int) -> None:
         for at in places(count, most, seed=count):
             number, raised = random.Random(at).choice([(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, Alarm)])
             came: list[BaseException] = []
+            scene.refs = filled(scene.workers, (1, 2, 4))  # an aborted call may leave the old values half-written
             try:
                 at_step(at, lambda number=number: signal.raise_signal(number), call)
             except (KeyboardInterrupt, Alarm) as exc:
                 came.append(exc)
             assert left() == [], f"{kind}, {at} of {count}"
             assert all(isinstance(one, raised) for one in came), f"{kind}, {at} of {count}"
-            call()
+            assert current() is None, f"{kind}, {at} of {count}"
         scene.works()
         assert scene.group.status().state == "alive", kind
     assert signal.getsignal(signal.SIGALRM) is _alarm
@@ -171,7 +176,8 @@ def test_a_finalizer_at_any_place_of_a_call(scene: Scene, most: int) -> None:
             assert left() == [], f"{inner} in {outer}, {at} of {count}"
     assert outcomes
     refused = [exc for _, exc in outcomes if exc is not None]
-    strange = [one for one in refused if not isinstance(one, (errors.ReentrantCallError, errors.CaptureError))]
+    told = (errors.ReentrantCallError, errors.CaptureError, errors.InvalidArgumentError)  # the last two in a batch
+    strange = [one for one in refused if not isinstance(one, told)]
     assert strange == []
     assert len(refused) < len(outcomes)
     scene.works()
