@@ -142,7 +142,7 @@ def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:
     client = DataClient(server.address, WAIT_S)
     request = Fetch(key=key)
     try:
-        with fail_at(store, "look", thread="raycollect-data-"):
+        with fail_at(store, "current", thread="raycollect-data-"):
             answer: Any = client.request(request)
         assert str(from_wire(answer.error)).startswith(f"answering Fetch failed: {BOOM}")
         found = client.request(request)

@@ -168,15 +168,15 @@ def get(address: Address, timeout_s: float) -> Any:
 
 def refusing(monkeypatch: pytest.MonkeyPatch, times: int, number: int) -> list[int]:
     """Has so many connections fail; gives what counts them."""
-    connect, asked = socket.create_connection, [0]
+    original, asked = socket.socket.connect, [0]
 
-    def create_connection(*args: Any, **kwargs: Any) -> socket.socket:
+    def connect(sock: socket.socket, place: Any) -> None:
         asked[0] += 1
         if asked[0] <= times:
             raise OSError(number, os.strerror(number))
-        return connect(*args, **kwargs)
+        original(sock, place)
 
-    monkeypatch.setattr(socket, "create_connection", create_connection)
+    monkeypatch.setattr(socket.socket, "connect", connect)
     return asked
 
 

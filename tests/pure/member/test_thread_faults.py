@@ -181,7 +181,7 @@ def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @fault_in("raycollect-apart")
 def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     told: SimpleQueue[list[Key]] = SimpleQueue()
-    data = SimpleNamespace(free=lambda address, keys, **_: told.put(keys))
+    data = SimpleNamespace(free=lambda address, keys, **_: told.put(keys), FREED_AT_ONCE=8)
     monkeypatch.setattr(lent_tokens, "fetch", data)
     info = {"address": None, "actor": "Worker(1)", "incarnation": ""}
     task = SimpleNamespace(remote=lambda count: [])

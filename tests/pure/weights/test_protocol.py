@@ -161,7 +161,8 @@ def test_pain_2_whether_some_show_a_version_for_which_others_are_late():
             job.round, _ = protocol.advance(job.round, event)
         job.end_late()
         ranks = SimpleNamespace(late_error=lambda name, job, timeout_s, *, is_shown: is_shown)
-        return Subscription._failure(SimpleNamespace(name="policy", _ranks=ranks), job, 1.0)
+        subscription = SimpleNamespace(name="policy", _ranks=ranks, _check_open=lambda: None)
+        return Subscription._failure(subscription, job, 1.0)
 
     verified = [Verified(rank) for rank in range(3)]
     assert not after(*verified[:2])  # they wait for the third
