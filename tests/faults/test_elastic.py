@@ -224,8 +224,9 @@ def test_a_step_says_what_it_has_lost(actors):
     with col.capture() as step:
         gradients = [step.call(one, "steady") for one in learners[:3]]
         col.allreduce_refs(gradients)
+    refs = spread(learners[:3])
     with col.capture() as with_refs:
-        col.allreduce_refs(spread(learners[:3]))
+        col.allreduce_refs(refs)
     step.run()
     with_refs.run()
     group.add(learners[3])

@@ -71,6 +71,10 @@ def empty_list(self):
     self.buffer.clear()
 
 
+def fill_list(self):
+    self.buffer.append(np.ones(8, np.float32))
+
+
 def wipe(self):
     """What no method should do: it empties the store behind everybody's back."""
     from raycollect.member.runtime import Runtime
@@ -108,7 +112,7 @@ CHANGES: dict[Any, list[tuple[Any, Any]]] = {
         (torch_data_back, None),
         (delete, None),
     ],
-    of_list: [(empty_list, None), (wipe, errors.TensorFreedError)],
+    of_list: [(empty_list, errors.TensorReplacedError), (fill_list, None), (wipe, errors.TensorFreedError)],
     "closed": [(close, errors.ReadOnlyError)],
 }
 """How a tensor is made -> what its actor does between two collectives, and what the next one raises; None: it works."""
