@@ -63,6 +63,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.RECORDED: (_BLUE, "-", "o"),
     names.UNRECORDED: (_SKY, "-", "s"),
     names.LIMIT: ("#777777", ":", ""),
+    names.METHODS: ("#777777", ":", ""),
 }
 _FEW = 3
 _TABLES_ONLY = ("cold", "hosts", "uneven")

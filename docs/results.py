@@ -23,6 +23,7 @@ _SECTION = re.compile(
     r"(?P<begin><!-- results: (?P<what>[^>]+?) -->\n)(?P<body>.*?)(?P<end><!-- end of results -->)", re.S
 )
 _OURS, _RAY = "raycollect", "ray.util.collective"
+_INSIDE = f"{_RAY} inside the method"
 _MB = 1 << 20
 _OF_A_SUITE = frozenset({"load before", "huge pages", "huge pages of shared memory"})
 """Fields of a machine's description that differ between suites, or are of no use to a reader."""
@@ -61,13 +62,35 @@ def _body(what: str) -> str:
 
 
 def _machine() -> str:
-    machines = [read(path.stem)["machine"] for path in sorted(RESULTS.glob("*.json"))]
-    loads = sorted(float(machine["load before"]) for machine in machines)
-    common = {name: value for name, value in machines[0].items() if name not in _OF_A_SUITE}
-    if any(machine.get(name) != value for machine in machines for name, value in common.items()):
-        raise LookupError("the suites were measured on different machines, or with different software")
-    told = {**common, "load before the suites": f"{loads[0]:g} to {loads[-1]:g}"}
-    return _table(["what", "it was"], [[name, value] for name, value in told.items()])
+    machines = {path.stem: read(path.stem)["machine"] for path in sorted(RESULTS.glob("*.json"))}
+    loads = sorted(float(machine["load before"]) for machine in machines.values())
+    names = [name for name in next(iter(machines.values())) if name not in _OF_A_SUITE]
+    rows = [[name, _by_suite({suite: machine.get(name, "") for suite, machine in machines.items()})] for name in names]
+    return _table(["what", "it was"], [*rows, ["load before the suites", f"{loads[0]:g} to {loads[-1]:g}"]])
+
+
+def _by_suite(values: Mapping[str, str]) -> str:
+    """A value that all suites share; else each value with the suites that were measured with it."""
+    suites: dict[str, list[str]] = {}
+    for suite, value in values.items():
+        suites.setdefault(value, []).append(suite)
+    if len(suites) == 1:
+        return next(iter(suites))
+    return "; ".join(f"{value or 'none'} ({', '.join(found)})" for value, found in suites.items())
+
+
+def _iteration() -> str:
+    rows = [row for row in read("iteration")["rows"] if row["op"] == "methods of 0 ms"]
+    cases = {(row["contender"], row["nbytes"], row["ranks"]): row["median_ms"] for row in rows}
+    ranks = sorted({row["ranks"] for row in rows})[:2]
+    sizes = sorted({row["nbytes"] for row in rows})
+    body = [
+        [_strong(contender)]
+        + [" / ".join(f"{cases[_INSIDE, size, n] / cases[contender, size, n]:.2g}" for n in ranks) for size in sizes]
+        for contender in dict.fromkeys(row["contender"] for row in rows)
+        if contender != _INSIDE
+    ]
+    return _table([f"times faster, {' / '.join(map(str, ranks))} actors", *map(_size, sizes)], body)
 
 
 def _memory() -> str:
@@ -129,7 +152,6 @@ def _targets() -> str:
 
 
 _HEADLINE = (
-    ("fresh arrays of methods, and their allreduce, 4 B", "iteration", "methods of 0 ms", 4, "raycollect"),
     ("a call after 10 ms: allreduce of 4 B", "cold", "pauses of 10 ms", 4, "raycollect, arena"),
     ("a call: allreduce of 1 MB", "driver", "allreduce", _MB, "raycollect, arena"),
     ("a call: allreduce of 64 MB", "driver", "allreduce", 64 * _MB, "raycollect, arena"),
@@ -141,6 +163,7 @@ _HEADLINE = (
 
 _WHOLE: Mapping[str, Callable[[], str]] = {
     "headline": _headline,
+    "iteration": _iteration,
     "machine": _machine,
     "memory": _memory,
     "targets": _targets,
