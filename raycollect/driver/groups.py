@@ -90,16 +90,13 @@ class Groups(Formation):
 
         While its members change this waits for those that it will have; CollectiveTimeoutError: `limit_s` is over.
         """
-        found = self._entry(name)
+        found = self._declared.get(name) if isinstance(name, str) else None
         if found is not None and found[0].spec.group_id in self.draining:
             if not self._claims.wait(name, inf if limit_s is None else monotonic() + limit_s):
                 detail = f"after {limit_s:g} s its members are still being changed by another thread"
                 raise CollectiveTimeoutError(group_name=name, detail=detail, timeout_s=limit_s or 0.0)
-            found = self._entry(name)
+            found = self._declared.get(name)
         return None if found is None else found[0]
-
-    def _entry(self, name: Any) -> Declared | None:
-        return self._declared.get(name) if isinstance(name, str) else None
 
     def is_declared(self, name: str) -> bool:
         """Whether there is a declared group of that name; never waits."""
@@ -246,7 +243,7 @@ class Groups(Formation):
         """Ends a declared group; raises UnknownGroupError where there is none of that name."""
         with Deferred():
             with self._lock:
-                found = self._entry(name)
+                found = self._declared.get(name) if isinstance(name, str) else None
                 if found is None:
                     raise self._unknown(name)
                 self._ended.append(found[0])
