@@ -239,16 +239,16 @@ class Groups(Formation):
         for membership, _ in tuple(self._declared.values()):
             cluster_registry.remove(membership)
 
-    def destroy(self, name: str) -> None:
+    def destroy(self, name: Any) -> None:
         """Ends a declared group; raises UnknownGroupError where there is none of that name."""
         with Deferred():
             with self._lock:
-                membership, _ = self._declared.get(name) or (None, None)
-                if membership is None:
+                found = self._declared.get(name) if isinstance(name, str) else None
+                if found is None:
                     raise self._unknown(name)
-                self._ended.append(membership)
+                self._ended.append(found[0])
                 del self._declared[name]
-                self.held.forget(membership)
+                self.held.forget(found[0])
             self._dissolve_ended()
 
     # ------------------------------------------------------------------------------------------ derived ones

@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from raycollect.core import direct_transport
+from raycollect.driver.operand_binding import stale
 from raycollect.driver.work import absence
 from raycollect.errors import CollectiveTimeoutError, Violation
 from raycollect.pos.handle import Handle
@@ -31,6 +32,14 @@ def _value(ref: Any) -> Any:
         return direct_transport.get(ref)
     except RayError as exc:
         return exc.with_traceback(None)
+
+
+def _is_stale(ref: Any) -> bool:
+    try:
+        ray.wait([ref], timeout=0, fetch_local=False)
+    except ValueError:
+        return True
+    return False
 
 
 def late_error(
@@ -60,7 +69,10 @@ def handles_of(
     Raises:
         CollectiveTimeoutError: Their methods have not returned in time.
     """
-    values, late = values_of(refs, timeout_s)
+    try:
+        values, late = values_of(refs, timeout_s)
+    except ValueError:  # Ray knows no owner of one of them
+        return {}, [stale(ref.hex(), rank) for rank, ref in refs.items() if _is_stale(ref)]
     if late:
         raise late_error(op, group_name, len(late), tuple(late), timeout_s)
     handles = {rank: value for rank, value in values.items() if isinstance(value, Handle)}

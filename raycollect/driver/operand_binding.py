@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key
+from raycollect.driver.pending import plain
 from raycollect.errors import CollectiveTimeoutError, Violation, refusal
 from raycollect.errors.text import a_type, listed
 from raycollect.group.membership import is_participant
@@ -85,6 +86,17 @@ def operand(ref: Any, position: int, wait: TaskWait) -> Operand | Violation:
         return Operand(ref=ref, key=value.key, actor_id=value.actor_id)
     origin = "made by ray.put" if ray_internals.is_put(ref) else "returned by a task"
     return _foreign(position, f"{a_type(value)} {origin}", ref.hex())
+
+
+def ensure_ray(op: str, refs: Any) -> None:
+    """Starts Ray if need be; TensorLostError: there is a ref, so the Ray that made it was shut down."""
+    if not ray_internals.is_started():
+        for one in refs if isinstance(refs, (list, tuple)) else [refs]:
+            if isinstance(one, (list, tuple)):
+                ensure_ray(op, one)
+            elif isinstance(one := plain(one), (ray.ObjectRef, Handle)):
+                raise refusal(op, "", (stale((one.key if isinstance(one, Handle) else one).hex()),))
+    ray_internals.ensure_ray()
 
 
 def stale(ref: str, position: int = -1) -> Violation:

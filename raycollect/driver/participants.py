@@ -95,6 +95,7 @@ class Participants:
         """Gives all back."""
         self._hub.close()
         self._is_due = False  # what was due is not called any more
+        call_tokens.let_go()  # they refer to this
 
     # ------------------------------------------------------------------------------------------ who they are
 

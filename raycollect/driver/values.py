@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 import ray
@@ -15,7 +16,7 @@ from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Address, Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
-from raycollect.driver.operand_binding import stale
+from raycollect.driver.operand_binding import ensure_ray, stale
 from raycollect.driver.pending import plain
 from raycollect.errors import (
     NotATensorError,
@@ -77,7 +78,7 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
     """
     if timeout_s is not None or ordered is not False:
         refuse("get", [*wrong_wait(timeout_s), *wrong_flags(ordered=ordered)])
-    _ensure_ray("get", refs)
+    ensure_ray("get", refs)
     return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
 
 
@@ -141,7 +142,7 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
         BatchError: A ref is still to be made by a batch that has not ended.
     """
     refuse("free", wrong_wait(timeout_s))
-    _ensure_ray("free", refs)
+    ensure_ray("free", refs)
     count, until_s = 0, math.inf if timeout_s is None else time.monotonic() + timeout_s
     leaves = list(map(plain, refs if isinstance(refs, (list, tuple)) else [refs]))
     _wait_for_writers(leaves, until_s, readers=True)
@@ -158,22 +159,12 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
     return count
 
 
-def _ensure_ray(op: str, refs: Any) -> None:
-    """Starts Ray if need be; TensorLostError: there is a ref, so the Ray that made it was shut down."""
-    if not ray_internals.is_started():
-        for one in refs if isinstance(refs, (list, tuple)) else [refs]:
-            if isinstance(one, (list, tuple)):
-                _ensure_ray(op, one)
-            elif isinstance(one := plain(one), (ObjectRef, Handle)):
-                raise refusal(op, "", (stale((one.key if isinstance(one, Handle) else one).hex()),))
-    ray_internals.ensure_ray()
-
-
 def _found_all(refs: Sequence[Any], until_s: float) -> list[Any]:
     """What refs stand for; Ray brings all of them here at once."""
     awaited = list(dict.fromkeys(one for one in refs if isinstance(one, ray.ObjectRef)))
     if len(awaited) > 1 and not any(map(direct_transport.is_direct, awaited)):
-        ray.wait(awaited, num_returns=len(awaited), timeout=_left_s(until_s))
+        with suppress(ValueError):  # Ray knows no owner of one of them: `_found` names it
+            ray.wait(awaited, num_returns=len(awaited), timeout=_left_s(until_s))
     return [_found(one, until_s) for one in refs]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from raycollect.core import ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
+from raycollect.driver.operand_binding import ensure_ray
 from raycollect.errors import (
     LayoutError,
     PublicationExistsError,
@@ -83,7 +84,7 @@ class Publication(BoundToProcess):
 
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
         refuse("publish", wrong_name(name))
-        ray_internals.ensure_ray()
+        ensure_ray("publish", refs)
         self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
         self._ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)

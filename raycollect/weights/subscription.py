@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from raycollect.core import ray_internals
+from raycollect.driver.operand_binding import ensure_ray
 from raycollect.errors import (
     PushError,
     RaycollectError,
@@ -80,7 +81,7 @@ class Subscription:
 
     def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
         refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
-        ray_internals.ensure_ray()
+        ensure_ray("subscribe", dst_refs)
         self._session = ray_internals.session() if ray_internals.is_connected() else None
         self.name = name
         self._id = secrets.token_hex(8)

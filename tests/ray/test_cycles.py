@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import weakref
 
 import numpy as np
@@ -174,10 +175,12 @@ def captures_that_fail(workers):
         cycles.fails(MethodError, run.wait)
     cycles.fails(CaptureBrokenError, step.run)
     step.close()
+    another, failed = workers[1].ones.remote(), workers[0].fail.remote()
     mistakes = (
         lambda step: step.call(workers[0], "no_such_method"),
-        lambda step: step.call(workers[0], "bump", workers[1].ones.remote(), 1),
-        lambda step: step.call(workers[0], "bump", workers[0].fail.remote(), 1),
+        lambda step: step.call(workers[0], "bump", another, 1),
+        lambda step: step.call(workers[0], "bump", workers[1].ones.remote(), 1),  # a call of the step, too
+        lambda step: step.call(workers[0], "bump", failed, 1),
         lambda step: None,
     )
     for mistake in mistakes:
@@ -280,6 +283,20 @@ def test_a_member_that_died_leaves_nothing(actors, is_rebuilt):
     ray.get([one.__ray_call__.remote(_begin) for one in workers[:2]])
     left = cycles.left(life)
     assert "\n".join([*left, *_left_in(workers[:2])]) == ""
+
+
+def test_nothing_holds_a_controller_that_has_ended(actors):
+    """What it has lent to the actors of a group that was not destroyed held it, until another group was formed."""
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers, group_name="g")
+    col.allreduce_refs([one.ones.remote() for one in workers], "g")
+    controller = Controller.current()
+    controller.close()
+    Controller._current = None
+    known = weakref.ref(controller)
+    del controller
+    gc.collect()
+    assert known() is None
 
 
 def test_destroyed_group_releases_its_actor_handles(tidy):

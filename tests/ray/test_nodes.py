@@ -99,10 +99,12 @@ calls = {
     "declare": lambda: col.declare_collective_group(workers),
     "destroy": lambda: col.destroy_collective_group("g"),
     "rebuild": lambda: group.rebuild(),
+    "publish": lambda: col.publish(refs, name="p"),
+    "subscribe": lambda: col.subscribe("p", refs),
 }
 errors_of(calls)
 start()
-errors_of({name: calls[name] for name in ("get", "free", "allreduce", "put", "declare")})
+errors_of({name: calls[name] for name in calls if name not in ("handle", "named", "barrier", "destroy", "rebuild")})
 """
 
 
@@ -111,14 +113,13 @@ def test_what_is_left_of_a_ray_that_was_shut_down_starts_none():
     down = {name: error for name, error, is_up in told if is_up == "False"}
     assert down == {
         **dict.fromkeys(("get", "list", "handle", "free", "allreduce", "named", "put"), "TensorLostError"),
+        **dict.fromkeys(("publish", "subscribe"), "TensorLostError"),
         **dict.fromkeys(("barrier", "destroy"), "UnknownGroupError"),
         "declare": "ActorGoneError",
         "rebuild": "ActorGoneError",
     }
     assert {name: error for name, error, is_up in told if is_up == "True"} == {
-        "get": "TensorLostError",
-        "free": "TensorLostError",
+        **dict.fromkeys(("get", "list", "free", "put", "publish", "subscribe"), "TensorLostError"),
         "allreduce": "NotAMemberError",
-        "put": "TensorLostError",
         "declare": "ActorGoneError",
     }
