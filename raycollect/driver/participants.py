@@ -235,9 +235,9 @@ class Participants:
             self.timeline.leased(peer)
         return peer
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Makes a call on the hub's thread after a while, unless the hub is closed by then. Takes no lock."""
-        self._hub.later(delay_s, call)
+    def later(self, delay_s: float, call: Callable[[], None]) -> bool:
+        """Makes a call on the hub's thread after a while; False where the hub is closed. Takes no lock."""
+        return self._hub.later(delay_s, call)
 
     def _soon(self, call: Callable[[], None]) -> bool:
         """Makes a call on the hub's thread after `UNUSED_S` at most; False where the hub is closed."""

@@ -1,6 +1,7 @@
 """Fails plans and runs whose caller's time limit is over, also where nobody waits for them.
 
-The participants are asked what they do before they hear of the abort, so that the error can say what each was in.
+The participants are asked what they do before they hear of the abort, so that the error can say what each was in. Who
+only waits for others in a kernel leaves at the abort; where all are in one, those that stay are those that hang.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from raycollect.errors import CollectiveTimeoutError
 if TYPE_CHECKING:
     from raycollect.driver.controller import Controller
 
+LEAVE_S = 1.0
+"""How long a participant may take to leave a plan that is aborted, in seconds; one that takes longer hangs in it."""
+
+_LOOK_S = 0.05  # how often it is looked who has left
+
 
 class Overdue(NamedTuple):
     """A plan at its deadline.
@@ -27,10 +33,12 @@ class Overdue(NamedTuple):
     Attributes:
         late: The participants that have not ended it.
         looks: What all participants do, by actor: the answers that were asked for then; None for one that is gone.
+        stuck: The positions of those that have not left it `LEAVE_S` after they were told to.
     """
 
     late: tuple[Member, ...]
     looks: Mapping[str, Future[Seen | Unable | None] | None]
+    stuck: Future[tuple[int, ...]]
 
 
 class PlanTimeouts(timers.Watcher):
@@ -64,7 +72,7 @@ class PlanTimeouts(timers.Watcher):
         late = tuple([member for _, member in homes])
         if tracker.overdue is None:
             everyone = self._controller.participants.begin_look(map(tracker.member, positions))
-            tracker.overdue = Overdue(late, everyone)
+            tracker.overdue = Overdue(late, everyone, Future())
         error = CollectiveTimeoutError(
             op=tracker.plan.name,
             group_name=tracker.group_name,
@@ -73,4 +81,18 @@ class PlanTimeouts(timers.Watcher):
         )
         error.detail = error.unfinished([f"rank {one.rank} ({one.actor})" for one in late])
         self._controller.send(tracker, tracker.fail(error))
+        self._look_for_stuck(tracker, tracker.overdue.stuck, time.monotonic() + LEAVE_S)
         return tracker.resolved
+
+    def _look_for_stuck(self, tracker: PlanTracker, stuck: Future[tuple[int, ...]], until_s: float) -> None:
+        """Finds out who does not leave an aborted plan, in the hub's thread."""
+
+        def look() -> None:
+            left = tuple([at for at in range(len(tracker.plan.participants)) if tracker.is_pending(at)])
+            if left and time.monotonic() < until_s:
+                self._look_for_stuck(tracker, stuck, until_s)
+            elif not stuck.done():
+                stuck.set_result(left)
+
+        if not self._controller.participants.later(_LOOK_S, look) and not stuck.done():
+            stuck.set_result(())

@@ -12,7 +12,9 @@ from raycollect.core import sockets, threads, timers
 from raycollect.core.model import Member
 from raycollect.driver import progress_bar
 from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch_lock import answered
 from raycollect.driver.participants import look_answers
+from raycollect.driver.plan_timeouts import Overdue
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
@@ -175,7 +177,7 @@ def _explain_delay(
     if overdue is not None:
         seen = look_answers(overdue.looks, min(timeout_s, LOOK_S))
         left = [one for one in overdue.late if not _is_past(tracker, seen[one.actor_id])]
-        _name(error, _reports(tracker, left, seen), len(tracker.plan.participants))
+        _name(error, tracker, overdue, left, seen, timeout_s)
     else:
         group = next((one for one in tracker.groups if one.spec.name == error.group_name), None)
         members = group.members if group is not None else ()
@@ -187,13 +189,27 @@ def _explain_delay(
     error.cut = tuple(sorted({*error.cut, *sockets.cut_links(), *cut}))
 
 
-def _name(error: CollectiveTimeoutError, reports: tuple[RankReport, ...], count: int) -> None:
-    """Has an error name those who did not come; else those who have not ended what others, of `count`, have."""
+def _name(
+    error: CollectiveTimeoutError,
+    tracker: PlanTracker,
+    overdue: Overdue,
+    late: Sequence[Member],
+    seen: Mapping[str, Seen | None],
+    timeout_s: float,
+) -> None:
+    """Has an error name and report who did not come, or did not leave; without any it reports all who are late."""
+    reports = _reports(tracker, late, seen)
     absent = _absent(reports)
-    error.reports = absent or reports
-    error.missing = tuple([one.rank for one in error.reports]) if len(error.reports) < count or absent else ()
+    named = absent or _reports(tracker, _stuck(tracker, overdue, timeout_s), seen)
+    error.reports, error.missing = named or reports, tuple([one.rank for one in named])
     names = [f"rank {one.rank} ({one.actor})" for one in error.reports]
     error.detail = error.told(names, ()) if absent else error.unfinished(names)
+
+
+def _stuck(tracker: PlanTracker, overdue: Overdue, timeout_s: float) -> list[Member]:
+    """Who did not leave an overdue plan at its abort, as others did."""
+    found = overdue.stuck.result() if answered([overdue.stuck], min(timeout_s, LOOK_S)) else ()
+    return [tracker.member(at) for at in found] if len(found) < len(tracker.plan.participants) else []
 
 
 def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:

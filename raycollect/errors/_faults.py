@@ -120,7 +120,8 @@ class CollectiveTimeoutError(FaultError):
     """Not everyone came in time.
 
     Attributes:
-        missing: The ranks that had not arrived; where all had, and a kernel did not end, those that gave no answer.
+        missing: The ranks that had not arrived; where all had, and a kernel did not end, those that gave no answer, or
+            did not leave it when it was aborted.
         timeout_s: The limit, in seconds.
         reports: What these ranks were doing just after.
         within: In a kernel, the ranks that ran it with the one that reports this; empty: it waited in the consistency

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import pytest
 
 from raycollect.channel.messages import Seen
 from raycollect.driver import stall_report
+from raycollect.driver.plan_timeouts import Overdue
 from raycollect.driver.step_plan import StepPlan
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
@@ -207,6 +209,30 @@ def test_timeout_error_reports_the_ranks_it_names(
     stall_report.explain_delay(controller, tracker, error)
     assert len(controller.asked) == 3, "once is enough"
     assert str(error).rstrip(".").endswith(error.cure)
+
+
+@pytest.mark.parametrize(
+    ("stuck", "missing"), [((1,), (1,)), ((0, 1), (0, 1)), ((), ()), ((0, 1, 2), ()), (None, ())], ids=str
+)
+@pytest.mark.parametrize("gone", [(), (2,)])
+def test_where_all_are_in_a_kernel_those_are_named_that_do_not_leave_it_at_the_abort(
+    controller: Any, gone: tuple[int, ...], stuck: tuple[int, ...] | None, missing: tuple[int, ...]
+) -> None:
+    """Not who had left by the time it was asked, nor who had not: all but one only wait for that one."""
+    tracker: Any = Flying(0)
+    left: Future[tuple[int, ...]] = Future()
+    if stuck is not None:
+        left.set_result(stuck)
+    members = tracker.groups[0].members
+    looks: dict[str, Any] = {one.actor_id: Future() for one in members}
+    for one in members:
+        looks[one.actor_id].set_result(DONE if one.rank in gone else INSIDE)
+    tracker.overdue = Overdue(tuple(members), looks, left)
+    tracker.error = error = CollectiveTimeoutError(op="allreduce", group_name="g", missing=(0, 1, 2), timeout_s=1.0)
+    stall_report.explain_delay(controller, tracker, error, 0.01)
+    assert error.missing == missing
+    assert tuple(report.rank for report in error.reports) == (missing or tuple({0, 1, 2} - {*gone}))
+    assert all(f"rank {rank} (W({rank}))" in error.detail for rank in missing)
 
 
 # ---------------------------------------------------------------------------------------------- since when
