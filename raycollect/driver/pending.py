@@ -25,7 +25,7 @@ class _Recorded(Placeholder):
     _traced: str
     """What it is, in the words of errors; empty where it was recorded by hand, in the block of a captured step."""
 
-    _parameter = ""
+    _parameter: str = ""
 
     def _used(self, use: str) -> Exception:
         if not self._traced:
@@ -47,7 +47,8 @@ class _Recorded(Placeholder):
             raise self._used("==")
         return super().__eq__(other)
 
-    __hash__ = Placeholder.__hash__
+    def __hash__(self) -> int:
+        return super().__hash__()
 
     if not TYPE_CHECKING:
 

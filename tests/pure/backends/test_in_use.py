@@ -14,8 +14,6 @@ from raycollect.backends.adopted import Adoption
 from raycollect.backends.gloo.communicator import GlooCommunicator
 from raycollect.backends.in_use import InUse
 from raycollect.backends.tcp.communicator import connect
-from raycollect.backends.torch_dist.calls import Library
-from raycollect.backends.torch_dist.communicator import TorchCommunicator
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import GroupBrokenError
@@ -118,6 +116,10 @@ def _gloo(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
 
 
 def _torch(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
+    pytest.importorskip("torch")
+    from raycollect.backends.torch_dist.calls import Library
+    from raycollect.backends.torch_dist.communicator import TorchCommunicator
+
     library = Library(backend=slow, rank=0, world_size=1, group_name=spec.name, is_patient=True)
     return TorchCommunicator(library, spec, mesh)
 
