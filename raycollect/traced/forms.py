@@ -38,8 +38,8 @@ class Forms(Generic[_Form]):
         self._most = most
         self._forms: dict[Hashable, _Form] = {}
         self._now = 0
-        self.hits = 0
-        self.misses = 0
+        self.hits: int = 0
+        self.misses: int = 0
 
     def find(self, key: Hashable) -> _Form | None:
         """The form of a key, if there is one."""

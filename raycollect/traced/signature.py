@@ -50,7 +50,7 @@ class CallReader:
     """
 
     def __init__(self, function: Callable[..., Any], static: Collection[str] = (), *, bound: bool = False) -> None:
-        self.signature = inspect.signature(function)
+        self.signature: inspect.Signature = inspect.signature(function)
         parameters = self.signature.parameters
         self.names: tuple[str, ...] = tuple(parameters)
         unknown = [one for one in static if one not in parameters]

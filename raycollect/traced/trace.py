@@ -32,8 +32,8 @@ class Trace:
     __slots__ = ("_is_empty", "_names", "capture", "used")
 
     def __init__(self, capture: TracedCapture, names: Sequence[str]) -> None:
-        self.capture = capture
-        self.used = 0
+        self.capture: TracedCapture = capture
+        self.used: int = 0
         self._names = tuple(names)
         self._is_empty = capture.is_empty
 
