@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from raycollect.core.claims import ClaimedError, Claims
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.errors import VersionError, VersionTimeoutError
-
-_LOOK_S = 0.5
-"""How long an operation waits before it looks again: a signal may have kept the one before from waking it."""
 
 
 class Turns:
@@ -22,8 +19,12 @@ class Turns:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()  # whose lock a signal handler may take again
-        self._owner: tuple[int, object] | None = None  # the thread of the operation under way, and its mark
+        self._claims = Claims()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another thread has an operation under way."""
+        return not self._claims.wait(self._name, 0.0)
 
     @contextmanager
     def taken(self, op: str, timeout_s: float, until_s: float) -> Iterator[None]:
@@ -38,28 +39,18 @@ class Turns:
             VersionTimeoutError: The other one has not ended in time.
             VersionError: This very thread has one under way: a signal handler or a finalizer interrupted it.
         """
-        mark = threading.get_ident(), object()
-        try:
-            self._wait(op, mark, until_s, timeout_s)
-            yield
-        finally:
-            if self._owner is mark:
-                self._owner = None
-                with self._changed:
-                    self._changed.notify()
+        with Deferred():
+            try:
+                with self._claims.claim(self._name, until_s), Allowed():
+                    yield
+            except ClaimedError as exc:
+                raise self._refused(op, timeout_s, is_own=exc.is_own) from None
 
-    def _wait(self, op: str, mark: tuple[int, object], until_s: float, timeout_s: float) -> None:
-        owner = self._owner
-        if owner is not None and owner[0] == mark[0]:
+    def _refused(self, op: str, timeout_s: float, *, is_own: bool) -> VersionError:
+        if is_own:
             detail = (
                 f"{op} was called inside another operation on it in this thread, as by a signal handler: call it after"
             )
-            raise VersionError(name=self._name, detail=detail)
-        with self._changed:
-            while self._owner is not None:
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    detail = f"{op} waited {timeout_s:g} s for an operation on it that another thread has under way"
-                    raise VersionTimeoutError(name=self._name, timeout_s=timeout_s, detail=detail)
-                self._changed.wait(min(left_s, _LOOK_S))
-            self._owner = mark
+            return VersionError(name=self._name, detail=detail)
+        detail = f"{op} waited {timeout_s:g} s for an operation on it that another thread has under way"
+        return VersionTimeoutError(name=self._name, timeout_s=timeout_s, detail=detail)

@@ -181,7 +181,7 @@ def test_threads_that_share_a_subscription_take_turns(actors, name):
         thread = threading.Thread(target=update)
         thread.start()
         assert has_begun.wait(20)
-        assert wait_until(lambda: sub._turns._owner is not None)
+        assert wait_until(lambda: sub._turns.is_taken)
         with pytest.raises(errors.VersionTimeoutError) as raised:
             sub.update(timeout_s=0.2)
         assert (raised.value.missing, raised.value.timeout_s) == ((), 0.2)
@@ -219,7 +219,7 @@ def test_an_update_inside_another_one_of_its_thread_is_refused(actors, name):
 
 def interrupt_update(sub, found, pid):
     """Sends a signal to the main thread once it is in an update, and lets the receiver go on when it was handled."""
-    assert wait_until(lambda: sub._turns._owner is not None)
+    assert wait_until(lambda: sub._turns.is_taken)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
     wait_until(lambda: found)
     os.kill(pid, signal.SIGCONT)
