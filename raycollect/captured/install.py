@@ -277,8 +277,11 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
             continue
         if isinstance(value, Handle) and value.actor_id != call.made.actor_id:
             violations.append(_foreign(one, value.actor))
-    if violations:
-        raise refusal("capture", "", tuple(violations)) from cause
+    try:
+        if violations:
+            raise refusal("capture", "", tuple(violations)) from cause
+    finally:
+        del cause  # whose traceback holds this frame
 
 
 def _foreign(one: Ref, actor: str) -> Violation:

@@ -207,7 +207,10 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
                 failed = exc
     except OSError as exc:
         failed = exc
-    raise ConnectionLostError(detail=f"can't connect: {failed}", peer=peer) from failed
+    try:
+        raise ConnectionLostError(detail=f"can't connect: {failed}", peer=peer) from failed
+    finally:
+        del failed  # whose traceback holds this frame
 
 
 def _connected(family: int, kind: int, number: int, place: Any, timeout_s: float) -> socket.socket:

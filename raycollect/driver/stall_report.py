@@ -23,7 +23,11 @@ from raycollect.group.watchdog import QUIET_S, report_of
 _log = logging.getLogger("raycollect")
 
 FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
-_WAITING = ("in the consistency check", "waits until all are ready")  # the steps in which a rank waits for others
+
+# The steps of a rank that waits for others, and of one that has not come to the collective yet.
+_WAITING = ("in the consistency check", "waits until all are ready")
+_NOT_READY = ("waits for the methods before it", "waits for an operand's method")
+
 LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds
 
 
@@ -215,8 +219,13 @@ def _stuck(tracker: PlanTracker, overdue: Overdue, timeout_s: float) -> list[Mem
 def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
     """Who did not come, of those who have not ended a plan in time; empty where all are in its kernels."""
     some_wait = any(one.step.endswith(_WAITING) for one in reports)
-    here = [one.answers and one.has_begun and not (some_wait and not one.step.endswith(_WAITING)) for one in reports]
-    return tuple([one for one, is_here in zip(reports, here, strict=True) if not is_here])
+
+    def is_here(one: RankReport) -> bool:
+        if not one.answers or not one.has_begun or one.step.endswith(_NOT_READY):
+            return False
+        return one.step.endswith(_WAITING) or not some_wait
+
+    return tuple([one for one in reports if not is_here(one)])
 
 
 def _asked(

@@ -11,8 +11,8 @@ rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobo
 3. A rank that gives up its communicator says so (`Drop`), so that the others do not wait in it.
 4. The hub tells all when a rank has died or departed, and tells again whoever meets on a communicator of that rank.
 5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Deny`): neither would ever come. A
-   rank that comes to that call later, and waits, is denied as well: the first one has given it up. This holds once for
-   each rank, and until the first one meets again.
+   rank that comes to that call later, and waits for long, is denied as well: the first one has given it up. This holds
+   once for each rank, and until the first one meets again, which may have been sent to the next call already.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Coordinator:
         orders: Orders = []
         for rank, call in self._stuck.items():
             refused = self._refused.get(call.communicator)
-            if refused is not None and rank in refused.expected:
+            if call.is_long and refused is not None and rank in refused.expected:
                 refused.expected.discard(rank)
                 name, group_id = call.communicator, self._group_id
                 orders.append((rank, Deny(group_id=group_id, communicator=name, call=call.call, error=refused.error)))

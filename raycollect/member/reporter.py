@@ -68,7 +68,7 @@ class Reporter:
         `holds_up`: methods wait for its end, though it is not in the thread that runs them.
         """
 
-        def tell(communicator: str, op: str, seq: int, number: int) -> None:
+        def tell(communicator: str, op: str, seq: int, number: int, *, is_long: bool) -> None:
             begun = self._sequencer.begun
             self.tell(
                 Stuck(
@@ -79,11 +79,14 @@ class Reporter:
                     op=op,
                     ranks=list(ranks),
                     begun=begun,
+                    is_long=is_long,
                 )
             )
 
         return self._runtime.watch.waiting(
-            lambda: tell(communicator, op, seq, call()), lambda: tell("", "", 0, 0), holds_up=holds_up
+            lambda is_long: tell(communicator, op, seq, call(), is_long=is_long),
+            lambda: tell("", "", 0, 0, is_long=False),
+            holds_up=holds_up,
         )
 
 

@@ -14,6 +14,9 @@ from raycollect.core.timers import Watcher
 WAIT_S = 0.5
 """How long a wait lasts before it is told: long for a collective, short for a person."""
 
+TOLD_AFTER = (1, 10)
+"""After how many times `WAIT_S` it is told: the second time, whoever is awaited had the time to begin a method."""
+
 
 class WaitMonitor(Watcher):
     """The waits of a process. Any thread may call it.
@@ -30,11 +33,11 @@ class WaitMonitor(Watcher):
         self._seen: _Wait | None = None  # the last of them, when they were last looked at
 
     def waiting(
-        self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False
+        self, tell: Callable[[bool], None], clear: Callable[[], None], *, holds_up: bool = False
     ) -> AbstractContextManager[None]:
         """Around what may wait: `tell` is called in the timer's thread if it lasts, and then `clear` at its end.
 
-        `holds_up`: it does hold up the methods, though it is in another thread.
+        `tell` is called as often as `TOLD_AFTER` says, and learns whether it is the last time. `holds_up`: it does hold up the methods, though it is in another thread.
         """
         if not holds_up and threading.current_thread() is not threading.main_thread():
             return _NOT_WATCHED
@@ -46,18 +49,19 @@ class WaitMonitor(Watcher):
             before, wait = self._seen, self._now[-1] if self._now else None
             self._seen = wait
             # Other waits may have come and gone meanwhile: only one that was here before has lasted.
-            if wait is not None and wait is before and not wait.told:
-                wait.told = True
-                threads.survives(wait.tell)  # a send that never waits; under the lock, so that `clear` comes after it
+            if wait is not None and wait is before:
+                wait.looks += 1
+                if wait.looks in TOLD_AFTER:  # a send that never waits; under the lock, so that `clear` comes after it
+                    threads.survives(wait.tell, wait.looks == TOLD_AFTER[-1])
         return math.inf if wait is None else self.wait_s
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
     _monitor: WaitMonitor
-    tell: Callable[[], None]
+    tell: Callable[[bool], None]
     _clear: Callable[[], None]
-    told: bool = False
+    looks: int = 0
 
     def __enter__(self) -> None:
         monitor = self._monitor
@@ -72,7 +76,7 @@ class _Wait:
         monitor = self._monitor
         with monitor._lock:
             monitor._now.remove(self)
-        if self.told:
+        if self.looks:
             threads.survives(self._clear)
 
 

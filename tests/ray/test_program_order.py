@@ -20,6 +20,7 @@ from raycollect.driver.step_runs import StepRuns
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
 from tests.lives import lasting
+from tests.ray.workers import Gate
 
 SLOW_S = 0.02  # how long a method takes: whoever does not wait for it sees what was before
 
@@ -217,15 +218,17 @@ def test_no_actor_task_is_needed(actors, tasks):
         assert tasks == [], name
 
 
-def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks):
+def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks, actors):
     workers, refs = pair()
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.barrier()
     tasks.clear()
-    workers[0].change.remote()
+    workers[0].change.remote(gate.wait.remote())
     work = col.allreduce_refs(refs, async_op=True)
     workers[1].change.remote()
     workers[1].change.remote()
     assert tasks == ["fence"]
+    ray.get(gate.open.remote())
     work.wait()
     np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (5 * 9 + 4) + 1))
 

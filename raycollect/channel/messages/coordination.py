@@ -113,7 +113,7 @@ class Stuck(Message):
     """A member has waited for long: in a call on a communicator, in plan `seq` (no communicator), or no more (neither).
 
     `begun` is the latest plan that it has begun; `ranks` are all that take part in what it waits in. Of a plan the
-    participant names no group, and no ranks: the controller knows them.
+    participant names no group, and no ranks: the controller knows them. `is_long`: it tells so for the second time.
     """
 
     group_id: str
@@ -123,6 +123,7 @@ class Stuck(Message):
     op: str
     ranks: list[int]
     begun: int
+    is_long: bool
 
 
 @message

@@ -126,7 +126,8 @@ def test_the_checks_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
         message = Arrive(group_id="", seq=bad, round=0, ranks=everybody, rank=0, blob=b"")
         with pytest.raises(ProtocolError):
             tracker.arrive(0, message)
-    fleet.tell(0, Stuck(group_id="", communicator="", call=0, seq=seq, op="allreduce", ranks=[], begun=seq))
+    stuck = {"group_id": "", "communicator": "", "call": 0, "op": "allreduce", "ranks": [], "is_long": False}
+    fleet.tell(0, Stuck(seq=seq, begun=seq, **stuck))
     fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 

@@ -17,9 +17,16 @@ def withdraw(call=1, *, timed_out=True, communicator="all"):
     return Withdraw(group_id="g", communicator=communicator, call=call, timed_out=timed_out)
 
 
-def stuck(communicator="all", call=1, seq=0, ranks=(0, 1), begun=0):
+def stuck(communicator="all", call=1, seq=0, ranks=(0, 1), begun=0, is_long=False):
     return Stuck(
-        group_id="g", communicator=communicator, call=call, seq=seq, op="allreduce", ranks=list(ranks), begun=begun
+        group_id="g",
+        communicator=communicator,
+        call=call,
+        seq=seq,
+        op="allreduce",
+        ranks=list(ranks),
+        begun=begun,
+        is_long=is_long,
     )
 
 
@@ -122,11 +129,13 @@ def test_ranks_that_come_later_to_a_call_that_was_denied_are_denied_once(gate):
     assert denied(gate.receive(0, stuck(call=3, begun=7, ranks=(0, 1, 2)))) == [(0, 3, 0)]
     gate.receive(0, stuck(communicator="", seq=0))
     gate.receive(1, stuck(communicator="", seq=0))  # the plan has ended
-    assert denied(gate.receive(2, stuck(call=5, begun=8, ranks=(0, 1, 2)))) == [(2, 5, 0)]
+    late = {"begun": 8, "ranks": (0, 1, 2), "is_long": True}
+    assert denied(gate.receive(2, stuck(call=5, begun=8, ranks=(0, 1, 2)))) == [], "rank 0 may be about to come"
+    assert denied(gate.receive(2, stuck(call=5, **late))) == [(2, 5, 0)]
     gate.receive(2, stuck(communicator="", seq=0))
-    assert denied(gate.receive(2, stuck(call=6, begun=8, ranks=(0, 1, 2)))) == [], "its next call is another one"
-    assert denied(gate.receive(1, stuck(call=4, begun=8, ranks=(0, 1, 2)))) == [(1, 4, 0)]
-    assert denied(gate.receive(0, stuck(call=4, begun=8, ranks=(0, 1, 2)))) == []
+    assert denied(gate.receive(2, stuck(call=6, **late))) == [], "its next call is another one"
+    assert denied(gate.receive(1, stuck(call=4, **late))) == [(1, 4, 0)]
+    assert denied(gate.receive(0, stuck(call=4, **late))) == []
 
 
 def test_a_rank_that_was_denied_and_meets_again_waits_for_all(gate):
@@ -135,7 +144,7 @@ def test_a_rank_that_was_denied_and_meets_again_waits_for_all(gate):
     for rank in (0, 1):
         gate.receive(rank, stuck(communicator="", seq=0))
     gate.receive(0, meet(call=4))
-    assert gate.receive(2, stuck(call=5, begun=8, ranks=(0, 1, 2))) == []
+    assert gate.receive(2, stuck(call=5, begun=8, ranks=(0, 1, 2), is_long=True)) == []
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_the_next_wait_is_told_of_after_a_failure() -> None:
     watch = WaitMonitor(0.01)
 
     def waiting() -> AbstractContextManager[None]:
-        return watch.waiting(lambda: hub.tell(), lambda: over.append("over"))
+        return watch.waiting(lambda _: hub.tell(), lambda: over.append("over"))
 
     with fail_at(hub, "tell", thread="raycollect-timer") as fault, waiting():
         assert fault.told.wait(WAIT_S)

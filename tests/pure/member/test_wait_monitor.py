@@ -7,26 +7,27 @@ import threading
 from raycollect.member.wait_monitor import WaitMonitor
 
 
-def test_long_wait_and_its_end_are_reported_once():
+def test_long_wait_is_reported_twice_and_its_end_once():
     told, events = threading.Event(), []
 
-    def tell():
-        events.append("told")
-        told.set()
+    def tell(is_long):
+        events.append("again" if is_long else "told")
+        if is_long:
+            told.set()
 
     watch = WaitMonitor(0.01)
     for _ in range(2):
         told.clear()
         with watch.waiting(tell, lambda: events.append("over")):
             assert told.wait(10)
-    assert events == ["told", "over"] * 2
+    assert events == ["told", "again", "over"] * 2
 
 
 def test_short_wait_is_not_reported():
     events = []
     watch = WaitMonitor(60)
     for _ in range(100):
-        with watch.waiting(lambda: events.append("told"), lambda: events.append("over")):
+        with watch.waiting(lambda _: events.append("told"), lambda: events.append("over")):
             pass
     assert events == []
 
@@ -36,12 +37,12 @@ def test_other_threads_may_wait_as_long_as_they_like():
     watch = WaitMonitor(0.01)
 
     def elsewhere():
-        with watch.waiting(lambda: events.append("told"), lambda: events.append("over")):
+        with watch.waiting(lambda _: events.append("told"), lambda: events.append("over")):
             # As long as it takes to tell of the main thread's wait, which began later.
             assert main_told.wait(10)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    with watch.waiting(main_told.set, lambda: None):
+    with watch.waiting(lambda _: main_told.set(), lambda: None):
         thread.join()
     assert events == []
