@@ -137,7 +137,7 @@ def works_on(workers):
     refs = spread(workers, lambda rank: [rank + 1])
     with col.capture() as step:
         col.allreduce_refs(refs)
-        step.returns([step.call(worker, "steady") for worker in workers])
+        step.returns([step.call(worker.steady) for worker in workers])
     total = sum(range(1, len(workers) + 1))
     assert [one.tolist() for one in step.run()] == [[1]] * len(workers)
     assert found(refs) == [[total]] * len(workers)

@@ -47,7 +47,7 @@ def test_close_releases_everything(trio, submits):
 
 def test_a_step_that_never_ran_is_closed_everywhere(trio):
     with col.capture() as step:
-        col.allreduce_refs([step.call(worker, "gradient") for worker in trio])
+        col.allreduce_refs([step.call(worker.gradient) for worker in trio])
     assert held_by(trio) == [1] * 3
     step.close()
     assert wait_until(lambda: held_by(trio) == [0] * 3)

@@ -52,10 +52,10 @@ def trainers(actors):
 def training(trainers):
     with col.capture() as step:
         rate = step.argument("rate", 0.5)
-        gradients = [step.call(one, "gradient") for one in trainers]
+        gradients = [step.call(one.gradient) for one in trainers]
         col.allreduce_refs(gradients, group_name="digits")
         for one, gradient in zip(trainers, gradients, strict=True):
-            step.call(one, "apply", gradient, rate=rate)
+            step.call(one.apply, gradient, rate=rate)
     return step
 
 
@@ -124,10 +124,10 @@ def test_explain_does_not_run_the_step(trainers):
 
 def test_outputs_of_earlier_stages_are_operands_of_later_ones(trainers):
     with col.capture() as step:
-        parts = [step.call(one, "parts") for one in trainers]
+        parts = [step.call(one.parts) for one in trainers]
         pieces = col.allgather_refs(None, parts, group_name="digits")
         for one in trainers:
-            step.call(one, "gradient")
+            step.call(one.gradient)
         col.allreduce_refs(pieces, group_name="digits")
     step.run()
 
@@ -143,8 +143,8 @@ def test_outputs_of_earlier_stages_are_operands_of_later_ones(trainers):
 def test_a_step_of_methods_alone_is_explained_at_once(actors):
     (trainer,) = actors(Trainer, 1)
     with col.capture() as step:
-        step.call(trainer, "gradient")
-        step.call(trainer, "count")
+        step.call(trainer.gradient)
+        step.call(trainer.count)
     found = step.plan()
     (stage,) = found.stages
     assert [one.method for one in stage.calls] == ["gradient", "count"]
