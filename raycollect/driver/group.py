@@ -149,7 +149,7 @@ class Group:
         """Forms the group again under its name, after a member has died or a collective has broken it.
 
         It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
-        Captured steps whose members are still there go on, and members' own calls do in the new group.
+        Members' own calls go on in the new group, and steps as after `add`.
 
         Args:
             actors: The actor handles by rank: old members, in any order, and new ones. None: the members that live, in

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from raycollect.core import ray_internals
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from tests.ray.batching import found, hold, spread
-from tests.ray.capturing import Coroutines, Learner, trio
+from tests.ray.capturing import Learner, trio
 from tests.ray.workers import Worker
 
 __all__ = ["trio"]  # a fixture
@@ -61,36 +60,6 @@ def test_collectives_of_refs_run_again_and_again(actors, submits, backend):
     step.run()
     assert found(a) == [[18, 18]] * 3
     assert submits == []
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_training_loop_gives_the_same_bits_as_call_by_call(actors, seed):
-    rng = random.Random(seed)
-    world, size, count = rng.choice([2, 3]), rng.choice([1, 7, 1025]), rng.randint(2, 6)
-    rates = [rng.random() for _ in range(count)]
-    plain = [actors(Learner, 1, rank, size)[0] for rank in range(world)]
-    captured = [actors(Learner, 1, rank, size)[0] for rank in range(world)]
-    col.declare_collective_group(plain, group_name="plain")
-    col.declare_collective_group(captured, group_name="captured")
-    for rate in rates:
-        gradients = [one.gradient.remote() for one in plain]
-        col.allreduce_refs(gradients, "plain")
-        for one, gradient in zip(plain, gradients, strict=True):
-            one.apply.remote(gradient, rate=rate)
-    with col.capture() as step:
-        rate = step.argument("rate")
-        gradients = [step.call(one.gradient) for one in captured]
-        assert col.allreduce_refs(gradients, "captured") == gradients
-        for one, gradient in zip(captured, gradients, strict=True):
-            step.call(one.apply, gradient, rate=rate)
-        step.returns([step.call(one.loss) for one in captured])
-    losses = [step.run(rate=rate) for rate in rates]
-    expected = ray.get([one.read_weights.remote() for one in plain])
-    for one, other in zip(ray.get([one.read_weights.remote() for one in captured]), expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert one.dtype == other.dtype
-    assert losses[-1] == [float(one.sum()) for one in expected]
-    assert len({tuple(one) for one in losses}) == count
 
 
 def test_outputs_of_collectives_are_operands_of_later_plans(trio):
@@ -144,19 +113,6 @@ def test_methods_only_and_actors_of_no_group(actors):
     assert ray.get(workers[1].noted.remote())[2] == ((1.5, "text", [None, (2, b"x")]), {"key": 1})
     col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
     assert step.run() == [4, 4]
-
-
-def test_a_participant_of_calls_beside_those_of_a_plan(actors):
-    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
-    refs = spread(workers[:2], lambda rank: [rank + 1])
-    with col.capture() as step:
-        counts = [step.call(workers[2].note), step.call(workers[0].note, refs[0])]
-        col.allreduce_refs(refs)
-        step.returns((counts, refs[1]))
-    counts, value = step.run()
-    assert counts == [1, 1]
-    assert value.tolist() == [3]
-    assert "1 collective and 2 method calls: ready" in repr(step)
 
 
 def test_groups_without_a_member_in_common(actors):
@@ -343,36 +299,6 @@ def test_a_run_comes_after_methods_whose_end_is_not_noted(trio):
     assert [work.wait() for work in works] == [[-90.0] * 3] * 2
 
 
-def test_async_actors_run_their_methods_on_their_loop(actors):
-    workers = [*actors(Coroutines, 2), *actors(Learner, 1, 0, 3)]
-    col.declare_collective_group(workers)
-    with col.capture() as step:
-        scale = step.argument("scale")
-        gradients = [step.call(worker.gradient, scale) for worker in workers[:2]]
-        gradients.append(step.call(workers[2].gradient, 0.0))
-        col.allreduce_refs(gradients)
-        step.returns([step.call(worker.add, one) for worker, one in zip(workers[:2], gradients, strict=False)])
-    assert [step.run(scale=scale) for scale in (1.0, 2.0)] == [[6.0, 6.0], [18.0, 18.0]]
-    assert step.run(scale=0.5) == [21.0, 21.0]
-
-
-def test_threads_run_one_step(trio):
-    with col.capture() as step:
-        step.returns(step.call(trio[0].note))
-    values, started = [], threading.Barrier(4)
-
-    def run():
-        started.wait(60)
-        values.extend(step.run() for _ in range(25))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(values) == list(range(1, 101))
-
-
 # ---------------------------------------------------------------------------------------------- groups, operands
 
 
@@ -387,15 +313,3 @@ def test_derived_groups_are_kept(actors):
                 col.broadcast_refs([refs[a], refs[b]])
     step.run()
     assert found(refs[:2]) == [[2]] * 2
-
-
-def test_tensor_infos_describe_the_operands_of_a_step(trio):
-    other = hold(trio[2], [0] * 5)
-    with col.capture() as step:
-        gradients = [step.call(worker.gradient) for worker in trio]
-        col.allreduce_refs([*gradients[:2], other])
-        step.call(trio[0].loss)
-    assert [len(one) if type(one) is tuple else one.plan.name for one in step._stages] == [3, "allreduce", 1]
-    assert [one is None for one in step._tensor_infos().values()] == [True, True, False]
-    step.run()
-    assert [[info.shape for info in one] for one in step._tensor_infos().values()] == [[(5,)]] * 3

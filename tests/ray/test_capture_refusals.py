@@ -19,11 +19,11 @@ from tests.waiting import wait_until
 __all__ = ["pipe", "trio"]  # fixtures
 
 
-def refused(kind, match, record):
-    """A block is refused, and holds no group."""
+def refused(kind, match, record, *, holds=False):
+    """A block is refused, and holds no group, unless another one does."""
     with pytest.raises(kind, match=match) as caught, col.capture() as step:
         record(step)
-    assert not Controller.current().groups.held.ids
+    assert bool(Controller.current().groups.held.ids) is holds
     with pytest.raises(errors.CaptureError, match="can't run"):
         step.run()
     return caught.value
@@ -37,7 +37,6 @@ def test_refused_arguments(trio, submits):
         return lambda step: step.call(method, *args, **kwargs)
 
     with nothing_sent(submits):
-        refused(errors.InvalidArgumentError, "pass anything else as an argument of its own", wrong({1, 2}))
         refused(errors.InvalidArgumentError, "other", wrong(1, other=[object()]))
         for method in ("a", trio[0], 3):
             refused(errors.InvalidArgumentError, "a method of a participant", wrong(method=method))
@@ -51,13 +50,19 @@ def test_refused_arguments(trio, submits):
 
 
 def test_refused_names_of_arguments(trio):
-    for name in ("async_op", "timeout_s", "not a name", 3, None):
+    for name in ("async_op", "timeout_s", "not a name", "2x", "", 3, None):
         refused(errors.InvalidArgumentError, "name", lambda step, name=name: step.argument(name))
     refused(errors.InvalidArgumentError, "declared once", lambda step: (step.argument("a"), step.argument("a")))
-    refused(errors.InvalidArgumentError, "before the run", lambda step: step.argument("a", default=object()))
     with col.capture() as step:
         rate = step.argument("rate")
         step.call(trio[0].note, rate)
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        step.run(speed=1, turn=2)
+    assert [(one.field, one.found) for one in caught.value.violations] == [
+        ("speed", "given"),
+        ("turn", "given"),
+        ("rate", "missing"),
+    ]
     for given, match in (
         ({}, "missing"),
         ({"rate": 1, "other": 2}, "one of rate"),
@@ -69,6 +74,12 @@ def test_refused_names_of_arguments(trio):
         step.run(rate=np.zeros(1 << 20, np.uint8))
     step.run(rate=2)
     assert ray.get(trio[0].noted.remote()) == [((2,), {})], "no refused run was begun"
+    with col.capture() as other:
+        other.call(trio[0].loss)
+    with pytest.raises(
+        errors.InvalidArgumentError, match="rate is given, expected no arguments: the step declares none"
+    ):
+        other.run(rate=1)
 
 
 def test_results_that_are_too_long(trio):
@@ -83,7 +94,6 @@ def test_results_that_are_too_long(trio):
 
 def test_refused_returns(trio):
     ref = hold(trio[0], [1])
-    refused(errors.InvalidArgumentError, "type set", lambda step: step.returns([step.call(trio[0].loss), {1}]))
     refused(
         errors.InvalidArgumentError,
         r"the value\['a'\]\[0\] is used by no call of the step, .*read it with raycollect.get\(ref\)",
@@ -164,6 +174,10 @@ def test_placeholders_outside_of_their_block(trio):
         rate = step.argument("rate", 1)
         made = col.allreduce_refs(refs, inplace=False)
         loss = step.call(trio[0].note, made[0], rate)
+        with pytest.raises(errors.CaptureError, match="can't be explained before its block has ended"):
+            step.explain()
+        with pytest.raises(errors.CaptureError, match=r"step.explain\(\) describes it"):
+            col.plan(col.allreduce_refs, made)
         for use in (
             lambda: made[0].ref,
             lambda: col.get(made[0]),
@@ -182,10 +196,13 @@ def test_placeholders_outside_of_their_block(trio):
     ):
         with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"):
             use()
-    with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.capture() as other:
-        other.call(trio[0].note, made[0])
-    with pytest.raises(errors.CaptureError, match="belongs to another captured step"), col.capture() as other:
-        other.call(trio[0].note, rate)
+    for use in (
+        lambda other: other.call(trio[0].note, made[0]),
+        lambda other: other.call(trio[0].note, rate),
+        lambda other: col.allreduce_refs(made),
+        lambda other: other.returns(made),
+    ):
+        refused(errors.CaptureError, "to another captured step", use, holds=True)
     with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.batch():
         col.broadcast_refs(made)
     step.run()

@@ -176,7 +176,7 @@ def captures_that_fail(workers):
     step.close()
     another, failed = workers[1].ones.remote(), workers[0].fail.remote()
     mistakes = (
-        lambda step: step.call(workers[0].no_such_method),
+        lambda step: step.call(workers[0]),
         lambda step: step.call(workers[0].bump, another, 1),
         lambda step: step.call(workers[0].bump, workers[1].ones.remote(), 1),  # a call of the step, too
         lambda step: step.call(workers[0].bump, failed, 1),
