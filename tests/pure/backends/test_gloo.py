@@ -298,9 +298,11 @@ def test_who_imports_xoscar_gets_the_same_library(first: str) -> None:
 
 
 def test_it_takes_no_options() -> None:
-    """It would ignore a checksum that somebody counts on."""
-    spec = GroupSpec(name="default", group_id="g", backend="gloo", world_size=1, options=(("checksum", True),))
-    with pytest.raises(InvalidGroupError, match="no options, and got checksum"):
+    """It would ignore an order that somebody counts on."""
+    spec = GroupSpec(
+        name="default", group_id="g", backend="gloo", world_size=1, options=(("deterministic", "rank_order"),)
+    )
+    with pytest.raises(InvalidGroupError, match="no options, and got deterministic"):
         gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
 
 
