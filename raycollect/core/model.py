@@ -306,8 +306,6 @@ class GroupSpec:
         timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
         hosts: For each rank the number of its host, where the backend reckons with it; else empty. On `tcp`, where
             hosts have several ranks: reductions are left folds over the hosts then, in rank order inside each (P7).
-        parent: The id of the group that it is inside of: only plans of that group use it, and its members do not see
-            it. Empty for all others.
     """
 
     name: str
@@ -320,10 +318,9 @@ class GroupSpec:
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0
     hosts: tuple[int, ...] = ()
-    parent: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", "group_id", "backend", "ordering", "memory", "parent"):
+        for name in ("name", "group_id", "backend", "ordering", "memory"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is a string, not {getattr(self, name)!r}")
         if not isinstance(self.world_size, int) or self.world_size < 1:

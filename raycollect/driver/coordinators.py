@@ -59,9 +59,9 @@ class Coordinators:
             self.receive(peer, replace(message, group_id=group_id, ranks=ranks))
 
     def lost(self, peer: ParticipantLink, group_id: str, reason: str) -> None:
-        """A member's process is gone. Those of the groups inside a group hear of it from that one."""
+        """A member's process is gone."""
         found = self._coordinators.get(group_id)
-        if found is not None and not found[1].spec.parent:
+        if found is not None:
             coordinator, membership = found
             self.relay(membership, coordinator.lost(membership.rank_of(peer.info["actor_id"]), reason))
 

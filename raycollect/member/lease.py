@@ -371,13 +371,10 @@ class Lease:
             return
         actor_id, reason = here.actor_ids[message.rank], f"{here.describe(message.rank)} died: {message.detail}"
         under_way = self._sequencer.running()
-        for group_id, group in list(self._groups.by_id.items()):
-            if message.group_id not in (group_id, group.spec.parent):
-                continue
-            end = partial(self._end_group, group, reason)
-            if not group.plans.lost(actor_id):
-                timers.soon_or_now(LAST_S, end)
-            self._sequencer.when_ended(under_way, end)
+        end = partial(self._end_group, here, reason)
+        if not here.plans.lost(actor_id):
+            timers.soon_or_now(LAST_S, end)
+        self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
         communicator = group.plans.refuse(reason)  # first: a plan has begun, and is aborted, or gets none
