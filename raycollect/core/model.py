@@ -17,6 +17,9 @@ Key = NewType("Key", bytes)
 KEY_NBYTES = 28
 TASK_NBYTES = 24
 
+UNKNOWN_TASK = b"\xff" * TASK_NBYTES
+"""In place of a method call that is not known, or does not note its end: an actor task behind it tells."""
+
 
 def task_key(task: bytes, index: int) -> Key:
     """Makes the key of the `index`-th return (counted from 1) of a task."""

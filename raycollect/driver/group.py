@@ -149,7 +149,7 @@ class Group:
         """Forms the group again under its name, after a member has died or a collective has broken it.
 
         It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
-        Captured steps whose members are still there go on, and members' own calls do in the new group.
+        Members' own calls go on in the new group, and steps as after `add`.
 
         Args:
             actors: The actor handles by rank: old members, in any order, and new ones. None: the members that live, in
@@ -177,8 +177,8 @@ class Group:
 
         As `remove` and `replace` do, it waits for methods that were submitted to the members before, and for plans of
         the group under way; plans of other threads that begin meanwhile wait for it. The group has a new epoch, and
-        ``backend="auto"`` is chosen anew. Refs of members that stay are valid. Captured steps go on with the ranks of
-        now; one whose collectives would lack an operand of a rank raises CaptureMembersError in its next run.
+        ``backend="auto"`` is chosen anew. Refs of members that stay are valid. Steps are traced again by their next
+        call; captured steps of the group raise CaptureBrokenError in their next run.
 
         Args:
             actors: Actors that are no members.
@@ -200,17 +200,15 @@ class Group:
     def remove(self, members: Any, *, timeout_s: float = 60.0) -> Group:
         """Removes members, dead or alive: a rank or an actor handle, or a list of them. The actors themselves live on.
 
-        The ranks of the others close up, in their order. Captured steps that named one who has left raise
-        CaptureMembersError in their next run. Arguments, result and errors are as of `add`.
+        The ranks of the others close up, in their order. Arguments, result, errors, and what becomes of steps, are as
+        of `add`.
         """
         return self._change(group_change.removed(self._membership, self.actors, members), timeout_s)
 
     def replace(self, dead: Any, new: Any, *, timeout_s: float = 60.0) -> Group:
         """Puts another actor at the rank of a member that has died; or others, as lists of one length.
 
-        All other ranks stay. Captured steps go on, with the new actor in the place of the dead one: its methods are
-        called there, and its calls' values are made there. A step with a ref of a tensor of the dead actor raises
-        CaptureMembersError in its next run. Results and errors are as of `add`.
+        All other ranks stay. Results, errors, and what becomes of steps, are as of `add`.
 
         Args:
             dead: A rank or an actor handle, or a list of them. That they live is an InvalidGroupError.

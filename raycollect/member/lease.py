@@ -19,7 +19,7 @@ from raycollect.core import threads, timers
 from raycollect.core.model import task_key
 from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fast_path import FastPath
-from raycollect.engine.step_program import CAPTURES, FENCED, Invocation
+from raycollect.engine.step_program import CAPTURES, Invocation
 from raycollect.engine.step_runner import Invoke, StepRunner
 from raycollect.errors import (
     CaptureError,
@@ -104,14 +104,6 @@ class Lease:
             return False
         run = partial(submit, ticket.seq, self.run_program, payload, None)
         self._sequencer.after(ticket.seq, ticket.predecessor, run)
-        return True
-
-    def hand_over_fenced(self, payload: bytes, submit: Callable[..., object]) -> bool:
-        """Does for a run of a captured step what `hand_over` does for a plan."""
-        if not self.is_overlapping:
-            return False
-        _, seq, predecessor, _ = FENCED.decode(payload)
-        self._sequencer.after(seq, predecessor, partial(submit, seq, self.run_fenced, payload))
         return True
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
@@ -270,20 +262,6 @@ class Lease:
                 doorbell.close()
             raise
         return doorbell is not None
-
-    def run_fenced(self, payload: bytes) -> None:
-        """Does a run that comes as an actor task; CaptureError: no such step."""
-        capture, seq, predecessor, arguments = FENCED.decode(payload)
-        self.plan_queue.reached(seq)
-        watched = partial(self._reporter.waiting, "", "", "a captured step", (), seq=seq, call=lambda: 0)
-        try:
-            captured = self.captured_step(capture)
-        except CaptureError as exc:  # what comes after it goes on
-            self._sequencer.start(seq, predecessor)
-            self._sequencer.end(seq)
-            self._reporter.tell_failure(seq, exc)
-            raise
-        captured.run_now(seq, predecessor, arguments, watched)
 
     def captured_step(self, capture: bytes) -> CapturedStep:
         """A captured step; CaptureError: there is none."""

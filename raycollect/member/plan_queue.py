@@ -23,7 +23,7 @@ from typing import NamedTuple
 from raycollect.channel import OrderBellClient
 from raycollect.channel.messages import Behind, Go, Listens, Order, Ready, Waiting
 from raycollect.core import threads
-from raycollect.core.model import Key
+from raycollect.core.model import UNKNOWN_TASK, Key
 from raycollect.errors import PlanAbortedError
 from raycollect.member import method_lock
 from raycollect.member.finished_calls import FinishedCalls
@@ -131,6 +131,10 @@ class PlanQueue:
 
         def goes_on() -> bool:
             return self._reached >= seq or self._sequencer.reason(seq) is not None
+
+        if task == UNKNOWN_TASK:  # an actor task is on its way
+            finished_calls.wait_for(goes_on, None)
+            return
 
         def is_told() -> bool:
             return finished_calls.is_over(task) is not None or goes_on()

@@ -97,9 +97,9 @@ def _batch(name: str, actors: Sequence[Any]) -> None:
 
 def _captured(name: str, actors: Sequence[Any], *, closes: bool = True) -> None:
     with col.capture() as step:
-        refs = [step.call(actor, "ones", 9) for actor in actors]
+        refs = [step.call(actor.ones, 9) for actor in actors]
         col.allreduce_refs(refs, name)
-        step.returns([step.call(actor, "total", ref) for actor, ref in zip(actors, refs, strict=True)])
+        step.returns([step.call(actor.total, ref) for actor, ref in zip(actors, refs, strict=True)])
     for _ in range(3):
         assert step.run() == [9.0 * len(actors)] * len(actors)
     if closes:

@@ -146,14 +146,13 @@ def captured(workers):
     refs = [one.ones.remote() for one in workers]
     with col.capture() as step:
         by = step.argument("by", 1.0)
-        made = [step.call(one, "bump", ref, by) for one, ref in zip(workers, refs, strict=True)]
+        made = [step.call(one.bump, ref, by) for one, ref in zip(workers, refs, strict=True)]
         col.allreduce_refs(made, "g")
         step.returns([made[0], by])
     del made, by
     step.run()
     step.run(by=2.0)
     step.run(async_op=True).wait()
-    step.run(fence=True)
     step.explain()
     repr(step), step._repr_html_()
     step.close()
@@ -168,8 +167,8 @@ def captured(workers):
 def captures_that_fail(workers):
     group = col.declare_collective_group(workers, group_name="g")
     with col.capture() as step:
-        step.call(workers[0], "fail")
-        step.call(workers[1], "ones")
+        step.call(workers[0].fail)
+        step.call(workers[1].ones)
     run = step.run(async_op=True)
     for _ in range(2):
         cycles.fails(MethodError, run.wait)
@@ -177,10 +176,10 @@ def captures_that_fail(workers):
     step.close()
     another, failed = workers[1].ones.remote(), workers[0].fail.remote()
     mistakes = (
-        lambda step: step.call(workers[0], "no_such_method"),
-        lambda step: step.call(workers[0], "bump", another, 1),
-        lambda step: step.call(workers[0], "bump", workers[1].ones.remote(), 1),  # a call of the step, too
-        lambda step: step.call(workers[0], "bump", failed, 1),
+        lambda step: step.call(workers[0]),
+        lambda step: step.call(workers[0].bump, another, 1),
+        lambda step: step.call(workers[0].bump, workers[1].ones.remote(), 1),  # a call of the step, too
+        lambda step: step.call(workers[0].bump, failed, 1),
         lambda step: None,
     )
     for mistake in mistakes:
@@ -310,7 +309,7 @@ def test_destroyed_group_releases_its_actor_handles(tidy):
     work = col.allreduce_refs(refs, "g", async_op=True)
     with col.capture() as step:
         col.allreduce_refs(refs, "g")
-    step.run(fence=True)
+    step.run()
     step.close()
     work.wait()
     group.destroy()

@@ -16,7 +16,6 @@ from ray.exceptions import RayError
 
 import raycollect as col
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.step_runs import StepRuns
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
 from tests.lives import lasting
@@ -239,7 +238,7 @@ def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch, is_capt
     workers, refs = pair()
     with col.capture(timeout_s=5) as step:
         col.allreduce_refs(refs)
-    submit, fence, others = ParticipantLink.submit_in_order, StepRuns._fence, []
+    submit, keep, others = ParticipantLink.submit_in_order, ParticipantLink.keep_behind, []
 
     def call():
         workers[1].change.remote(workers[0].counts.remote())
@@ -254,17 +253,15 @@ def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch, is_capt
         submit(self, *args, **named)
         come_between()
 
-    def fence_and_call(self, at):
-        def send(payload):
-            fence(self, at)(payload)
-            come_between()
-
-        return send
+    def keep_and_call(self, *args):
+        keep(self, *args)
+        come_between()
 
     monkeypatch.setattr(ParticipantLink, "submit_in_order", submit_and_call)
-    monkeypatch.setattr(StepRuns, "_fence", fence_and_call)
     if is_captured:
-        step.run(fence=True)
+        step.run()
+        monkeypatch.setattr(ParticipantLink, "keep_behind", keep_and_call)
+        step.run()
     else:
         col.allreduce_refs(refs, timeout_s=5)
     others[0].join()

@@ -135,8 +135,8 @@ class Go(Message):
 class Run(Message):
     """Do run `seq` of a capture, with these arguments, after plan `predecessor`; answered by `Ran` or `Done`.
 
-    `after` is the task of the method call behind which it comes; empty: none. On the controller's own host runs come by
-    the doorbell, where their arguments fit.
+    `after` is the task of the method call behind which it comes; empty: none; `UNKNOWN_TASK`: an actor task tells when
+    it may begin. On the controller's own host runs come by the doorbell, where their arguments fit.
     """
 
     capture: bytes

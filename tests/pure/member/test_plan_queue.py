@@ -15,6 +15,7 @@ import pytest
 from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Listens, Order
 from raycollect.core import threads
+from raycollect.core.model import UNKNOWN_TASK
 from raycollect.errors import ProtocolError
 from raycollect.group.membership import PROGRAM
 from raycollect.member import finished_calls, plan_queue
@@ -27,6 +28,7 @@ from tests.pure.channel.test_message_faults import WAIT_S, crew_of
 from tests.pure.driver.test_order_model import without_ray
 from tests.pure.member.test_lease import _plan, premises
 from tests.pure.sites import Method
+from tests.pure.watched import WatchedCondition
 
 __all__ = ["premises", "without_ray"]  # fixtures
 
@@ -154,6 +156,18 @@ def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:
             assert tracker.wait(WAIT_S)
             assert tracker.error is None
         assert crew.sites[0].fences == before + 1
+
+
+def test_a_run_behind_an_unknown_call_waits_for_the_actor_task_and_asks_nobody(desk: Desk) -> None:
+    desk.queue._finished_calls._changed = watched = WatchedCondition()  # type: ignore[assignment]
+    for seq in (3, 4):  # to know one tells nothing of the next
+        waits = threads.apart(desk.queue.wait_for_call, UNKNOWN_TASK, seq)
+        assert watched.someone_waits()
+        assert not waits.done()
+        desk.sequencer.end(seq)
+        desk.queue.pass_fence(seq)
+        waits.result(WAIT_S)
+    assert desk.told.empty()
 
 
 def test_threads_that_note_the_ends_of_calls_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
