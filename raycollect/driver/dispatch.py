@@ -43,7 +43,6 @@ from raycollect.errors import (
 )
 from raycollect.group.membership import DATA
 from raycollect.planner import (
-    GpuLists,
     Membership,
     Plan,
     Request,
@@ -79,7 +78,6 @@ class RequestKey(NamedTuple):
     inplace: bool
     timeout_s: float
     snapshot: bool = False
-    lists: GpuLists | None = None
     reshard: Reshard | None = None
     is_limited: bool = False  # whether the caller gave `timeout_s`, which then bounds the whole call
 

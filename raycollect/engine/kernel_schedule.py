@@ -18,11 +18,10 @@ from raycollect.core.model import PIECES, Kernel, OpKind, TensorInfo
 from raycollect.engine.agreement import Spec, Verdict
 from raycollect.engine.device_staging import StagingBuffers, StagingCopies
 from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of
-from raycollect.engine.gpu_operands import GpuTaskBuffers, IntraRankCopy
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes
 from raycollect.engine.reshard_operands import ReshardBuffers
-from raycollect.planner import CROSSINGS, Bundle, Choice, Local, Program, Share, Step
+from raycollect.planner import Bundle, Choice, Local, Program, Share, Step
 from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
 
@@ -37,7 +36,6 @@ class LaunchStep(NamedTuple):
     packed: FusedKernel | PackedBoxes | None = None  # the one kernel works on a fusion buffer
     staging_copies: StagingCopies | None = None  # around kernels on stand-ins
     copies: tuple[tuple[Any, Any], ...] = ()  # (to, from)
-    crossings: tuple[IntraRankCopy, ...] = ()  # done between the GPUs of a rank, in place of kernels
     instead: tuple[LaunchStep, ...] = ()  # where the backend runs no kernels together; empty: one by one
     boxes: BoxExchange | None = None  # the kernels' boxes, for backends that need no messages; else `instead`
     commits: bool = False  # instead, all wait for each other before anything that they gave is overwritten
@@ -125,11 +123,6 @@ class Scheduler:
         if boxes and step.kind is not Local.COPY:
             for one in boxes:
                 yield from self._boxes(one, place)
-            return
-        if step.kind in CROSSINGS:
-            yield LaunchStep(
-                *place, crossings=tuple(one.crossing(step) for one in together if isinstance(one, GpuTaskBuffers))
-            )
             return
         items = []
         for operands, verdict in zip(together, agreed, strict=True):

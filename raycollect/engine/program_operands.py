@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from raycollect.backends import arrays
@@ -14,7 +14,6 @@ from raycollect.engine.agreement import Arrival, Side, Spec, Verdict, encode_arr
 from raycollect.engine.batch_agreement import encode_arrivals, is_batch
 from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import Item, room
-from raycollect.engine.gpu_operands import GpuTaskBuffers
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import RaycollectError, Violation
@@ -74,10 +73,7 @@ class ProgramOperands:
         for task in program.tasks:
             refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
             share = program.shares[task.share]
-            if share.template.is_listed:
-                home = partial(home_of, share.domains[0])
-                self.operands.append(GpuTaskBuffers(share, allocate, home, given=given, keys=refs))
-            elif share.template.boxes:
+            if share.template.boxes:
                 self.operands.append(ReshardBuffers(share, allocate, given=given, keys=refs))
             else:
                 self.operands.append(TaskBuffers(share, allocate, given=given, keys=refs))

@@ -40,9 +40,6 @@ class _Words:
 
     def step(self, step: Step) -> ActStep:
         """One step, such as ``"reduce sum to rank 0 inside default/host-0"``."""
-        if step.kind is Local.FOLD:
-            words = ["fold", *reduce_op_words(step.op), "over the GPUs of the rank"]
-            return ActStep(words=" ".join(words), target=", into scratch")
         if isinstance(step.kind, Local):
             return ActStep(words=self._local(step), is_local=True)
         where, peer, is_per_host = self._domain(step)
@@ -67,17 +64,8 @@ class _Words:
     def _local(self, step: Step) -> str:
         if step.kind is Local.COMMIT:
             return "wait until all ranks have come so far"
-        if step.kind is Local.COPY:
-            whole = " its place" if step.dst == self._template.src else " the output"
-            return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or whole}"
-        return self._crossing(step)
-
-    def _crossing(self, step: Step) -> str:
-        at = step.dst_piece if step.kind is Local.SPREAD else step.src_piece
-        which = f"the tensor {'on GPU' if self._part.request.kind is OpKind.SEND else 'at place'} {at}"
-        if step.kind is Local.BRING:
-            return f"copy {which if at >= 0 else 'the list'} to the group's GPU, into scratch"
-        return f"copy to {which}" if at >= 0 else f"copy to the {'other ' * (step.src_piece >= 0)}GPUs of the rank"
+        whole = " its place" if step.dst == self._template.src else " the output"
+        return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or whole}"
 
     def _domain(self, step: Step) -> tuple[list[str], int, bool]:
         """The ranks that run a step, in words; the peer among all ranks; whether each host does it by itself."""

@@ -38,14 +38,6 @@ asks for an output (see `passes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLists:
-    """Operands are lists with tensors of each GPU of a rank (`gpu_lists`)."""
-
-    src_tensor: int = 0  # the tensor of the root's list that a broadcast spreads (by place) or a send sends (by GPU)
-    dst_tensor: int = 0  # the tensor of the list into which a reduce or send writes, likewise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One collective, bound to the ranks of a group."""
 
@@ -59,7 +51,6 @@ class Request:
     inplace: bool = True  # False: an allreduce or reduce goes into new tensors, the operands are only read
     timeout_s: float = 60.0  # how long ranks wait for each other, in seconds
     snapshot: bool = False  # whether in-place ranks keep their operands until all have their results (`Local.COMMIT`)
-    lists: GpuLists | None = None  # set where operands are lists with tensors of each GPU
     reshard: Reshard | None = None  # set where an ALLTOALL moves boxes between two layouts
 
     @property

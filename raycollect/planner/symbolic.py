@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycollect.core.model import PIECES, PREFIXES, OpKind, folded_ranks
-from raycollect.planner.template import CROSSINGS, Local, Step
+from raycollect.planner.template import Local, Step
 
 Symbol = tuple[Any, ...]
 """What was folded into a value, in the order of the fold: atoms (rank, piece), piece -1 where a rank gives one value,
@@ -87,9 +87,6 @@ class SymbolicRun:
             return (place,)
         if step.kind is Local.COPY:
             self._write(place, step.dst, step.dst_piece, self._read(place, step.src, step.src_piece))
-            return (place,)
-        if step.kind in CROSSINGS:
-            self._write(place, step.dst, -1, self._read(place, step.src, -1))
             return (place,)
         launch = self._enter(place, step)
         if step.kind in (OpKind.SEND, OpKind.RECV):

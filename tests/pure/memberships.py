@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
-from raycollect.planner import Membership, Request, Topology, brought
+from raycollect.planner import Membership, Request, Topology
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
 from raycollect.planner.lower import lower
 from raycollect.planner.setting import Setting
 from tests.pure.meaning import REDUCTIONS
+
+IN_PLACE = (*(kind for kind in REDUCTIONS if kind is not OpKind.REDUCESCATTER), OpKind.BARRIER)
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
 ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
@@ -75,9 +77,17 @@ def request(
         root=root if kind in ROOTED else -1,
         inplace=inplace,
     )
+    ranks = range(of.spec.world_size)
+    gives = {root} if kind in (OpKind.BROADCAST, OpKind.SCATTER) else set() if kind is OpKind.BARRIER else {*ranks}
+    takes: set[int] = set()
+    if kind is OpKind.BROADCAST:
+        takes = {*ranks} - {root}
+    elif given and kind is OpKind.GATHER:
+        takes = {root}
+    elif given and kind not in IN_PLACE:
+        takes = {*ranks}
     operands = tuple(
-        (rank, src and f"{rank} gives", (dst if given or kind is OpKind.BROADCAST else None) and f"{rank} takes")
-        for rank, src, dst in brought(bare, "something")
+        (rank, f"{rank} gives" if rank in gives else None, f"{rank} takes" if rank in takes else None) for rank in ranks
     )
     return Request(kind=kind, group=of.spec, operands=operands, op=bare.op, root=bare.root, inplace=inplace)
 

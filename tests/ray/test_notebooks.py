@@ -10,8 +10,12 @@ import json
 import re
 import time
 
-import nbformat
 import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
 from jupyter_client.manager import KernelManager
 from nbclient.exceptions import CellExecutionError
 
