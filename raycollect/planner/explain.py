@@ -358,7 +358,7 @@ def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], li
     return lanes, [bar.begins_s for bar in drawn]
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
+_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 12 << 20, "torch:": 32 << 20}
 """Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
 the same."""
 _BY_HOST_NBYTES = 34 << 20  # the same where the backend goes host by host
