@@ -276,7 +276,7 @@ def _status_lines(address: str, groups: Sequence[GroupRecord]) -> list[str]:
         rebuilt = f", rebuilt {one.epoch} times" if one.epoch else ""
         process = f"{'actor' if one.actor_id else 'driver'} process {one.pid} on {one.host} (job {one.job_id})"
         lines += ["", f"{one.name}: {cluster_registry.summary(one.members)}"]
-        lines += [f"  {len(one.members)} ranks over {one.backend}, {one.ordering} order{rebuilt}"]
+        lines += [f"  {len(one.members)} ranks over {one.backend}{rebuilt}"]
         lines += [f"  declared {_ago(time.time() - one.since)} ago by {process}"]
         rows = [
             ("rank", "actor", "state", "node", "pid", "restarts"),

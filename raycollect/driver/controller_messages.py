@@ -47,9 +47,7 @@ class ControllerMessages:
             isinstance(message, messages.Publish) and message.communicator == PLANS
         ):
             controller.participants.fail_joins(error, message)
-        elif isinstance(
-            message, (messages.Arrive, messages.Behind, messages.Done, messages.Ran, messages.Ready, messages.Waiting)
-        ):
+        elif isinstance(message, (messages.Arrive, messages.Behind, messages.Done, messages.Ran, messages.Waiting)):
             tracker = self._tracker_of(message.seq)
             if tracker is not None:
                 controller.send(tracker, tracker.fail(error))

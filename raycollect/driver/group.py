@@ -55,11 +55,6 @@ class Group:
         return self._membership.spec.backend
 
     @property
-    def ordering(self) -> str:
-        """What orders its collectives: ``"program"`` or ``"data"``."""
-        return self._membership.spec.ordering
-
-    @property
     def actors(self) -> tuple[Any, ...]:
         """The actor handles by rank."""
         return self._declaration.actors
@@ -246,7 +241,6 @@ class Group:
         told = [
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
-            ("ordering", f"{self.ordering} order"),
             ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
             ("under way", listed(plans, most=MOST_NAMED) or "nothing"),
         ]
@@ -255,8 +249,7 @@ class Group:
 
     def __repr__(self) -> str:
         members = listed((member.actor for member in self._membership.members), most=MOST_NAMED)
-        order = f"{self.ordering} order"
-        return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
+        return f"<Group {self.name!r} of {members}; backend {self.backend}, {self._state()[0]}>"
 
 
 def declare_collective_group(
@@ -270,7 +263,6 @@ def declare_collective_group(
     options: Mapping[str, Any] | None = None,
     rank_table: Any = None,
     pg_options: Any = None,
-    ordering: str = "program",
     timeout_s: float | None = None,
 ) -> Group:
     """Declares actors to be a group; returns when every member has joined.
@@ -292,9 +284,6 @@ def declare_collective_group(
             Where neither this nor `ranks` is given, the file that ``RANK_TABLE_FILE`` names is used.
         pg_options: Options for the backend: a dict of plain values, or an object with such attributes. To
             ``"torch:sccl"`` a rank table's ``chip_map`` is added.
-        ordering: ``"program"``: collectives take their place in each actor's queue. ``"data"``: they overtake methods
-            that wait there, and run after the methods that return their operands, after earlier collectives, and
-            never while a method of an ordered actor runs.
         timeout_s: How long to wait for the members, in seconds; an actor that is still pending is named. It is also
             how long ranks wait for each other in calls that do not say. Default 60.
 
@@ -318,7 +307,6 @@ def declare_collective_group(
         "gloo_timeout": gloo_timeout,
         "rank_table": rank_table,
         "pg_options": pg_options,
-        "ordering": ordering,
         "timeout_s": timeout_s,
     }
     if ray_internals.is_started():

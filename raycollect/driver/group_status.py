@@ -40,9 +40,9 @@ class MemberStatus:
         actor: The actor's class, and name if it has one.
         node_id: The Ray node that it runs on.
         pid: Its process.
-        ordered: True: its methods run one at a time, and collectives run in their order; with ordering ``"data"``,
-            between them. False (async and threaded actors): collectives run after their operands' methods and after
-            earlier collectives, and may overlap other methods.
+        ordered: True: its methods run one at a time, and collectives run in their order. False (async and threaded
+            actors): collectives run after their operands' methods and after earlier collectives, and may overlap other
+            methods.
         plans: The collectives of this controller that it has not ended.
         steps: For each of them how far it is: in the consistency check, or in which bundle of calls, or in which call
             of a captured step; empty where it has not begun it.

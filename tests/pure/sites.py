@@ -49,7 +49,6 @@ class Ref:
 
     def __init__(self, task: bytes, index: int = 1) -> None:
         self.key: Key = task_key(task, index)
-        self.made = threading.Event()
 
     def binary(self) -> bytes:
         return self.key
@@ -185,7 +184,6 @@ class Site:
         """Keeps an array; what stands for it."""
         ref = Ref(next(_tasks).to_bytes(24, "little"))
         self.store.put(ref.key, contain(value))
-        ref.made.set()
         return ref
 
     # ------------------------------------------------------------------------------------------ its queue
@@ -241,7 +239,6 @@ class Site:
             with self.turn:
                 if value is not None:
                     self.store.put(ref.key, contain(value))
-            ref.made.set()
             self._end(ref, end)
 
         return ref, self._submit_call(None, run, ref)

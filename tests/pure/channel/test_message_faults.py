@@ -35,7 +35,6 @@ from raycollect.driver.coordinators import Coordinators
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.group_status import GroupStatistics, member_status
 from raycollect.driver.groups import Groups
-from raycollect.driver.participant_link import StartBarrier
 from raycollect.driver.participants import Participants, _Joining
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
@@ -50,7 +49,6 @@ from raycollect.errors import (
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import PLANS, Coordinator
-from raycollect.group.membership import DATA, PROGRAM
 from raycollect.group.plan_communicator import PlanCommunicator
 from raycollect.member import lease as leases
 from raycollect.member import recording_agent, reporter
@@ -59,11 +57,11 @@ from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Recorder, Tracer, stacks, timeline_session
 from raycollect.pos import Container, Store
 from tests.faults.thread_failures import fail_at
-from tests.pure.driver.test_order_model import Fleet, without_ray
+from tests.pure.driver.test_order_model import Fleet
 from tests.pure.member.test_lease import _join, premises
 from tests.pure.sites import Ref
 
-__all__ = ["premises", "without_ray"]  # fixtures
+__all__ = ["premises"]  # fixtures
 
 WAIT_S = 20.0
 BOOM = "TypeError: injected on"
@@ -72,8 +70,8 @@ BOOM = "TypeError: injected on"
 class Crew(Fleet):
     """Three participants in two groups, of which none has all: the controller keeps the check of what takes both."""
 
-    def __init__(self, ordering: str) -> None:
-        super().__init__(3, [((0, 1), ordering), ((1, 2), ordering)])
+    def __init__(self) -> None:
+        super().__init__(3, [(0, 1), (1, 2)])
 
     def sum(self, first: Ref | None = None) -> PlanTracker:
         """Starts two sums of new arrays as one plan; the array of participant 0 may be another one."""
@@ -102,8 +100,8 @@ class Crew(Fleet):
 
 
 @contextmanager
-def crew_of(ordering: str) -> Iterator[Crew]:
-    made = Crew(ordering)
+def crew_of() -> Iterator[Crew]:
+    made = Crew()
     try:
         made.assert_works()
         yield made
@@ -121,36 +119,23 @@ def assert_told(tracker: PlanTracker, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ordering", "holder", "name", "what"),
+    ("holder", "name", "what"),
     [
-        (PROGRAM, ChannelExchange, "arrived", "Arrivals"),
-        (DATA, ChannelExchange, "arrived", "Arrivals"),
-        (PROGRAM, PlanTracker, "arrive", "Arrive"),
-        (PROGRAM, PlanTracker, "done", "Done"),
-        (DATA, PlanTracker, "done", "Done"),
-        (DATA, PlanQueue, "received", "Order"),
-        (DATA, PlanQueue, "go", "Go"),
-        (DATA, StartBarrier, "received", "Ready"),
+        (ChannelExchange, "arrived", "Arrivals"),
+        (PlanTracker, "arrive", "Arrive"),
+        (PlanTracker, "done", "Done"),
+        (PlanQueue, "received", "Order"),
     ],
 )
-def test_a_plan_ends_with_the_cause_and_the_next_one_goes_on(ordering: str, holder: Any, name: str, what: str) -> None:
-    """Where plans go by the channel some wait for operands, and begin together."""
-    waits = what in ("Go", "Ready")
-    gate = threading.Event()
-    with crew_of(ordering) as crew:
-        if waits:
-            crew.sites[0].queue.send(lambda: gate.wait(WAIT_S))
-        late = crew.sites[0].make(np.arange(3)) if waits else None
+def test_a_plan_ends_with_the_cause_and_the_next_one_goes_on(holder: Any, name: str, what: str) -> None:
+    with crew_of() as crew:
         with fail_at(holder, name):
-            tracker = crew.sum(late)
-            gate.set()
-            assert_told(tracker, what)
+            assert_told(crew.sum(), what)
         crew.assert_works()
 
 
-@pytest.mark.parametrize("ordering", [PROGRAM, DATA])
-def test_an_abort_that_can_not_be_taken_in_ends_the_plan_all_the_same(ordering: str) -> None:
-    with crew_of(ordering) as crew:
+def test_an_abort_that_can_not_be_taken_in_ends_the_plan_all_the_same() -> None:
+    with crew_of() as crew:
         gate = threading.Event()
         crew.sites[0].queue.send(lambda: gate.wait(WAIT_S))
         tracker = crew.sum(crew.sites[0].make(np.arange(3)))
@@ -163,7 +148,7 @@ def test_an_abort_that_can_not_be_taken_in_ends_the_plan_all_the_same(ordering: 
 def test_who_is_gone_is_told_of_whatever_fails() -> None:
     """The groups' end comes first; where that fails, the plans under way end all the same."""
     gate = threading.Event()
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         crew.sites[0].queue.send(lambda: gate.wait(WAIT_S))
         tracker, peer = crew.sum(), crew.sites[2].peer
         line = peer.link
@@ -177,7 +162,7 @@ def test_who_is_gone_is_told_of_whatever_fails() -> None:
 
 
 def test_a_plan_whose_end_can_not_be_told_as_it_was_ends_with_the_cause() -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         odd = crew.sites[0].hold(np.arange(4))
         with fail_at(reporter, "_shortened"):
             tracker = crew.sum(odd)  # of another length than the other one
@@ -190,7 +175,7 @@ def test_a_plan_whose_end_can_not_be_told_as_it_was_ends_with_the_cause() -> Non
 
 
 def test_who_can_not_look_at_itself_says_why() -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         members = crew.memberships[0].members
         with fail_at(Recorder, "story"):
             seen = crew.controller.participants.look(members, WAIT_S)
@@ -201,7 +186,7 @@ def test_who_can_not_look_at_itself_says_why() -> None:
 
 
 def test_a_stack_that_can_not_be_read_leaves_the_rest_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         with fail_at(stacks, "_doing"):
             seen = crew.look()
         assert all(one is not None and one.ended == 1 for one in seen)
@@ -229,7 +214,7 @@ def test_a_report_of_who_could_not_look_says_why(has_begun: bool) -> None:
 
 
 def test_who_can_not_say_what_it_holds_says_why() -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         members = crew.memberships[0].members
         with fail_at(Store, "statistics"):
             found = crew.controller.participants.survey(members, WAIT_S)
@@ -250,7 +235,7 @@ def test_who_can_not_say_what_it_holds_says_why() -> None:
     ],
 )
 def test_all_other_questions_are_answered_as_well(question: Any, holder: Any, name: str) -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         peer = crew.sites[0].peer
         try:
             with fail_at(holder, name):
@@ -263,7 +248,7 @@ def test_all_other_questions_are_answered_as_well(question: Any, holder: Any, na
 
 
 def test_a_timeline_names_who_could_not_record() -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         peer = crew.sites[0].peer
         peer.info |= {"address": SimpleNamespace(host="here"), "pid": 1}
         with fail_at(recording_agent.RecordingAgent, "_tell_time"):
@@ -277,7 +262,7 @@ def test_a_timeline_names_who_could_not_record() -> None:
 
 
 def test_a_member_s_place_in_a_hub_that_fails_ends_that_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         group, peer = crew.memberships[0], crew.sites[0].peer
         crew.controller.groups.coordinators.open(group)
         meet = Meet(group_id=group.spec.group_id, communicator="all", place="form", call=1, blob=b"")
@@ -298,7 +283,7 @@ PUBLISHED = Publish(group_id="id of g", communicator=PLANS, generation="id of g"
 
 @pytest.mark.parametrize("message", [Joined(request=1), PUBLISHED])
 def test_a_group_that_can_not_form_is_told_why(message: Any) -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         joining = _Joining(crew.memberships[0].members[0], "id of g")
         crew.controller.participants._joining[1] = joining, (joining,)
         holder, name = (Participants, "joined") if isinstance(message, Joined) else (Coordinators, "receive")
@@ -309,7 +294,7 @@ def test_a_group_that_can_not_form_is_told_why(message: Any) -> None:
 
 
 def test_a_member_that_parts_is_answered_whatever_fails() -> None:
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         site, group = crew.sites[0], crew.memberships[0]
         crew.controller.groups.coordinators.open(group)
         came = SimpleQueue[Any]()

@@ -176,7 +176,7 @@ SHOWN = {
     "CapturedRun": "cancel done progress wait",
     "CollectiveParticipant": "",
     "DirectoryBulletin": "post read remove replace where",
-    "Group": "actors add backend call destroy epoch get_rank name ordering rank_table rebuild remove replace "
+    "Group": "actors add backend call destroy epoch get_rank name rank_table rebuild remove replace "
     "statistics status world_size",
     "Pending": "actor_id key ref request step",
     "ProgressBars": "",
