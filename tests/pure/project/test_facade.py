@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import inspect
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import raycollect
-from raycollect import backends, planner
+from raycollect import planner
 
 ROOT = Path(raycollect.__file__).parents[1]
 
@@ -158,16 +157,6 @@ def test_the_type_checker_sees_the_names_that_exist() -> None:
     source = inspect.getsource(raycollect).split("if TYPE_CHECKING:", 1)[1].split("__version__", 1)[0]
     typed = {line.rpartition(" as ")[2] for line in source.splitlines() if " as " in line}
     assert typed == set(raycollect.__all__) - {"__version__"}
-
-
-@pytest.mark.parametrize("old", ["contracts", "model"])
-def test_an_old_path_leads_to_the_same_and_says_where_it_is_now(old: str) -> None:
-    sys.modules.pop(f"raycollect.{old}", None)
-    with pytest.warns(DeprecationWarning, match=r"import its names from raycollect\.backends"):
-        found = importlib.import_module(f"raycollect.{old}")
-    same = [name for name in backends.__all__ if hasattr(found, name)]
-    assert len(same) > 5
-    assert all(getattr(found, name) is getattr(backends, name) for name in same)
 
 
 SHOWN = {
