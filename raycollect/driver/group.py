@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
 from raycollect.core.driver_handle import DriverHandle, is_handle
 from raycollect.core.model import GroupLike, name_of
@@ -134,10 +133,9 @@ class Group:
         if not self._controller.groups.exists(self._membership):
             raise UnknownGroupError(group_name=self.name, detail="it was destroyed: declare it again")
         answers = self._controller.participants.survey(self._membership.members, timeout_s)
-        pairs = list(zip(self._membership.members, answers, strict=True))
+        pairs = zip(self._membership.members, answers, strict=True)
         return GroupStatistics(
-            members=tuple(member_statistics(one, said) if isinstance(said, Surveyed) else None for one, said in pairs),
-            failures={one.rank: said.detail for one, said in pairs if isinstance(said, Unable)},
+            members=tuple(None if said is None else member_statistics(one, said) for one, said in pairs)
         )
 
     def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:

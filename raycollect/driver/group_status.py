@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from raycollect.channel.messages import Seen, Surveyed
@@ -171,16 +171,13 @@ class GroupStatistics:
     """What the members of a group hold, at the moment of asking.
 
     Attributes:
-        members: By rank; None for one that is gone, did not answer in time, or could not.
-        failures: Rank -> why it could not answer: ``"could not look: "``, and the cause.
+        members: By rank; None for one that is gone, or did not answer in time.
     """
 
     members: tuple[MemberStatistics | None, ...]
-    failures: Mapping[int, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        none = {rank: self.failures.get(rank, "gone, or silent") for rank in range(len(self.members))}
-        lines = (str(one or f"rank {rank}: {none[rank]}") for rank, one in enumerate(self.members))
+        lines = (str(one or f"rank {rank}: gone, or silent") for rank, one in enumerate(self.members))
         return "\n  ".join(("<GroupStatistics", *lines)) + ">"
 
 

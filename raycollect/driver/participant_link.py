@@ -210,8 +210,8 @@ class ParticipantLink:
     def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
         """Asks for something; `question` is the message, and `fields` are all of its fields but the request.
 
-        The result is the answer, for `Collect` the bytes of all its parts; or an `Unable`; or None where the connection
-        ends first.
+        The result is the answer, or None where the connection ends first; for `Collect` the bytes of all its parts, or
+        an `Unable`.
         """
         request, asked = next(self._requests), Future[Any]()
         self._asked[request] = asked
@@ -243,18 +243,6 @@ class ParticipantLink:
 
     def received(self, link: Link, message: Any) -> None:
         """A message of the participant; on the hub's thread."""
-        try:
-            self._take(message)
-        except ProtocolError:
-            raise
-        except Exception as exc:  # noqa: BLE001 - any: somebody waits
-            error = threads.failed(f"taking in {type(message).__name__}", exc)
-            if isinstance(message, (*_ANSWERS, Collected)):
-                self._answered_by(message.request, Unable(request=message.request, detail=error.detail))
-            else:
-                self._owner.undone(self, message, error)
-
-    def _take(self, message: Any) -> None:
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
             self._answered.set()

@@ -27,6 +27,7 @@ from raycollect.errors import (
     PlanAbortedError,
     ProtocolError,
     RaycollectError,
+    ResourceLimitError,
     anew,
     kept,
 )
@@ -294,33 +295,18 @@ class Lease:
         handle = _HANDLERS.get(type(message))
         if handle is None:
             raise ProtocolError(detail=f"{type(message).__name__} has no place here")
-        try:
-            handle(self, message)
-        except ProtocolError:
-            raise
-        except Exception as exc:
-            finish = _FINISHES.get(type(message))
-            if finish is None:
-                raise
-            finish(self, message, threads.failed(f"taking in {type(message).__name__}", exc))
+        handle(self, message)
 
     def not_begun(self, seq: int, error: threads.Failure, predecessor: int = 0) -> None:
         """A plan, or a run, can't begin here: what comes after it goes on, but behind what comes before it."""
         self._sequencer.after(seq, predecessor, partial(self._sequencer.end, seq))
         self._reporter.tell_failure(seq, error)
 
-    def _stopped(self, message: messages.Abort | messages.Arrivals, error: threads.Failure) -> None:
-        # The number may be that of one of the launches of the plan, or the run, that is under way.
-        seq = max((one for one in self._sequencer.running() if one <= message.seq), default=message.seq)
-        self._reporter.tell_failure(seq, error)
-        self._sequencer.abort(seq, error.detail)
-        self._wake(seq)
-
-    def _broken(self, message: messages.Gone, error: threads.Failure) -> None:
-        group = self._groups.by_id.get(message.group_id)  # nobody here knows any more who is left of it
-        if group is not None:
-            self._abort_plans(message.group_id, error.detail)
-            self._groups.close(group, error.detail)
+    def _order(self, message: messages.Order) -> None:
+        try:
+            self.plan_queue.received(message, self.run_ordered)
+        except ResourceLimitError as exc:  # there are no more threads
+            self.not_begun(decode_order(message.payload)[0].seq, exc)
 
     def _abort(self, message: messages.Abort) -> None:
         self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
@@ -380,7 +366,7 @@ class Lease:
             self._abort_plans(group.spec.group_id, reason)
         finally:
             if communicator is not None:  # it keeps no memory of the dead, and waits for none of them to close it too
-                communicator.abort(0)
+                threads.survives(communicator.abort, 0)  # the library may not be ours
                 threads.bounded(communicator.close)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
@@ -413,24 +399,10 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     ),
     messages.Run: Lease._run_came,
     messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
-    messages.Order: lambda lease, message: lease.plan_queue.received(message, lease.run_ordered),
+    messages.Order: Lease._order,
     messages.Record: lambda lease, message: lease._recording.record(message),
     messages.Tick: lambda lease, message: lease._recording.tick(message),
     messages.Collect: lambda lease, message: lease._recording.collect(message),
     messages.Gone: Lease._gone,
     **dict.fromkeys(_OF_GROUPS, lambda lease, message: lease._groups.received(message)),
 }
-
-_FINISHES: dict[type, Callable[[Lease, Any, threads.Failure], None]] = {
-    **dict.fromkeys(
-        (messages.Survey, messages.Measure, messages.Look, messages.Record, messages.Tick, messages.Collect),
-        lambda lease, message, error: lease._reporter.tell_unable(message.request, error),
-    ),
-    messages.Run: lambda lease, message, error: lease.not_begun(message.seq, error),
-    messages.Order: lambda lease, message, error: lease.not_begun(decode_order(message.payload)[0].seq, error),
-    **dict.fromkeys((messages.Abort, messages.Arrivals), Lease._stopped),
-    messages.Gone: Lease._broken,
-    **dict.fromkeys((messages.Leave, messages.Forget), lambda lease, message, error: None),  # nobody waits for that
-    messages.Join: lambda lease, message, error: joining.fail_join(lease._groups, lease._reporter, message, error),
-}
-"""How to end what a message asked for if taking it in failed, so that whoever waits for it gets an error."""

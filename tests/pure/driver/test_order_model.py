@@ -165,6 +165,7 @@ class Fleet:
                 Any,
                 SimpleNamespace(
                     spec=membership.spec,
+                    name=membership.spec.name,
                     ordered=True,
                     controller=site.lease.controller,
                     plans=SimpleNamespace(

@@ -88,7 +88,7 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
     monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]
 ) -> None:
     monkeypatch.setattr(lease, "LAST_S", 0.0)
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int))
     here, heard = leased
     here.received(_join())
     assert heard.next(Joined).error is None
