@@ -268,7 +268,7 @@ class Capture(BoundToProcess):
         installed = ready(self._installed, self._state)
         if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
             refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
-        tracker, deadline = None, Deadline.after(timeout_s)
+        tracker, deadline = None, NEVER if timeout_s is None else Deadline.after(timeout_s)
         with Deferred():
             try:
                 tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
