@@ -13,7 +13,6 @@ Names are loaded on first use, so that the planner and the backends import witho
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,12 +36,6 @@ if TYPE_CHECKING:
     from raycollect.driver.group_status import GroupStatus as GroupStatus
     from raycollect.driver.group_status import MemberStatistics as MemberStatistics
     from raycollect.driver.group_status import MemberStatus as MemberStatus
-    from raycollect.driver.multigpu_operations import allgather_multigpu_refs as allgather_multigpu_refs
-    from raycollect.driver.multigpu_operations import allreduce_multigpu_refs as allreduce_multigpu_refs
-    from raycollect.driver.multigpu_operations import broadcast_multigpu_refs as broadcast_multigpu_refs
-    from raycollect.driver.multigpu_operations import reduce_multigpu_refs as reduce_multigpu_refs
-    from raycollect.driver.multigpu_operations import reducescatter_multigpu_refs as reducescatter_multigpu_refs
-    from raycollect.driver.multigpu_operations import send_multigpu_ref as send_multigpu_ref
     from raycollect.driver.operations import allgather_refs as allgather_refs
     from raycollect.driver.operations import allreduce_refs as allreduce_refs
     from raycollect.driver.operations import alltoall_refs as alltoall_refs
@@ -136,8 +129,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__path__.append(str(Path(__file__).parent / "core" / "old_paths"))  # modules that users import by an earlier path
-
 _HOMES: dict[str, str] = {
     "Batch": "driver.batch",
     "Capture": "captured.step",
@@ -171,12 +162,10 @@ _HOMES: dict[str, str] = {
     "Work": "driver.work",
     "allgather": "member.operations",
     "allgather_multigpu": "member.multigpu_operations",
-    "allgather_multigpu_refs": "driver.multigpu_operations",
     "allgather_object": "member.objects",
     "allgather_refs": "driver.operations",
     "allreduce": "member.operations",
     "allreduce_multigpu": "member.multigpu_operations",
-    "allreduce_multigpu_refs": "driver.multigpu_operations",
     "allreduce_refs": "driver.operations",
     "alltoall": "member.operations",
     "alltoall_refs": "driver.operations",
@@ -186,7 +175,6 @@ _HOMES: dict[str, str] = {
     "batch": "driver.batch",
     "broadcast": "member.operations",
     "broadcast_multigpu": "member.multigpu_operations",
-    "broadcast_multigpu_refs": "driver.multigpu_operations",
     "broadcast_object": "member.objects",
     "broadcast_refs": "driver.operations",
     "by_value": "member.participant",
@@ -230,11 +218,9 @@ _HOMES: dict[str, str] = {
     "recv_ref": "driver.operations",
     "reduce": "member.operations",
     "reduce_multigpu": "member.multigpu_operations",
-    "reduce_multigpu_refs": "driver.multigpu_operations",
     "reduce_refs": "driver.operations",
     "reducescatter": "member.operations",
     "reducescatter_multigpu": "member.multigpu_operations",
-    "reducescatter_multigpu_refs": "driver.multigpu_operations",
     "reducescatter_refs": "driver.operations",
     "register_collective_backend": "backends.adopted",
     "reshard_refs": "driver.reshard",
@@ -245,7 +231,6 @@ _HOMES: dict[str, str] = {
     "scatter_refs": "driver.operations",
     "send": "member.operations",
     "send_multigpu": "member.multigpu_operations",
-    "send_multigpu_ref": "driver.multigpu_operations",
     "send_ref": "driver.operations",
     "step": "traced.step",
     "subscribe": "weights.subscription",

@@ -20,7 +20,6 @@ from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilitie
 from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
-from raycollect.backends.loading import load_library
 from raycollect.backends.option_names import OF_NCCL
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import (
@@ -79,7 +78,7 @@ BACKENDS: dict[str, Capabilities] = dict(BUILT_IN)
 ENTRY_POINTS = "raycollect.backends"
 """The entry point group in which installed packages offer backends."""
 
-_ALIASES = {"torch_gloo": "gloo"}
+_ALIASES = {"torch_gloo": "torch:gloo"}
 """Other names that Ray knows, in lower case."""
 
 
@@ -130,9 +129,19 @@ def is_available(name: str) -> bool:
         UnknownBackendError: There is no such backend.
     """
     try:
-        return not _missing(get(name))
+        return not lacks(name)
     except BackendNotInstalledError:
         return False
+
+
+def lacks(name: str) -> str:
+    """Says what a backend needs that can't be imported here, or ``""``.
+
+    Raises:
+        UnknownBackendError: There is no such backend.
+        BackendNotInstalledError: A package offers it, and its entry point fails.
+    """
+    return _missing(get(name))
 
 
 def load(name: str, group_name: str = "default") -> CommunicatorFactory:
@@ -291,7 +300,7 @@ def _missing(backend: Capabilities) -> str:
     said = []
     for library in backend.libraries:
         try:
-            load_library(library)
+            import_module(library)
         except (ImportError, OSError) as exc:  # OSError: a shared object under it is not there
             said.append(f"{library}: {exc}")
         else:

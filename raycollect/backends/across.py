@@ -7,9 +7,8 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -18,8 +17,8 @@ import numpy as np
 from raycollect.backends import arrays
 from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, device_id
 from raycollect.backends.folds import FOLDS, is_widened, refusal_reason
-from raycollect.backends.streams import follow, has_run, on_device, wait
-from raycollect.core.model import ReduceOp, TensorInfo
+from raycollect.backends.streams import follow, on_device
+from raycollect.core.model import ReduceOp
 
 # NCCL, which reduces next, drops a NaN in favor of a number, and so must this
 _NCCLS = {ReduceOp.MIN: "fmin", ReduceOp.MAX: "fmax"}
@@ -33,26 +32,19 @@ def objection(op: ReduceOp, dtype: np.dtype[Any], count: int) -> str | None:
     return reason
 
 
-def room(
-    like: DeviceArray, home: int, count: int, allocate: Callable[[TensorInfo], Any] | None = None
-) -> tuple[DeviceArray, ...]:
+def room(like: DeviceArray, home: int, count: int) -> tuple[DeviceArray, ...]:
     """Allocates `count` consecutive tensors like `like` on device `home`; may raise MemoryError."""
     info = replace(arrays.info(like, like.library), shape=(count, *like.shape), device=f"cuda:{home}")
-    made = (allocate or arrays.empty)(info)
+    made = arrays.empty(info)
     return tuple(cast("DeviceArray", arrays.memory(made[at])) for at in range(count))
 
 
 def brought(sources: Sequence[DeviceArray], home: int) -> tuple[DeviceArray, ...]:
     """Copies tensors of one shape and dtype to device `home`, from any device; may raise MemoryError."""
     made = room(sources[0], home, len(sources))
-    bring(sources, made)
+    for source, target in zip(sources, made, strict=True):
+        _bring([source], [target], home)
     return made
-
-
-def bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
-    """Copies tensors, from any device, to as many contiguous ones on one device."""
-    for source, target in zip(sources, targets, strict=True):
-        _bring([source], [target], _device(target))
 
 
 def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> tuple[DeviceArray, ...]:
@@ -61,30 +53,15 @@ def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> t
     Each list has the tensors of one device, all of one shape and dtype. AVG is over the devices. Returns consecutive
     tensors on `home`; twice their memory is used meanwhile. May raise MemoryError.
     """
-    count = len(lists[0])
+    cupy, count = import_module("cupy"), len(lists[0])
     made = room(lists[0][0], home, count)
-    with on_device(home):
-        incoming = room(made[0], home, count) if len(lists) > 1 else ()
-    fold(lists, op, made, incoming)
-    return made
-
-
-def fold(
-    lists: Sequence[Sequence[DeviceArray]],
-    op: ReduceOp,
-    targets: Sequence[DeviceArray],
-    incoming: Sequence[DeviceArray],
-) -> None:
-    """Reduces like `folded`, into consecutive `targets` on one device.
-
-    `incoming`: as many tensors there for arriving data; empty if there is one list.
-    """
-    cupy, home = import_module("cupy"), _device(targets[0])
     first, *others = lists
-    _bring(first, targets, home)
+    with on_device(home):
+        incoming = room(made[0], home, count) if others else ()
+    _bring(first, made, home)
     if not others:
-        return
-    total, arrived = _line(targets), _line(incoming)
+        return made
+    total, arrived = _line(made), _line(incoming)
     divides_first = op is ReduceOp.AVG and is_widened(total.dtype)  # as NCCL: the sum may be beyond 16 bits
     with on_device(home):
         if divides_first:
@@ -96,6 +73,7 @@ def fold(
             getattr(cupy, _NCCLS.get(op) or FOLDS[op].__name__)(total, arrived, out=total)
         if op is ReduceOp.AVG and not divides_first:
             cupy.true_divide(total, len(lists), out=total)
+    return made
 
 
 def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
@@ -121,19 +99,16 @@ def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> No
         follow(here, [there])  # the lines were allocated there
 
 
-def ended(devices: Sequence[int], check: Callable[[], None] | None = None) -> None:
-    """Waits until all work that this thread has enqueued on `devices` has ended; `check` may raise to end the wait.
+def ended(devices: Sequence[int]) -> None:
+    """Waits until all work that this thread has enqueued on `devices` has ended.
 
     Raises:
-        Exception: A device has failed, cupy's own; or what `check` raises.
+        Exception: A device has failed; cupy's own.
     """
     cuda = import_module("cupy").cuda
     for device in dict.fromkeys(devices):
         with on_device(device):
-            stream = cuda.get_current_stream(device)
-            if check is not None:
-                wait(partial(has_run, stream.ptr), check)
-            stream.synchronize()
+            cuda.get_current_stream(device).synchronize()
 
 
 def _bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], home: int) -> None:

@@ -24,7 +24,7 @@ from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
-from raycollect.planner import STAGING_NBYTES, GpuLists, Membership, root_parameter
+from raycollect.planner import STAGING_NBYTES, Membership, root_parameter
 
 _PARTS: dict[OpKind, tuple[str, str]] = {
     OpKind.ALLREDUCE: ("tensor_refs", ""),
@@ -87,7 +87,6 @@ class Call:
         timeout_s: float | None,
         *,
         op: Any = None,
-        lists: Any = None,
         wait: Any = None,
         **refs: Any,
     ) -> None:
@@ -104,7 +103,6 @@ class Call:
         self._violations += wrong_time_limit(timeout_s)
         self._wait: TaskWait = wait or task_wait(self.name or kind.value, group_name, timeout_s)
         self._op = None if op is None else self._reduce_op(op)
-        self._lists = None if lists is None else self._gpu_lists(lists)
         left_s = self._wait.deadline.left_s()
         self._driver_rank = self.controller.takes_part(self._group_name, left_s) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
@@ -197,7 +195,7 @@ class Call:
     def _makes(self, name: str, position: int) -> bool:
         """Whether an actor handle may stand there, for an output to be made on that actor."""
         if self._kind is OpKind.SEND:
-            return position == 1 and self._lists is None
+            return position == 1
         return name == _PARTS[self._kind][1] and name != _SINGLE
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
@@ -233,13 +231,6 @@ class Call:
         except ValueError:
             self._wrong("op", op, f"one of {', '.join(ReduceOp.__members__)}")
             return None
-
-    def _gpu_lists(self, given: Mapping[str, Any]) -> GpuLists:
-        found = {}
-        for name, index in given.items():
-            field = "gpu index" if self._kind is OpKind.SEND else name
-            found[name] = self._number(field, index, "a whole number")
-        return GpuLists(**found)
 
     def _number(self, field: str, value: Any, expected: str) -> int:
         try:
@@ -305,9 +296,7 @@ class Call:
             if sole is None or rank == sole:
                 results.append(self._ref(rank, taken or (given if keeps else None)))
         call = (membership, kind, tuple(operands), self._op, root, peer)
-        asked = RequestKey(
-            *call, bool(inplace), self._limit_s, bool(snapshot), self._lists, is_limited=self._timeout_s is not None
-        )
+        asked = RequestKey(*call, bool(inplace), self._limit_s, bool(snapshot), is_limited=self._timeout_s is not None)
         result: Any = results if sole is None else results[0] if results else None
         request_list.add(asked, result)
 

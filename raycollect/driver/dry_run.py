@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from raycollect.core.model import PIECES, TENSOR, Structure
+from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
 from raycollect.driver import held_values
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
@@ -21,12 +21,14 @@ from raycollect.driver.dispatch import Submission, explained, prepare
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, RefusedError, Violation, refusal
-from raycollect.planner import Made, Plan, Role, Source, gpu_lists
+from raycollect.planner import Made, Plan, Role, Source
 from raycollect.planner.explain import Explanation, explain
-from raycollect.planner.gpu_lists import Held
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import faults_of, made_of
 from raycollect.pos.handle import Handle
+
+Held = tuple[Structure, tuple[TensorInfo, ...]]
+"""A value: its structure, and its tensors in order."""
 
 
 def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -158,8 +160,6 @@ class _Estimated:
         if request.reshard is not None:
             self._check_layouts(number, rank, violations)
             sides = [None, None]
-        elif request.lists is not None:
-            sides = self._of_lists(number, rank, violations)
         else:
             for source, cut, name in zip((src, dst), in_pieces, ("input", "output"), strict=True):
                 held = None if source is None else self._held(number, rank, source)
@@ -183,27 +183,6 @@ class _Estimated:
                     field = f"{name} of {side}"
                     violations.append(Violation(kind="layout", rank=rank, field=field, found=found, expected=expected))
 
-    def _of_lists(self, number: int, rank: int, violations: list[Violation]) -> list[Side | None]:
-        request, part = self._plan.requests[number], self._plan.parts[number]
-        template, world = part.template(rank), len(part.ranks)
-        given = [source for source in request.operands[part.places[rank]][1:] if source is not None]
-        found: list[Side | None] = []
-        before: Held | None = None
-        for index, gives in ((template.src, True), (template.dst, False)):
-            if index < 0 or template.buffers[index].role is not Role.OPERAND:
-                found.append(None)
-                continue
-            held = self._held(number, rank, given.pop(0))
-            named = template.named(index)
-            fault = gpu_lists.fault_of(request.kind, held, world, gives=gives, named=named, beside=before)
-            if fault is not None:
-                violations.append(Violation(rank=rank, **fault._asdict()))
-                return [None, None]
-            structure, infos = gpu_lists.carried(request.kind, held[1], world, gives=gives)
-            found.append(Side(structure=structure, tensors=infos))
-            before = held
-        return found
-
     def _held(self, number: int, rank: int, source: Source) -> Held:
         if isinstance(source, Made):
             return self._made[source.request, self._plan.memberships[number].participants[rank]]
@@ -218,8 +197,6 @@ class _Estimated:
             return None
         if request.reshard is not None:
             return made_of(decode_half(part.template(rank).boxes).dst)
-        if request.lists is not None:
-            return self._made_list(number, rank, role)
         if role is Role.LEARNED:
             made = agreement.learn(specs, at, part.places.get(request.root, -1))
         elif given is None:
@@ -227,13 +204,6 @@ class _Estimated:
         else:
             made = given if role is Role.LIKE else given.item(at)
         return made.structure, made.tensors
-
-    def _made_list(self, number: int, rank: int, role: Role) -> Held:
-        part = self._plan.parts[number]
-        source = self._plan.requests[number].operands[part.places[rank]][1]
-        assert source is not None  # who makes a list gives one
-        held = self._held(number, rank, source)
-        return held if role is Role.LIKE else gpu_lists.made(part.request.kind, held[1], len(part.ranks))
 
 
 def _side(held: Held, count: int, rank: int, name: str, violations: list[Violation]) -> Side | None:

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from raycollect.backends import folds
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.model import PIECES, Kernel, OpKind, TensorInfo
 from raycollect.engine.agreement import Spec, Verdict
 from raycollect.engine.device_staging import StagingBuffers, StagingCopies
 from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of
-from raycollect.engine.gpu_operands import GpuTaskBuffers, IntraRankCopy
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes
 from raycollect.engine.reshard_operands import ReshardBuffers
-from raycollect.planner import CROSSINGS, Bundle, Choice, Local, Program, Share, Step
+from raycollect.planner import Bundle, Choice, Local, Program, Share, Step
 from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
 
@@ -37,7 +32,6 @@ class LaunchStep(NamedTuple):
     packed: FusedKernel | PackedBoxes | None = None  # the one kernel works on a fusion buffer
     staging_copies: StagingCopies | None = None  # around kernels on stand-ins
     copies: tuple[tuple[Any, Any], ...] = ()  # (to, from)
-    crossings: tuple[IntraRankCopy, ...] = ()  # done between the GPUs of a rank, in place of kernels
     instead: tuple[LaunchStep, ...] = ()  # where the backend runs no kernels together; empty: one by one
     boxes: BoxExchange | None = None  # the kernels' boxes, for backends that need no messages; else `instead`
     commits: bool = False  # instead, all wait for each other before anything that they gave is overwritten
@@ -113,7 +107,7 @@ class Scheduler:
     def _moves(
         self, step: Step, number: int, together: Sequence[TaskBuffers], agreed: Sequence[Verdict]
     ) -> Iterator[LaunchStep]:
-        domain = together[0].share.domains[step.level]
+        domain = together[0].share.domain
         ranks = step.ranks or domain.ranks
         if domain.rank not in ranks:
             return
@@ -125,11 +119,6 @@ class Scheduler:
         if boxes and step.kind is not Local.COPY:
             for one in boxes:
                 yield from self._boxes(one, place)
-            return
-        if step.kind in CROSSINGS:
-            yield LaunchStep(
-                *place, crossings=tuple(one.crossing(step) for one in together if isinstance(one, GpuTaskBuffers))
-            )
             return
         items = []
         for operands, verdict in zip(together, agreed, strict=True):
@@ -217,15 +206,9 @@ def _chosen(choices: Sequence[Choice], verdicts: Sequence[Verdict]) -> int:
     if len(choices) == 1:
         return 0
     nbytes = sum(max(sum(info.nbytes for info in _infos(spec)) for spec in verdict.specs) for verdict in verdicts)
-    narrow = any(_is_narrow(info) for verdict in verdicts for spec in verdict.specs for info in _infos(spec))
-    possible = [at for at, one in enumerate(choices) if one.at_least <= nbytes and not (one.stepwise and narrow)]
+    possible = [at for at, one in enumerate(choices) if one.at_least <= nbytes]
     return possible[-1] if possible else 0
 
 
 def _infos(spec: Spec) -> tuple[TensorInfo, ...]:
     return spec.gives.tensors if spec.gives is not None else ()
-
-
-@lru_cache(maxsize=64)
-def _is_narrow(info: TensorInfo) -> bool:
-    return folds.is_widened(np.dtype(info.dtype))

@@ -24,7 +24,7 @@ from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
 from raycollect.engine.spans import Timed
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.observe.run_steps import RunStep, calls
-from raycollect.planner import Local, Program
+from raycollect.planner import Program
 
 _Open = tuple[Communicator, Launch]
 
@@ -204,7 +204,7 @@ class LaunchSequence:
     def _run_bundle(self, scheduled: ScheduledBundle) -> None:
         # If it fails after it has begun, what it writes is dirty, and nothing else.
         store = self.instruments.store
-        is_kept = self.program.commits or scheduled.share.template.is_listed  # by kernels
+        is_kept = self.program.commits  # by kernels
         self._writes = False
         try:
             for move in scheduled.moves:
@@ -233,14 +233,12 @@ class LaunchSequence:
         store.mark_written(scheduled.dense)
 
     def _move_here(self, move: LaunchStep) -> None:
-        # Copies of this rank alone, or work between its GPUs.
-        self._writes = self._writes or any(one.kind is Local.SPREAD for one in move.crossings) or bool(move.copies)
-        with self.spans.staging(move.crossings[0].kind.value if move.crossings else "copy"):
+        # Copies of this rank alone.
+        self._writes = self._writes or bool(move.copies)
+        with self.spans.staging("copy"):
             patience = self.patience()
             for target, source in move.copies:
                 transfer(target, source, patience)
-            for crossing in move.crossings:
-                crossing.run(patience)
 
     def _carry(self, communicator: Communicator, launch: Launch, move: LaunchStep, *, is_kept: bool) -> None:
         # On stand-ins: until all kernels have ended, tensors that have one are unchanged.

@@ -177,10 +177,10 @@ class TaskBuffers:
         for index, bound in enumerate(self.buffers):
             if bound is None:
                 continue
-            if index in read and _is_dirty(store, self._read_of(index, bound), fresh):
+            if index in read and _is_dirty(store, bound, fresh):
                 self.violate("dirty", "operand", "half-written by a failed collective", "an intact tensor", index)
             if index in written:
-                self._check_written(index, self._written_of(index, bound))
+                self._check_written(index, bound)
         self._check_aliases(written)
         for step in self._template.steps:
             if step.op is not None:
@@ -211,12 +211,6 @@ class TaskBuffers:
             written.update(index for index, _ in before if index >= 0)
         self._known_touched = read, written
         return read, written
-
-    def _read_of(self, index: int, bound: Bound) -> Bound:
-        return bound
-
-    def _written_of(self, index: int, bound: Bound) -> Bound:
-        return bound
 
     def dense(self) -> list[Range]:
         """The addresses that the plan writes whole: not those of a view with gaps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from raycollect.backends import arrays
@@ -14,7 +14,6 @@ from raycollect.engine.agreement import Arrival, Side, Spec, Verdict, encode_arr
 from raycollect.engine.batch_agreement import encode_arrivals, is_batch
 from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import Item, room
-from raycollect.engine.gpu_operands import GpuTaskBuffers
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import RaycollectError, Violation
@@ -74,10 +73,7 @@ class ProgramOperands:
         for task in program.tasks:
             refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
             share = program.shares[task.share]
-            if share.template.is_listed:
-                home = partial(home_of, share.domains[0])
-                self.operands.append(GpuTaskBuffers(share, allocate, home, given=given, keys=refs))
-            elif share.template.boxes:
+            if share.template.boxes:
                 self.operands.append(ReshardBuffers(share, allocate, given=given, keys=refs))
             else:
                 self.operands.append(TaskBuffers(share, allocate, given=given, keys=refs))
@@ -191,14 +187,14 @@ class ProgramOperands:
         """Makes stand-ins for tensors that lie elsewhere than the backends work; raises MemoryError."""
         if not any(map(_may_be_elsewhere, self.operands)):
             return
-        domains = {domain for share in self.program.shares for domain in share.domains if domain.memory}
+        domains = {share.domain for share in self.program.shares if share.domain.memory}
         if not domains:
             return
         staging_buffers = StagingBuffers({domain: self._home_of(domain) for domain in domains})
         for operands in self.operands:
             share = operands.share
             for step in (step for way in share.template.ways for step in way):
-                domain = share.domains[step.level]
+                domain = share.domain
                 if isinstance(step.kind, OpKind) and domain.rank in (step.ranks or domain.ranks):
                     for src, dst in operands.pairs(step):
                         staging_buffers.side(src, domain)
@@ -221,7 +217,7 @@ class ProgramOperands:
         if not isinstance(step.kind, OpKind) or not _fit(operands, src, dst):
             return None
         if self.staging_buffers is not None:
-            domain = operands.share.domains[step.level]
+            domain = operands.share.domain
             src, dst = self.staging_buffers.side(src, domain), self.staging_buffers.side(dst, domain)
         return Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer)
 
@@ -243,7 +239,7 @@ class ProgramOperands:
                 if len(pairs) < 2 or not isinstance(kind, OpKind):
                     continue
                 if self.staging_buffers is not None:
-                    side, domain = self.staging_buffers.side, tasks[0].share.domains[step.level]
+                    side, domain = self.staging_buffers.side, tasks[0].share.domain
                     pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
                 most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
         return max(boxes, min(most, self.program.staging))
@@ -286,7 +282,7 @@ def _fit(operands: TaskBuffers, src: Any, dst: Any) -> bool:
 
 def _arrival(operands: TaskBuffers) -> bytes:
     spec = operands.spec()
-    if not operands.share.domains[0].memory:
+    if not operands.share.domain.memory:
         spec = replace(spec, one_device=True)
     if operands.violations:
         return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
@@ -299,9 +295,8 @@ def _ready_arrival(spec: Spec) -> bytes:
 
 
 def _may_be_elsewhere(operands: TaskBuffers) -> bool:
-    for domain in operands.share.domains:
-        if domain.memory == CUDA:
-            return True
+    if operands.share.domain.memory == CUDA:
+        return True
     for bound in operands.buffers:
         if bound is not None:
             for array in bound.arrays:

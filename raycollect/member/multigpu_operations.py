@@ -24,9 +24,9 @@ from raycollect.backends.device_arrays import device_id
 from raycollect.core.model import TENSOR, GroupLike, OpKind, ReduceOp, Structure, TensorInfo, name_of
 from raycollect.errors import KernelError, Violation, refusal
 from raycollect.errors.text import a_type, shown, too_large
+from raycollect.member import gpu_lists
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import get_group_handle
-from raycollect.planner import LISTS_BACKEND, gpu_lists
 
 
 def allreduce_multigpu(
@@ -181,8 +181,8 @@ class _Call(MemberCall):
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         _need_gpu(OpKind.RECV.value if peer is ME else kind.value, group_name)
         super().__init__(get_group_handle(group_name), kind, op, root, peer)
-        if self._process_group.backend != LISTS_BACKEND:
-            expected = f"{LISTS_BACKEND}, for several GPUs per process"
+        if self._process_group.backend != gpu_lists.BACKEND:
+            expected = f"{gpu_lists.BACKEND}, for several GPUs per process"
             self._violate("unsupported", "backend", self._process_group.backend, expected)
         self.world_size = self._process_group.world_size
         self._home: int = dict(self._process_group.spec.options).get("device", 0)

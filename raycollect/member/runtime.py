@@ -66,7 +66,7 @@ STREAMED_KEPT = 64
 """How many of the newest values that generators yielded are kept, whatever Ray says of their refs.
 
 Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
-it (docs/adr/0002-ray-internals.md); without this, an item could be freed before it is first used.
+it (docs/adr/0001-ray-internals.md); without this, an item could be freed before it is first used.
 """
 
 _Bell = TypeVar("_Bell")
@@ -264,12 +264,6 @@ class Runtime:
             group_id = next(iter(decode_order(payload)[2].group_ids))
             raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
         return _until_exit(lease.run_program, payload, task)
-
-    def run_fenced(self, payload: bytes) -> None:
-        """`Lease.run_fenced`; ConnectionLostError: the controller is gone."""
-        lease = self.leased()
-        if not lease.hand_over_fenced(payload, self._in_thread):
-            lease.run_fenced(payload)
 
     def pass_fence(self, controller: str, seq: int) -> None:
         """`PlanQueue.pass_fence`, if that controller still has the lease."""

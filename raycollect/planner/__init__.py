@@ -11,12 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raycollect.planner.ir import GpuLists as GpuLists
     from raycollect.planner.ir import Made as Made
     from raycollect.planner.ir import Plan as Plan
     from raycollect.planner.ir import Request as Request
     from raycollect.planner.ir import Source as Source
-    from raycollect.planner.listed import LISTS_BACKEND as LISTS_BACKEND
     from raycollect.planner.membership import Membership as Membership
     from raycollect.planner.passes import plan as plan
     from raycollect.planner.passes import plan_part as plan_part
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from raycollect.planner.program import Share as Share
     from raycollect.planner.program import Ticket as Ticket
     from raycollect.planner.reshard.request import Reshard as Reshard
-    from raycollect.planner.template import CROSSINGS as CROSSINGS
     from raycollect.planner.template import Choice as Choice
     from raycollect.planner.template import Local as Local
     from raycollect.planner.template import Role as Role
@@ -45,14 +42,13 @@ if TYPE_CHECKING:
     from raycollect.planner.wire import encode_program as encode_program
 
 _NAMES = {
-    "ir": "GpuLists Made Plan Request Source",
-    "listed": "LISTS_BACKEND",
+    "ir": "Made Plan Request Source",
     "membership": "Membership",
     "passes": "plan plan_part",
     "prediction": "Cluster Prediction predict",
     "program": "STAGING_NBYTES Bundle Domain Program Share Ticket",
     "reshard.request": "Reshard",
-    "template": "CROSSINGS Choice Local Role Step",
+    "template": "Choice Local Role Step",
     "topology": "Link Topology",
     "validate": "brought root_parameter",
     "wire": "decode_order decode_program encode_order encode_program",

@@ -14,14 +14,13 @@ from functools import lru_cache
 from raycollect.errors import RefusedError
 from raycollect.planner.algorithms import route
 from raycollect.planner.ir import Part, Plan, Request
-from raycollect.planner.listed import listed
 from raycollect.planner.lower import committed, lower
 from raycollect.planner.membership import Membership
 from raycollect.planner.plan_cache import PlanCache
 from raycollect.planner.program import STAGING_NBYTES
 from raycollect.planner.reshard.lowering import resharded
 from raycollect.planner.schedule import schedule
-from raycollect.planner.validate import brought, validate
+from raycollect.planner.validate import validate
 from raycollect.planner.verify import verify
 from raycollect.planner.verify_order import verify_order
 
@@ -91,11 +90,7 @@ def _planned(form: Request, membership: Membership) -> Part:
     validate(form)
     if form.reshard is not None:  # which proves itself
         return resharded(form, form.reshard, membership)
-    if form.lists is not None:
-        plain = replace(form, lists=None, operands=brought(form, 0), inplace=True, snapshot=False)
-        part = listed(route(lower(plain, membership), membership), form)
-    else:
-        part = route(lower(replace(form, inplace=form.inplace and not form.snapshot), membership), membership)
-        part = committed(part, form) if form.snapshot else part
+    part = route(lower(replace(form, inplace=form.inplace and not form.snapshot), membership), membership)
+    part = committed(part, form) if form.snapshot else part
     verify(part, bitwise=membership.bitwise)
     return part

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from raycollect.core.model import PIECES, OpKind, TensorInfo
-from raycollect.planner.gpu_lists import carried, gpus_of, made
 from raycollect.planner.ir import Made, Part, Plan, Source
 from raycollect.planner.report import Moved
 from raycollect.planner.reshard.bounds import moved_by
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import made_of
-from raycollect.planner.template import Local, Role, Step, Template
+from raycollect.planner.template import Role, Step, Template
 
 Infos = tuple[TensorInfo, ...]
 """The tensors of one value, in order."""
@@ -43,15 +42,14 @@ class Sizes:
         return self._moved[number]
 
     def gives(self, number: int, rank: int) -> Infos:
-        """What a rank gives to a request; empty where it only takes. Of GPU lists, what it brings to the group's GPU.
+        """What a rank gives to a request; empty where it only takes.
 
         Raises:
             KeyError: An operand's tensors are not known.
         """
-        part, held = self._plan.parts[number], self._gives(number, rank)
-        if not held or part.request.lists is None:
-            return held
-        return carried(part.request.kind, held, len(part.ranks), gives=True)[1]
+        part = self._plan.parts[number]
+        source = self._plan.requests[number].operands[part.places[rank]][1]
+        return () if source is None else self._held(number, rank, source)
 
     def nbytes(self, number: int) -> int:
         """The most bytes that a rank gives to a request, all pieces together; of a reshard, those that it sends."""
@@ -119,15 +117,10 @@ class Sizes:
         used = {(index, self._memory(number, rank, step)) for step in steps for index in (step.src, step.dst)}
         return sum(_nbytes(self._elsewhere(number, rank, index, memory)) for index, memory in used)
 
-    def _gives(self, number: int, rank: int) -> Infos:
-        part = self._plan.parts[number]
-        source = self._plan.requests[number].operands[part.places[rank]][1]
-        return () if source is None else self._held(number, rank, source)
-
     def _memory(self, number: int, rank: int, step: Step) -> str:
         if not isinstance(step.kind, OpKind):
             return ""
-        return self._plan.parts[number].domains(rank, self._plan.memberships[number])[step.level].memory
+        return self._plan.memberships[number].spec.memory
 
     def _elsewhere(self, number: int, rank: int, index: int, memory: str) -> Infos:
         if index < 0 or not memory:
@@ -147,9 +140,6 @@ class Sizes:
         if buffer.role is Role.LEARNED:
             return self._learned(number, rank)
         held = self._buffer(number, rank, buffer.source)
-        if buffer.role is Role.HOME:
-            kind, gives = part.request.kind, buffer.source == template.src
-            return carried(kind, held, len(part.ranks), gives=gives)[1]
         return held if buffer.role in (Role.LIKE, Role.LAID) else _piece(part, held, rank)
 
     def _held(self, number: int, rank: int, source: Source) -> Infos:
@@ -167,9 +157,7 @@ class Sizes:
             return self._learned(number, rank)
         if role is Role.LAID:
             return made_of(decode_half(template.boxes).dst)[1]
-        part, held = self._plan.parts[number], self._gives(number, rank)
-        if role is Role.LISTS:
-            return made(part.request.kind, held, len(part.ranks))[1]
+        part, held = self._plan.parts[number], self.gives(number, rank)
         return held if role is Role.LIKE else _piece(part, held, rank)
 
     def _learned(self, number: int, rank: int) -> Infos:
@@ -197,21 +185,9 @@ class Sizes:
             return 0
         if any(buffer.scratch and buffer.role is Role.LEARNED for buffer in template.buffers):
             return sum(_nbytes(self.gives(number, one)) for one in self._plan.parts[number].ranks)
-        if template.is_listed:
-            return self._beside_lists(number, rank, template)
         if template.boxes:
             return _nbytes(made_of(decode_half(template.boxes).dst)[1])
         return _nbytes(self.gives(number, rank))
-
-    def _beside_lists(self, number: int, rank: int, template: Template) -> int:
-        """The copies of lists on the group's GPU, and as much again where others are folded into it."""
-        folded = {step.dst for step in template.steps if step.kind is Local.FOLD}
-        total = 0
-        for index, buffer in enumerate(template.buffers):
-            if buffer.scratch:
-                several = index in folded and gpus_of(self._gives(number, rank)) > 1
-                total += _nbytes(self._buffer(number, rank, index)) * (2 if several else 1)
-        return total
 
 
 def _piece(part: Part, held: Infos, rank: int) -> Infos:

@@ -19,13 +19,8 @@ class Role(enum.Enum):
     """Made before the agreement, with the infos of this rank's piece of another buffer."""
     LEARNED = "learned"
     """Made between two rounds of agreement, when the infos of the other ranks are known."""
-    HOME = "home"
-    """Scratch, made before the agreement on the group's GPU: the stand-in for a list with tensors of each GPU of this
-    rank (`gpu_lists.carried`)."""
     LAID = "laid"
     """Made before the agreement, as the layouts of a reshard say (`Template.boxes`)."""
-    LISTS = "lists"
-    """Made before the agreement on the GPUs of another buffer that is such a list (`gpu_lists.made`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +28,7 @@ class Buffer:
     """One operand, output or scratch; it may stand for a list or dict of tensors."""
 
     role: Role
-    source: int = -1  # LIKE, PIECE, HOME, LISTS: the index of the other buffer; LAID: of one that it is like, if any
+    source: int = -1  # LIKE, PIECE: the index of the other buffer; LAID: of one that it is like, if any
     scratch: bool = False  # whether it is made for the steps only, and dropped when they have ended
 
     @property
@@ -51,17 +46,6 @@ class Local(enum.Enum):
     """Waits until the controller knows that all ranks have come this far.
 
     No operand is written before it, so that either all ranks get their results, or all keep what they had."""
-    FOLD = "fold"
-    """Reduces the tensors of the list `src` over this rank's GPUs, to `dst` on the group's GPU."""
-    BRING = "bring"
-    """Copies the list `src`, or the tensor of it that `src_piece` names, to `dst` on the group's GPU."""
-    SPREAD = "spread"
-    """Copies `src`, on the group's GPU, to the list `dst`: to all of its tensors except the one that `src_piece` names,
-    or only to the one that `dst_piece` names."""
-
-
-CROSSINGS = (Local.FOLD, Local.BRING, Local.SPREAD)
-"""What a rank does between its GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +56,11 @@ class Step:
     src: int = -1  # the index of the buffer read; -1: none
     dst: int = -1  # the index of the buffer written; -1: none; may equal `src`
     op: ReduceOp | None = None
-    peer: int = -1  # the root, or the other rank of a send or receive, by the ranks of the step's group; -1: none
-    level: int = 0  # the group in which it runs: 0 the request's own; above, an inner one (`Part.levels`)
-    ranks: tuple[int, ...] = ()  # the ranks of that group that run it; empty: all that take part in the request
+    peer: int = -1  # the root, or the other rank of a send or receive, -1: none
+    ranks: tuple[int, ...] = ()  # the ranks that run it; empty: all that take part in the request
     # The launch of its part in which it runs, from 0. Every rank begins the launches of a part in this order.
     at: int = 0
-    # The piece of `src`; -1: all of it. For what is done between a rank's GPUs (`Local`) it names a tensor of a
-    # list by its place, or for a send by its GPU.
-    src_piece: int = -1
+    src_piece: int = -1  # the piece of `src`; -1: all of it
     dst_piece: int = -1  # the piece of `dst`; -1: all of it
 
 
@@ -106,18 +87,6 @@ class Template:
         return any(buffer.role is Role.LEARNED for buffer in self.buffers)
 
     @property
-    def is_listed(self) -> bool:
-        """Whether operands are lists with tensors of each GPU; kernels then write scratch only."""
-        return any(buffer.role is Role.HOME for buffer in self.buffers)
-
-    def named(self, index: int) -> list[tuple[str, int]]:
-        """The tensors of a list that its steps name: (what the index is called, the index)."""
-        steps = [step for way in self.ways for step in way if step.kind in CROSSINGS]
-        sides = [("src_tensor", one.src, one.src_piece) for one in steps]
-        sides += [("dst_tensor", one.dst, one.dst_piece) for one in steps]
-        return [(name, piece) for name, at, piece in sides if at == index and piece >= 0]
-
-    @property
     def makes(self) -> bool:
         """Whether the plan makes this rank's result."""
         return any(buffer.is_output for buffer in self.buffers)
@@ -127,11 +96,8 @@ class Template:
 class Choice:
     """One of a part's algorithms, and its conditions; the last one whose conditions hold is taken."""
 
-    name: str = "native"  # `native`, `hierarchical`, ...
+    name: str = "native"  # `native`, `tree`, ...
     at_least: int = 0  # the least bytes per rank from which it is taken (all tensors of a bundle together)
-    # Whether it folds in several kernels. Types that are folded wider than they are kept (floats of less than 32
-    # bits) would get other bits, and take an earlier choice.
-    stepwise: bool = False
     width: int = 1  # how many launches it has
 
 

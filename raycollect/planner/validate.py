@@ -10,7 +10,6 @@ from raycollect.core.model import OpKind
 from raycollect.errors import Violation, refusal
 from raycollect.errors.text import as_name
 from raycollect.planner.ir import Operands, Request, Source
-from raycollect.planner.listed import listed_violations
 from raycollect.planner.reshard.lowering import reshard_violations
 
 
@@ -51,7 +50,7 @@ def validate(request: Request) -> None:
     if request.reshard is not None:
         violations = reshard_violations(request, request.reshard)
     else:
-        violations = (*_rank_violations(request), *_argument_violations(request), *listed_violations(request))
+        violations = (*_rank_violations(request), *_argument_violations(request))
     if violations:
         raise refusal(request.name, request.group.name, violations)
 

@@ -5,9 +5,6 @@ gives holds the atom (r, piece); kernels move and fold atoms; afterwards each re
 and operands that are not the result must be unchanged. The run also proves that sends pair with receives and that no
 rank waits forever. Each of a part's algorithms is run (`symbolic`).
 
-A list with tensors of each GPU of a rank (`gpu_lists`) counts as one value, or one per rank; a separate check looks at
-the steps that fold, bring and spread it.
-
 Where every element must be the left fold in rank order (P7), a folded value remembers how it was folded:
 ``((a + b) + c)`` is the symbol (a, b, c), and ``(a + (b + c))`` is (a, (b, c)), a different one.
 """
@@ -19,10 +16,9 @@ from functools import lru_cache
 
 from raycollect.core.model import PIECES, PREFIXES, OpKind, ReduceOp
 from raycollect.errors import InternalError
-from raycollect.planner.ir import Part, Request
-from raycollect.planner.listed import crossing_of
+from raycollect.planner.ir import Part
 from raycollect.planner.symbolic import Cell, Folds, Memory, Symbol, SymbolicRun
-from raycollect.planner.template import CROSSINGS, Local, Role, Template
+from raycollect.planner.template import Local, Role, Template
 
 
 def verify(part: Part, *, bitwise: bool = True) -> None:
@@ -34,12 +30,10 @@ def verify(part: Part, *, bitwise: bool = True) -> None:
         InternalError: It deadlocks, or its result is not what the operation means.
     """
     request = part.request
-    levels = tuple(tuple(ranks for _, ranks in level) for level in part.levels)
     averages = request.op is ReduceOp.AVG
     problem = (
         _shape_problem(part)
-        or _lists_problem(part)
-        or _run(request.kind, part.ranks, request.root, part.templates, part.parts, levels, bitwise, averages)
+        or _run(request.kind, part.ranks, request.root, part.templates, part.parts, bitwise, averages)
         or _op_problem(part)
         or _commit_problem(part)
     )
@@ -60,7 +54,7 @@ def _shape_problem(part: Part) -> str:
 
 def _op_problem(part: Part) -> str:
     steps = (step for template in part.templates for way in template.ways for step in way)
-    wrong = {step.op for step in steps if step.kind in (*_REDUCTIONS, Local.FOLD)} - {part.request.op}
+    wrong = {step.op for step in steps if step.kind in _REDUCTIONS} - {part.request.op}
     return f"reduces by {wrong} where {part.request.op} is meant" if wrong else ""
 
 
@@ -76,35 +70,6 @@ def _commit_problem(part: Part) -> str:
     return ""
 
 
-def _lists_problem(part: Part) -> str:
-    if part.request.lists is None:
-        steps = (step for template in part.templates for way in template.ways for step in way)
-        return next(
-            (f"does {step.kind.value} where there are no lists" for step in steps if step.kind in CROSSINGS), ""
-        )
-    for rank, index in zip(part.ranks, part.parts, strict=True):
-        template = part.templates[index]
-        meant = _crossings(part.request, rank, template)
-        for way in template.ways:
-            found = []
-            for step in way:
-                lists = [at for at in (step.src, step.dst) if at >= 0 and not template.buffers[at].scratch]
-                if step.kind in CROSSINGS:
-                    found.append((step.kind, lists, (step.src_piece, step.dst_piece)))
-                elif lists:
-                    return f"runs {step.kind.value} on a list of rank {rank}"
-            if found != meant:
-                return f"does {found} with the lists of rank {rank} where {meant} is meant"
-    return ""
-
-
-def _crossings(request: Request, rank: int, template: Template) -> list[tuple[Local, list[int], tuple[int, int]]]:
-    come, source, target = crossing_of(request, rank)
-    gives, takes = template.src >= 0, template.result >= 0 and (request.kind is not OpKind.SEND or rank == request.peer)
-    first = [(come, [template.src], (source, -1))] if gives else []
-    return [*first, *([(Local.SPREAD, [template.result], (source if gives else -1, target))] if takes else [])]
-
-
 @lru_cache(maxsize=1024)
 def _run(
     kind: OpKind,
@@ -112,7 +77,6 @@ def _run(
     root: int,
     templates: tuple[Template, ...],
     parts: tuple[int, ...],
-    levels: tuple[tuple[tuple[int, ...], ...], ...] = (),
     bitwise: bool = True,
     averages: bool = False,
 ) -> str:
@@ -120,7 +84,7 @@ def _run(
     for way in range(len(programs[0].ways)):
         given = [_given(kind, rank, len(ranks)) for rank in ranks]
         steps = [program.ways[way] for program in programs]
-        run = SymbolicRun(ranks, levels, steps, Folds(bitwise, averages))
+        run = SymbolicRun(ranks, steps, Folds(bitwise, averages))
         for memory, program, cell in zip(run.memory, programs, given, strict=True):
             if program.src >= 0 and program.buffers[program.src].role is Role.OPERAND:
                 memory[program.src] = cell

@@ -44,7 +44,7 @@ def counted(count: int, noun: str) -> str:
 
 def op_words(request: Request) -> str:
     """An operation with its reduce op and root: ``"reduce sum to rank 1"``."""
-    name = request.name if request.lists is None else f"{request.name}_multigpu"
+    name = request.name
     words = [name, *reduce_op_words(request.op)]
     if request.kind is OpKind.SEND:
         words.append(f"from rank {request.root} to rank {request.peer}")

@@ -8,7 +8,6 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.driver.batch import record
 from tests.ray.refusing import refused, trio
 from tests.ray.workers import KindsActor, Plain, Worker, buffers
 
@@ -354,7 +353,7 @@ def test_an_option_that_makes_no_sense_is_refused_by_its_name(trio):
         (lambda **given: col.broadcast_refs(refs, **given), {"async_op"}),
         (lambda **given: col.barrier(**given), {"async_op"}),
         (lambda **given: col.batch(**given), {"async_op"}),
-        (step.run, {"async_op", "fence"}),
+        (step.run, {"async_op"}),
         (lambda **given: col.get(refs, **given), {"ordered"}),
         (timeline, {"metrics"}),
         (work.wait, {"progress"}),
@@ -369,74 +368,3 @@ def test_an_option_that_makes_no_sense_is_refused_by_its_name(trio):
     with pytest.raises(errors.UnknownGroupError):
         col.barrier(np.ones(2))
     step.close()
-
-
-def test_lists_of_several_gpus_need_nccl(trio):
-    def build(self):
-        return [np.ones(3)]
-
-    def batched():
-        with col.batch():
-            col.allreduce_multigpu_refs(lists)
-
-    lists = [worker.make.remote(build) for worker in trio]
-    calls = [
-        batched,
-        lambda: col.allreduce_multigpu_refs(lists),
-        lambda: col.allreduce_multigpu_refs(lists, op="AVG", inplace=False, async_op=True),
-        lambda: col.reduce_multigpu_refs(lists, 1, 0),
-        lambda: col.broadcast_multigpu_refs(lists, 2, 0),
-        lambda: col.allgather_multigpu_refs(None, lists),
-        lambda: col.reducescatter_multigpu_refs(None, lists),
-        lambda: col.send_multigpu_ref(lists[0], lists[2], 0, 0),
-        lambda: col.plan(col.allreduce_multigpu_refs, lists),
-    ]
-    for call in calls:
-        with refused(errors.UnsupportedError, "backend", "nccl", "several GPUs per process", actors=trio):
-            call()
-
-
-def test_multigpu_operations_record_their_requests(trio):
-    """Recorded only, as no plan of them can be made here."""
-    lists, others = buffers(trio), buffers(trio)
-
-    def calls():
-        col.allreduce_multigpu_refs(lists, op="max", inplace=False)
-        col.reduce_multigpu_refs(lists, 1, 2)
-        col.broadcast_multigpu_refs(lists, 2, 1)
-        col.allgather_multigpu_refs(others, lists)
-        col.allgather_multigpu_refs(None, lists)
-        col.reducescatter_multigpu_refs(others, lists, op="avg")
-        col.send_multigpu_ref(lists[0], others[2], 3, 1)
-
-    asked = record(calls, (), {}).asked
-    assert [(one.kind.value, one.op and one.op.name, one.root, one.peer, one.inplace) for one in asked] == [
-        ("allreduce", "MAX", -1, -1, False),
-        ("reduce", "SUM", 1, -1, True),
-        ("broadcast", None, 2, -1, True),
-        ("allgather", None, -1, -1, True),
-        ("allgather", None, -1, -1, True),
-        ("reducescatter", "AVG", -1, -1, True),
-        ("send", None, 0, 2, True),
-    ]
-    named = [(one.lists.src_tensor, one.lists.dst_tensor) for one in asked]
-    assert named == [(0, 0), (0, 2), (1, 0), (0, 0), (0, 0), (0, 0), (3, 1)]
-    refs = dict(enumerate([*lists, *others]))  # as they come
-    operands = [[(rank, refs.get(src), refs.get(dst)) for rank, src, dst in one.operands] for one in asked]
-    assert operands[3] == operands[5] == [(rank, lists[rank], others[rank]) for rank in range(3)]
-    assert operands[4] == operands[0] == [(rank, lists[rank], None) for rank in range(3)]
-    assert operands[6] == [(0, lists[0], None), (2, None, others[2])]
-
-
-def test_the_arguments_of_lists_of_several_gpus(trio):
-    refs = buffers(trio)
-    with refused(errors.InvalidArgumentError, "dst_tensor", "'first'", actors=trio):
-        col.reduce_multigpu_refs(refs, 1, "first")
-    with refused(errors.RefusedError, "src_tensor", "-1", actors=trio):
-        col.broadcast_multigpu_refs(refs, 0, -1)
-    with refused(errors.RefusedError, "src_rank", "3", actors=trio):
-        col.broadcast_multigpu_refs(refs, 3)
-    with refused(errors.MissingMemberError, "rank 2", actors=trio):
-        col.allreduce_multigpu_refs(refs[:2])
-    with refused(errors.RefusedError, actors=trio):
-        col.send_multigpu_ref(refs[0], trio[1])

@@ -163,39 +163,6 @@ def test_what_torch_has_is_read_where_it_is(fake, monkeypatch):
     assert isinstance(made, DeviceArray)
 
 
-def test_a_wait_ends_where_it_is_asked_to(fake):
-    device = 1
-    with fake.cupy.cuda.Device(device):
-        stream = fake.cupy.cuda.get_current_stream(device)
-        fake.hold(stream)
-        late = fake.cupy.zeros(3)
-        late += 1
-    asked = []
-
-    def check():
-        asked.append(len(asked))
-        if len(asked) == 3:
-            raise TimeoutError("enough")
-
-    with pytest.raises(TimeoutError, match="enough"):
-        across.ended([0, device], check)
-    assert asked == [0, 1, 2]
-    fake.release(stream)
-    across.ended([0, device], lambda: None)
-    assert fake.pending(stream) == 0
-
-
-def test_what_a_fold_needs_may_be_there_already(fake):
-    given = [[_written(fake, at, _values(at, 9))] for at in range(3)]
-    with fake.cupy.cuda.Device(0):
-        target, incoming = across.room(given[0][0], 0, 2)
-        allocated = fake.allocated(0)
-        across.fold(given, ReduceOp.SUM, [target], [incoming])
-        across.ended([0])
-    assert fake.allocated(0) == allocated
-    np.testing.assert_array_equal(_read(fake, target), sum(_values(at, 9) for at in range(3)))
-
-
 @pytest.mark.parametrize(
     ("op", "dtype", "count", "words"),
     [

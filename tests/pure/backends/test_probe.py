@@ -14,11 +14,8 @@ from raycollect.backends.tcp.link import Link
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator, Probing
 from tests.pure.backends.test_abort import body_sum_of_ones
-from tests.pure.backends.test_tcp_checksum import form
 from tests.pure.closing import closing_all
 from tests.pure.communicators import ThreadTeam
-
-__all__ = ["form"]  # a fixture
 
 TURNS = (((1, 1), (2, 2)), ((1, 0), (3, 2)), ((2, 0), (3, 1)))
 """By rank, of three: each pair in a turn of its own."""
@@ -129,15 +126,6 @@ def test_a_burst_in_which_the_receiver_had_no_core_does_not_count(team_of, monke
     monkeypatch.setattr(_probe._Pair, "_wait", preempted)
     (((_, _, bandwidth),), _) = team_of(2).must(measured, (((1, 1),), ((1, 0),)))
     assert bandwidth > 4 * (_probe.BURST_NBYTES / 2) / 0.1
-
-
-def test_what_is_damaged_on_its_way_ends_the_measuring_and_nothing_else(form) -> None:
-    """The ranks have checksums: the one that sees the damage has no link to tell, and the other gives up."""
-    team = form(2)
-    team.trigger.arm(_probe.BURST_NBYTES // 2)
-    team.must(measured, (((1, 1),), ((1, 0),)))
-    assert team.trigger.hit
-    assert all(team.must(whole_again, team.launch()))
 
 
 def test_a_communicator_that_is_closed_while_it_measures_ends_it(team_of, monkeypatch) -> None:

@@ -159,6 +159,7 @@ def _values(one: Codec[Any]) -> st.SearchStrategy[Any]:
 def test_the_list_is_whole() -> None:
     assert sorted(CODECS) == [
         "address of a rank",
+        "answer to an offer",
         "arrival",
         "arrivals",
         "capture",
@@ -168,10 +169,10 @@ def test_the_list_is_whole() -> None:
         "layout",
         "layouts",
         "link",
-        "list of libraries",
         "listing",
         "listing of GPU memory",
         "member's word",
+        "name of a library",
         "offer of a segment",
         "place of a GPU",
         "program",

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import raycollect as col
-from tests.pure.driver.multigpu_calls import values
 from tests.pure.member.gpu_ranks import host, ranks
 
 __all__ = ["ranks"]  # a fixture
@@ -19,6 +18,11 @@ every_seed = pytest.mark.parametrize(
 )
 LAYOUTS = {"home first": [0, 1, 2], "home last": [3, 1, 0], "home absent": [2, 3], "home only": [0], "one absent": [1]}
 every_layout = pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+def values(rank, at, shape, dtype="float32"):
+    """Whole numbers that tell whose they are; sums of them are exact."""
+    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 5 + 1 + 2 * rank + 3 * at).astype(dtype)
 
 
 @every_seed

@@ -8,14 +8,13 @@ from __future__ import annotations
 import html.parser
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import pytest
 
 from raycollect.core.model import OpKind, TensorInfo
-from raycollect.planner import GpuLists, plan
+from raycollect.planner import plan
 from raycollect.planner.explain import explain
 from raycollect.planner.layout import layout
 from raycollect.planner.reshard.request import local_tensors
@@ -25,18 +24,15 @@ from tests.pure.planner.explained import (
     brought,
     dependent,
     gathering,
-    hierarchical,
     info,
     membership,
     methods_only,
     mixed,
     native,
-    on,
     overlapping,
-    send,
     step,
     told,
-    working_in,
+    tree,
 )
 from tests.pure.resharding import bound, request_of
 
@@ -51,7 +47,7 @@ def fused():
 
 
 def in_order():
-    there = membership([0] * 3 + [1] * 3 + [2] * 2, backend="tcp", inner=True)
+    there = membership([0] * 3 + [1] * 3 + [2] * 2, backend="tcp")
     requests = [broadcast(there, 4, "large"), broadcast(there, 0, "small")]
     return told(requests, there, {"large": info(1 << 24), "small": info(10)})
 
@@ -64,21 +60,6 @@ def pairwise():
 def ring():
     there = membership([0, 0, 1], backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
     return told([gathering(OpKind.ALLGATHER, there)], there, {"x": info(300)})
-
-
-def several_gpus():
-    """Lists with a tensor of each of two GPUs; some outputs are made, and the group works on one of the GPUs."""
-    there = working_in("cuda", membership([0] * 2, backend="nccl", bitwise=False))
-    lists = GpuLists(src_tensor=1, dst_tensor=1)
-    requests = [
-        replace(allreduce(there, "gradient"), lists=lists),
-        replace(broadcast(there, 1, "weights"), lists=lists),
-        replace(gathering(OpKind.ALLGATHER, there, "loss"), lists=lists),
-        replace(send(there, 0, 1, "row", ("row", 1)), lists=lists),
-    ]
-    held = {name: on("cuda:0", size) + on("cuda:1", size) for name, size in [("gradient", 1 << 20), ("loss", 8)]}
-    held |= {name: on("cuda:0", size) + on("cuda:1", size) for name, size in [("weights", 1 << 18), ("row", 300)]}
-    return told(requests, there, held)
 
 
 def resharded():
@@ -101,7 +82,7 @@ PLANS = {
     for one in (
         native,
         fused,
-        hierarchical,
+        tree,
         in_order,
         mixed,
         pairwise,
@@ -109,7 +90,6 @@ PLANS = {
         dependent,
         overlapping,
         brought,
-        several_gpus,
         resharded,
     )
 }

@@ -1,0 +1,192 @@
+"""The command ``raycollect bench``: what collectives take here, or what the planner is to know of this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
+from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
+
+OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
+WAYS = ("captured", "refs", "members")
+FACTOR = 4  # from one size of a range to the next
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_T = TypeVar("_T")
+_SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
+_HEAD = ("size", "median", "p90", "algbw GB/s", "busbw GB/s", "wrong")
+
+_EXAMPLES = """\b
+Examples:
+  raycollect bench
+  raycollect bench allgather --ranks 4 --sizes 1K,64K,4M --backend tcp
+  raycollect bench --calibrate
+  raycollect bench --calibrate --between 50 25
+"""
+
+_CALIBRATING = ("between", "output")
+_TIMING = ("operation", "ranks", "sizes", "backend", "runs", "ways", "address")
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Reads sizes in bytes: ``4:64M``, from and to by a factor of 4, or a list, ``4,1K,1M``; raises ValueError."""
+    if ":" not in text:
+        return tuple(dict.fromkeys(_size(one) for one in text.split(",")))
+    first, _, last = text.partition(":")
+    low, high = _size(first), _size(last)
+    if low > high:
+        raise ValueError(f"{first} is more than {last}")
+    found = [low]
+    while found[-1] * FACTOR <= high:
+        found.append(found[-1] * FACTOR)
+    return tuple(found)
+
+
+def _size(text: str) -> int:
+    read = _SIZE.fullmatch(text.strip())
+    nbytes = int(read[1]) * _UNITS[read[2].upper()] if read else 0
+    if not nbytes:
+        raise ValueError(f"{text!r} is not a number of bytes above zero, such as 4, 64K or 1M")
+    return nbytes
+
+
+def ways_of(text: str) -> tuple[str, ...]:
+    """Reads a list of ways; raises ValueError where one is unknown."""
+    found = tuple(dict.fromkeys(one.strip() for one in text.split(",")))
+    for one in found:
+        if one not in WAYS:
+            raise ValueError(f"{one!r} is none of {', '.join(WAYS)}")
+    return found
+
+
+def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, str], _T]:
+
+    def callback(context: click.Context, parameter: click.Parameter, text: str) -> _T:
+        try:
+            return read(text)
+        except ValueError as exc:
+            raise click.BadParameter(f"{exc}.") from exc
+
+    return callback
+
+
+@click.command("bench", short_help="Times collectives, or measures for the planner.", epilog=_EXAMPLES)
+@click.argument("operation", required=False, default="allreduce", metavar="[OPERATION]", type=click.Choice(OPERATIONS))
+@click.option(
+    "--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="How many actors; they are made for it."
+)
+@click.option(
+    "--sizes",
+    callback=_by(sizes_of),
+    default="4:64M",
+    show_default=True,
+    help="The bytes, from:to by a factor of 4, or a list such as 4,1K,1M.",
+)
+@click.option("--backend", default="auto", show_default=True, help="The backend of their group.")
+@click.option(
+    "--runs", type=click.IntRange(min=1), default=20, show_default=True, help="How many are timed of each size."
+)
+@click.option(
+    "--ways",
+    callback=_by(ways_of),
+    default=",".join(WAYS),
+    show_default=True,
+    help="A captured step, the driver's operation on refs, calls that members make.",
+)
+@click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")
+@click.option("--calibrate", is_flag=True, help="Measure what moving bytes costs on this host; takes a few seconds.")
+@click.option(
+    "--between",
+    metavar="MICROSECONDS GBIT/S",
+    nargs=2,
+    type=Finite(min=0, min_open=True),
+    help="With --calibrate: the latency and the bandwidth between hosts, as you know them.",
+)
+@click.option("--output", metavar="FILE", help="With --calibrate: where to write it, not where the planner reads it.")
+@as_json
+@click.pass_context
+def bench(context: click.Context, /, calibrate: bool, as_json: bool, **given: Any) -> None:
+    """Times a collective between actors. Or, with --calibrate, measures for the planner.
+
+    OPERATION is allreduce, by default, broadcast, allgather, reducescatter, alltoall, or send from rank 0 to rank 1.
+    Sizes and bandwidths are those of nccl-tests. Each result is checked before it is timed. Ways to call it take turns.
+
+    With --calibrate it measures what the planner chooses algorithms and predicts times by. The planner of a driver
+    reads the file that RAYCOLLECT_COSTS names, else raycollect/costs.json under XDG_CONFIG_HOME (~/.config). One host
+    can't measure the link between hosts: it keeps its default unless --between says what it is.
+    """
+    for name in _TIMING if calibrate else _CALIBRATING:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            shown = "OPERATION" if name == "operation" else f"--{name}"
+            alone = f"--calibrate times no collective: leave {shown} out."
+            raise click.UsageError(alone if calibrate else f"Give --calibrate with {shown}.")
+    if calibrate:
+        _calibrate(given["between"], given["output"], as_json)
+    else:
+        _time({name: given[name] for name in _TIMING}, as_json)
+
+
+def _time(given: dict[str, Any], as_json: bool) -> None:
+    from raycollect.cli import measuring  # with Ray
+
+    address = given.pop("address")
+    with ray_warnings_aside(as_json):
+        start_ray(address)
+        backend, rows = measuring.measure(measuring.Settings(**given))
+    operation, ranks, runs = given["operation"], given["ranks"], given["runs"]
+    if as_json:
+        shown = {"operation": operation, "ranks": ranks, "backend": backend, "dtype": "float32", "runs": runs}
+        print_json({**shown, "rows": [asdict(row) for row in rows]})
+        return
+    click.echo(f"{operation} of float32 between {ranks} actors over {backend}, {counted(runs, 'run')} each")
+    for way, of_way in groupby(rows, lambda row: row.way):
+        click.echo("\n".join(["", way, *columns([_HEAD, *map(_cells, of_way)], _HEAD)]))
+
+
+def _cells(row: Any) -> tuple[str, ...]:
+    rates = (f"{rate / 1e9:.3f}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth))
+    return nbytes_words(row.nbytes), seconds_words(row.median_s), seconds_words(row.p90_s), *rates, str(row.wrong)
+
+
+def start_ray(address: str | None) -> None:
+    """Joins a cluster, or starts Ray without its dashboard and its logs on the screen.
+
+    Raises:
+        ConnectionError: Nobody answers at that address, or at the one that `RAY_ADDRESS` names.
+        RayClientError: It is one of Ray Client.
+    """
+    import ray
+
+    from raycollect.group import cluster_registry
+
+    if ray.is_initialized():
+        return
+    named = address or os.environ.get("RAY_ADDRESS")
+    if named and named != "local":
+        cluster_registry.ClusterReader(cluster_registry.find_cluster(named))  # ray.init would wait for most of a minute
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+
+
+def _calibrate(between: tuple[float, float] | None, output: str | None, as_json: bool) -> None:
+    from raycollect.cli import calibrate as measuring  # with numpy
+    from raycollect.group import link_costs
+
+    found = [measuring.measure(backend) for backend in measuring.BACKENDS]
+    if between is not None:
+        found.append(link_costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
+    if as_json:
+        print_json([asdict(one) for one in found])
+    else:
+        click.echo("\n".join(link_costs.table(found)))
+    path = output or str(link_costs.default_path())
+    with refused(f"{path!r} can't be written", "--output"):
+        link_costs.write(path, found)
+    click.echo(f"written to {path}", err=True)
