@@ -56,6 +56,8 @@ ANSWER_NBYTES = 1 << 19  # how many bytes go into one message, which has to fit 
 
 _MAX_REASON_CHARS = 1000
 
+_RLock = type(threading.RLock())  # `threading.RLock` is a function around it
+
 _AgreementKey = tuple[int, int, str, tuple[int, ...]]  # (launch, round, group id, ranks)
 
 
@@ -127,7 +129,7 @@ class PlanTracker:
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
         self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []
-        self._lock = threading.RLock()  # a finalizer may ask, or end it, in a thread that has it
+        self._lock = _RLock()  # a finalizer may ask, or end it, in a thread that has it
 
     # ------------------------------------------------------------------------------------------ queries
 
