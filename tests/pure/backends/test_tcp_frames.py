@@ -25,7 +25,7 @@ __all__ = ["team"]  # a fixture
 
 
 def frame(seq: int, kind: int, step: int, body: bytes = b"", *, nbytes: int | None = None) -> bytes:
-    return struct.pack("<QHHIQ", seq, kind, 0, step, len(body) if nbytes is None else nbytes) + body
+    return struct.pack("<QHHII", seq, kind, 0, step, len(body) if nbytes is None else nbytes) + body
 
 
 @pytest.fixture
