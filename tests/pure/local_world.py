@@ -1,4 +1,4 @@
-"""Backend `local`: ranks are threads of one process. It defines the semantics of every operation.
+"""Communicators of ranks that are threads of one process. They define the semantics of every operation, for tests.
 
 In each operation every rank provides a value, gets those of all ranks in rank order, and applies plain numpy to them.
 Nothing is chunked or overlapped. Memory: one copy of what each rank provides.
@@ -15,34 +15,11 @@ import numpy as np
 from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.completion import DONE, absent, movement, reduce_op, translated
 from raycollect.backends.folds import fold
-from raycollect.backends.option_names import refuse_unknown
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, folded_ranks
-from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import (
-    BackendUnavailableError,
-    GroupBrokenError,
-    InternalError,
-    PlanAbortedError,
-)
+from raycollect.core.model import Kernel, Launch, OpKind, folded_ranks
+from raycollect.core.protocols import Completion
+from raycollect.errors import GroupBrokenError, InternalError, PlanAbortedError
 
 OUTCOMES = 64  # How many ended launches are kept for slower peers to query
-
-
-def create(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "",
-    segments: SegmentSource | None = None,
-) -> Communicator:
-    """Makes the communicator of a group of one; larger groups share a `LocalWorld` inside one process."""
-    refuse_unknown(spec)
-    if spec.world_size != 1:
-        detail = f"backend 'local' lives inside one process, and the group has {spec.world_size} members"
-        raise BackendUnavailableError(group_name=spec.name, detail=detail)
-    return LocalCommunicator(LocalWorld(1, spec.name), rank)
 
 
 class LocalWorld:

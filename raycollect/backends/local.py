@@ -1,0 +1,63 @@
+"""Backend `local`: groups of one rank. Each operation copies what the rank gives to where it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raycollect.backends.arrays import Flat
+from raycollect.backends.completion import DONE, check_fit, translated
+from raycollect.backends.exchanged import Exchanged
+from raycollect.backends.option_names import refuse_unknown
+from raycollect.core.model import GroupSpec, Kernel, Launch
+from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import BackendUnavailableError
+
+
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "",
+    segments: SegmentSource | None = None,
+) -> Communicator:
+    """Makes the communicator of a group of one.
+
+    Raises:
+        InvalidGroupError: An option is unknown.
+        BackendUnavailableError: The group has more members.
+    """
+    refuse_unknown(spec)
+    if spec.world_size != 1:
+        detail = f"backend 'local' lives inside one process, and the group has {spec.world_size} members"
+        raise BackendUnavailableError(group_name=spec.name, detail=detail)
+    return LocalCommunicator(spec, rank, exchange)
+
+
+class LocalCommunicator(Exchanged):
+    """The membership of the only rank."""
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Returns this rank's arrival."""
+        self._check_going(launch)
+        return [arrival]
+
+    def abort(self, seq: int) -> None:
+        """Lets nothing more of that launch run; there are no waits."""
+        self._aborted.add(seq)
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Runs a kernel in the caller's thread."""
+        self._check_going(launch)
+        src, dst = (side[0] if isinstance(side, tuple) else side for side in (kernel.src, kernel.dst))
+        with translated(kernel.kind, self._group_name, self.rank):
+            if src is not None and dst is not None and dst is not src:
+                given, taken = Flat(src), Flat(dst)
+                check_fit(kernel, given, taken)
+                taken.write(0, taken.size, given.read(0, given.size))
+        return DONE
+
+    def close(self) -> None:
+        """Lets nothing more run."""
+        self._broken = self._broken or "the communicator was closed"
