@@ -86,11 +86,10 @@ print(json.dumps(said))
 
 
 def all_backends(machine: Machine) -> list[Finding]:
-    """Every backend by name: those of the table, and those that installed packages offer."""
+    """Every backend of the table, by name."""
     together: dict[tuple[str, ...], list[str]] = {}
-    for name in backends.names():
-        line = backends.BACKENDS.get(name)
-        alone = (name,) if line is None or line.factory is not None else line.libraries
+    for name, line in backends.BACKENDS.items():
+        alone = (name,) if line.factory is not None else line.libraries
         together.setdefault(alone, []).append(name)
     for names in together.values():
         machine.start(_LOADS.format(names=tuple(names)))
@@ -100,8 +99,8 @@ def all_backends(machine: Machine) -> list[Finding]:
 
 def _backend(machine: Machine, name: str, names: tuple[str, ...]) -> Finding:
     # Loaded in a child process together with those that need the same libraries.
-    line = backends.BACKENDS.get(name)
-    required = line is not None and not line.libraries and line.factory is None
+    line = backends.BACKENDS[name]
+    required = not line.libraries and line.factory is None
     try:
         problem = str(machine.ask(_LOADS.format(names=names)).get(name, "it was not loaded"))
     except ChildError as exc:
@@ -109,14 +108,11 @@ def _backend(machine: Machine, name: str, names: tuple[str, ...]) -> Finding:
     if problem:
         problem = " ".join(problem.removeprefix(f"backend {name!r}: ").split()).partition(". Install it:")[0]
         problem = re.sub(r"^it needs what is not there \((.*)\)$", r"\1", problem)
-        cure = line.install if line is not None else "correct or reinstall the package that offers it"
-        return Finding(check=name, state=MISSING, found=problem, cure=cure, required=required)
+        return Finding(check=name, state=MISSING, found=problem, cure=line.install, required=required)
     return Finding(check=name, state=OK, found=_abilities(line), required=required)
 
 
-def _abilities(line: backends.Capabilities | None) -> str:
-    if line is None:
-        return "offered by an installed package"
+def _abilities(line: backends.Capabilities) -> str:
     reach = "one process" if line.one_process else "several hosts" if line.cross_host else "one host"
     return f"{', '.join(sorted(line.devices))}; {reach}{'' if line.tested else '; not tested by this project'}"
 

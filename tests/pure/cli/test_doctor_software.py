@@ -6,7 +6,6 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +104,6 @@ def test_a_library_that_ends_its_process_takes_no_other_backend_along() -> None:
     fallen = {name for name, row in rows.items() if row.found == "its process was ended by SIGSEGV"}
     assert fallen == {name for name, line in backends.BACKENDS.items() if line.libraries == ("torch",)}
     assert rows["gloo"].state == rows["tcp"].state == rows["torch:hccl"].state == OK
-
-
-def test_a_backend_of_an_installed_package_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = (EntryPoint(name="rocket", value="rockets:line", group=backends.ENTRY_POINTS),)
-    monkeypatch.setattr(backends, "_offered", lambda name=None: offered)
-    [row] = (one for one in software.all_backends(machine_of(said=_loads({}))) if one.check == "rocket")
-    assert (row.state, row.found, row.required) == (OK, "offered by an installed package", False)
-    [row] = (
-        one for one in software.all_backends(machine_of(said=_loads({"rocket": "it burns"}))) if one.check == "rocket"
-    )
-    assert (row.state, row.found) == (MISSING, "it burns")
-    assert "reinstall" in row.cure
 
 
 def test_a_real_child_loads_the_backends_of_this_package() -> None:
