@@ -116,7 +116,16 @@ def is_available(name: str) -> bool:
     Raises:
         UnknownBackendError: There is no such backend.
     """
-    return not _missing(get(name))
+    return not lacks(name)
+
+
+def lacks(name: str) -> str:
+    """Says what a backend needs that can't be imported here, or ``""``.
+
+    Raises:
+        UnknownBackendError: There is no such backend.
+    """
+    return _missing(get(name))
 
 
 def load(name: str, group_name: str = "default") -> CommunicatorFactory:

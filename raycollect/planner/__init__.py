@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from raycollect.planner.template import Step as Step
     from raycollect.planner.topology import Link as Link
     from raycollect.planner.topology import Topology as Topology
+    from raycollect.planner.validate import brought as brought
     from raycollect.planner.validate import root_parameter as root_parameter
     from raycollect.planner.wire import decode_order as decode_order
     from raycollect.planner.wire import decode_program as decode_program
@@ -49,7 +50,7 @@ _NAMES = {
     "reshard.request": "Reshard",
     "template": "Choice Local Role Step",
     "topology": "Link Topology",
-    "validate": "root_parameter",
+    "validate": "brought root_parameter",
     "wire": "decode_order decode_program encode_order encode_program",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -26,14 +26,14 @@ Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 20
 to other hosts: what they send at the same time takes as long as if one of them sent all of it. The model assumes that a
 binomial tree enters each host once; that is exact where hosts hold equal powers of two of consecutive ranks.
 
-Links between hosts may differ (`Paths`): a ring goes at the speed of its slowest link, a level of a tree too, and a
-chain takes one after the other.
+Links between hosts may differ (`Paths`): a ring goes at the speed of its slowest link, and so does a level of a
+tree.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -96,25 +96,11 @@ class Cost:
 FREE = Cost()
 
 
-def beside(costs: Iterable[tuple[Cost, int]]) -> Cost:
-    """The cost of operations that run at the same time, each given with its count."""
-    given = list(costs)
-    return Cost(
-        line=Line(
-            max((cost.line.fixed_s for cost, _ in given), default=0.0),
-            max((cost.line.per_byte_s for cost, _ in given), default=0.0),
-        ),
-        inside=sum(cost.inside * count for cost, count in given),
-        between=sum(cost.between * count for cost, count in given),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
     """Links between hosts that differ, as algorithms go over them; hosts are in the order of their lowest ranks."""
 
     ring: Link  # the slowest one between a host and its successor
-    chain: tuple[Link, ...]  # between each host and its successor, but for the last one
     tree: tuple[Link, ...]  # the slowest one of each level of a binomial tree from the root's host
 
     @classmethod
@@ -132,7 +118,7 @@ class Paths:
             ]
             for level in range(depth(count))
         ]
-        return cls(ring=slowest((*chain, link(count - 1, 0))), chain=chain, tree=tuple(map(slowest, levels)))
+        return cls(ring=slowest((*chain, link(count - 1, 0))), tree=tuple(map(slowest, levels)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +128,6 @@ class Layout:
     sizes: tuple[tuple[int, int], ...]  # (ranks on a host, hosts with so many), the largest first
     crossings: int  # how many ranks have their successor in the ring on another host
     root_size: int  # how many ranks are on the root's host
-    contiguous: bool = True  # `Topology.is_contiguous`
     rank_order: bool = False  # whether reductions are folded in rank order, whatever hosts the ranks are on
     inside: Link = INSIDE
     between: Link = BETWEEN
@@ -157,7 +142,6 @@ class Layout:
             sizes=tuple(sorted(Counter(counts.values()).items(), reverse=True)),
             crossings=sum(here != there for here, there in zip(hosts, (*hosts[1:], hosts[0]), strict=True)),
             root_size=counts[hosts[max(root, 0)]],
-            contiguous=topology.is_contiguous,
             rank_order=rank_order,
             inside=topology.inside,
             between=topology.between,
@@ -206,11 +190,6 @@ class Layout:
         return self.farthest if self.paths is None else self.paths.ring
 
     @property
-    def chain(self) -> tuple[Link, ...]:
-        """The links of a chain over the hosts."""
-        return (self.between,) * (self.host_count - 1) if self.paths is None else self.paths.chain
-
-    @property
     def tree(self) -> tuple[Link, ...]:
         """The slowest links of the levels of a binomial tree over the hosts."""
         return (self.between,) * depth(self.host_count) if self.paths is None else self.paths.tree
@@ -218,10 +197,6 @@ class Layout:
     def one_host(self, ranks: int) -> Layout:
         """The layout of some ranks of one of these hosts."""
         return Layout.uniform(1, ranks, self.inside, self.between)
-
-    def apart(self) -> Layout:
-        """The layout of one rank on each of these hosts."""
-        return replace(Layout.uniform(self.host_count, 1, self.inside, self.between), paths=self.paths)
 
     def pair(self, link: Link) -> Layout:
         """The layout of two ranks with a link."""

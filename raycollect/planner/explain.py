@@ -32,7 +32,7 @@ from raycollect.planner.report import (
     Way,
 )
 from raycollect.planner.sizes import Infos, Sizes
-from raycollect.planner.template import NATIVE, Choice
+from raycollect.planner.template import NATIVE
 from raycollect.planner.topology import Topology
 from raycollect.planner.wording import counted, nbytes_words, numbered, op_words, seconds_words
 
@@ -189,7 +189,7 @@ class _Bundle:
         infos = [info for number in self.calls for info in sizes.given(number)]
         # Whether it has floats of less than 32 bits
         self.narrow = any(info.itemsize < 4 and "float" in info.dtype for info in infos)
-        self.taken = max(at for at, choice in enumerate(self.part.choices) if at == 0 or self._may(choice))
+        self.taken = max(at for at, choice in enumerate(self.part.choices) if choice.at_least <= self.nbytes)
         self.base = together.base[self.taken]  # the launch of its first steps
         participants = self.membership.participants
         self.members = tuple(plan.positions[participants[rank]] for rank in self.part.ranks)  # positions
@@ -232,13 +232,7 @@ class _Bundle:
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
-        return acts(self.part, self.membership, self.taken, self.base)
-
-    def groups(self) -> list[GroupSpec]:
-        """The groups over which it runs; of the hosts' groups only one, as a rank is in one of them."""
-        steps = [step for template in self.part.templates for step in template.ways[self.taken]]
-        inner = [one.spec for one in (*self.membership.inner[:1], *self.membership.inner[-1:])]
-        return [self.membership.spec, *(inner if any(step.level for step in steps) else [])]
+        return acts(self.part, self.taken, self.base)
 
     @property
     def bits(self) -> str:
@@ -256,17 +250,11 @@ class _Bundle:
         choices = self.part.choices
         if len(choices) == 1:
             return self._only()
-        barred = [one.name for one in choices[1:] if one.at_least <= self.nbytes and not self._may(one)]
-        if barred:
-            return f"{', '.join(barred)} would fold floats of less than 32 bits to other bits"
         others = [at for at in range(len(choices)) if at != self.taken]
         against = ", ".join(f"{seconds_words(self.times_s[at])} by {choices[at].name}" for at in others)
         limit = choices[self.taken or 1].at_least
         side = f"from {nbytes_words(limit)} on" if self.taken else f"below {nbytes_words(limit)}"
         return f"cheaper {side}: {seconds_words(self.times_s[self.taken])} against {against}"
-
-    def _may(self, choice: Choice) -> bool:
-        return choice.at_least <= self.nbytes and not (choice.stepwise and self.narrow)
 
     def _only(self) -> str:
         request, choice = self.part.request, self.part.choices[0]
@@ -388,7 +376,7 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
                 stand_ins[member] += sizes.stand_ins(number, rank)
     moves = [sizes.moved(number) for bundle in bundles for number in bundle.calls]
     boxes = max((one.staging for moved in moves if moved is not None for one in moved.ranks), default=0)
-    specs = [spec for bundle in bundles for spec in bundle.groups()]
+    specs = [bundle.membership.spec for bundle in bundles]
     chunks = {one.name: _chunks_of(one) for one in specs}
     return Memory(
         outputs=max(made, default=0),

@@ -87,7 +87,7 @@ class _Move(NamedTuple):
     launch: int  # when; 0 where the plan has no launches of its own
     words: str
     gives: tuple[int, ...]  # the ranks that give something
-    takes: tuple[int, ...]  # the ranks that take something; empty where each host does it by itself
+    takes: tuple[int, ...]  # the ranks that take something
     label: str = ""  # what is written beside it, instead of all its words
 
 
@@ -175,8 +175,6 @@ def _ends(step: ActStep, ranks: tuple[int, ...], nbytes: str) -> _Move:
     if step.is_message:
         label = f"piece {step.piece}" if step.piece >= 0 else nbytes
         return _Move(launch, step.words, ranks, (step.peer,), label)
-    if step.is_per_host:
-        return _Move(launch, step.words, ranks, ())
     if step.peer < 0:
         return _Move(launch, step.words, ranks, ranks)
     root, others = (step.peer,), tuple(rank for rank in ranks if rank != step.peer)
@@ -189,9 +187,8 @@ def _move(move: _Move, places: dict[int, float], y: float, colour: str) -> list[
     if not xs:
         return []
     title = f"{move.words}{f', launch {move.launch}' if move.launch else ''}"
-    dash = "" if takes else ' stroke-dasharray="2 4"'  # each host by itself
     parts = [f"<g><title>{text(title)}</title>"]
-    parts.append(f'<path d="M{min(xs):g} {y:g}H{max(xs):g}" stroke="{colour}" stroke-width="2"{dash}/>')
+    parts.append(f'<path d="M{min(xs):g} {y:g}H{max(xs):g}" stroke="{colour}" stroke-width="2"/>')
     parts += [f'<circle cx="{x:g}" cy="{y:g}" r="3.5" fill="{colour}"/>' for x in gives]
     parts += [_head(x, gives, y, colour) for x in takes if x not in gives]
     parts += [_label(max(places.values()) + 14, y + 4, move.label or move.words, most=38), "</g>"]

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raycollect.core.model import PIECES, OpKind
-from raycollect.planner.algorithms import ALGORITHMS
+from raycollect.planner.algorithms import ALGORITHMS, cost_of
 from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
-from raycollect.planner.setting import Setting
 from raycollect.planner.template import NATIVE
 
 TOGETHER = frozenset({"shm"})
@@ -46,7 +45,7 @@ def price(part: Part, membership: Membership, name: str) -> Cost:
     """The cost of one of a part's algorithms."""
     if name == NATIVE.name:
         return _own(part, membership)
-    return ALGORITHMS[name].cost(Setting.of(part, membership))
+    return cost_of(ALGORITHMS[name], part, membership)
 
 
 def _own(part: Part, membership: Membership) -> Cost:

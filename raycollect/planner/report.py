@@ -12,12 +12,11 @@ class ActStep:
     words: str  # as "send piece 2 to rank 1"
     target: str = ""  # where its result goes, as ", in place"
     launch: int | None = None  # the launch in which it runs; None: the plan has one only
-    peer: int = -1  # the root, or the rank at the other end; -1: none, or another one on each host
+    peer: int = -1  # the root, or the rank at the other end; -1: none
     gives: bool = True  # whether the rank gives to `peer`, or takes from it
     piece: int = -1  # the piece that it moves; -1: all
     is_message: bool = False  # whether it is a message from one rank to another
     is_local: bool = False  # whether it moves nothing to other ranks, or is the other end of a message
-    is_per_host: bool = False  # whether each host does it by itself
 
     def __str__(self) -> str:
         return f"{self.words}{self.target}" + (f" (launch {self.launch})" if self.launch is not None else "")

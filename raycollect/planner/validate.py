@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raycollect.core.model import OpKind
 from raycollect.errors import Violation, refusal
 from raycollect.errors.text import as_name
-from raycollect.planner.ir import Operands, Request
+from raycollect.planner.ir import Operands, Request, Source
 from raycollect.planner.reshard.lowering import reshard_violations
 
 
@@ -153,3 +153,11 @@ def _argument_violations(request: Request) -> list[Violation]:
     if not 0 < request.timeout_s < math.inf:
         wrong("timeout_s", request.timeout_s, "a positive, finite number of seconds")
     return found
+
+
+def brought(request: Request, key: Source) -> tuple[Operands, ...]:
+    """The operands of a collective to which every rank brings all that it can, each named `key`."""
+    needs = _NEEDS[request.kind]
+    gives, takes = _who(request, needs.src), _who(request, needs.dst)
+    ranks = sorted(_members(request))
+    return tuple((rank, key if rank in gives else None, key if rank in takes else None) for rank in ranks)

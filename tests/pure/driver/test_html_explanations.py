@@ -53,16 +53,8 @@ def test_broadcast_is_drawn_as_one_line_with_a_head_per_receiver(root):
     assert arrows(shown) == [(f"broadcast from rank {root}", 1, 2)]
 
 
-def test_steps_within_a_host_are_drawn_dashed():
-    shown = SHOWN["hierarchical"]()._repr_html_()
-    lines = re.findall(r"<g><title>(.*?)</title><path [^>]*?/>", shown)
-    dashed = re.findall(r"<g><title>([^<]*)</title><path [^>]*dasharray[^>]*/>", shown)
-    assert len(lines) == 3
-    assert ["the host&#x27;s first rank" in one for one in dashed] == [True, True]
-
-
 def test_a_thousand_ranks_and_many_calls_are_a_picture_of_a_page():
-    there = membership([host for host in range(128) for _ in range(8)], backend="tcp", inner=True)
+    there = membership([host for host in range(128) for _ in range(8)], backend="tcp")
     shown = told([broadcast(there)], there, {"x": info(1 << 20)})._repr_html_()
     read(shown)
     assert f"and {1024 - MOST_COLUMNS} more ranks" in shown

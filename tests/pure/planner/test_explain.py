@@ -18,9 +18,9 @@ from tests.pure.planner.explained import (
     brought,
     captured,
     dependent,
+    distant,
     each,
     gathering,
-    hierarchical,
     info,
     membership,
     methods,
@@ -109,18 +109,6 @@ def test_what_lies_in_the_host_is_brought_to_a_backend_on_gpus_where_nothing_is_
     assert "rank 1 from the host's memory to its GPU: 0 B, and 400 B back" in explain(planned, given).explain()
 
 
-def test_each_step_of_an_algorithm_brings_what_it_works_on():
-    there = working_in("cpu", membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True))
-    planned = plan([allreduce(there)], [there])
-    found = explain(planned, {("x", rank): on("cuda:0", 1 << 24) for rank in range(6)})
-    assert found.rows[0].algorithm == "hierarchical"
-    whole = 1 << 26
-    assert {one.ranks: (one.nbytes_there // whole, one.nbytes_back // whole) for one in found.rows[0].brought} == {
-        (0, 3): (3, 2),
-        (1, 2, 4, 5): (1, 1),
-    }
-
-
 def test_nothing_is_told_to_be_brought_where_the_backend_takes_tensors_wherever_they_are():
     there = membership([0] * 2)
     found = explain(plan([allreduce(there)], [there]), {("x", rank): on("cuda:0", 9) for rank in range(2)})
@@ -136,32 +124,23 @@ def test_what_can_not_be_cut_is_refused():
 
 
 def test_the_cheaper_algorithm_is_taken_from_its_size_on_and_the_times_say_so():
-    there = membership([0] * 3 + [1] * 3 + [2] * 3, backend="gloo", bitwise=False, inner=True)
-    choices = plan([allreduce(there)], [there]).parts[0].choices
-    assert len(choices) > 1
-    limit = choices[1].at_least
-    for size, name in ((limit // 4 - 1, "native"), (-(-limit // 4), choices[1].name), (limit, choices[-1].name)):
-        (row,) = told([allreduce(there)], there, {"x": info(size)}).rows
+    there = distant()
+    choices = plan([broadcast(there)], [there]).parts[0].choices
+    assert [one.name for one in choices] == ["native", "tree", "native"]
+    limit = choices[2].at_least
+    for size, name in ((1, "tree"), (limit // 4 - 1, "tree"), (limit // 4, "native"), (limit, "native")):
+        (row,) = told([broadcast(there)], there, {"x": info(size)}).rows
         assert row.algorithm == name
         assert row.way.time_s == min(way.time_s for way in row.ways)
 
 
-def test_narrow_floats_do_not_take_what_folds_by_steps():
-    there = membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
-    (wide,) = told([allreduce(there)], there, {"x": info(1 << 26)}).rows
-    (narrow,) = told([allreduce(there)], there, {"x": info(1 << 27, "float16", 2)}).rows
-    assert (wide.algorithm, narrow.algorithm) == ("hierarchical", "native")
-    assert "less than 32 bits" in narrow.why
-
-
 def test_calls_of_a_bundle_choose_by_their_bytes_together():
-    there = membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
-    limit = plan([allreduce(there)], [there]).parts[0].choices[1].at_least
-    held = {tag: info(limit // 8 // 4) for tag in range(9)}
-    alone = told([allreduce(there, 0)], there, held).rows
-    many = told([allreduce(there, tag) for tag in range(9)], there, held).rows
-    assert {row.algorithm for row in alone} == {"native"}
-    assert {row.algorithm for row in many} == {"hierarchical"}
+    there = distant()
+    held = {tag: info(48_000 // 8 // 4) for tag in range(9)}
+    alone = told([broadcast(there, 0, 0)], there, held).rows
+    many = told([broadcast(there, 0, tag) for tag in range(9)], there, held).rows
+    assert {row.algorithm for row in alone} == {"tree"}
+    assert {row.algorithm for row in many} == {"native"}
 
 
 def test_why_there_is_one_way():
@@ -175,7 +154,8 @@ def test_why_there_is_one_way():
 
 def test_bits_are_told_of_reductions_only():
     assert native().rows[0].bits == "the left fold in rank order"
-    assert hierarchical().rows[0].bits == "equal on all ranks"
+    there = membership([0] * 2, backend="gloo", bitwise=False)
+    assert told([allreduce(there)], there, {"x": info(1)}).rows[0].bits == "equal on all ranks"
     assert {row.bits for row in mixed().rows if row.op.startswith(("send", "broadcast"))} == {""}
 
 
@@ -237,10 +217,9 @@ def test_what_links_cost_and_who_says_so_is_told():
 
 
 def test_a_thousand_ranks_are_told_in_few_lines():
-    there = membership([host for host in range(128) for _ in range(8)], backend="gloo", bitwise=False, inner=True)
-    shown = told([allreduce(there)], there, {"x": info(1 << 20)}).explain()
-    assert "0, 8, 16" in shown
-    assert ", ...:" in shown
+    there = membership([host for host in range(128) for _ in range(8)], backend="gloo", bitwise=False)
+    shown = told([broadcast(there, 7)], there, {"x": info(1 << 20)}).explain()
+    assert "ranks 0-1023: " in shown
     assert len(shown.splitlines()) < 30
     assert max(map(len, shown.splitlines())) < 200
 

@@ -24,7 +24,6 @@ from tests.pure.planner.explained import (
     brought,
     dependent,
     gathering,
-    hierarchical,
     info,
     membership,
     methods_only,
@@ -33,6 +32,7 @@ from tests.pure.planner.explained import (
     overlapping,
     step,
     told,
+    tree,
 )
 from tests.pure.resharding import bound, request_of
 
@@ -47,7 +47,7 @@ def fused():
 
 
 def in_order():
-    there = membership([0] * 3 + [1] * 3 + [2] * 2, backend="tcp", inner=True)
+    there = membership([0] * 3 + [1] * 3 + [2] * 2, backend="tcp")
     requests = [broadcast(there, 4, "large"), broadcast(there, 0, "small")]
     return told(requests, there, {"large": info(1 << 24), "small": info(10)})
 
@@ -82,7 +82,7 @@ PLANS = {
     for one in (
         native,
         fused,
-        hierarchical,
+        tree,
         in_order,
         mixed,
         pairwise,
