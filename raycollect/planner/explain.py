@@ -159,16 +159,8 @@ def _links(topology: Topology) -> Iterator[LinkCost]:
         inside = topology.inside
         yield LinkCost(place="inside", latency_s=inside.latency_s, bandwidth=inside.bandwidth, source=inside.source)
     if topology.host_count > 1:
-        between, slowest = topology.between, ""
-        if topology.pairs is not None:
-            slowest = " and ".join(f"rank {topology.on(host)[0]}" for host in topology.pairs.slowest())
-        yield LinkCost(
-            place="between",
-            latency_s=between.latency_s,
-            bandwidth=between.bandwidth,
-            source=between.source,
-            slowest=slowest,
-        )
+        far = topology.between
+        yield LinkCost(place="between", latency_s=far.latency_s, bandwidth=far.bandwidth, source=far.source)
 
 
 def _plain(value: Any) -> Any:

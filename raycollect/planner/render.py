@@ -276,8 +276,7 @@ def _stage_totals(report: Report) -> list[tuple[str, str]]:
 
 
 def _link(cost: LinkCost) -> str:
-    slowest = f"; the slowest is between those of {cost.slowest}" if cost.slowest else ""
-    return f"{seconds_words(cost.latency_s)} and {cost.bandwidth / 1e9:.3g} GB/s, {cost.source}{slowest}"
+    return f"{seconds_words(cost.latency_s)} and {cost.bandwidth / 1e9:.3g} GB/s, {cost.source}"
 
 
 def _step_totals(report: StepReport) -> list[tuple[str, str]]:

@@ -155,8 +155,7 @@ class LinkCost:
     place: str  # "inside": between ranks of one host; "between": between hosts, in an exchange of all with all
     latency_s: float
     bandwidth: float  # in bytes per second
-    source: str  # "assumed", "measured", "from the file"
-    slowest: str = ""  # of links that were measured one by one, which one is the slowest
+    source: str  # "assumed", "from the file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,6 @@ from raycollect.backends.tcp.checksums import SummedPeer
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Peer
-from raycollect.backends.tcp.probe import probe
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import RANK_ORDER, GroupSpec, Kernel, Launch
@@ -163,11 +162,6 @@ class TcpCommunicator:
             return Run(link, launch, self._staging)
         order, between = self._in_rank_order, self._between
         return HostRun(link, launch, self._staging, between=between, hosts=hosts, in_rank_order=order)
-
-    def probe(self, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float, float]]:
-        """Measures links to other ranks; see `probe.probe`, and `Probing`."""
-        with self._use as link:
-            return probe(link, turns)
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""

@@ -14,7 +14,7 @@ from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined,
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
 from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
-from raycollect.driver import formation, member_discovery
+from raycollect.driver import member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import prepare, send_plan
 from raycollect.driver.groups import Declared
