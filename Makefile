@@ -42,7 +42,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu tests/faults tests/ray)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/hosts)
 
-test-full: $(VENV)/.installed-test
+test-full: $(VENV)/.installed-test-full
 	$(BIN)/python -m pytest -m "full or not full" tests/full $(ARGS)
 	$(PYTEST) -m full tests/pure tests/faults tests/ray
 

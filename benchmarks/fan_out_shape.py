@@ -1,11 +1,11 @@
 """The tree by which a controller would reach many participants on other hosts, and what each sender sends in it.
 
-Participants on the controller's host hear from it themselves: there, a tree only adds a hop (docs/adr/0038). Of each
+Participants on the controller's host hear from it themselves: there, a tree only adds a hop. Of each
 other host one participant, the first, is the relay. The relays form a tree of bounded degree below the controller, and
 the participants of a host one below its relay (a complete k-ary tree in the order of a heap, Knuth 2.3.4.5). A message
 has the programs of all whom it is for, equal ones once, and what is each participant's own.
 
-Participants are positions in the plan. The package has no such tree (docs/adr/0040).
+Participants are positions in the plan. The package has no such tree.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # Builds the sdist and the wheel into dist/, checks what is in them, and tries the installed wheel in a fresh
 # environment of each Python that is found: the quickstart, and a selection of the tests.
 #
-#   bash tests/wheel.sh [VERSION ...]    the Pythons; 3.10 to 3.13 where none is named
+#   bash tests/wheel.sh [VERSION ...]    the Pythons; 3.10 to 3.14 where none is named
 #   PYTHON=python3.12                    what builds
 #   WHEEL_TESTS=                         the arguments of pytest; empty: the quickstart alone
 set -euo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 versions=("$@")
 if [[ ${#versions[@]} -eq 0 ]]; then
-    versions=(3.10 3.11 3.12 3.13)
+    versions=(3.10 3.11 3.12 3.13 3.14)
 fi
 tests=(tests/pure/{project/test_facade,errors/test_errors,planner/test_{plan,verify_templates},pos/test_{store,claims},engine/test_value_codec}.py tests/ray/test_collectives.py -k "not gloo and not torch")
 if [[ -v WHEEL_TESTS ]]; then

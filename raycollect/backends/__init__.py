@@ -20,7 +20,6 @@ from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilitie
 from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
-from raycollect.backends.loading import load_library
 from raycollect.backends.option_names import OF_NCCL
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import (
@@ -79,7 +78,7 @@ BACKENDS: dict[str, Capabilities] = dict(BUILT_IN)
 ENTRY_POINTS = "raycollect.backends"
 """The entry point group in which installed packages offer backends."""
 
-_ALIASES = {"torch_gloo": "gloo"}
+_ALIASES = {"torch_gloo": "torch:gloo"}
 """Other names that Ray knows, in lower case."""
 
 
@@ -291,7 +290,7 @@ def _missing(backend: Capabilities) -> str:
     said = []
     for library in backend.libraries:
         try:
-            load_library(library)
+            import_module(library)
         except (ImportError, OSError) as exc:  # OSError: a shared object under it is not there
             said.append(f"{library}: {exc}")
         else:

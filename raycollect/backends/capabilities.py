@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from raycollect.backends.loading import XOSCAR_GLOO
 from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.core.protocols import CommunicatorFactory
 
@@ -104,11 +103,6 @@ def _not_in_torch(name: str, *, on_gpu: bool) -> str:
     return "a GPU: torch sees none" if on_gpu and not import_module("torch").cuda.is_available() else ""
 
 
-def has_torch_gloo() -> bool:
-    """Tells whether torch is installed with gloo; imports it."""
-    return not _not_in_torch("gloo", on_gpu=False)
-
-
 def no_gpu() -> str:
     """Says why NCCL can't be used here though cupy is installed, or ""."""
     try:
@@ -157,8 +151,8 @@ _LINES = (
         name="gloo",
         module="raycollect.backends.gloo.communicator",
         ops=_ALL,
-        libraries=("pygloo", XOSCAR_GLOO, "torch"),
-        # pygloo's last wheels are for Python 3.10; xoscar's fork has them for 3.10 and later.
+        libraries=("raycollect.backends.gloo.library",),
+        # Installs pygloo for Python 3.10, the last that has its wheels, and xoscar for later ones.
         install="pip install 'raycollect[gloo]'",
         interruptible=False,
         bitwise=False,

@@ -6,7 +6,7 @@ from raycollect.core.model import RANK_ORDER, GroupSpec
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import listed, shown
 
-OF_TCP = ("checksum", RANK_ORDER[0])
+OF_TCP = (RANK_ORDER[0],)
 OF_NCCL = ("device", "graphs")
 
 

@@ -1,6 +1,6 @@
 """Refs of methods with a `tensor_transport`: Ray keeps their tensors in the actor that made them.
 
-What is used of Ray, and why it holds, stands in docs/adr/0002-ray-internals.md.
+What is used of Ray, and why it holds, stands in docs/adr/0001-ray-internals.md.
 """
 
 from __future__ import annotations

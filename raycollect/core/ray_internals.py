@@ -1,6 +1,6 @@
 """Access to what Ray's public API does not offer; each use is feature-detected. See also `direct_transport`.
 
-What is used, and why it holds, stands in docs/adr/0002-ray-internals.md.
+What is used, and why it holds, stands in docs/adr/0001-ray-internals.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Ray serializes all but bytes by cloudpickle, which calls Python code for each class and function that it meets: 100 to
 150 us for a value of some hundred bytes, in a call that takes 200. The forms here take a third of that, or less. What
-is used of Ray, and why it holds, stands in docs/adr/0002-ray-internals.md.
+is used of Ray, and why it holds, stands in docs/adr/0001-ray-internals.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Ray has no hook for all calls of an actor's methods, so the function through which `ActorHandle` submits each of them is
 replaced. It sees private methods and ``__ray_call__`` too, which no decorator of the class would. What is used of Ray,
-and why it holds, stands in docs/adr/0002-ray-internals.md.
+and why it holds, stands in docs/adr/0001-ray-internals.md.
 """
 
 from __future__ import annotations

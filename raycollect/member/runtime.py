@@ -66,7 +66,7 @@ STREAMED_KEPT = 64
 """How many of the newest values that generators yielded are kept, whatever Ray says of their refs.
 
 Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
-it (docs/adr/0002-ray-internals.md); without this, an item could be freed before it is first used.
+it (docs/adr/0001-ray-internals.md); without this, an item could be freed before it is first used.
 """
 
 _Bell = TypeVar("_Bell")

@@ -37,7 +37,8 @@ class WaitMonitor(Watcher):
     ) -> AbstractContextManager[None]:
         """Around what may wait: `tell` is called in the timer's thread if it lasts, and then `clear` at its end.
 
-        `tell` is called as often as `TOLD_AFTER` says, and learns whether it is the last time. `holds_up`: it does hold up the methods, though it is in another thread.
+        `tell` is called as often as `TOLD_AFTER` says, and learns whether it is the last time. `holds_up`: the wait
+        holds up the methods, though it is in another thread.
         """
         if not holds_up and threading.current_thread() is not threading.main_thread():
             return _NOT_WATCHED

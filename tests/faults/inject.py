@@ -213,7 +213,7 @@ def _inner_calls() -> list[tuple[Any, str]]:
     """What backends call amid a kernel, again and again: (holder, name)."""
     backends = "raycollect.backends"
     calls = ("shm.staged", "fold"), ("shm.in_place", "fold"), ("tcp.run", "fold_with")
-    gloo = import_module(f"{backends}.gloo.link").GlooLink
+    gloo = import_module(f"{backends}.gloo.communicator").GlooLink
     return [*((import_module(f"{backends}.{module}"), name) for module, name in calls), (gloo, "allreduce")]
 
 

@@ -331,7 +331,7 @@ def _told_slope(rule: Rule, outcome: Outcome) -> str:
 @click.option("--kills", default=100, show_default=True, help="Actors that are killed, in all.")
 @click.option("--warm", default=100, show_default=True, help="Cycles before anything is looked at.")
 @click.option("--looks", default=10, show_default=True, help="Looks at each phase after the first.")
-@click.option("--write/--no-write", default=False, help="Writes the section of docs/failures.md.")
+@click.option("--write/--no-write", default=False, help="Writes the section of tests/faults/results.md.")
 def main(cycles: int, kills: int, warm: int, looks: int, write: bool) -> None:
     """Lets groups and actors come and go, and exits 1 if anything grows."""
     ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 29)

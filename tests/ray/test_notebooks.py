@@ -10,8 +10,12 @@ import json
 import re
 import time
 
-import nbformat
 import pytest
+
+pytest.importorskip("nbclient", reason="what `make install-test-full` installs")
+pytest.importorskip("ipykernel")
+
+import nbformat
 from jupyter_client.manager import KernelManager
 from nbclient.exceptions import CellExecutionError
 

@@ -1,49 +1,61 @@
-"""Backend `gloo`: members on any machines, over TCP, by `pygloo`, xoscar's fork of it, or torch's gloo.
+"""Backend `gloo`: members on any machines, over TCP, by pygloo or xoscar's fork of it.
 
 Theory, for w ranks and arrays of n bytes. The library reduces and broadcasts large arrays: ALLREDUCE, by a ring that
 sends 2 (w - 1) / w x n, and REDUCE, where gloo reduces as numpy does (`is_native`), and BROADCAST. The bits are equal
 on all ranks, but the fold is not in rank order. Everything else, and small arrays, travel on the mesh (`meshed`), by
 the kernels of backend `tcp`.
 
-pygloo and xoscar hold the GIL while they block and can't be interrupted. So this adapter connects only when all members
-are ready, enters a kernel only after the ranks have agreed, and releases the GIL between chunks, where it also notices
-an abort. Within a chunk each wait for another rank is limited to the rest of the kernel's time. A failure leaves the
-library's context unusable, and the group is broken. Extra memory: at most 8 x `CHUNK_NBYTES` per rank (P8), and only
-with torch's gloo.
-
-All ranks use one library: the first, in the order of `LIBRARIES`, that all of them have.
+The library holds the GIL while it blocks and can't be interrupted. So this adapter connects only when all members are
+ready, enters a kernel only after the ranks have agreed, and releases the GIL between chunks, where it also notices an
+abort. Within a chunk each wait for another rank is limited to the rest of the kernel's time, where the library can:
+pygloo 0.2.1 has no working timeout, so gloo's own 30 s apply. A failure leaves the library's context unusable, and the
+group is broken. Extra memory: at most 3 x `CHUNK_NBYTES` per rank (P8).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from datetime import timedelta
 from importlib import import_module
 from operator import methodcaller
+from typing import Any
 
 import numpy as np
 
-from raycollect.backends.arrays import Flat
+from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.completion import DONE, chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
-from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
 from raycollect.backends.in_use import InUse
 from raycollect.backends.joining import gathered, not_joined
-from raycollect.backends.loading import load_library
-from raycollect.backends.meshed import Meshed, descriptors
+from raycollect.backends.meshed import Meshed, descriptors, is_as_numpy
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.core.codec import Codec
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import BackendUnavailableError, GroupBrokenError, InternalError, InvalidGroupError
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import (
+    BackendUnavailableError,
+    GroupBrokenError,
+    InternalError,
+    InvalidGroupError,
+    RaycollectError,
+)
 from raycollect.errors.text import listed
 
-CHUNK_NBYTES = 4 << 20  # How much one call of the library moves: it holds the GIL that long
+CHUNK_NBYTES = 4 << 20  # The bytes that one call of the library moves: it holds the GIL that long
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+LIBRARY = "raycollect.backends.gloo.library"
+_NAME = Codec[str](str, "name of a library")
 _NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST})  # What the library does
-_LIBRARIES = Codec[Sequence[str]](tuple[str, ...], "list of libraries")
+# Where gloo reduces as well as numpy. float16 is left out: gloo rounds at each step of the ring (seen at 8 ranks: up to
+# 2.4 units in the last place, 0.5 by a fold in float32) and is slower.
+_DTYPES = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64"})
+
+
+def is_native(op: ReduceOp, dtype: str) -> bool:
+    """Tells whether gloo itself reduces elements of that dtype, with numpy's semantics."""
+    return dtype in _DTYPES and is_as_numpy(op, dtype)
 
 
 def create(
@@ -54,56 +66,42 @@ def create(
     *,
     host: str = "127.0.0.1",
     segments: SegmentSource | None = None,
-) -> Communicator:
+) -> GlooCommunicator:
     """Joins the group; returns when this rank is connected to all others.
 
     Raises:
         InvalidGroupError: Options were given; it takes none.
-        BackendNotInstalledError: No library is there.
-        BackendUnavailableError: The members have no library in common, or can't connect.
+        BackendUnavailableError: The members have different libraries, or can't connect.
         CollectiveTimeoutError: A member did not come.
     """
     if spec.options:
         detail = f"backend 'gloo': it takes no options, and got {listed(dict(spec.options))}"
         raise InvalidGroupError(group_name=spec.name, detail=detail)
     check_descriptors(spec, rank, descriptors(spec.world_size))
-    mine = GlooLibrary.found(spec.name)
-    name = mine[0]
+    gloo = import_module(LIBRARY).gloo
     if spec.world_size > 1:
-        rendezvous.put(f"gloo.has.{rank}", _LIBRARIES.encode(mine))
-        name = _common(spec, rendezvous)
-    if name == TORCH:
-        torch_dist = import_module("raycollect.backends.torch_dist.communicator")  # which imports torch
-        made: Communicator = torch_dist.create(
-            replace(spec, backend="torch:gloo"), rank, rendezvous, exchange, host=host
-        )
-        return made
-    library = GlooLibrary(load_library(name))
+        rendezvous.put(f"gloo.library.{rank}", _NAME.encode(gloo.__name__))
+        check_libraries(spec, rendezvous)
     mesh = connect(spec, rank, rendezvous, host)
-    link = None
     try:
-        if spec.world_size > 1:
-            # Connecting holds the GIL until all are there, so it starts when all are: connected by the mesh.
-            link = GlooLink(library, spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+        # Connecting holds the GIL until all are there, so it starts when all are: connected by the mesh.
+        link = GlooLink(gloo, spec, rank, rendezvous, host) if spec.world_size > 1 else None
     except BaseException:
         mesh.close()
         raise
     return GlooCommunicator(link, spec, mesh)
 
 
-def _common(spec: GroupSpec, rendezvous: Rendezvous) -> str:
-    found, missing = gathered(
-        _LIBRARIES, rendezvous, "gloo.has", range(spec.world_size), time.monotonic() + JOIN_TIMEOUT_S
-    )
+def check_libraries(spec: GroupSpec, rendezvous: Rendezvous) -> None:
+    """Refuses ranks with different libraries: pygloo and its fork write addresses differently, and crash or hang."""
+    until_s = time.monotonic() + JOIN_TIMEOUT_S
+    found, missing = gathered(_NAME, rendezvous, "gloo.library", range(spec.world_size), until_s)
     if missing:
         raise not_joined(spec, missing, JOIN_TIMEOUT_S)
-    name: str
-    for name in found[0]:
-        if all(name in there for there in found.values()):
-            return name
-    said = listed((f"rank {rank} has {listed(there)}" for rank, there in found.items()), "; ")
-    detail = f"backend 'gloo': the members have no library in common: {said}. Install one of them for all of them"
-    raise BackendUnavailableError(group_name=spec.name, detail=f"{detail}; or use backend='auto', which needs none")
+    if len(set(found.values())) > 1:
+        said = listed((f"rank {rank} has {name}" for rank, name in found.items()), "; ")
+        detail = f"backend 'gloo': all members need the same library, but {said}. Install the same one for all of them"
+        raise BackendUnavailableError(group_name=spec.name, detail=f"{detail}; or use backend='auto', which needs none")
 
 
 class GlooCommunicator(Meshed):
@@ -122,7 +120,10 @@ class GlooCommunicator(Meshed):
             raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
         folding = translated(kernel.kind, self._group_name, self.rank)
         with self._use as link, self._failing(link, kernel, launch), folding:
-            _KERNELS[kernel.kind](_Run(self, link, launch), kernel)
+            if kernel.kind is OpKind.BROADCAST:
+                self._broadcast(link, launch, kernel)
+            else:
+                self._reduce(link, launch, kernel)
         return DONE
 
     def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
@@ -131,11 +132,6 @@ class GlooCommunicator(Meshed):
             with suppress(GroupBrokenError), self._use as link:  # else they are closed
                 self._break(link, f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
 
-    def _break(self, link: GlooLink, reason: str) -> None:
-        # So that nobody waits for this rank inside the library.
-        self._broken = self._broken or reason
-        link.close()
-
     def close(self) -> None:
         """Closes the connections, at the end of the running library kernel: it can't be interrupted."""
         self._broken = self._broken or "the communicator was closed"
@@ -143,13 +139,37 @@ class GlooCommunicator(Meshed):
         if self._use is not None:
             self._use.close()
 
-    def check_going(self, launch: Launch, until_s: float) -> float:
-        """Between two chunks: raises if the launch was aborted or is late; returns the seconds left."""
-        self._check_aborted(launch)
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            raise late(self._group_name, launch)
-        return left_s
+    def _reduce(self, link: GlooLink, launch: Launch, kernel: Kernel) -> None:
+        # ALLREDUCE, or REDUCE to `kernel.peer`; elsewhere the library writes to memory of its own
+        root = kernel.peer if kernel.kind is OpKind.REDUCE else None
+        op = reduce_op(kernel)
+        src, dst = reduction(kernel) if root in (None, self.rank) else (Flat(kernel.src), None)
+        for lo, hi in self._chunks(link, launch, src):
+            own = np.ascontiguousarray(src.read(lo, hi))
+            out = dst.target(lo, hi) if dst else np.empty_like(own)
+            link.allreduce(op, own, out) if root is None else link.reduce(op, own, out, root)
+            if dst:
+                finish(op, out, self.world_size)
+                dst.commit(lo, hi, out)
+
+    def _broadcast(self, link: GlooLink, launch: Launch, kernel: Kernel) -> None:
+        src, dst, whole = movement(kernel, is_root=self.rank == kernel.peer)
+        for lo, hi in self._chunks(link, launch, whole):
+            buffer = dst.target(lo, hi) if src is None and dst is not None else whole.read(lo, hi)
+            link.broadcast(buffer, kernel.peer)
+            if dst is not None:
+                dst.commit(lo, hi, buffer) if src is None else dst.write(lo, hi, buffer)
+
+    def _chunks(self, link: GlooLink, launch: Launch, row: Flat) -> Iterator[tuple[int, int]]:
+        # Before each chunk: raises if the launch was aborted or is late; the library gets the time that is left.
+        until_s = time.monotonic() + launch.timeout_s
+        for lo, hi in chunks(row.size, CHUNK_NBYTES // row.dtype.itemsize):
+            self._check_aborted(launch)
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise late(self._group_name, launch)
+            link.limit(left_s)
+            yield lo, hi
 
     @contextmanager
     def _failing(self, link: GlooLink, kernel: Kernel, launch: Launch) -> Iterator[None]:
@@ -160,55 +180,88 @@ class GlooCommunicator(Meshed):
             self._break(link, f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
             raise self._failed(exc, launch, kernel) from exc.__cause__
 
-
-class _Run:
-    """One library kernel on one rank, over all ranks of the group."""
-
-    def __init__(self, communicator: GlooCommunicator, link: GlooLink, launch: Launch) -> None:
-        self._communicator = communicator
-        self._link = link
-        self._launch = launch
-        self._until_s = time.monotonic() + launch.timeout_s
-        self._world_size = communicator.world_size
-        self._me = communicator.rank
-
-    def _chunks(self, size: int, dtype: np.dtype[np.generic]) -> Iterator[tuple[int, int]]:
-        # The library has to finish each chunk in the time that is left.
-        for lo, hi in chunks(size, CHUNK_NBYTES // dtype.itemsize):
-            self._link.limit(self._communicator.check_going(self._launch, self._until_s))
-            yield lo, hi
-
-    def _allreduce(self, kernel: Kernel) -> None:
-        (src, dst), op = reduction(kernel), reduce_op(kernel)
-        for lo, hi in self._chunks(src.size, src.dtype):
-            out = dst.target(lo, hi)
-            self._link.allreduce(op, np.ascontiguousarray(src.read(lo, hi)), out)
-            finish(op, out, self._world_size)
-            dst.commit(lo, hi, out)
-
-    def _reduce(self, kernel: Kernel) -> None:
-        is_root, op = kernel.peer == self._me, reduce_op(kernel)
-        src, dst = reduction(kernel) if is_root else (Flat(kernel.src), None)
-        for lo, hi in self._chunks(src.size, src.dtype):
-            own = np.ascontiguousarray(src.read(lo, hi))
-            out = dst.target(lo, hi) if dst else np.empty_like(own)
-            self._link.reduce(op, own, out, kernel.peer)
-            if dst:
-                finish(op, out, self._world_size)
-                dst.commit(lo, hi, out)
-
-    def _broadcast(self, kernel: Kernel) -> None:
-        src, dst, whole = movement(kernel, is_root=self._me == kernel.peer)
-        for lo, hi in self._chunks(whole.size, whole.dtype):
-            buffer = dst.target(lo, hi) if src is None and dst is not None else whole.read(lo, hi)
-            self._link.broadcast(buffer, kernel.peer)
-            if dst is not None:
-                dst.commit(lo, hi, buffer) if src is None else dst.write(lo, hi, buffer)
+    def _break(self, link: GlooLink, reason: str) -> None:
+        # So that nobody waits for this rank inside the library.
+        self._broken = self._broken or reason
+        link.close()
 
 
-# The others run on the mesh
-_KERNELS: dict[OpKind, Callable[[_Run, Kernel], None]] = {
-    OpKind.ALLREDUCE: _Run._allreduce,
-    OpKind.REDUCE: _Run._reduce,
-    OpKind.BROADCAST: _Run._broadcast,
-}
+class GlooLink:
+    """One rank's connections; all arrays are contiguous, and each call blocks until this rank's part is done.
+
+    Creating it blocks until all ranks connect, and raises BackendUnavailableError if they can't.
+    """
+
+    def __init__(self, gloo: Any, spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str) -> None:
+        self._gloo = gloo
+        # The fork spells two names differently.
+        self._dtypes = getattr(gloo, "glooDataType_t", None) or gloo.GlooDataType_t
+        self._ring = (getattr(gloo, "allreduceAlgorithm", None) or gloo.AllreduceAlgorithm).RING
+        try:
+            self._context = gloo.rendezvous.Context(rank, spec.world_size)
+            self.limit(JOIN_TIMEOUT_S)
+            store = _Store(rendezvous)
+            theirs = gloo.rendezvous.CustomStore(store)
+            device = gloo.transport.tcp.CreateDevice(gloo.transport.tcp.attr(host))
+            self._context.connectFullMesh(theirs, device)
+        except RaycollectError:
+            raise
+        except Exception as exc:
+            detail = f"backend 'gloo': rank {rank} can't connect to the others from {host}: {exc}"
+            raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
+        self._held = store, theirs, device  # the context needs them and does not hold them
+        self._is_open = True
+
+    def limit(self, timeout_s: float) -> None:
+        """Limits each wait for another rank from now on, where the library can."""
+        with suppress(TypeError):  # pygloo 0.2.1 has the method, but not the conversion of its argument
+            self._context.setTimeout(timedelta(seconds=timeout_s))
+
+    def allreduce(self, op: ReduceOp, own: Array, out: Array) -> None:
+        """Reduces by gloo's ring; both arrays are [n] of a native dtype; AVG gives the sum."""
+        self._gloo.allreduce(self._context, *self._reduction(op, own, out), self._ring)
+
+    def reduce(self, op: ReduceOp, own: Array, out: Array, root: int) -> None:
+        """Reduces to the root; the library may write `out` on all ranks."""
+        self._gloo.reduce(self._context, *self._reduction(op, own, out), root)
+
+    def broadcast(self, array: Array, root: int) -> None:
+        """Copies the root's bytes to all."""
+        pointer = array.ctypes.data
+        self._gloo.broadcast(self._context, pointer, pointer, array.nbytes, self._dtypes.glooUint8, root)
+
+    def close(self) -> None:
+        """Closes the connections; may be called twice."""
+        is_open, self._is_open = self._is_open, False
+        if is_open:
+            self._context.closeConnections()
+
+    def _reduction(self, op: ReduceOp, own: Array, out: Array) -> tuple[Any, ...]:
+        dtype = getattr(self._dtypes, f"gloo{own.dtype.name.capitalize()}")
+        ours = ReduceOp.SUM if op is ReduceOp.AVG else op
+        return own.ctypes.data, out.ctypes.data, own.size, dtype, getattr(self._gloo.ReduceOp, ours.name)
+
+
+class _Store:
+    """The rendezvous as gloo's store. Each key is set by one rank and read by the others.
+
+    pygloo calls `set` and `get`, xoscar `set_tcp` and `get_tcp`; both call `wait` with a list of keys before `get`.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+
+    def set(self, key: str, data: bytes) -> bool:
+        self._rendezvous.put(f"gloo.key.{key}", bytes(data))
+        return True
+
+    def get(self, key: str) -> bytes:
+        return self._rendezvous.get(f"gloo.key.{key}", JOIN_TIMEOUT_S)
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> bool:
+        for key in keys:
+            self.get(key)
+        return True
+
+    set_tcp = set  # noqa: A003
+    get_tcp = get

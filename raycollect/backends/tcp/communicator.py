@@ -28,14 +28,11 @@ authenticates the connections, `link` and `peer` move frames and carry the agree
 deadline and on an abort, also inside a kernel, and the group works on after either. Only a connection that ends breaks
 the group. Extra memory: at most 6 x `CHUNK_NBYTES` per rank (P8), 17 x in `by_host`, a third of which is kept across
 kernels; and 4 KiB for each connection.
-
-The option ``checksum`` (`pg_options={"checksum": True}`) adds a checksum to every frame; see `checksums`.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -43,10 +40,8 @@ from raycollect.backends.completion import DONE, translated
 from raycollect.backends.in_use import InUse
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp.by_host import HostRun, Hosts
-from raycollect.backends.tcp.checksums import SummedPeer
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import Peer
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import RANK_ORDER, GroupSpec, Kernel, Launch
@@ -69,28 +64,22 @@ def create(
 ) -> TcpCommunicator:
     """Joins the group; returns when this rank is connected to all others.
 
-    Listens on `host` only. The option ``checksum`` is True or False, the option ``deterministic`` is "rank_order".
+    Listens on `host` only. The only option is ``deterministic``, which is "rank_order".
 
     Raises:
         InvalidGroupError: The options are unknown, or have wrong values.
         BackendUnavailableError: This rank can't listen there.
         CollectiveTimeoutError: Naming the members that did not come.
     """
-    peer_of = partial(SummedPeer, spec.name, rank) if _checked(spec) else Peer
-    return connect(spec, rank, rendezvous, host, peer_of)
+    _check_options(spec)
+    return connect(spec, rank, rendezvous, host)
 
 
-def connect(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    host: str,
-    peer_of: Callable[[int, socket.socket], Peer] = Peer,
-) -> TcpCommunicator:
+def connect(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str) -> TcpCommunicator:
     """Joins a group, also for backends that have their own options; see `create`."""
     check_descriptors(spec, rank, spec.world_size + _BESIDE)
     socks = join(spec, rank, rendezvous, host, JOIN_TIMEOUT_S) if spec.world_size > 1 else {}
-    return TcpCommunicator(spec, rank, Link(rank, spec.name, socks, peer_of))
+    return TcpCommunicator(spec, rank, Link(rank, spec.name, socks))
 
 
 def check_descriptors(spec: GroupSpec, rank: int, needed: int) -> None:
@@ -101,20 +90,15 @@ def check_descriptors(spec: GroupSpec, rank: int, needed: int) -> None:
         raise BackendUnavailableError(group_name=spec.name, detail=detail)
 
 
-def _checked(spec: GroupSpec) -> bool:
-    # Whether frames carry checksums. Raises InvalidGroupError for what is no option.
+def _check_options(spec: GroupSpec) -> None:
     given = dict(spec.options)
-    wanted, order = given.pop("checksum", False), given.pop(RANK_ORDER[0], RANK_ORDER[1])
-    detail = ""
+    order, detail = given.pop(RANK_ORDER[0], RANK_ORDER[1]), ""
     if given:
-        detail = f"there is no option {listed(map(shown, given))}; there are 'checksum' and 'deterministic'"
-    elif type(wanted) is not bool:
-        detail = f"option 'checksum' is {shown(wanted)}, neither True nor False"
+        detail = f"there is no option {listed(map(shown, given))}; there is {RANK_ORDER[0]!r}"
     elif order != RANK_ORDER[1]:
         detail = f"option 'deterministic' is {shown(order)}, not {RANK_ORDER[1]!r}"
     if detail:
         raise InvalidGroupError(group_name=spec.name, detail=f"backend 'tcp': {detail}")
-    return bool(wanted)
 
 
 class TcpCommunicator:

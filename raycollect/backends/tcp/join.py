@@ -47,7 +47,7 @@ USER_TIMEOUT_S = 120.0
 MAX_STRANGERS = 64
 _RETRY_S = 0.05
 _GRACE_S = 0.25
-_MAGIC = b"rcT2"
+_MAGIC = b"rcT3"
 _HELLO = struct.Struct("<4sII32s")
 _NONCE_NBYTES = _TAG_NBYTES = 32
 _DONE = b"\x01"

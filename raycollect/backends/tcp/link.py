@@ -37,13 +37,7 @@ class Link:
     One thread at a time enters, waits and leaves; any thread calls `abort` and `stop`.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        group_name: str,
-        socks: dict[int, socket.socket],
-        peer_of: Callable[[int, socket.socket], Peer] = Peer,
-    ) -> None:
+    def __init__(self, rank: int, group_name: str, socks: dict[int, socket.socket]) -> None:
         self.rank = rank
         self._group_name = group_name
         self._seq = self._step = 0  # the launch and its step
@@ -53,7 +47,7 @@ class Link:
         self._ending: dict[int, float] = {}  # whose process has ended, and until when the connection may last
         self._seeker = Seeker()
         self._gone: dict[int, str] = {}  # ranks that have left this launch, or are lost -> why
-        self._peers = {other: peer_of(other, sock) for other, sock in socks.items()}
+        self._peers = {other: Peer(other, sock) for other, sock in socks.items()}
         self._by_fd = {peer.sock.fileno(): peer for peer in self._peers.values()}
         self._poller = select.poll()
         # The polled end and the written end; not needed in a group of one.
@@ -196,7 +190,6 @@ class Link:
         Raises:
             CollectiveTimeoutError: Naming the ranks it waited for.
             PlanAbortedError: The launch was aborted here, or an awaited rank has left it or is lost.
-            KernelError: Received data is damaged, where frames carry checksums.
         """
         asleep_s = 0.0
         while True:  # once at least: a rank whose sockets take all it gives hears of aborts, too

@@ -1,8 +1,7 @@
 """One connection of a `tcp` group: frames from a queue, and frames into the places that wait for them.
 
-A frame is ``launch:8 | kind:2 | core:2 | step:4 | nbytes:4 | checksum:4`` and the bytes. `step` counts the agreements
-and kernels of a launch; the checksum is 0 except in `checksums`. Frames of one pair come in the order in which the
-receiver waits for them, so they need no other tags.
+A frame is ``launch:8 | kind:2 | core:2 | step:4 | nbytes:4`` and the bytes. `step` counts the agreements and kernels of
+a launch. Frames of one pair come in the order in which the receiver waits for them, so they need no other tags.
 
 =========================  =====================================================================================
 an incoming frame is of
@@ -33,7 +32,7 @@ from raycollect.core import sockets
 ARRIVAL, DATA, LEFT, HERE, AHEAD = 1, 2, 3, 4, 5
 
 FRAME_NBYTES = 1 << 20  # The longest frame of any kind
-_HEADER = struct.Struct("<QHHIII")
+_HEADER = struct.Struct("<QHHII")
 _BUFFER_NBYTES = 4096
 _ALL = 1 << 32
 _SCRATCH = memoryview(bytearray(64 * 1024))  # Takes bytes that nobody wants; nothing is ever read from it
@@ -98,7 +97,7 @@ class Peer:
         self._places: deque[Place] = deque()
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
         self._lo = self._hi = 0  # what of the buffer was read from the socket, and not yet looked at
-        self._frame: tuple[int, int, int, int, int, int] | None = None  # of which no byte was read yet
+        self._frame: tuple[int, int, int, int, int] | None = None  # of which no byte was read yet
         self._into: memoryview | None = None  # where the bytes of the frame that is being read go; None: nowhere
         self._need = 0  # how many of its bytes are still to come
 
@@ -153,10 +152,10 @@ class Peer:
         if not self.is_blocked:
             self.push()
 
-    def queue(self, kind: int, step: int, body: memoryview, batch: Batch | None, crc: int = 0) -> None:
+    def queue(self, kind: int, step: int, body: memoryview, batch: Batch | None) -> None:
         """Queues a frame, to go with the next one; `body` must not change until it is sent."""
         seq, nbytes = self._seq, body.nbytes
-        head = _HEADER.pack(seq, kind, self._core, step, nbytes, crc)
+        head = _HEADER.pack(seq, kind, self._core, step, nbytes)
         self._out.append(_Outgoing(seq, head, body, batch, _HEADER.size + nbytes))
         if batch is not None:
             batch.left += 1
@@ -252,10 +251,10 @@ class Peer:
                 self._lo, self._hi = 0, there
                 return
 
-    def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int, crc: int) -> None:
+    def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int) -> None:
         # Decides where the bytes of a frame go; see the table above.
         self.core = core if self._is_near else 0
-        if not ARRIVAL <= kind <= AHEAD or nbytes > FRAME_NBYTES or crc:
+        if not ARRIVAL <= kind <= AHEAD or nbytes > FRAME_NBYTES:
             self.lose(f"what came is no frame of this protocol: kind {kind}, {nbytes} bytes")
         elif seq < self._floor:
             self._frame, self._into, self._need = None, None, nbytes

@@ -239,3 +239,10 @@ def test_another_order_is_refused(value):
     spec = GroupSpec(name="g", group_id="1", backend="tcp", world_size=2, options=(("deterministic", value),))
     with pytest.raises(InvalidGroupError, match=r"'deterministic' is .* not 'rank_order'"):
         tcp.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_option_that_tcp_lacks_is_refused_before_anybody_is_waited_for(world):
+    spec = GroupSpec(name="g", group_id="1", backend="tcp", world_size=world, options=(("timeout", 3),))
+    with pytest.raises(InvalidGroupError, match="there is no option 'timeout'; there is 'deterministic'"):
+        tcp.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from raycollect import backends
 from raycollect.backends.gloo import communicator as gloo
-from raycollect.backends.gloo import link as _gloo_link
 from raycollect.backends.meshed import ANSWER_S, MESH_UP_TO_NBYTES
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator, Forsaking
 from raycollect.errors import (
-    BackendNotInstalledError,
     BackendUnavailableError,
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -31,7 +30,7 @@ from tests.pure.conformance import check_allreduce
 from tests.pure.mixed import body_staged
 from tests.waiting import stopped
 
-pytestmark = pytest.mark.skipif(not backends.is_available("gloo"), reason="no gloo library is installed")
+library = pytest.importorskip("raycollect.backends.gloo.library", reason="no gloo is installed", exc_type=ImportError)
 
 
 @pytest.fixture
@@ -231,7 +230,7 @@ def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: 
     team = ProcessTeam(backend, 3, workers(3))
     try:
         launch = team.launch(timeout_s=1.5)
-        is_deaf = backend == "gloo" and gloo.GlooLibrary.found("g")[0] == "pygloo"  # its binding takes no limit
+        is_deaf = backend == "gloo" and library.gloo.__name__ == "pygloo"  # its binding takes no limit
         limit_s = 30.0 if is_deaf else launch.timeout_s
         pid = team.workers[1].process.pid
         assert pid is not None
@@ -265,55 +264,45 @@ def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------- which library
 
 
-def joined(monkeypatch: pytest.MonkeyPatch, *others: list[str]) -> Communicator:
-    """Joins as rank 0 a group whose other ranks have other libraries, and come no further than to say so."""
+def test_members_with_different_libraries_are_told_who_has_which() -> None:
+    """pygloo and its fork write addresses differently: one rank crashes, the other hangs."""
     rendezvous = MemoryRendezvous()
-    for rank, there in enumerate(others, 1):
-        rendezvous.put(f"gloo.has.{rank}", gloo._LIBRARIES.encode(there))
-    spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=1 + len(others))
-    return gloo.create(spec, 0, rendezvous, MemoryExchange(MemoryStar(), 0))
-
-
-def test_members_without_a_library_in_common_are_told_who_has_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo.GlooLibrary, "found", lambda name: ["pygloo"])
-    said = r"rank 0 has pygloo; rank 1 has pygloo, torch; rank 2 has torch\. Install one .* backend='auto'"
+    for rank, name in enumerate(("another", "another"), 1):
+        rendezvous.put(f"gloo.library.{rank}", gloo._NAME.encode(name))
+    spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=3)
+    said = rf"rank 0 has {library.gloo.__name__}; rank 1 has another; rank 2 has another\. Install .* backend='auto'"
     with pytest.raises(BackendUnavailableError, match=said):
-        joined(monkeypatch, ["pygloo", "torch"], ["torch"])
+        gloo.create(spec, 0, rendezvous, MemoryExchange(MemoryStar(), 0))
 
 
-def test_all_members_use_the_first_library_that_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch alone in common the group is one of torch's gloo."""
-    monkeypatch.setattr(gloo.GlooLibrary, "found", lambda name: ["xoscar.collective.xoscar_pygloo", "torch"])
-    asked = []
-
-    def create(spec: GroupSpec, rank: int, *args: Any, **kwargs: Any) -> str:
-        asked.append((spec.backend, rank))
-        return "made"
-
-    monkeypatch.setattr(gloo, "import_module", lambda name: SimpleNamespace(create=create))
-    assert joined(monkeypatch, ["pygloo", "torch"]) == "made"
-    assert asked == [("torch:gloo", 0)]
+def in_a_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
-def test_where_only_torch_is_its_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    monkeypatch.setattr(_gloo_link, "LIBRARIES", ("no_pygloo", "torch"))
-    assert gloo.GlooLibrary.found("g") == ["torch"]
-    communicator = joined(monkeypatch)
-    assert type(communicator).__name__ == "TorchCommunicator"
-    communicator.close()
+def test_the_library_comes_without_what_is_packaged_with_it() -> None:
+    """xoscar's package brings pandas along, and installs tblib, so that all pickled exceptions have tracebacks."""
+    code = "import sys; from raycollect.backends.gloo.library import gloo\n"
+    said = "print(hasattr(gloo, 'rendezvous'), {'xoscar', 'pandas', 'tblib'} & {*sys.modules})"
+    assert in_a_process(code + said) == "True set()"
 
 
-def test_where_nothing_is_all_that_was_looked_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gloo_link, "LIBRARIES", ("no_pygloo", "no_xoscar"))
-    with pytest.raises(BackendNotInstalledError, match=r"no_pygloo: No module.*no_xoscar: No module"):
-        gloo.GlooLibrary.found("g")
+@pytest.mark.skipif(find_spec("xoscar") is None, reason="xoscar is not installed")
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_who_imports_xoscar_gets_the_same_library(first: str) -> None:
+    ours = "import sys; sys.modules['pygloo'] = None; from raycollect.backends.gloo.library import gloo\n"
+    theirs = "import xoscar.collective; from xoscar.collective import xoscar_pygloo as fork\n"
+    code = ours + theirs if first == "ours" else theirs + ours
+    assert in_a_process(f"{code}print(gloo.rendezvous.Context is fork.rendezvous.Context)") == "True"
 
 
 def test_it_takes_no_options() -> None:
-    """It would ignore a checksum that somebody counts on."""
-    spec = GroupSpec(name="default", group_id="g", backend="gloo", world_size=1, options=(("checksum", True),))
-    with pytest.raises(InvalidGroupError, match="no options, and got checksum"):
+    """It would ignore an order that somebody counts on."""
+    spec = GroupSpec(
+        name="default", group_id="g", backend="gloo", world_size=1, options=(("deterministic", "rank_order"),)
+    )
+    with pytest.raises(InvalidGroupError, match="no options, and got deterministic"):
         gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
 
 

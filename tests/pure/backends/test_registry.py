@@ -62,7 +62,7 @@ def create(spec, rank, rendezvous, exchange, *, host="", segments=None):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("GLOO", "gloo"), ("torch_gloo", "gloo"), ("Shm", "shm"), ("Torch:GLOO", "torch:gloo"), ("NCCL", "nccl")],
+    [("GLOO", "gloo"), ("torch_gloo", "torch:gloo"), ("Shm", "shm"), ("Torch:GLOO", "torch:gloo"), ("NCCL", "nccl")],
 )
 def test_names_have_no_case_and_ray_has_another_for_gloo(name: str, meant: str) -> None:
     assert backends.canonical(name) == meant
@@ -127,7 +127,7 @@ class FakeTorch:
 def test_an_absent_backend_of_torch_says_what_to_install(
     name: str, torch: FakeTorch, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "load_library", torch)
+    monkeypatch.setattr(backends, "import_module", torch)
     monkeypatch.setattr(capabilities, "import_module", torch)
     assert not backends.is_available(name)
     with pytest.raises(BackendNotInstalledError, match=said):
@@ -135,7 +135,7 @@ def test_an_absent_backend_of_torch_says_what_to_install(
 
 
 def test_torch_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "load_library", FakeTorch("foo"))
+    monkeypatch.setattr(backends, "import_module", FakeTorch("foo"))
     monkeypatch.setattr(capabilities, "import_module", FakeTorch("foo"))
     assert backends.is_available("torch:foo")
     found = backends.get("TORCH:FOO")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -22,21 +20,14 @@ def test_an_unknown_backend_lists_those_that_exist() -> None:
 
 
 def test_a_missing_library_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without_gloo(name: str, *args: Any, **kwargs: Any) -> Any:
-        if "gloo" in name or name.startswith(("xoscar", "torch")):
-            raise ImportError(f"no {name} here")
-        return real(name, *args, **kwargs)
-
-    def no_module(name: str, package: str | None = None) -> Any:
-        return without_gloo(name)
-
-    monkeypatch.setattr(backends, "load_library", no_module)
+    monkeypatch.delitem(sys.modules, "raycollect.backends.gloo.library", raising=False)
+    for library in ("pygloo", "xoscar"):
+        monkeypatch.setitem(sys.modules, library, None)
     assert not backends.is_available("gloo")
     with pytest.raises(BackendNotInstalledError, match=r"pip install 'raycollect\[gloo\]'.*backend='auto'") as caught:
         backends.load("gloo", "g")
-    assert "no pygloo here" in str(caught.value)
+    assert "pygloo: import of pygloo halted" in str(caught.value)
+    assert "xoscar.collective.xoscar_pygloo: not installed" in str(caught.value)
     assert caught.value.group_name == "g"
 
 

@@ -39,7 +39,7 @@ class Visited(MemoryRendezvous):
 
 
 def hello(rank: int, peer: int) -> bytes:
-    return _tcp_join._HELLO.pack(b"rcT2", rank, peer, b"n" * 32)
+    return _tcp_join._HELLO.pack(b"rcT3", rank, peer, b"n" * 32)
 
 
 STRANGERS = {

@@ -68,7 +68,7 @@ def test_anything_else_is_refused_by_name(given, where):
 @pytest.mark.parametrize("backend", ["local", "shm"])
 def test_a_backend_that_ignores_the_options_of_others_refuses_those_that_nobody_has(backend):
     create = {"local": local, "shm": shm}[backend].create
-    known = {"checksum": True, "deterministic": "rank_order", "device": 0, "graphs": False}
+    known = {"deterministic": "rank_order", "device": 0, "graphs": False}
 
     def join(options, name=backend):
         given, _ = pg_options.read(options)
@@ -78,6 +78,6 @@ def test_a_backend_that_ignores_the_options_of_others_refuses_those_that_nobody_
     join(known).close()
     join({"x": 1}, "of-another-package").close()
     with pytest.raises(
-        InvalidGroupError, match=f"backend '{backend}': there is no option 'cheksum', 'x'; .*'checksum'"
+        InvalidGroupError, match=f"backend '{backend}': there is no option 'determinstic', 'x'; .*'deterministic'"
     ):
-        join({**known, "x": 1, "cheksum": True})
+        join({**known, "x": 1, "determinstic": True})
