@@ -1,32 +1,25 @@
 """Measures on hosts in network namespaces (`tests.hosts`), from a driver on the first one; root only.
 
-The suites `hosts` and `uneven` start a cluster and this module in it: it prints its records, each a line of JSON.
+The suite `hosts` starts a cluster and this module in it: it prints its records, each a line of JSON.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import ray
 
 import raycollect as col
 from benchmarks import names
-from benchmarks.crew import Contestant, Participant, Plain
+from benchmarks.crew import Contestant, Plain
 from benchmarks.report import Record, Row, Skip, Traffic
 from benchmarks.suite import Choice, close, compare, entry, gather
 from benchmarks.targets import MB
 from benchmarks.theirs import RayGroup
-from raycollect.core.model import RANK_ORDER, OpKind
-from raycollect.planner import passes
-from raycollect.planner.algorithms import ALGORITHMS, build, route
-from raycollect.planner.ir import Part
-from raycollect.planner.membership import Membership
-from raycollect.planner.setting import Setting
 from tests.hosts.cluster import Cluster, outside
 from tests.hosts.namespaces import shaping_objection
 
@@ -36,22 +29,20 @@ SIZES = (4, MB, 64 * MB)
 EVEN = {"1 Gbit per s": "1gbit", "10 Gbit per s": "10gbit"}
 """The links, by what they are called."""
 
-SHAPES = 20
-_RATES = (200, 500, 1000, 2000, 5000)  # in Mbit/s
 _LINE = "record "
 _KINDS: dict[str, type[Row | Skip | Traffic]] = {one.__name__: one for one in (Row, Skip, Traffic)}
 _LIMIT_S = 900.0
 
 
 def measured(suite: str, choice: Choice) -> Iterator[Record]:
-    """Runs one of the two suites in a cluster of its own."""
+    """Runs the suite in a cluster of its own."""
     reason = shaping_objection()
     if reason:
         yield Skip(suite=suite, contender="all", reason=reason)
         return
     told = {"quick": choice.quick, "sizes": choice.sizes, "runs": choice.runs}
     with Cluster(HOSTS) as cluster:
-        command = [sys.executable, "-m", "benchmarks.on_hosts", suite, json.dumps(told)]
+        command = [sys.executable, "-m", "benchmarks.on_hosts", json.dumps(told)]
         for line in cluster.driver(command, timeout_s=_LIMIT_S).splitlines():
             if line.startswith(_LINE):
                 kind, fields = json.loads(line.removeprefix(_LINE))
@@ -77,72 +68,36 @@ class Placed(Contestant):
 
 
 class Refs(Placed):
-    """A driver's call on refs to the actors' buffers.
+    """A driver's call on refs to the actors' buffers; `more` are arguments of the declaration."""
 
-    Args:
-        name: The contender's name.
-        op: The operation.
-        root: The root of a broadcast.
-        fresh: Whether the links are measured again.
-        actors: Actors that outlive the contender; by default it has its own.
-        more: Arguments of the declaration.
-    """
-
-    def __init__(
-        self, name: str, op: str, *, root: int = 0, fresh: bool = False, actors: Sequence[Any] = (), **more: Any
-    ) -> None:
-        self._shared = list(actors)
+    def __init__(self, name: str, op: str, **more: Any) -> None:
         super().__init__(name, RANKS)
-        self._op, self._root = op, root
+        self._op = op
         self.declared = col.declare_collective_group(self.actors, group_name=f"{name} {self.group}", **more)
-        if fresh:
-            self.declared.rebuild(self.actors)  # which measures the links anew
         self._refs: list[Any] = []
-        self._made: Any = None
-
-    def start(self) -> list[Any]:
-        """The shared actors, or new ones."""
-        return self._shared or super().start()
 
     def prepare(self, nbytes: int) -> None:
         """Makes the buffers, and takes refs to them."""
         super().prepare(nbytes)
         self._refs = [actor.get_array.remote(self.name) for actor in self.actors]
         self.fill()
-        self._made = col.allgather_refs(None, self._refs, self.declared.name) if self._op == "allgather" else None
-
-    @property
-    def _call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        group = {"group_name": self.declared.name, "timeout_s": 120}
-        if self._op == "allgather":
-            return col.allgather_refs, (self._made, self._refs), group
-        if self._op == "broadcast":
-            return col.broadcast_refs, (self._refs,), {**group, "src_rank": self._root}
-        return col.allreduce_refs, (self._refs,), group
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm of the call."""
-        call, args, kwargs = self._call
-        return str(col.plan(call, *args, **kwargs).rows[0].algorithm)
 
     def operate(self) -> None:
         """One call."""
-        call, args, kwargs = self._call
-        call(*args, **kwargs)
+        call = col.broadcast_refs if self._op == "broadcast" else col.allreduce_refs
+        call(self._refs, group_name=self.declared.name, timeout_s=120)
 
     def check(self, runs: int) -> None:
         """Raises unless the operands hold what they must."""
         if self._op == "allreduce":
             super().check(runs)
-        elif self._op == "broadcast":
-            self.must_hold(self._root + 1)
+        else:
+            self.must_hold(1.0)
 
     def close(self) -> None:
         """Ends the group."""
         self.declared.destroy()
-        if not self._shared:
-            super().close()
+        super().close()
 
 
 class Theirs(Placed, RayGroup):
@@ -192,7 +147,7 @@ def even(choice: Choice) -> Iterator[Record]:
         _shape([rate] * HOSTS)
         for op, least in (("allreduce", 2 * (HOSTS - 1) / HOSTS), ("broadcast", 1.0)):
             makers = [
-                entry(names.TCP, Refs, op, fresh=True),
+                entry(names.TCP, Refs, op),
                 entry(names.GLOO, Refs, op, backend="gloo"),
             ]
             makers.append(entry(names.RAY, Theirs, op))
@@ -216,73 +171,12 @@ def _sent(contender: Contestant) -> int:
     return max(new[0] - old[0] for old, new in zip(before, outside("counters"), strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Links that differ, and an operation on them."""
-
-    rates: tuple[int, ...]  # of each host's link, in Mbit/s
-    op: str
-    root: int
-    over: str  # "tcp", "tcp in rank order", "gloo"
-    nbytes: int
-
-    @classmethod
-    def drawn(cls, number: int) -> Shape:
-        """The shape of a number, the same in every run."""
-        draw = random.Random(2700 + number)
-        rates: tuple[int, ...] = (1, 1)
-        while len(set(rates)) == 1:
-            rates = tuple(draw.choice(_RATES) for _ in range(HOSTS))
-        op = draw.choice(("allreduce", "allreduce", "broadcast", "allgather"))
-        over = draw.choice(("tcp in rank order", "gloo") if op == "allreduce" else ("tcp", "gloo"))
-        root, nbytes = draw.randrange(RANKS), draw.choice((MB, 4 * MB))
-        return cls(rates=rates, op=op, root=root, over=over, nbytes=nbytes)
-
-    def __str__(self) -> str:
-        root = f" from rank {self.root}" if self.op == "broadcast" else ""
-        return f"{self.op}{root} on {self.over}, {', '.join(map(str, self.rates))} Mbit per s"
-
-
-def uneven(choice: Choice) -> Iterator[Record]:
-    """Times of all algorithms, by force, and of the one that is chosen, on links drawn at random."""
-    possible: list[str] = []
-
-    def routed(part: Part, membership: Membership) -> Part:
-        """Takes the algorithm whose name the group's name begins with."""
-        name = membership.spec.name.split()[1]
-        if name == "auto":
-            setting, kind = Setting.of(part, membership), part.request.kind
-            rows = [row for row in ALGORITHMS.values() if row.serves(setting) and kind in _TIMED]
-            possible[:] = [row.name for row in rows]
-            return route(part, membership)
-        return build(part, membership, ALGORITHMS[name])
-
-    passes.route = routed
-    actors = placed(Participant)  # one algorithm beside another, not one library beside another
-    for number in range(4 if choice.quick else SHAPES):
-        shape = Shape.drawn(number)
-        _shape([f"{rate}mbit" for rate in shape.rates])
-        more: dict[str, Any] = {"backend": shape.over.split()[0], "root": shape.root}
-        if shape.over == "tcp in rank order":
-            more["pg_options"] = dict([RANK_ORDER])
-        auto = Refs("raycollect, auto", shape.op, fresh=True, actors=actors, **more)
-        auto.prepare(shape.nbytes)
-        auto.name = f"raycollect, auto: {auto.algorithm}"
-        forced = [Refs(f"raycollect, {name}", shape.op, actors=actors, **more) for name in possible]
-        runs = choice.runs_or(3, 5)
-        yield from compare([auto, *forced], suite="uneven", op=str(shape), ranks=RANKS, nbytes=shape.nbytes, runs=runs)
-        close([auto, *forced])
-
-
-_TIMED = (OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER)
-
-
-def main(suite: str, told: str) -> None:
+def main(told: str) -> None:
     """Measures, on the first host, and prints the records."""
     ray.init(log_to_driver=False, logging_level="warning")
     given = json.loads(told)
     choice = Choice(quick=given["quick"], sizes=tuple(given["sizes"]), runs=given["runs"])
-    for record in {"hosts": even, "uneven": uneven}[suite](choice):
+    for record in even(choice):
         print(_LINE + json.dumps([type(record).__name__, asdict(record)]), flush=True)
 
 

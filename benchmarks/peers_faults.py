@@ -1,7 +1,7 @@
 """What goes wrong in a collective of `ray.util.collective` over gloo, and in the same one of `raycollect`.
 
 ``python -m benchmarks.peers_faults`` tries each case with both, in actors of its own, and writes what came of it into
-`docs/failures.md`. The calls are the very same: those that both have inside of actors, with the same time limit.
+`tests/faults/results.md`. The calls are the very same: those that both have inside of actors, with the same time limit.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.METHODS: ("#777777", ":", ""),
 }
 _FEW = 3
-_TABLES_ONLY = ("cold", "hosts", "uneven")
+_TABLES_ONLY = ("cold", "hosts")
 _TWO_DECADES = 100
 
 

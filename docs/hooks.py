@@ -34,6 +34,7 @@ SHOWN = (
     "examples/*.py",
     "examples/*/",
     "examples/notebooks/*.ipynb",
+    "tests/faults/results.md",
 )
 """The files that the site has copies of; the programs of a folder are on one page."""
 

@@ -117,20 +117,6 @@ def _traffic() -> str:
     return _table([f"MB, of {_size(largest)}", *ops], [*rows, ["the fewest possible", *(least[op] for op in ops)]])
 
 
-def _uneven() -> str:
-    by_shape: dict[tuple[str, int], dict[str, float]] = {}
-    for row in read("uneven")["rows"]:
-        by_shape.setdefault((row["op"], row["nbytes"]), {})[row["contender"].partition(", ")[2]] = row["median_ms"]
-    rows = []
-    for (op, nbytes), found in by_shape.items():
-        auto = next(name for name in found if name.startswith("auto"))
-        forced = {name: time_ms for name, time_ms in found.items() if name != auto}
-        times = ", ".join(f"{name} {_number(time_ms)}" for name, time_ms in forced.items())
-        ratio = f"{found[auto] / min(forced.values()):.2f}"
-        rows.append([f"{op}, {_size(nbytes)}", times, auto.partition(": ")[2], _number(found[auto]), ratio])
-    return _table(["shape", "by force, ms", "`auto` takes", "ms", "to the best"], rows)
-
-
 def _headline() -> str:
     rows = []
     for told, suite, op, nbytes, ours in _HEADLINE:
@@ -168,7 +154,6 @@ _WHOLE: Mapping[str, Callable[[], str]] = {
     "memory": _memory,
     "targets": _targets,
     "traffic": _traffic,
-    "uneven": _uneven,
 }
 
 

@@ -13,7 +13,6 @@ Names are loaded on first use, so that the planner and the backends import witho
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,12 +100,12 @@ if TYPE_CHECKING:
     from raycollect.member.runtime import mark_written as mark_written
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
-    from raycollect.planner.explain import Explanation as Explanation
     from raycollect.planner.joined import join_layouts as join_layouts
     from raycollect.planner.layout import Layout as Layout
     from raycollect.planner.layout import Region as Region
     from raycollect.planner.layout import fused_layouts as fused_layouts
     from raycollect.planner.layout import layout as layout
+    from raycollect.planner.report import Explanation as Explanation
     from raycollect.pos.handle import Handle as Handle
     from raycollect.pos.tensors import arena_statistics as arena_statistics
     from raycollect.pos.tensors import array as array
@@ -130,15 +129,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__path__.append(str(Path(__file__).parent / "core" / "old_paths"))  # modules that users import by an earlier path
-
 _HOMES: dict[str, str] = {
     "Batch": "driver.batch",
     "Capture": "captured.step",
     "CapturedRun": "captured.captured_run",
     "CollectiveParticipant": "member.participant",
     "DirectoryBulletin": "group.bootstrap_store",
-    "Explanation": "planner.explain",
+    "Explanation": "planner.report",
     "Group": "driver.group",
     "GroupStatistics": "driver.group_status",
     "GroupStatus": "driver.group_status",

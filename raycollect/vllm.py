@@ -8,7 +8,7 @@
 
 The trainer's rank 0 and all workers are a group that they make themselves. An update goes in buckets through host
 memory, each with its digest, and is kept beside the model until all workers have checked all of it. Then all of them
-load it, or none does. The interface is that of vLLM 0.33; docs/weight-integrations.md says what of it is tested.
+load it, or none does. The interface is that of vLLM 0.33; docs/weight-sync.md says what of it is tested.
 """
 
 from __future__ import annotations

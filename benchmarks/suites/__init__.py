@@ -23,7 +23,6 @@ SUITES = {
         "scale",
         "memory",
         "hosts",
-        "uneven",
     )
 }
 """Name -> module."""

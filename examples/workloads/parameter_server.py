@@ -10,8 +10,8 @@ of these tensors lie in shared memory and are made once; nothing goes through th
 The driver has a coroutine per worker. It starts an exchange when the worker's gradient is ready, not before:
 collectives run in the order of the calls, so one called earlier would block the server until the slowest worker comes.
 The calls of an exchange need no waiting in between, as each comes after the others in the actors' queues; Work handles
-are awaited like refs. (In a group with `ordering="data"` the driver would have to wait for each.) Captured, an
-exchange and the computation after it are one run, in which the server is free again once it has given its weights.
+are awaited like refs. Captured, an exchange and the computation after it are one run, in which the server is free again
+once it has given its weights.
 
 Weights and gradients travel with their version, so the server knows how stale each gradient is: how many updates it has
 made since the worker pulled. A worker may be at most `slack` updates ahead of the slowest one (stale synchronous

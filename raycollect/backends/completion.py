@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, Flat
+from raycollect.backends.arrays import Flat
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import (
@@ -111,13 +111,8 @@ def source(kernel: Kernel) -> Flat:
     """Returns the source of a kernel with one array per side, as a cached flat row."""
     found: Flat | None = kernel.memo.get("source")
     if found is None:
-        found = kernel.memo["source"] = row(kernel.src)
+        found = kernel.memo["source"] = Flat(kernel.src)
     return found
-
-
-def row(array: Array | Flat) -> Flat:
-    """Returns an array as a flat row; a flat row stays as it is."""
-    return array if isinstance(array, Flat) else Flat(array)
 
 
 def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
@@ -125,8 +120,8 @@ def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
     found: tuple[Flat, Flat] | None = kernel.memo.get("reduction")
     if found is None:
         src = source(kernel)
-        found = src, src if kernel.dst is kernel.src else row(kernel.dst)
-        _check_fit(kernel, *found)
+        found = src, src if kernel.dst is kernel.src else Flat(kernel.dst)
+        check_fit(kernel, *found)
         kernel.memo["reduction"] = found
     return found
 
@@ -134,7 +129,7 @@ def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
 def scattered_reduction(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[tuple[Flat, ...], Flat]:
     """Returns the pieces in rank order and the target of a REDUCESCATTER; the target may be this rank's own piece."""
     src, dst = pieces(kernel, kernel.src, ranks), Flat(kernel.dst)
-    _check_fit(kernel, src[ranks.index(rank)], dst)
+    check_fit(kernel, src[ranks.index(rank)], dst)
     return src, dst
 
 
@@ -161,7 +156,7 @@ def transfers(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[dict[int
     else:
         give, take = each(kernel.src), each(kernel.dst)
     if rank in give and rank in take:
-        _check_fit(kernel, give[rank], take[rank])
+        check_fit(kernel, give[rank], take[rank])
     for flats in (give, take):
         if any(flat.size > kernel.most for peer, flat in flats.items() if peer != rank):
             raise InternalError(detail=f"{kernel.kind.value} of a piece with more than {kernel.most} elements")
@@ -202,11 +197,11 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
     if read is None or write is None:
         raise InternalError(detail=f"{kernel.kind.value} without an array")
     if not is_root:
-        dst = row(write)
+        dst = Flat(write)
         return None, dst, dst
-    src, other = row(read), row(write) if write is not read else None
+    src, other = Flat(read), Flat(write) if write is not read else None
     if other is not None:
-        _check_fit(kernel, src, other)
+        check_fit(kernel, src, other)
     return src, other, src
 
 
@@ -217,7 +212,8 @@ def reduce_op(kernel: Kernel) -> ReduceOp:
     return kernel.op
 
 
-def _check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
+def check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
+    """Raises InternalError unless two rows have one size and dtype."""
     if src.size != dst.size or src.dtype != dst.dtype:
         raise InternalError(detail=f"{kernel.kind.value} of {src.size} x {src.dtype} into {dst.size} x {dst.dtype}")
 

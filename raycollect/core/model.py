@@ -299,8 +299,6 @@ class GroupSpec:
         group_id: A nonce, so that two groups of one name never meet.
         backend: The name of the backend, never ``"auto"``.
         world_size: The number of ranks.
-        ordering: ``"program"``: collectives run in the order of the actor's queue (P2); ``"data"``: in that of their
-            refs and of each other.
         ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
         memory: Where its kernels work: ``"cpu"``, ``"cuda"``; ranks bring what lies elsewhere there and back. Empty: it
             takes tensors wherever they are, all on devices of one kind.
@@ -309,24 +307,20 @@ class GroupSpec:
         timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
         hosts: For each rank the number of its host, where the backend reckons with it; else empty. On `tcp`, where
             hosts have several ranks: reductions are left folds over the hosts then, in rank order inside each (P7).
-        parent: The id of the group that it is inside of: only plans of that group use it, and its members do not see
-            it. Empty for all others.
     """
 
     name: str
     group_id: str
     backend: str
     world_size: int
-    ordering: str = "program"
     ops: tuple[str, ...] = OPS
     memory: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0
     hosts: tuple[int, ...] = ()
-    parent: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", "group_id", "backend", "ordering", "memory", "parent"):
+        for name in ("name", "group_id", "backend", "memory"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is a string, not {getattr(self, name)!r}")
         if not isinstance(self.world_size, int) or self.world_size < 1:

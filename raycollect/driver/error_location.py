@@ -47,8 +47,7 @@ class ErrorLocator:
 
     def positions_of(self, group_id: str) -> dict[int, int]:
         """Rank -> position, for the members of a group that take part."""
-        outer, inner = self._trees.get(group_id, (None, None))
-        group, positions = inner or outer, self.plan.positions
+        group, positions = self._named_groups.get(group_id), self.plan.positions
         members = () if group is None else group.members
         return {member.rank: positions[member.actor_id] for member in members if member.actor_id in positions}
 
@@ -63,8 +62,8 @@ class ErrorLocator:
 
     def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:
         """The group that an error means; all groups where it names none of the plan."""
-        found = self._trees.get(error.group_name)
-        return self._groups if found is None else (found[0],)
+        found = self._named_groups.get(error.group_name)
+        return self._groups if found is None else (found,)
 
     def locate(
         self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
@@ -79,10 +78,8 @@ class ErrorLocator:
             error.group_name = self.blamed(error)[0].spec.name
         if not isinstance(error, FaultError):
             return error
-        found = self._trees.get(error.group_name)
-        group, inner = found or (self.home(position)[0], None)
-        if inner is not None:
-            error.rank = _outer_rank(error.rank, inner, group)
+        found = self._named_groups.get(error.group_name)
+        group = found or self.home(position)[0]
         error.op = plan.name if len(plan.requests) == 1 else error.op or plan.name
         error.group_name = group.spec.name if position >= 0 or found else group_names
         if error.rank < 0 and position >= 0 and not isinstance(error, CollectiveTimeoutError):  # it says who is missing
@@ -90,7 +87,7 @@ class ErrorLocator:
         error.actor = error.actor or (group.members[error.rank].actor if 0 <= error.rank < len(group.members) else "")
         error.story = error.story or story
         if isinstance(error, CollectiveTimeoutError):
-            missing, within = (_with_actors(ranks, inner, group) for ranks in (error.missing, error.within))
+            missing, within = (_with_actors(ranks, group) for ranks in (error.missing, error.within))
             if not missing and not within:
                 missing = missing_now
             error.missing, error.within = (tuple(rank for rank, _ in side) for side in (missing, within))
@@ -110,14 +107,9 @@ class ErrorLocator:
         return tuple(dict.fromkeys(self.memberships))
 
     @cached_property
-    def _trees(self) -> dict[str, tuple[Membership, Membership | None]]:
-        """Group id, or name -> the user's group, and the inner group that is meant, if any."""
-        found: dict[str, tuple[Membership, Membership | None]] = {}
-        for outer in self._groups:
-            for one in outer.tree:
-                inner = None if one is outer else one
-                found[one.spec.group_id] = found[one.spec.name] = (outer, inner)
-        return found
+    def _named_groups(self) -> dict[str, Membership]:
+        """Group id, or name -> the group."""
+        return {name: one for one in self._groups for name in (one.spec.group_id, one.spec.name)}
 
 
 def add_operand(
@@ -133,10 +125,5 @@ def add_operand(
     return replace(violation, actor=violation.actor or actor, ref=violation.ref or ref)
 
 
-def _outer_rank(rank: int, inner: Membership, outer: Membership) -> int:
-    return outer.rank_of(inner.members[rank].actor_id) if 0 <= rank < len(inner.members) else -1
-
-
-def _with_actors(ranks: Sequence[int], inner: Membership | None, group: Membership) -> RankNames:
-    found = [_outer_rank(rank, inner, group) if inner else rank for rank in ranks]
-    return [(rank, group.members[rank].actor) for rank in found if 0 <= rank < len(group.members)]
+def _with_actors(ranks: Sequence[int], group: Membership) -> RankNames:
+    return [(rank, group.members[rank].actor) for rank in ranks if 0 <= rank < len(group.members)]

@@ -16,10 +16,10 @@ from raycollect.core.signals import Allowed, deliver
 from raycollect.driver import member_discovery
 from raycollect.driver.coordinators import Coordinators
 from raycollect.driver.participants import Participants
-from raycollect.errors import ActorGoneError, CollectiveTimeoutError, RaycollectError
-from raycollect.group import cluster_registry, link_costs, measured_links
+from raycollect.errors import CollectiveTimeoutError
+from raycollect.group import cluster_registry, link_costs
 from raycollect.group.declaration import Declaration
-from raycollect.group.membership import inner_groups, membership_of, placed
+from raycollect.group.membership import membership_of, placed
 from raycollect.planner import Membership
 
 _log = logging.getLogger("raycollect")
@@ -55,7 +55,6 @@ class Formation:
         self._claims = Claims()  # names, the actors of derived groups, and groups that are being dissolved
         self._broken: dict[str, str] = {}  # group id -> why
         self._ended: list[Membership] = []  # groups that are gone here, whose members may not know it yet
-        self._links = measured_links.MeasuredLinks()
 
     def _form(
         self,
@@ -83,8 +82,7 @@ class Formation:
             if old is not None:
                 self._retire(old, deadline_s, drains=drains)
             replaces = "" if old is None else old.spec.group_id
-            membership = self._joined(membership, deadline_s, replaces)
-            membership = self._with_inner(membership, deadline_s)
+            self._peers.join([membership], deadline_s, replaces)
             by_rank = tuple([actors[one.actor_id] for one in membership.members])
             formed = membership, replace(declaration, actors=by_rank, is_by_rank=True)
             deliver()  # a signal that has come by now leaves no group
@@ -106,40 +104,7 @@ class Formation:
             raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
         self.coordinators.close(old)
         self._ending(old, "its group was formed again")
-        for one in reversed(old.inner):
-            self._part(one)
         cluster_registry.remove(old)
-
-    def _joined(self, membership: Membership, deadline_s: float, replaces: str) -> Membership:
-        """Has all members join, which measure what nobody knows of the links between their hosts."""
-        links = self._links
-        with Allowed():
-            known = {} if membership.epoch else links.of(membership)  # rebuilt: there was trouble
-        probe = measured_links.turns(membership, known)
-        told = self._peers.join([membership], deadline_s, probe, replaces)
-        links.add(membership, told)
-        with Allowed():
-            return replace(membership, topology=membership.topology.on_links(links.of(membership)))
-
-    def _with_inner(self, membership: Membership, deadline_s: float) -> Membership:
-        """Adds the groups inside a group for host-by-host plans, if they can be formed."""
-        inner = inner_groups(membership)
-        if not inner:
-            return membership
-        try:
-            for one in inner:
-                self.coordinators.open(one)
-                for member in one.members:
-                    self._peers.joining(member).group_ids.add(one.spec.group_id)
-            self._peers.join([one for one in inner if one.spec.world_size > 1], deadline_s)
-        except BaseException as exc:
-            for one in inner:
-                self._part(one)
-            if not isinstance(exc, RaycollectError) or isinstance(exc, (ActorGoneError, CollectiveTimeoutError)):
-                raise
-            _log.warning("group %r goes without host-by-host plans: %s", membership.spec.name, exc)
-            return membership
-        return replace(membership, inner=inner)
 
     def _dissolve_ended(self, name: str = "", deadline_s: float = 0.0) -> None:
         """Tells the members of groups that have ended here; waits for another thread that does that with one `name`."""
@@ -156,8 +121,7 @@ class Formation:
             return  # another thread has done it
         try:
             self._ending(membership, "its group was destroyed")
-            for one in reversed(membership.tree):
-                self._part(one)
+            self._part(membership)
             cluster_registry.remove(membership)
         except Exception:  # it would come again
             self._ended.remove(membership)

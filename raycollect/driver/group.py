@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
 from raycollect.core.driver_handle import DriverHandle, is_handle
 from raycollect.core.model import GroupLike, name_of
@@ -53,11 +52,6 @@ class Group:
     def backend(self) -> str:
         """The backend that it uses, never ``"auto"``."""
         return self._membership.spec.backend
-
-    @property
-    def ordering(self) -> str:
-        """What orders its collectives: ``"program"`` or ``"data"``."""
-        return self._membership.spec.ordering
 
     @property
     def actors(self) -> tuple[Any, ...]:
@@ -139,10 +133,9 @@ class Group:
         if not self._controller.groups.exists(self._membership):
             raise UnknownGroupError(group_name=self.name, detail="it was destroyed: declare it again")
         answers = self._controller.participants.survey(self._membership.members, timeout_s)
-        pairs = list(zip(self._membership.members, answers, strict=True))
+        pairs = zip(self._membership.members, answers, strict=True)
         return GroupStatistics(
-            members=tuple(member_statistics(one, said) if isinstance(said, Surveyed) else None for one, said in pairs),
-            failures={one.rank: said.detail for one, said in pairs if isinstance(said, Unable)},
+            members=tuple(None if said is None else member_statistics(one, said) for one, said in pairs)
         )
 
     def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
@@ -244,7 +237,6 @@ class Group:
         told = [
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
-            ("ordering", f"{self.ordering} order"),
             ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
             ("under way", listed(plans, most=MOST_NAMED) or "nothing"),
         ]
@@ -253,8 +245,7 @@ class Group:
 
     def __repr__(self) -> str:
         members = listed((member.actor for member in self._membership.members), most=MOST_NAMED)
-        order = f"{self.ordering} order"
-        return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
+        return f"<Group {self.name!r} of {members}; backend {self.backend}, {self._state()[0]}>"
 
 
 def declare_collective_group(
@@ -268,7 +259,6 @@ def declare_collective_group(
     options: Mapping[str, Any] | None = None,
     rank_table: Any = None,
     pg_options: Any = None,
-    ordering: str = "program",
     timeout_s: float | None = None,
 ) -> Group:
     """Declares actors to be a group; returns when every member has joined.
@@ -290,9 +280,6 @@ def declare_collective_group(
             Where neither this nor `ranks` is given, the file that ``RANK_TABLE_FILE`` names is used.
         pg_options: Options for the backend: a dict of plain values, or an object with such attributes. To
             ``"torch:sccl"`` a rank table's ``chip_map`` is added.
-        ordering: ``"program"``: collectives take their place in each actor's queue. ``"data"``: they overtake methods
-            that wait there, and run after the methods that return their operands, after earlier collectives, and
-            never while a method of an ordered actor runs.
         timeout_s: How long to wait for the members, in seconds; an actor that is still pending is named. It is also
             how long ranks wait for each other in calls that do not say. Default 60.
 
@@ -316,7 +303,6 @@ def declare_collective_group(
         "gloo_timeout": gloo_timeout,
         "rank_table": rank_table,
         "pg_options": pg_options,
-        "ordering": ordering,
         "timeout_s": timeout_s,
     }
     if ray_internals.is_started():

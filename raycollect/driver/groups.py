@@ -139,7 +139,7 @@ class Groups(Formation):
     def breaks(self, group_id: str, why: str) -> None:
         """A group can't communicate any more; the first reason is kept."""
         groups = [one for one, _ in tuple(self._declared.values())] + [*self._derived.all()]
-        if any(one.spec.group_id == group_id for group in groups for one in group.tree):  # not one that is destroyed
+        if any(one.spec.group_id == group_id for one in groups):  # not one that is destroyed
             self._broken.setdefault(group_id, why)
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:

@@ -22,11 +22,9 @@ from raycollect.channel.messages import (
     Look,
     Measure,
     Measured,
-    Publish,
     Seen,
     Survey,
     Surveyed,
-    Unable,
 )
 from raycollect.core import call_tokens, limits, ray_internals, threads
 from raycollect.core.claims import ClaimedError, Claims
@@ -69,7 +67,6 @@ class _Joining:
         self.group_id = group_id
         self.settled = threading.Event()
         self.error: RaycollectError | None = None
-        self.links: tuple[tuple[float, ...], ...] = ()
 
 
 class Participants:
@@ -281,13 +278,11 @@ class Participants:
         self,
         memberships: Sequence[Membership],
         deadline_s: float,
-        probe: Mapping[int, tuple[int, ...]] | None = None,
         replaces: str = "",
-    ) -> dict[int, tuple[tuple[float, ...], ...]]:
+    ) -> None:
         """Makes all members join groups, and waits until they have; `deadline_s` is by `time.monotonic`.
 
-        `probe` has by rank what a member of the one group shall measure, and `replaces` is the id of the group in whose
-        place it comes, as in `Join`. Returns by rank what they found.
+        `replaces` is as in `Join`.
         """
         asked: dict[int, _Joining] = {}
         try:
@@ -299,7 +294,7 @@ class Participants:
             for membership in memberships:
                 mine = {request: one for request, one in asked.items() if one.group_id == membership.spec.group_id}
                 with self.inviting:
-                    for member, invitation in _invitations(membership, mine, probe or {}, replaces):
+                    for member, invitation in _invitations(membership, mine, replaces):
                         self.joining(member).send(invitation)
             late = [one for one in together if not waiting(one.settled.wait, deadline_s - monotonic())]
         finally:
@@ -316,7 +311,6 @@ class Participants:
                 detail=f"these have not joined in time: {names}; an actor that is pending or busy can't join",
                 missing=tuple(one.member.rank for one in late),
             )
-        return {one.member.rank: one.links for one in together if one.links}
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""
@@ -325,7 +319,6 @@ class Participants:
             return
         if message.error is not None:
             _fail(together, located(from_wire(message.error), joining.member.rank, joining.member.actor))
-        joining.links = message.links
         joining.settled.set()
 
     def give_up(self, peer: ParticipantLink, reason: str) -> None:
@@ -333,12 +326,6 @@ class Participants:
         for one, together in tuple(self._joining.values()):
             if one.member.actor_id == peer.info["actor_id"]:
                 _fail(together, ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
-
-    def fail_joins(self, error: RaycollectError, message: Joined | Publish) -> None:
-        """Ends the join of the members of a group, as a message of one of them could not be taken in."""
-        for request, (one, together) in tuple(self._joining.items()):
-            if request == message.request if isinstance(message, Joined) else one.group_id == message.group_id:
-                _fail(together, error)
 
     # ------------------------------------------------------------------------------------------ telling, asking
 
@@ -349,13 +336,13 @@ class Participants:
             if peer is not None:
                 peer.send(message)
 
-    def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | Unable | None]:
+    def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
         """Asks members what they hold; None for one that is gone, or has not answered in time."""
         return self._ask(members, Survey, timeout_s)
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return list(map(_seen, self._ask(members, Look, timeout_s)))
+        return self._ask(members, Look, timeout_s)
 
     def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
         """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
@@ -367,7 +354,7 @@ class Participants:
         asked = None if peer is None else peer.ask(Look)
         return asked is None or (asked in answered([asked], timeout_s) and asked.result() is None)
 
-    def measure(self, member: Member, seq: int) -> Future[Measured | Unable | None] | None:
+    def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
         peer = self._peer_of(member)
         return None if peer is None else peer.ask(Measure, seq=seq)
@@ -382,7 +369,7 @@ class Participants:
 
 def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> dict[str, Seen | None]:
     """The answers to `Participants.begin_look`, by actor; None for one that is gone, or has not answered in time."""
-    return {actor_id: _seen(one) for actor_id, one in zip(looks, _answers(looks.values(), timeout_s), strict=True)}
+    return dict(zip(looks, _answers(looks.values(), timeout_s), strict=True))
 
 
 def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
@@ -390,22 +377,15 @@ def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[
     return [one.result() if one in done else None for one in futures]
 
 
-def _seen(answer: Seen | Unable | None) -> Seen | None:
-    return Seen(request=answer.request, doing=answer.detail) if isinstance(answer, Unable) else answer
-
-
-def _invitations(
-    membership: Membership, asked: Mapping[int, _Joining], probe: Mapping[int, tuple[int, ...]], replaces: str
-) -> Iterator[tuple[Member, Join]]:
+def _invitations(membership: Membership, asked: Mapping[int, _Joining], replaces: str) -> Iterator[tuple[Member, Join]]:
     """What each member is told that is to join a group; the arguments are those of `Participants.join`."""
     spec = asdict(membership.spec)
     members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
     for request, joining in asked.items():
         rank = joining.member.rank
-        found = probe.get(rank, ())
         yield (
             joining.member,
-            Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found),
+            Join(request=request, group=spec, rank=rank, members=members, replaces=replaces),
         )
 
 

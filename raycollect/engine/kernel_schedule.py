@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from raycollect.backends import folds
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.model import PIECES, Kernel, OpKind, TensorInfo
 from raycollect.engine.agreement import Spec, Verdict
@@ -111,7 +107,7 @@ class Scheduler:
     def _moves(
         self, step: Step, number: int, together: Sequence[TaskBuffers], agreed: Sequence[Verdict]
     ) -> Iterator[LaunchStep]:
-        domain = together[0].share.domains[step.level]
+        domain = together[0].share.domain
         ranks = step.ranks or domain.ranks
         if domain.rank not in ranks:
             return
@@ -210,15 +206,9 @@ def _chosen(choices: Sequence[Choice], verdicts: Sequence[Verdict]) -> int:
     if len(choices) == 1:
         return 0
     nbytes = sum(max(sum(info.nbytes for info in _infos(spec)) for spec in verdict.specs) for verdict in verdicts)
-    narrow = any(_is_narrow(info) for verdict in verdicts for spec in verdict.specs for info in _infos(spec))
-    possible = [at for at, one in enumerate(choices) if one.at_least <= nbytes and not (one.stepwise and narrow)]
+    possible = [at for at, one in enumerate(choices) if one.at_least <= nbytes]
     return possible[-1] if possible else 0
 
 
 def _infos(spec: Spec) -> tuple[TensorInfo, ...]:
     return spec.gives.tensors if spec.gives is not None else ()
-
-
-@lru_cache(maxsize=64)
-def _is_narrow(info: TensorInfo) -> bool:
-    return folds.is_widened(np.dtype(info.dtype))

@@ -187,14 +187,14 @@ class ProgramOperands:
         """Makes stand-ins for tensors that lie elsewhere than the backends work; raises MemoryError."""
         if not any(map(_may_be_elsewhere, self.operands)):
             return
-        domains = {domain for share in self.program.shares for domain in share.domains if domain.memory}
+        domains = {share.domain for share in self.program.shares if share.domain.memory}
         if not domains:
             return
         staging_buffers = StagingBuffers({domain: self._home_of(domain) for domain in domains})
         for operands in self.operands:
             share = operands.share
             for step in (step for way in share.template.ways for step in way):
-                domain = share.domains[step.level]
+                domain = share.domain
                 if isinstance(step.kind, OpKind) and domain.rank in (step.ranks or domain.ranks):
                     for src, dst in operands.pairs(step):
                         staging_buffers.side(src, domain)
@@ -217,7 +217,7 @@ class ProgramOperands:
         if not isinstance(step.kind, OpKind) or not _fit(operands, src, dst):
             return None
         if self.staging_buffers is not None:
-            domain = operands.share.domains[step.level]
+            domain = operands.share.domain
             src, dst = self.staging_buffers.side(src, domain), self.staging_buffers.side(dst, domain)
         return Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer)
 
@@ -239,7 +239,7 @@ class ProgramOperands:
                 if len(pairs) < 2 or not isinstance(kind, OpKind):
                     continue
                 if self.staging_buffers is not None:
-                    side, domain = self.staging_buffers.side, tasks[0].share.domains[step.level]
+                    side, domain = self.staging_buffers.side, tasks[0].share.domain
                     pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
                 most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
         return max(boxes, min(most, self.program.staging))
@@ -282,7 +282,7 @@ def _fit(operands: TaskBuffers, src: Any, dst: Any) -> bool:
 
 def _arrival(operands: TaskBuffers) -> bytes:
     spec = operands.spec()
-    if not operands.share.domains[0].memory:
+    if not operands.share.domain.memory:
         spec = replace(spec, one_device=True)
     if operands.violations:
         return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
@@ -295,9 +295,8 @@ def _ready_arrival(spec: Spec) -> bytes:
 
 
 def _may_be_elsewhere(operands: TaskBuffers) -> bool:
-    for domain in operands.share.domains:
-        if domain.memory == CUDA:
-            return True
+    if operands.share.domain.memory == CUDA:
+        return True
     for bound in operands.buffers:
         if bound is not None:
             for array in bound.arrays:

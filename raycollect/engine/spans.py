@@ -83,8 +83,7 @@ class Timed:
         if _is_only_kernel(scheduled):
             number = number_of_bundle(self._ring, scheduled, self._meeting)
             return _Noted(self._ring, KERNEL, scheduled.share.op, self._seq, number)
-        domains = [one for share in self._program.shares for one in share.domains]
-        rank = next((one.rank for one in domains if one.group_id == move.group_id), -1)
+        rank = next((share.rank for share in self._program.shares if share.group_id == move.group_id), -1)
         some = move._replace(kernels=move.kernels[first : first + count]) if count else move
         label = _label_of_move(some, rank, self._meeting)
         return self._span(KERNEL, label.op, label)

@@ -73,7 +73,6 @@ class GroupRecord:
     name: str  # its name, which is unique for its controller alone
     group_id: str  # the nonce that tells groups of one name apart
     backend: str
-    ordering: str
     epoch: int  # how often it was rebuilt
     job_id: str  # the Ray job of its controller
     actor_id: str  # the actor that the controller is; empty for a driver or task
@@ -90,7 +89,6 @@ class GroupRecord:
             name=spec.name,
             group_id=spec.group_id,
             backend=spec.backend,
-            ordering=spec.ordering,
             epoch=membership.epoch,
             job_id=ray.get_runtime_context().get_job_id(),
             actor_id=ray_internals.current_actor_id(),
@@ -117,7 +115,7 @@ class GroupRecord:
         return _RECORDS.encode(self)
 
 
-_RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=2)
+_RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=3)
 
 
 def post(membership: Membership) -> None:
@@ -125,28 +123,6 @@ def post(membership: Membership) -> None:
     client = ray_internals.cluster_client()
     if client is not None:  # Ray runs here
         _soon(_put, client, membership, GroupRecord.of(membership).to_bytes())
-
-
-def keep(entries: Mapping[bytes, bytes]) -> None:
-    """Stores entries for `look_up` in another thread; they last as long as the cluster."""
-    client = ray_internals.cluster_client()
-    if client is not None:
-        for key, entry in entries.items():
-            with contextlib.suppress(RuntimeError):  # this process is ending
-                _posting.submit(threads.survives, _put_entry, client, key, entry)
-
-
-def look_up(keys: Sequence[bytes]) -> dict[bytes, bytes]:
-    """The entries of these keys, as far as there are any and the store answers in time."""
-    client = ray_internals.cluster_client()
-    if client is None or not keys:
-        return {}
-    try:
-        found = client.internal_kv_multi_get(list(keys), _NAMESPACE, timeout=POST_TIMEOUT_S)
-    except (RayError, RuntimeError, OSError) as exc:
-        _log.info("the cluster's store does not say what is known: %s", exc)
-        return {}
-    return {key: entry for key, entry in found.items() if entry}
 
 
 def remove(membership: Membership) -> None:
@@ -170,13 +146,6 @@ def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
     with _told(name):
         client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
         _delete_overdue(client)
-
-
-def _put_entry(client: Any, key: bytes, entry: bytes) -> None:
-    try:
-        client.internal_kv_put(key, entry, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
-    except (RayError, RuntimeError, OSError) as exc:
-        _log.info("the cluster's store takes nothing: %s", exc)
 
 
 def _delete(client: Any, name: str, key: bytes) -> None:

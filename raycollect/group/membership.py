@@ -1,8 +1,7 @@
-"""Groups as a controller forms them, and the groups inside them."""
+"""Groups as a controller forms them."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,9 +16,6 @@ from raycollect.planner import Membership, Topology
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
 
-PROGRAM, DATA = ORDERINGS = ("program", "data")
-"""What orders a group's collectives: each actor's queue; or their operands, and the collectives before them."""
-
 DEFAULT_TIMEOUT_S = 60.0
 """How long ranks wait for each other in the driver's calls if neither call nor group says, in seconds."""
 
@@ -27,8 +23,7 @@ MEMBERS_TIMEOUT_S = 30.0
 """The same for calls that members make themselves; as in `ray.util.collective`."""
 
 BY_HOST = ("tcp", "gloo", "torch:gloo")
-"""The backends whose own kernels go host by host, those of libraries in what travels on their mesh (`meshed`); plans on
-them may, too."""
+"""The backends whose own kernels go host by host, those of libraries in what travels on their mesh (`meshed`)."""
 
 
 def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | None = None, **more: Any) -> Membership:
@@ -43,34 +38,6 @@ def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | Non
         bitwise=backends.get(spec.backend, spec.name).bitwise and spec.in_rank_order,
         **more,
     )
-
-
-def inner_groups(membership: Membership) -> tuple[Membership, ...]:
-    """The groups inside a group over several hosts, as `Membership.inner` has them."""
-    spec, topology = membership.spec, membership.topology
-    everybody = all(member.participant for member in membership.members)
-    if spec.backend not in BY_HOST or not everybody or not 1 < topology.host_count < spec.world_size:
-        return ()
-    if not spec.in_rank_order:
-        return ()  # the backend itself goes host by host
-    hosts = topology.groups()
-    groups = [(f"host-{number}", "shm", ranks) for number, ranks in enumerate(hosts)]
-    groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
-    found = []
-    for name, backend, ranks in groups:
-        inner = replace(
-            on_backend(spec, backend),
-            name=f"{spec.name}/{name}",
-            group_id=secrets.token_hex(8),
-            world_size=len(ranks),
-            options=spec.options if backend == spec.backend else (),
-            hosts=(),
-            parent=spec.group_id,
-        )
-        members = tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks))
-        inner = placed(inner, [member.machine for member in members])
-        found.append(membership_of(inner, members))
-    return tuple(found)
 
 
 def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:

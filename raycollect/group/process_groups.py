@@ -99,14 +99,13 @@ class ProcessGroups:
     def adopt(self, process_group: ProcessGroup, before: ProcessGroup | None = None) -> None:
         """Adds a group that a controller declares, in the place of `before`; GroupExistsError: its name is taken."""
         name, spec = process_group.name, process_group.spec
-        if not spec.parent:  # else only plans use it
-            with self._lock:
-                is_next = before is not None and self._process_groups.get(name) is before
-                if is_next:
-                    self._process_groups[name] = process_group  # a call finds one of the two at any time
-            if not is_next:
-                with self.request(name):
-                    self.add(process_group)
+        with self._lock:
+            is_next = before is not None and self._process_groups.get(name) is before
+            if is_next:
+                self._process_groups[name] = process_group  # a call finds one of the two at any time
+        if not is_next:
+            with self.request(name):
+                self.add(process_group)
         self.by_id[spec.group_id] = process_group
 
     def remove(self, process_group: ProcessGroup) -> None:

@@ -6,7 +6,7 @@
      "node_list": [{"device_list": [{"device_id": "0", "rank": "0"},
                                     {"device_id": "1", "rank": "1"}]}]}
 
-Pure: the standard library only. `docs/rank-tables.md` is the user's page.
+Pure: the standard library only. `docs/command-line.md` is the user's page.
 """
 
 from __future__ import annotations

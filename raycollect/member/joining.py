@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from raycollect.channel.messages import Join, Joined, Leave
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
-from raycollect.errors import GroupExistsError, ProtocolError, to_wire
+from raycollect.errors import GroupExistsError, ProtocolError, ResourceLimitError, to_wire
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
@@ -29,15 +29,11 @@ def join(groups: ProcessGroups, controller: str, reporter: Reporter, message: Jo
         return
     if before is not None:
         groups.end(before, CHANGED)
-    threads.apart(threads.survives, _connect, made, reporter, message)
-
-
-def fail_join(groups: ProcessGroups, reporter: Reporter, message: Join, error: threads.Failure) -> None:
-    """Gives up a group that could not be joined, and tells why."""
-    group = groups.by_id.get(str(message.group.get("group_id")))
-    if group is not None:
-        groups.end(group, error.detail)
-    reporter.tell(Joined(request=message.request, error=to_wire(error)))
+    try:
+        threads.apart(threads.survives, _connect, made, reporter, message)
+    except ResourceLimitError as exc:  # there are no more threads
+        groups.end(made, exc.detail)
+        reporter.tell(Joined(request=message.request, error=to_wire(exc)))
 
 
 def leave(groups: ProcessGroups, message: Leave) -> None:
@@ -69,11 +65,11 @@ def _made(spec: GroupSpec, controller: str, reporter: Reporter, message: Join) -
 
 def _connect(group: ProcessGroup, reporter: Reporter, message: Join) -> None:
     try:
-        error = group.plans.connect(message.probe)
+        error = group.plans.connect()
     except Exception as exc:  # noqa: BLE001 - the library is not ours
         error = threads.failed(f"joining group {group.name!r}", exc)
     failed = None if error is None else to_wire(error)
-    reporter.tell(Joined(request=message.request, error=failed, links=group.plans.links))
+    reporter.tell(Joined(request=message.request, error=failed))
 
 
 def _read_spec(message: Join) -> GroupSpec:
@@ -84,6 +80,4 @@ def _read_spec(message: Join) -> GroupSpec:
     named = [isinstance(member.get("actor"), str) and "ordered" in member for member in message.members]
     if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
         raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
-    if not all(-1 <= other < spec.world_size and other != message.rank for other in message.probe):
-        raise ProtocolError(detail=f"rank {message.rank} of {spec.world_size} can't measure links to {message.probe}")
     return spec

@@ -77,8 +77,8 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, spec: GroupSpec, rank: int = -1) -> Place:
-        """What timelines say of a group; in one inside another the user has no rank."""
-        return cls(spec.name, spec.backend, -1 if spec.parent else rank, spec.world_size)
+        """What timelines say of a group."""
+        return cls(spec.name, spec.backend, rank, spec.world_size)
 
 
 class Recorded(NamedTuple):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from raycollect.core.model import OpKind
-from raycollect.planner import hierarchical, pairs
-from raycollect.planner.cost import Cost, Line, priced
+from raycollect.planner import pairs
+from raycollect.planner.cost import Cost, Layout, Line, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
-from raycollect.planner.setting import Setting, Written
+from raycollect.planner.pairs import Written
 from raycollect.planner.template import NATIVE, Buffer, Choice, Template
 
 
@@ -27,20 +27,12 @@ class Algorithm:
     name: str
     kinds: frozenset[OpKind]
     needs: tuple[OpKind, ...] = ()  # the operations that the backend must have
-    cost: Callable[[Setting], Cost]
+    cost: Callable[[OpKind, str, Layout], Cost]  # by operation, backend and layout
     # Writes the steps of each rank; None: the backend's own kernel
     write: Callable[[Part, Membership], Written] | None = None
-    is_possible: Callable[[Setting], bool] = lambda setting: True  # whether it works for this group and request
-    stepwise: frozenset[OpKind] = frozenset()  # the operations that it folds in several kernels (`Choice.stepwise`)
     scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()  # the buffers that a rank needs in addition
-    # The inner groups that it uses (`Part.levels`)
-    levels: Callable[[Membership], tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]] = lambda membership: ()
     # The most ranks for which it is considered: the steps of some grow with the square of the ranks
     at_most: int = 1 << 30
-
-    def serves(self, setting: Setting) -> bool:
-        """Whether the operation can be done this way."""
-        return setting.kind in self.kinds and self.is_possible(setting)
 
 
 _PAIR = (OpKind.SEND, OpKind.RECV)
@@ -49,16 +41,7 @@ _ROWS = (
     Algorithm(
         name=NATIVE.name,
         kinds=frozenset(OpKind),
-        cost=lambda setting: priced(setting.kind, setting.backend, setting.layout),
-    ),
-    Algorithm(
-        name="hierarchical",
-        kinds=frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST}),
-        cost=hierarchical.cost,
-        write=hierarchical.write,
-        is_possible=hierarchical.is_possible,
-        stepwise=frozenset({OpKind.ALLREDUCE}),
-        levels=hierarchical.levels,
+        cost=priced,
     ),
     Algorithm(
         name="tree",
@@ -107,8 +90,8 @@ def build(part: Part, membership: Membership, algorithm: Algorithm) -> Part:
         replace(one, buffers=(*one.buffers, *algorithm.scratch(one)), steps=steps, others=())
         for one, steps in zip(mine, written, strict=True)
     ]
-    choices = (_choice(algorithm, part, written, 0),)
-    return part.over(templates, choices=choices, levels=algorithm.levels(membership))
+    choices = (_choice(algorithm, written, 0),)
+    return part.over(templates, choices=choices)
 
 
 def route(part: Part, membership: Membership) -> Part:
@@ -119,9 +102,8 @@ def route(part: Part, membership: Membership) -> Part:
     found = _others(part, membership)
     if not found:
         return part
-    setting = Setting.of(part, membership)
-    rows = [_ROWS[0], *(row for row in found if row.is_possible(setting))]
-    taken = [(rows[at], start) for at, start in envelope([row.cost(setting).line for row in rows])]
+    rows = [_ROWS[0], *found]
+    taken = [(rows[at], start) for at, start in envelope([cost_of(row, part, membership).line for row in rows])]
     if taken[0] == (_ROWS[0], 0):
         del taken[0]  # the first choice already
     if not taken:
@@ -133,12 +115,18 @@ def rivals(part: Part, membership: Membership) -> tuple[str, ...]:
     """Algorithms that are possible for a part but cost more than its choices at any size."""
     if membership.topology.host_count == 1 or part.rounds > 1:
         return ()  # there the planner does not look for any
-    setting, mine = Setting.of(part, membership), {choice.name for choice in part.choices}
-    return tuple(row.name for row in _others(part, membership) if row.name not in mine and row.is_possible(setting))
+    mine = {choice.name for choice in part.choices}
+    return tuple(row.name for row in _others(part, membership) if row.name not in mine)
+
+
+def cost_of(algorithm: Algorithm, part: Part, membership: Membership) -> Cost:
+    """The cost of a part by one algorithm."""
+    layout = Layout.of(membership.topology, part.request.root, rank_order=membership.bitwise)
+    return algorithm.cost(part.request.kind, membership.spec.backend, layout)
 
 
 def _others(part: Part, membership: Membership) -> list[Algorithm]:
-    """The algorithms besides the backend's own kernel, where the setting allows them."""
+    """The algorithms besides the backend's own kernel, where the backend can run them."""
     kind, ops = part.request.kind, part.request.group.ops
     rows = [row for row in _ROWS[1:] if kind in row.kinds and membership.spec.world_size <= row.at_most]
     return [row for row in rows if all(one.value in ops for one in row.needs)]
@@ -147,20 +135,18 @@ def _others(part: Part, membership: Membership) -> list[Algorithm]:
 def _with_others(part: Part, membership: Membership, taken: Sequence[tuple[Algorithm, int]]) -> Part:
     own: Written = tuple(part.templates[index].steps for index in part.parts)
     ways = [own if row.write is None else row.write(part, membership) for row, _ in taken]
-    choices = [_choice(row, part, way, start) for (row, start), way in zip(taken, ways, strict=True)]
+    choices = [_choice(row, way, start) for (row, start), way in zip(taken, ways, strict=True)]
     templates = [
         replace(part.templates[index], others=tuple(way[place] for way in ways))
         for place, index in enumerate(part.parts)
     ]
-    levels = next((found for row, _ in taken if (found := row.levels(membership))), ())
-    return part.over(templates, choices=(NATIVE, *choices), levels=levels)
+    return part.over(templates, choices=(NATIVE, *choices))
 
 
-def _choice(row: Algorithm, part: Part, way: Written, start: int) -> Choice:
+def _choice(row: Algorithm, way: Written, start: int) -> Choice:
     return Choice(
         name=row.name,
         at_least=start,
-        stepwise=part.request.kind in row.stepwise,
         width=1 + max((steps[-1].at for steps in way if steps), default=0),
     )
 

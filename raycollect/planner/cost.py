@@ -25,20 +25,17 @@ goes on inside the hosts happens meanwhile.
 Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. The ranks of one host share its link
 to other hosts: what they send at the same time takes as long as if one of them sent all of it. The model assumes that a
 binomial tree enters each host once; that is exact where hosts hold equal powers of two of consecutive ranks.
-
-Links between hosts may differ (`Paths`): a ring goes at the speed of its slowest link, a level of a tree too, and a
-chain takes one after the other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from raycollect.core.model import OpKind
-from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology, slowest
+from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology
 
 MESSAGE_S = 3e-6
 """What a message of any size costs the process that sends or receives it."""
@@ -96,45 +93,6 @@ class Cost:
 FREE = Cost()
 
 
-def beside(costs: Iterable[tuple[Cost, int]]) -> Cost:
-    """The cost of operations that run at the same time, each given with its count."""
-    given = list(costs)
-    return Cost(
-        line=Line(
-            max((cost.line.fixed_s for cost, _ in given), default=0.0),
-            max((cost.line.per_byte_s for cost, _ in given), default=0.0),
-        ),
-        inside=sum(cost.inside * count for cost, count in given),
-        between=sum(cost.between * count for cost, count in given),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
-    """Links between hosts that differ, as algorithms go over them; hosts are in the order of their lowest ranks."""
-
-    ring: Link  # the slowest one between a host and its successor
-    chain: tuple[Link, ...]  # between each host and its successor, but for the last one
-    tree: tuple[Link, ...]  # the slowest one of each level of a binomial tree from the root's host
-
-    @classmethod
-    def of(cls, topology: Topology, root: int) -> Paths | None:
-        """The paths of a topology; None where its links are all the same."""
-        if topology.pairs is None:
-            return None
-        count, link = topology.pairs.hosts, topology.pairs.of
-        chain = tuple(link(at, at + 1) for at in range(count - 1))
-        first = topology.hosts[root]
-        levels = [
-            [
-                link((first + at) % count, (first + at + (1 << level)) % count)
-                for at in range(min(1 << level, count - (1 << level)))
-            ]
-            for level in range(depth(count))
-        ]
-        return cls(ring=slowest((*chain, link(count - 1, 0))), chain=chain, tree=tuple(map(slowest, levels)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How many ranks are on how many hosts: all that costs depend on."""
@@ -142,11 +100,9 @@ class Layout:
     sizes: tuple[tuple[int, int], ...]  # (ranks on a host, hosts with so many), the largest first
     crossings: int  # how many ranks have their successor in the ring on another host
     root_size: int  # how many ranks are on the root's host
-    contiguous: bool = True  # `Topology.is_contiguous`
     rank_order: bool = False  # whether reductions are folded in rank order, whatever hosts the ranks are on
     inside: Link = INSIDE
     between: Link = BETWEEN
-    paths: Paths | None = None  # the links between hosts, where they differ
 
     @classmethod
     def of(cls, topology: Topology, root: int = -1, *, rank_order: bool = False) -> Layout:
@@ -157,11 +113,9 @@ class Layout:
             sizes=tuple(sorted(Counter(counts.values()).items(), reverse=True)),
             crossings=sum(here != there for here, there in zip(hosts, (*hosts[1:], hosts[0]), strict=True)),
             root_size=counts[hosts[max(root, 0)]],
-            contiguous=topology.is_contiguous,
             rank_order=rank_order,
             inside=topology.inside,
             between=topology.between,
-            paths=Paths.of(topology, max(root, 0)),
         )
 
     @classmethod
@@ -200,28 +154,9 @@ class Layout:
         """The slowest link."""
         return self.between if self.host_count > 1 else self.inside
 
-    @property
-    def ring(self) -> Link:
-        """The slowest link of a ring over all ranks."""
-        return self.farthest if self.paths is None else self.paths.ring
-
-    @property
-    def chain(self) -> tuple[Link, ...]:
-        """The links of a chain over the hosts."""
-        return (self.between,) * (self.host_count - 1) if self.paths is None else self.paths.chain
-
-    @property
-    def tree(self) -> tuple[Link, ...]:
-        """The slowest links of the levels of a binomial tree over the hosts."""
-        return (self.between,) * depth(self.host_count) if self.paths is None else self.paths.tree
-
     def one_host(self, ranks: int) -> Layout:
         """The layout of some ranks of one of these hosts."""
         return Layout.uniform(1, ranks, self.inside, self.between)
-
-    def apart(self) -> Layout:
-        """The layout of one rank on each of these hosts."""
-        return replace(Layout.uniform(self.host_count, 1, self.inside, self.between), paths=self.paths)
 
     def pair(self, link: Link) -> Layout:
         """The layout of two ranks with a link."""
@@ -275,14 +210,14 @@ def _at_root(share: float, layout: Layout) -> Cost:
 def _ring(share: float, rounds: int, layout: Layout) -> Cost:
     """Every rank sends to its successor, round after round; a share in all."""
     world = layout.world
-    link, beside_ = layout.ring, max(1.0, layout.crossings / layout.host_count)
+    link, beside_ = layout.farthest, max(1.0, layout.crossings / layout.host_count)
     line = Line(rounds * (link.latency_s + MESSAGE_S), share * beside_ / link.bandwidth)
     return Cost(line=line, inside=(world - layout.crossings) * share, between=layout.crossings * share)
 
 
 def _tree(layout: Layout) -> Cost:
     """A binomial tree over the hosts, then one inside each."""
-    links = (*layout.tree, *(layout.inside,) * depth(layout.largest))
+    links = (*(layout.between,) * depth(layout.host_count), *(layout.inside,) * depth(layout.largest))
     hops = (Line(link.latency_s + MESSAGE_S, 1 / link.bandwidth) for link in links)
     return Cost(line=sum(hops, Line()), inside=layout.world - layout.host_count, between=layout.host_count - 1)
 

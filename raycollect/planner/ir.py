@@ -68,9 +68,6 @@ class Part:
     parts: tuple[int, ...]  # for each rank that takes part, ascending: the index of its template
     # The algorithms, in the order of `Template.ways`; the first is always possible
     choices: tuple[Choice, ...] = (NATIVE,)
-    # For each level above 0, its groups, which share no rank: (group id, the ranks of the request's group that
-    # are its ranks 0, 1, ...)
-    levels: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -125,21 +122,10 @@ class Part:
                 found.append((dst, writes_dst))
         return found
 
-    def domains(self, rank: int, membership: Membership | None = None) -> tuple[Domain, ...]:
-        """The groups in which one rank takes part, by level; an empty one where it has none."""
+    def domain(self, rank: int) -> Domain:
+        """The group, as one rank takes part in it."""
         group = self.request.group
-        found = [Domain(group_id=group.group_id, rank=rank, ranks=self.ranks, memory=group.memory)]
-        for level in self.levels:
-            mine = next(((group_id, ranks) for group_id, ranks in level if rank in ranks), None)
-            if mine is None:
-                found.append(Domain(group_id="", rank=-1, ranks=()))
-                continue
-            group_id, ranks = mine
-            memory = "" if membership is None else membership.memory_of(group_id)
-            found.append(
-                Domain(group_id=group_id, rank=ranks.index(rank), ranks=tuple(range(len(ranks))), memory=memory)
-            )
-        return tuple(found)
+        return Domain(group_id=group.group_id, rank=rank, ranks=self.ranks, memory=group.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +257,7 @@ class Plan:
             part = self.parts[number]
             share = shares.setdefault((id(part), rank), len(written))
             if share == len(written):
-                written.append(_share(part, rank, self.memberships[number]))
+                written.append(_share(part, rank))
             _, src, dst = self.requests[number].operands[part.places[rank]]
             inputs = tuple(
                 -1 - task_of[one.request] if isinstance(one, Made) else keys.setdefault(one, len(keys))
@@ -333,11 +319,11 @@ class Plan:
         return tuple(map(self.agreement.rank_of, self.participants))
 
 
-def _share(part: Part, rank: int, membership: Membership) -> Share:
+def _share(part: Part, rank: int) -> Share:
     request = part.request
     return Share(
         op=request.kind.value,
-        domains=part.domains(rank, membership),
+        domain=part.domain(rank),
         root=request.root,
         reduce_op=request.op,
         template=part.template(rank),

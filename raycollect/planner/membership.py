@@ -15,9 +15,6 @@ class Membership:
     spec: GroupSpec
     participants: tuple[str, ...]  # the name of each rank's participant, the same in all groups: its actor's id
     topology: Topology
-    # The groups inside it, which only its plans use: for each host that of its ranks, by the number of the host; last
-    # that of each host's lowest rank; or none
-    inner: tuple[Membership, ...] = ()
     # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
     bitwise: bool = True
     chosen: str = ""  # why "auto" has picked its backend; empty if the user did
@@ -44,19 +41,6 @@ class Membership:
         """Whether Ray gave each member a GPU."""
         return all("GPU" in dict(member.accelerators) for member in self.members)
 
-    @property
-    def tree(self) -> tuple[Membership, ...]:
-        """The group and those inside it."""
-        return (self, *self.inner)
-
     def rank_of(self, participant: str) -> int:
         """The rank of a participant; -1: it is no member."""
         return self._ranks.get(participant, -1)
-
-    def memory_of(self, group_id: str) -> str:
-        """Where a group inside it works; see `GroupSpec.memory`."""
-        return next((one.spec.memory for one in self.inner if one.spec.group_id == group_id), "")
-
-    def ranks_of(self, inner: Membership) -> tuple[int, ...]:
-        """The ranks here of those who are the ranks 0, 1, ... of a group inside it."""
-        return tuple([self._ranks[one] for one in inner.participants])

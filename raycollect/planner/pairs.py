@@ -28,10 +28,12 @@ from raycollect.core.model import OpKind
 from raycollect.planner.cost import FREE, Cost, Layout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
-from raycollect.planner.setting import Setting, Written
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
 
 _T = TypeVar("_T")
+
+Written = tuple[tuple[Step, ...], ...]
+"""For each rank that takes part, ascending: its steps by some algorithm."""
 
 
 class _StepWriter:
@@ -93,12 +95,10 @@ def _binomial(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield at, ranks[giver], ranks[giver + (1 << at)]
 
 
-def tree_cost(setting: Setting) -> Cost:
+def tree_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
     """The cost of a tree."""
-    layout = setting.layout
-    line = _hops(setting, layout.one_host(2), depth(layout.largest))
-    for link in layout.tree:
-        line += _hops(setting, layout.pair(link), 1)
+    line = _hops(backend, layout.one_host(2), depth(layout.largest))
+    line += _hops(backend, layout.pair(layout.between), depth(layout.host_count))
     return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
 
 
@@ -125,14 +125,14 @@ def _phases(world: int) -> tuple[range, ...]:
     return range(0, world - 1, 2), range(1, world, 2), range(world - 1, world)
 
 
-def ring_cost(setting: Setting) -> Cost:
+def ring_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
     """The cost of a ring."""
-    layout, world = setting.layout, setting.layout.world
+    world = layout.world
     if world == 1:
         return FREE
     far = layout.host_count if layout.host_count > 1 else 0
-    pair = layout.pair(layout.ring) if far else layout.one_host(2)
-    line = _hops(setting, pair, len(_phases(world)) * (world - 1))
+    pair = layout.pair(layout.between) if far else layout.one_host(2)
+    line = _hops(backend, pair, len(_phases(world)) * (world - 1))
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
 
 
@@ -201,19 +201,19 @@ _PAIRWISE: dict[OpKind, Callable[[Part, _StepWriter], None]] = {
 }
 
 
-def pairwise_cost(setting: Setting) -> Cost:
+def pairwise_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
     """The cost of pairwise exchange."""
-    layout, world = setting.layout, setting.layout.world
+    world = layout.world
     if world == 1:
         return FREE
-    share = 1 if setting.kind is OpKind.GATHER else 1 / world
-    if setting.kind is not OpKind.ALLTOALL:
+    share = 1 if kind is OpKind.GATHER else 1 / world
+    if kind is not OpKind.ALLTOALL:
         near, far = layout.root_size - 1, world - layout.root_size
-        line = _hops(setting, layout.one_host(2), near, share) + _hops(setting, layout.pair(layout.between), far, share)
+        line = _hops(backend, layout.one_host(2), near, share) + _hops(backend, layout.pair(layout.between), far, share)
         return Cost(line=line, inside=near * share, between=far * share)
     far_pair = layout.pair(layout.between) if layout.host_count > 1 else layout.one_host(2)
     rounds = world - 1 + world % 2
-    begun = launch(setting.backend, far_pair) + priced(OpKind.SEND, setting.backend, far_pair).times(2)
+    begun = launch(backend, far_pair) + priced(OpKind.SEND, backend, far_pair).times(2)
     busiest = max(ranks * (world - ranks) for ranks, _ in layout.sizes)
     per_byte_s = (layout.largest - 1) / layout.inside.bandwidth + busiest / layout.between.bandwidth
     return Cost(
@@ -223,6 +223,6 @@ def pairwise_cost(setting: Setting) -> Cost:
     )
 
 
-def _hops(setting: Setting, pair: Layout, count: int, share: float = 1) -> Line:
-    begun, sent = launch(setting.backend, pair).line, priced(OpKind.SEND, setting.backend, pair).line
+def _hops(backend: str, pair: Layout, count: int, share: float = 1) -> Line:
+    begun, sent = launch(backend, pair).line, priced(OpKind.SEND, backend, pair).line
     return Line(count * (begun.fixed_s + sent.fixed_s), count * share * sent.per_byte_s)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind
 from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.cost import ONE_HOST, Layout
-from raycollect.planner.setting import Setting
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
 _BITWISE = ("local", "shm")
@@ -22,7 +21,6 @@ class Cluster:
     inside: Link = INSIDE  # the link inside a host
     between: Link = BETWEEN  # the link between hosts, shared by the ranks of one host
     backend: str = "tcp"
-    inner: str = "shm"  # the backend of the ranks of one host among themselves
     # Whether elements have to be folded in rank order; None: where the backend promises it (`shm`; `tcp` on request,
     # and where each rank has a host of its own or all have one)
     bitwise: bool | None = None
@@ -51,16 +49,13 @@ class Prediction:
     nbytes_between: int
 
 
-def predict(
-    kind: OpKind | str, nbytes: int, cluster: Cluster, *, op: ReduceOp = ReduceOp.SUM
-) -> tuple[Prediction, ...]:
+def predict(kind: OpKind | str, nbytes: int, cluster: Cluster) -> tuple[Prediction, ...]:
     """Predicts the cost of each algorithm that is possible, the fastest first.
 
     Args:
         kind: The operation, or its name; rank 0 is the root.
         nbytes: The bytes that a rank gives, all pieces together.
         cluster: The cluster.
-        op: The reduce op, of reductions.
 
     Raises:
         ValueError: There is no such operation, or `nbytes` is negative.
@@ -71,19 +66,10 @@ def predict(
         raise ValueError(f"no operation {kind!r}; there are {', '.join(one.value for one in OpKind)}")
     bitwise = cluster.in_rank_order
     layout = Layout.uniform(cluster.hosts, cluster.ranks_per_host, cluster.inside, cluster.between)
-    setting = Setting(
-        kind=OpKind(kind),
-        backend=cluster.backend,
-        layout=replace(layout, rank_order=bitwise),
-        op=op,
-        hosts=cluster.inner,
-        leaders=cluster.backend,
-        bitwise=bitwise,
-    )
-    found = []
+    layout, found = replace(layout, rank_order=bitwise), []
     for name, algorithm in ALGORITHMS.items():
-        if algorithm.serves(setting):
-            cost = algorithm.cost(setting)
+        if OpKind(kind) in algorithm.kinds:
+            cost = algorithm.cost(OpKind(kind), cluster.backend, layout)
             inside, between = cost.traffic(nbytes)
             found.append(
                 Prediction(name=name, time_s=cost.line.time_s(nbytes), nbytes_inside=inside, nbytes_between=between)

@@ -51,7 +51,7 @@ class Share:
     """What one rank does for all requests of one form."""
 
     op: Annotated[str, OPS]  # the operation's name, for messages and the agreement
-    domains: tuple[Domain, ...]  # who takes part, by level (`Step.level`)
+    domain: Domain  # who takes part
     root: int  # the root rank that all must agree on; -1: none
     reduce_op: ReduceOp | None  # the reduce op that all must agree on
     template: Annotated[Template, codec.PACKED]
@@ -60,17 +60,17 @@ class Share:
     @property
     def group_id(self) -> str:
         """The request's group."""
-        return self.domains[0].group_id
+        return self.domain.group_id
 
     @property
     def rank(self) -> int:
         """This participant's rank in it."""
-        return self.domains[0].rank
+        return self.domain.rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
-        return self.domains[0].ranks
+        return self.domain.ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class Program:
     group_ids: frozenset[str] = field(init=False, compare=False, repr=False)  # the groups of its requests
 
     def __post_init__(self) -> None:
-        group_ids = frozenset([one.group_id for share in self.shares for one in share.domains[:1]])
+        group_ids = frozenset([share.group_id for share in self.shares])
         object.__setattr__(self, "group_ids", group_ids)
 
     @property

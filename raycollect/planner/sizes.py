@@ -120,7 +120,7 @@ class Sizes:
     def _memory(self, number: int, rank: int, step: Step) -> str:
         if not isinstance(step.kind, OpKind):
             return ""
-        return self._plan.parts[number].domains(rank, self._plan.memberships[number])[step.level].memory
+        return self._plan.memberships[number].spec.memory
 
     def _elsewhere(self, number: int, rank: int, index: int, memory: str) -> Infos:
         if index < 0 or not memory:

@@ -37,7 +37,6 @@ class SymbolicRun:
     def __init__(
         self,
         ranks: tuple[int, ...],
-        levels: tuple[tuple[tuple[int, ...], ...], ...],
         steps: Sequence[tuple[Step, ...]],
         folds: Folds,
     ) -> None:
@@ -48,15 +47,7 @@ class SymbolicRun:
         self._at = [0] * len(ranks)
         self._launches: dict[object, _Launch] = {}
         self._now: list[tuple[int, _Launch | None]] = [(-1, None)] * len(ranks)  # the launch that each is in
-        place = {rank: at for at, rank in enumerate(ranks)}
-        outer = dict.fromkeys(ranks, (0, place))
-        self._groups: list[dict[int, tuple[int, dict[int, int]]]] = [outer]
-        for level in levels:
-            inner: dict[int, tuple[int, dict[int, int]]] = {}
-            for number, members in enumerate(level):
-                of = {at: place[rank] for at, rank in enumerate(members)}
-                inner.update(dict.fromkeys(members, (number, of)))
-            self._groups.append(inner)
+        self._places = {rank: at for at, rank in enumerate(ranks)}
 
     def run(self) -> str:
         """Runs all ranks to their ends; returns why they can't end, or nothing."""
@@ -99,13 +90,12 @@ class SymbolicRun:
 
     def _enter(self, place: int, step: Step) -> _Launch:
         """The launch of a step; a rank is in one at a time."""
-        level, rank = step.level, self._ranks[place]
-        number, of = self._groups[level].get(rank, (-1, {})) if 0 <= level < len(self._groups) else (-1, {})
-        key = (step.at, level, number, step.ranks)
+        rank, of = self._ranks[place], self._places
+        key = (step.at, step.ranks)
         launch = self._launches.get(key)
         if launch is None:
             if not set(step.ranks) <= set(of) or list(step.ranks) != sorted(set(step.ranks)):
-                raise _WrongError(f"deadlocks: rank {rank} waits for ranks {step.ranks} at level {level}")
+                raise _WrongError(f"deadlocks: rank {rank} waits for ranks {step.ranks}")
             launch = self._launches[key] = _Launch(of, step.ranks)
         at, entered = self._now[place]
         if at == step.at and entered is not launch:
@@ -120,7 +110,7 @@ class SymbolicRun:
         other = self._ready(there) if there >= 0 and there != place else None
         if other is None or {step.kind, other.kind} != {OpKind.SEND, OpKind.RECV}:
             return ()
-        is_same = (other.at, other.level, other.ranks) == (step.at, step.level, step.ranks)
+        is_same = (other.at, other.ranks) == (step.at, step.ranks)
         if not is_same or self._now[there] != (step.at, launch):
             return ()
         if launch.of.get(other.peer, -1) != place:

@@ -56,9 +56,8 @@ class Step:
     src: int = -1  # the index of the buffer read; -1: none
     dst: int = -1  # the index of the buffer written; -1: none; may equal `src`
     op: ReduceOp | None = None
-    peer: int = -1  # the root, or the other rank of a send or receive, by the ranks of the step's group; -1: none
-    level: int = 0  # the group in which it runs: 0 the request's own; above, an inner one (`Part.levels`)
-    ranks: tuple[int, ...] = ()  # the ranks of that group that run it; empty: all that take part in the request
+    peer: int = -1  # the root, or the other rank of a send or receive, -1: none
+    ranks: tuple[int, ...] = ()  # the ranks that run it; empty: all that take part in the request
     # The launch of its part in which it runs, from 0. Every rank begins the launches of a part in this order.
     at: int = 0
     src_piece: int = -1  # the piece of `src`; -1: all of it
@@ -97,11 +96,8 @@ class Template:
 class Choice:
     """One of a part's algorithms, and its conditions; the last one whose conditions hold is taken."""
 
-    name: str = "native"  # `native`, `hierarchical`, ...
+    name: str = "native"  # `native`, `tree`, ...
     at_least: int = 0  # the least bytes per rank from which it is taken (all tensors of a bundle together)
-    # Whether it folds in several kernels. Types that are folded wider than they are kept (floats of less than 32
-    # bits) would get other bits, and take an earlier choice.
-    stepwise: bool = False
     width: int = 1  # how many launches it has
 
 

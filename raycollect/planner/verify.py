@@ -30,11 +30,10 @@ def verify(part: Part, *, bitwise: bool = True) -> None:
         InternalError: It deadlocks, or its result is not what the operation means.
     """
     request = part.request
-    levels = tuple(tuple(ranks for _, ranks in level) for level in part.levels)
     averages = request.op is ReduceOp.AVG
     problem = (
         _shape_problem(part)
-        or _run(request.kind, part.ranks, request.root, part.templates, part.parts, levels, bitwise, averages)
+        or _run(request.kind, part.ranks, request.root, part.templates, part.parts, bitwise, averages)
         or _op_problem(part)
         or _commit_problem(part)
     )
@@ -78,7 +77,6 @@ def _run(
     root: int,
     templates: tuple[Template, ...],
     parts: tuple[int, ...],
-    levels: tuple[tuple[tuple[int, ...], ...], ...] = (),
     bitwise: bool = True,
     averages: bool = False,
 ) -> str:
@@ -86,7 +84,7 @@ def _run(
     for way in range(len(programs[0].ways)):
         given = [_given(kind, rank, len(ranks)) for rank in ranks]
         steps = [program.ways[way] for program in programs]
-        run = SymbolicRun(ranks, levels, steps, Folds(bitwise, averages))
+        run = SymbolicRun(ranks, steps, Folds(bitwise, averages))
         for memory, program, cell in zip(run.memory, programs, given, strict=True):
             if program.src >= 0 and program.buffers[program.src].role is Role.OPERAND:
                 memory[program.src] = cell

@@ -15,7 +15,7 @@ GROUP = "faulty"
 WORLD_SIZE = 3
 LIMIT_S = 20.0
 """How long anybody may have to wait for an error, on a machine that does other things too. How long it took on one that
-did not is in docs/failures.md."""
+did not is in tests/faults/results.md."""
 
 SHORT_S = 1.5
 """The time limit of a collective that will not end."""

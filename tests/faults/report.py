@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
+PAGE = Path(__file__).with_name("results.md")
 
 
 def write_section(name: str, markdown: str, page: Path = PAGE) -> None:

@@ -121,15 +121,12 @@ USES: tuple[Callable[[str, Sequence[Any]], None], ...] = (
     _captured,
     _forsaken,
 )
-WAYS = [(backend, ordering) for backend in BACKENDS for ordering in ("program", "data")]
-"""What cycles take turns in."""
 
 
 def use(cycle: int, actors: Sequence[Any]) -> str:
     """Declares a group of a new name and uses it; returns the name."""
-    backend, ordering = WAYS[cycle % len(WAYS)]
     name = f"soak-{cycle}"
-    col.declare_collective_group(actors, group_name=name, backend=backend, ordering=ordering)
+    col.declare_collective_group(actors, group_name=name, backend=BACKENDS[cycle % len(BACKENDS)])
     for one in USES:
         one(name, actors)
     return name
@@ -222,7 +219,7 @@ def soak(phase: Phase, actors: Sequence[Any], *, cycles: int, looks: int) -> Out
         looks: How often to look after the first time.
     """
     begun_s = time.monotonic()
-    warm = min(len(WAYS), -(-cycles // 3))
+    warm = min(len(BACKENDS), -(-cycles // 3))
     at = sorted({warm + round((cycles - warm) * number / looks) for number in range(looks + 1)})
     found: list[Look] = []
     with _staying(actors) if phase.is_kept else nullcontext():
@@ -301,10 +298,10 @@ def report(outcomes: Sequence[Outcome], *, warm: int) -> str:
 
 
 def _introduction(warm: int) -> str:
-    names = ", ".join(dict.fromkeys(backend for backend, _ in WAYS))
+    names = ", ".join(BACKENDS)
     return (
         f"Each group is declared under a new name over {LASTING} lasting actors, used for {len(USES)} kinds of calls,"
-        f" and destroyed; the groups take turns in {names} and both orderings; {warm} cycles come before the phases."
+        f" and destroyed; the groups take turns in {names}; {warm} cycles come before the phases."
         " A cell has the driver's figure / those of the actors: at the phase's first look -> at its last, where they"
         " differ. The last row is what a straight line through all looks says, in bytes."
     )
@@ -331,7 +328,7 @@ def _told_slope(rule: Rule, outcome: Outcome) -> str:
 @click.option("--kills", default=100, show_default=True, help="Actors that are killed, in all.")
 @click.option("--warm", default=100, show_default=True, help="Cycles before anything is looked at.")
 @click.option("--looks", default=10, show_default=True, help="Looks at each phase after the first.")
-@click.option("--write/--no-write", default=False, help="Writes the section of docs/failures.md.")
+@click.option("--write/--no-write", default=False, help="Writes the section of tests/faults/results.md.")
 def main(cycles: int, kills: int, warm: int, looks: int, write: bool) -> None:
     """Lets groups and actors come and go, and exits 1 if anything grows."""
     ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 29)

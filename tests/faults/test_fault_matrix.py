@@ -1,7 +1,7 @@
 """What P3 and P4 promise, fault by fault: nothing hangs, nobody is killed, nothing is silently wrong.
 
 What each fault has to lead to is the table of `matrix`. With ``--reliability=N`` each case is run N times, and the page
-docs/failures.md says how long it took; add ``-m ""`` for all cases.
+tests/faults/results.md says how long it took; add ``-m ""`` for all cases.
 """
 
 from __future__ import annotations

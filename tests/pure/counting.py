@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from raycollect.core.model import OpKind
-from raycollect.planner import Local
 from raycollect.planner.ir import Part
 
 Flow = tuple[int, int, float]
@@ -93,39 +92,20 @@ def counted(kind: OpKind, backend: str, hosts: Sequence[int], root: int) -> tupl
     return _split(iter(flows(kind, backend, len(hosts), root)), hosts)
 
 
-def counted_part(part: Part, way: int, backends: Sequence[str], hosts: Sequence[int]) -> tuple[float, float]:
-    """The same for all steps of a part, by one of its ways.
+def counted_part(part: Part, way: int, hosts: Sequence[int]) -> tuple[float, float]:
+    """The same for all sends of a part, by one of its ways.
 
     Args:
         part: The part; all ranks of its group take part.
         way: Which of its ways.
-        backends: The backend of each level.
         hosts: For each rank its host.
     """
-    return _split(_part_flows(part, way, backends), hosts)
+    return _split(_part_flows(part, way), hosts)
 
 
-def _part_flows(part: Part, way: int, backends: Sequence[str]) -> Iterator[Flow]:
-    world, seen = len(part.ranks), set()
-    share = 1 / world if part.request.kind in (OpKind.ALLTOALL, OpKind.SCATTER) else 1.0
+def _part_flows(part: Part, way: int) -> Iterator[Flow]:
+    share = 1 / len(part.ranks) if part.request.kind in (OpKind.ALLTOALL, OpKind.SCATTER) else 1.0
     for rank in part.ranks:
         for step in part.template(rank).ways[way]:
             if step.kind is OpKind.SEND:
                 yield rank, step.peer, share
-            if step.kind in (OpKind.SEND, OpKind.RECV) or isinstance(step.kind, Local):
-                continue
-            group = _group(part, step.level, rank)
-            members = [group[at] for at in step.ranks] or list(group)
-            kernel = (step.at, step.level, tuple(members), step.kind)
-            if kernel in seen:
-                continue
-            seen.add(kernel)
-            root = members.index(group[step.peer]) if step.peer >= 0 else 0
-            for giver, taker, some in flows(step.kind, backends[step.level], len(members), root):
-                yield members[giver], members[taker], some
-
-
-def _group(part: Part, level: int, rank: int) -> tuple[int, ...]:
-    if level == 0:
-        return part.ranks
-    return next(ranks for _, ranks in part.levels[level - 1] if rank in ranks)

@@ -13,7 +13,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.ray.capturing import Learner
-from tests.ray.data_ordered import gate  # noqa: F401 - a fixture
+from tests.ray.gates import gate  # noqa: F401 - a fixture
 from tests.ray.workers import Worker
 
 WAIT_S = 30.0
@@ -42,27 +42,21 @@ def summed(refs, group_name):
 
 
 PENDING = {
-    "a plan in program order": ("program", lambda refs, late: lambda: col.allreduce_refs(refs, "far", async_op=True)),
-    "a plan ordered by data": (
-        "data",
-        lambda refs, late: lambda: col.allreduce_refs([late(), refs[1]], "far", async_op=True),
-    ),
-    "a run": ("program", lambda refs, late: partial(summed(refs, "far").run, async_op=True)),
+    "a plan": lambda refs: lambda: col.allreduce_refs(refs, "far", async_op=True),
+    "a run": lambda refs: partial(summed(refs, "far").run, async_op=True),
 }
-"""What waits on an actor for a method -> the ordering of its group, and what begins it."""
+"""What waits on an actor for a method -> what begins it."""
 
 
 @pytest.mark.parametrize("name", PENDING)
 def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):  # noqa: F811
     """Else it would hold the turn of the first actor, for whose queued method the second waits."""
     (first, second, third), refs = trio
-    ordering, make = PENDING[name]
-    col.declare_collective_group([second, third], group_name="far", ordering=ordering)
+    col.declare_collective_group([second, third], group_name="far")
     col.declare_collective_group([first, second], group_name="near")
     step = summed(refs[:2], "near")
-    late = []
-    begin = make(refs[1:], lambda: late[0])
-    late.append(chained(first, second, gate.wait.remote()))
+    begin = PENDING[name](refs[1:])
+    late = chained(first, second, gate.wait.remote())
     pending = begin()
     runs = [step.run(async_op=True) for _ in range(2)]
     assert not pending.done()
@@ -70,6 +64,7 @@ def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):  # 
     ray.get(gate.open.remote())
     for one in (pending, *runs):
         one.wait(WAIT_S)
+    ray.wait([late])
     np.testing.assert_array_equal(ray.get(first.read.remote()), ray.get(second.read.remote()))
     step.run()
 

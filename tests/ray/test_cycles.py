@@ -73,12 +73,6 @@ def derived(workers):
     cycles.fails(RefusedError, col.get, refs)
 
 
-def by_data(workers):
-    group = col.declare_collective_group(workers, group_name="g", ordering="data")
-    col.allreduce_refs([one.ones.remote() for one in workers], "g")
-    group.destroy()
-
-
 def refused(workers):
     group = col.declare_collective_group(workers, group_name="g")
     refs = [one.ones.remote(3 + at) for at, one in enumerate(workers)]
@@ -211,7 +205,7 @@ def fetched(workers):
     assert all(one() is None for one in known)
 
 
-LIVES = (declared, derived, by_data, refused, works, batches, captured, captures_that_fail, recorded, fetched)
+LIVES = (declared, derived, refused, works, batches, captured, captures_that_fail, recorded, fetched)
 
 
 # ---------------------------------------------------------------------------------------------- seeing them

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("nbclient")
+pytest.importorskip("nbclient", reason="what `make install-test-full` installs")
 pytest.importorskip("ipykernel")
 
+import nbformat
 from jupyter_client.manager import KernelManager
 from nbclient.exceptions import CellExecutionError
 

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 import raycollect as col
+from raycollect.driver import dispatch
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
@@ -230,6 +231,16 @@ def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks, actor
     ray.get(gate.open.remote())
     work.wait()
     np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (5 * 9 + 4) + 1))
+
+
+def test_a_program_that_is_too_long_for_a_message_is_an_actor_task(pair, tasks, monkeypatch):
+    _, refs = pair()
+    col.allreduce_refs(refs)
+    tasks.clear()
+    monkeypatch.setattr(dispatch, "ORDER_NBYTES", 100)
+    col.broadcast_refs(refs)
+    assert tasks == ["submit"] * 2
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(3, 2))
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import tempfile
 import time
 import traceback
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +12,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raycollect as col
-from raycollect.core.model import RANK_ORDER, OpKind, ReduceOp
 from raycollect.driver.controller import Controller
-from raycollect.group import link_costs
-from raycollect.member.runtime import Runtime
-from raycollect.planner import Request, passes, plan_part
-from raycollect.planner.algorithms import ALGORITHMS, build
-from raycollect.planner.cost import Layout, priced
 from tests.faults import inject
 from tests.ray.workers import Worker, buffers
-from tests.waiting import wait_until
 
 
 def across_nodes():
@@ -143,130 +133,6 @@ def every_call(self):
     col.destroy_collective_group("own")
 
 
-def host_by_host():
-    """Two members on each of two nodes, one on the third: by costs that make it cheaper, and wherever it can be."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        slow = Path(folder, "costs.json")
-        link_costs.write(slow, [link_costs.given(latency_s=1e-3, bandwidth=1e6)])
-        patch.setenv(link_costs.ENVIRONMENT_VARIABLE, str(slow))
-        without_inner()
-        workers = [_on(node) for node in PLACES]
-        _host_by_host(workers, "tcp", ())
-        _host_by_host(workers, "gloo", (OpKind.ALLREDUCE,))
-        patch.setattr(passes, "route", forced)
-        _host_by_host(workers, "tcp", (OpKind.BROADCAST, OpKind.ALLREDUCE))
-        _host_by_host(workers, "gloo", (OpKind.BROADCAST, OpKind.ALLREDUCE))
-
-
-PLACES = ("one", "one", "two", "three", "three")
-
-
-def _on(node):
-    return Worker.options(num_cpus=0, resources={node: 0.1}).remote()
-
-
-def without_inner():
-    """Where a group inside can't be formed, the group around does without."""
-    workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in ("one", "two", "one")]
-    ray.get(workers[2].call.remote(refuse_shared_memory))
-    group = col.declare_collective_group(workers, pg_options=dict([RANK_ORDER]))
-    assert Controller.current().groups.named("default").inner == ()
-    refs = buffers(workers)
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 3))
-    group.destroy()
-    assert wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
-
-
-def refuse_shared_memory(self):
-    """Lets no group of this participant have shared memory."""
-    from raycollect import backends
-
-    load = backends.load
-
-    def refusing(name, *arguments):
-        if name == "shm":
-            raise col.errors.BackendUnavailableError(group_name=arguments[0], detail="no shared memory today")
-        return load(name, *arguments)
-
-    backends.load = refusing
-
-
-def open_groups(self):
-    """How many groups this participant has a place in, those inside others included."""
-    lease = Runtime.current()._lease
-    return 0 if lease is None else len(lease._groups.by_id)
-
-
-def forced(part, membership):
-    """Routes host by host, whatever it costs."""
-    if not membership.inner or part.request.kind not in ALGORITHMS["hierarchical"].kinds:
-        return part
-    return build(part, membership, ALGORITHMS["hierarchical"])
-
-
-def _host_by_host(workers, backend, routed):
-    # tcp has groups inside a group only where it does not go host by host itself.
-    options = dict([RANK_ORDER]) if backend == "tcp" else None
-    group = col.declare_collective_group(workers, backend=backend, pg_options=options)
-    assert [m.spec.world_size for m in Controller.current().groups.named("default").tree] == [5, 2, 1, 2, 3]
-    values = [np.random.default_rng(rank).normal(size=2501) for rank in range(5)]
-    refs = [w.make.remote(lambda self, v: v.copy(), value) for w, value in zip(workers, values, strict=True)]
-    for kind in routed:
-        assert algorithm(kind, values[0].nbytes, root=3 if kind is OpKind.BROADCAST else -1) == "hierarchical", backend
-    if OpKind.ALLREDUCE in routed:
-        (row,) = col.plan(col.allreduce_refs, refs).rows
-        topology = Controller.current().groups.named("default").topology
-        native = priced(OpKind.ALLREDUCE, backend, Layout.of(topology, rank_order=backend == "tcp"))
-        _, between = native.traffic(row.nbytes)
-        assert row.algorithm == "hierarchical"
-        assert 0 < row.way.nbytes_between < between, "fewer bytes between hosts than by the backend's own kernel"
-    total = functools.reduce(np.add, values)
-    for found in col.get(col.allreduce_refs(refs, inplace=False)):
-        np.testing.assert_allclose(found, total, rtol=1e-12)
-        if backend == "tcp":
-            np.testing.assert_array_equal(found, total, "the left fold in rank order")
-    with col.batch():
-        col.broadcast_refs(refs, 3)
-        made = col.allreduce_refs(refs, op="max", inplace=False)
-        pair = col.send_ref(made[4], refs[0])
-        col.allreduce_refs(refs)
-    for found in col.get(refs):
-        np.testing.assert_allclose(found, 5 * values[3], rtol=1e-12)
-    assert pair == refs[0]
-    assert not ray.get(workers[0].call.remote(lambda self: [col.is_group_initialized(n) for n in ("default/host-0",)]))[
-        0
-    ]
-    refused = [w.make.remote(lambda self, n: np.zeros(n), 2500 + (rank == 2)) for rank, w in enumerate(workers)]
-    with pytest.raises(col.errors.MismatchError):
-        col.allreduce_refs(refused)
-    col.destroy_collective_group()
-    assert wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
-    col.declare_collective_group(workers, backend=backend, pg_options=options)
-    ray.get(workers[3].call.remote(inject.put, "after_kernel", "die"))
-    with pytest.raises(col.errors.ParticipantDiedError) as caught:
-        col.allreduce_refs(refs, timeout_s=30)
-    assert caught.value.rank == 3
-    assert caught.value.group_name == "default"
-    ray.get([worker.read.remote() for worker in workers[:3]])
-    with pytest.raises(col.errors.GroupBrokenError):
-        col.allreduce_refs(refs)
-    col.destroy_collective_group()
-    workers[3] = _on(PLACES[3])
-    del group
-
-
-def algorithm(kind, nbytes, *, root):
-    """The algorithm of an operation of group "default" for so many bytes."""
-    membership = Controller.current().groups.named("default")
-    operands = [
-        (rank, 0, None) if root in (rank, -1) else (rank, None, 0) for rank in range(membership.spec.world_size)
-    ]
-    op = ReduceOp.SUM if kind is OpKind.ALLREDUCE else None
-    request = Request(kind=kind, group=membership.spec, operands=tuple(operands), op=op, root=root)
-    return [choice.name for choice in plan_part(request, membership).choices if choice.at_least <= nbytes][-1]
-
-
 def node_dies(cluster):
     """A whole node goes amid a collective, with two of four members; the others go on, then with a new one."""
     places = ("one", "two", "two", "three")
@@ -300,7 +166,6 @@ def node_dies(cluster):
 
 PROGRAMS = {
     "across": lambda cluster: across_nodes(),
-    "inside": lambda cluster: host_by_host(),
     "lost": node_dies,
 }
 

@@ -28,11 +28,10 @@ class Refused(Message):
 
 @message
 class Joined(Message):
-    """Answers `Join`; `links` are (other rank, latency in seconds, bytes per second)."""
+    """Answers `Join`."""
 
     request: int
     error: Error | None = None
-    links: tuple[tuple[float, ...], ...] = ()
 
 
 @message
@@ -71,14 +70,6 @@ class Waiting(Message):
 
     seq: int
     key: bytes
-
-
-@message
-class Ready(Message):
-    """A participant has all that it needs for plan `seq`, and waits for `Go`; `late`: it has waited for too long."""
-
-    seq: int
-    late: bool
 
 
 @message

@@ -12,7 +12,6 @@ class Join(Message):
     """Become `rank` of a group; answered by `Joined` with the same `request`.
 
     `replaces` is the id of the group of this name in whose place it comes, as its members have changed; "": none.
-    `probe` asks for the links to other ranks: by turn, a rank or -1 (`Probing`).
     """
 
     request: int
@@ -20,7 +19,6 @@ class Join(Message):
     rank: int
     members: list[dict[str, Any]]
     replaces: str = ""
-    probe: tuple[int, ...] = ()
 
 
 @message
@@ -106,12 +104,10 @@ class Order(Message):
     """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
 
     `in_order`: as if it did, behind the task `after` and all before it (empty: there are none). Else when its operands
-    are there, and `together` with the others if somebody may have to wait for an operand or another plan: say `Ready`
-    when you have both, and begin at `Go`. `rings`: where all end it well, ring the bell instead of `Done`, if you can.
+    are there. `rings`: where all end it well, ring the bell instead of `Done`, if you can.
     """
 
     payload: bytes
-    together: bool
     in_order: bool
     after: bytes
     rings: bool
@@ -122,13 +118,6 @@ class Unused(Message):
     """Nobody holds the values of these keys any more, whose tokens came from this controller."""
 
     keys: list[bytes]
-
-
-@message
-class Go(Message):
-    """All participants have said that they are `Ready` for plan `seq`."""
-
-    seq: int
 
 
 @message

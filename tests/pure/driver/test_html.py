@@ -53,7 +53,7 @@ def test_user_given_names_are_escaped(words):
             html.line(words),
             html.lines([words, words]),
             html.pairs([(words, words)]),
-            html.table([words, "b"], [(words, 1), (2, words), html.across(words, 2)], right={words}),
+            html.table([words, "b"], [(words, 1), (2, words)], right={words}),
         ),
         html.folded(words, words),
         html.failure(KernelError(detail=words)),
@@ -252,7 +252,7 @@ def declared(count, name="default", asked="auto", machines=1):
         )
         for rank in range(count)
     )
-    spec = SimpleNamespace(name=name, world_size=count, backend="tcp", ordering="program")
+    spec = SimpleNamespace(name=name, world_size=count, backend="tcp")
     actors = [SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda rank=rank: str(rank))) for rank in range(count)]
     chosen = backends.choose([one.machine for one in members]).why
     asked = SimpleNamespace(actors=actors, backend=asked)

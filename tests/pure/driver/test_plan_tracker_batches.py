@@ -25,7 +25,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.group.membership import inner_groups, membership_of
+from raycollect.group.membership import membership_of
 from raycollect.planner import Made, Membership, plan
 from tests.pure.driver.tracked_plans import key_of, member_of, refs_of
 
@@ -40,8 +40,7 @@ def group(name: str, numbers: Sequence[int], *, machines: str = "", backend: str
         replace(member_of(number), rank=rank, machine=place, node_id=place)
         for rank, (number, place) in enumerate(zip(numbers, places, strict=True))
     )
-    made = membership_of(spec, members)
-    return replace(made, inner=inner_groups(made))
+    return membership_of(spec, members)
 
 
 def asked(membership: Membership, sources: Sequence[Any], **changes: Any) -> RequestKey:
@@ -281,88 +280,10 @@ def nodes() -> PlanTracker:
     return flying(asked(whole, range(5)), asked(whole, range(5, 10)))
 
 
-@pytest.mark.parametrize(
-    ("machines", "backend", "worlds"),
-    [
-        ("abaca", "tcp", [3, 1, 1, 3]),
-        ("aabb", "gloo", [2, 2, 2]),
-        ("aabb", "torch:gloo", [2, 2, 2]),
-        ("aabb", "torch:mpi", []),
-        ("abc", "tcp", []),
-        ("aaa", "tcp", []),
-        ("a", "tcp", []),
-    ],
-)
-def test_there_are_groups_inside_where_some_share_a_host_and_some_do_not(
-    machines: str, backend: str, worlds: list[int]
-) -> None:
-    whole = group("whole", range(len(machines)), machines=machines, backend=backend)
-    assert [one.spec.world_size for one in whole.inner] == worlds
-    assert whole.bitwise == (backend == "tcp")
-    if not worlds:
-        return
-    *hosts, leaders = map(whole.ranks_of, whole.inner)
-    assert hosts == list(whole.topology.groups())
-    assert leaders == tuple(machines.index(machine) for machine in dict.fromkeys(machines))
-    assert [one.spec.backend for one in whole.inner] == ["shm"] * (len(worlds) - 1) + [backend]
-    assert all(one.spec.parent == whole.spec.group_id for one in whole.inner)
-    assert len({one.spec.group_id for one in whole.tree}) == len(whole.tree)
-    for one in whole.inner:
-        assert [m.rank for m in one.members] == list(range(one.spec.world_size))
-
-
-def test_members_without_the_mixin_keep_a_group_whole() -> None:
-    whole = group("whole", range(4), machines="aabb")
-    plain = replace(whole.members[1], participant=False)
-    assert inner_groups(replace(whole, members=(whole.members[0], plain, *whole.members[2:]), inner=())) == ()
-
-
-def test_errors_inside_become_errors_of_the_group_around(nodes: PlanTracker) -> None:
-    leaders = nodes.groups[0].inner[-1]
-    error = KernelError(detail="x", rank=2, group_name=leaders.spec.group_id)
-    nodes.done(0, error, [])
-    assert (error.group_name, error.rank, error.actor) == ("whole", 3, "Worker(8)")
-
-
-def test_a_timeout_inside_names_ranks_of_the_group_around(nodes: PlanTracker) -> None:
-    host = nodes.groups[0].inner[0]
-    nodes.done(0, CollectiveTimeoutError(timeout_s=1.0, missing=(1, 2), group_name=host.spec.name), [])
-    assert isinstance(nodes.error, CollectiveTimeoutError)
-    assert nodes.error.missing == (2, 4)
-    assert "rank 4 (Worker(9))" in nodes.error.detail
-
-
-def test_inner_timeout_naming_foreign_ranks_is_still_raised(nodes: PlanTracker) -> None:
-    host = nodes.groups[0].inner[0]
-    nodes.done(0, CollectiveTimeoutError(timeout_s=1.0, missing=(7, 2), group_name=host.spec.name), [])
-    assert isinstance(nodes.error, CollectiveTimeoutError)
-    assert nodes.error.missing == (4,)
-
-
-def test_a_broken_group_inside_breaks_the_one_around(nodes: PlanTracker) -> None:
-    host = nodes.groups[0].inner[0]
-    error = GroupBrokenError(group_name=host.spec.name, detail="closed")
-    assert nodes.location.blamed(error) == nodes.groups
-    nodes.done(1, error, [])
-    assert nodes.error is error
-    assert error.group_name == "whole"
-
-
 def test_only_the_group_that_an_error_names_is_broken(chain: PlanTracker) -> None:
     for name, blamed in (("id of right", ["right"]), ("left", ["left"]), ("unknown", ["left", "right"])):
         found = chain.location.blamed(GroupBrokenError(group_name=name))
         assert [one.spec.name for one in found] == blamed
-
-
-def test_checks_inside_are_kept_as_well(nodes: PlanTracker) -> None:
-    leaders = nodes.groups[0].inner[-1].spec.group_id
-
-    def come(number: int, rank: int) -> list[int]:
-        message = Arrive(group_id=leaders, seq=SEQ, round=0, ranks=[1, 2], rank=rank, blob=b"")
-        return [at for at, _ in nodes.arrive(position(nodes, number), message)]
-
-    assert come(8, 2) == []
-    assert come(6, 1) == [position(nodes, 6), position(nodes, 8)]
 
 
 # ---------------------------------------------------------------------------------------------- remembered plans

@@ -75,17 +75,15 @@ def test_a_call_brings_what_its_caller_has_enqueued_on_a_stream_of_its_own(
 
 
 @pytest.mark.parametrize("memory", ["", "cpu", "cuda"])
-def test_a_program_says_where_each_of_its_groups_works(memory: str) -> None:
+def test_a_program_says_where_its_group_works(memory: str) -> None:
     there = membership([0, 0, 1, 1], backend="gloo", bitwise=False)
-    levels = ["cpu", "cpu", memory]
-    inner = tuple(replace(one, spec=replace(one.spec, memory=of)) for one, of in zip(there.inner, levels, strict=True))
-    there = replace(there, spec=replace(there.spec, memory=memory), inner=inner)
+    there = replace(there, spec=replace(there.spec, memory=memory))
     operands = tuple((rank, rank, None) for rank in range(4))
     asked = Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=operands, op=ReduceOp.SUM)
     planned = plan([asked], [there])
-    for position, level in enumerate([memory, "", memory, ""]):
+    for position in range(4):
         (share,) = decode_program(encode_program(planned.program(position))).shares
-        assert [domain.memory for domain in share.domains] == [memory, "cpu", level]
+        assert share.domain.memory == memory
 
 
 def test_a_group_works_in_a_memory_by_its_name() -> None:

@@ -10,7 +10,6 @@ from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
 from raycollect.planner.explain import Planned, explain, explain_step
 from raycollect.planner.report import Invoked, Methods
-from tests.pure.memberships import part_of
 
 
 def group(name, count, backend="shm", ops=None):
@@ -18,20 +17,21 @@ def group(name, count, backend="shm", ops=None):
     return GroupSpec(name=name, group_id=f"id of {name}", backend=backend, world_size=count, **given)
 
 
-def membership(hosts, *, name="default", backend="shm", bitwise=True, inner=False, ops=None, first=0):
+def membership(hosts, *, name="default", backend="shm", bitwise=True, ops=None, first=0):
     """A group whose rank r is on host ``hosts[r]``; its members are named by their numbers from `first` on."""
     topology = Topology.of(
         hosts, inside=Link(latency_s=1e-5, bandwidth=8e9), between=Link(latency_s=5e-5, bandwidth=1e9)
     )
     spec = group(name, len(hosts), backend, ops)
     participants = tuple(f"member {first + rank}" for rank in range(len(hosts)))
-    made = Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise)
-    if not inner:
-        return made
-    groups = [topology.on(host) for host in range(topology.host_count)]
-    leaders = part_of(made, group(f"{name}/leaders", len(groups), backend), [ranks[0] for ranks in groups])
-    inside = [part_of(made, group(f"{name}/host-{at}", len(ranks)), ranks) for at, ranks in enumerate(groups)]
-    return replace(made, inner=(*inside, leaders))
+    return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise)
+
+
+def distant():
+    """A group in which any link takes a millisecond, so that a broadcast goes by a tree below 48,000 bytes."""
+    there = membership([0, 0, 1], backend="gloo", bitwise=False)
+    near, far = Link(latency_s=1e-3, bandwidth=8e9), Link(latency_s=1e-3, bandwidth=1e9)
+    return replace(there, topology=replace(there.topology, inside=near, between=far))
 
 
 def info(size, dtype="float32", itemsize=4):
@@ -73,9 +73,9 @@ def native():
     return told([allreduce(there)], there, {"x": info(1 << 18)})
 
 
-def hierarchical():
-    there = membership([0] * 3 + [1] * 3 + [2] * 2, backend="gloo", bitwise=False, inner=True)
-    return told([allreduce(there)], there, {"x": info(1 << 24)})
+def tree():
+    there = distant()
+    return told([broadcast(there)], there, {"x": info(1000)})
 
 
 def mixed():
@@ -114,9 +114,8 @@ def on(device, size, library="cupy"):
 
 
 def working_in(memory, there):
-    """The same group, and those inside it, with a backend that works in some memory."""
-    inner = tuple(replace(one, spec=replace(one.spec, memory=memory)) for one in there.inner)
-    return replace(there, spec=replace(there.spec, memory=memory), inner=inner)
+    """The same group with a backend that works in some memory."""
+    return replace(there, spec=replace(there.spec, memory=memory))
 
 
 def brought():

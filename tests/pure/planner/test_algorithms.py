@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import PIECES, OpKind, ReduceOp
-from raycollect.planner import Link, Local, Membership, Role, Step, decode_program, encode_program, plan, plan_part
-from raycollect.planner.algorithms import ALGORITHMS, STAND_INS
+from raycollect.planner import Link, Local, Role, Step, decode_program, encode_program, plan, plan_part
+from raycollect.planner.algorithms import ALGORITHMS, STAND_INS, cost_of
 from raycollect.planner.ir import Part
-from raycollect.planner.setting import Setting
 from raycollect.planner.template import NATIVE
 from raycollect.planner.verify import verify
 from tests.pure.counting import counted_part
 from tests.pure.meaning import folded, meaning
-from tests.pure.memberships import ALL_OPS, MADE, built, membership, names, own, part_of, request
+from tests.pure.memberships import ALL_OPS, MADE, built, membership, names, request
 
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=11)
 
@@ -40,13 +39,11 @@ def test_whatever_is_possible_is_right(
     name, kind = made
     of = membership(places, bitwise=bitwise)
     asked = request(kind, of, root % len(places), given=given_, inplace=inplace)
-    part = built(name, of, asked)
-    if part is not None:
-        verify(part, bitwise=bitwise)
-        whole = plan([replace(asked, group=of.spec)], [of])
-        for position in range(len(places)):
-            program = whole.program(position)
-            assert decode_program(encode_program(program)) == program
+    verify(built(name, of, asked), bitwise=bitwise)
+    whole = plan([replace(asked, group=of.spec)], [of])
+    for position in range(len(places)):
+        program = whole.program(position)
+        assert decode_program(encode_program(program)) == program
 
 
 class _Rank:
@@ -90,15 +87,13 @@ def _moved(part: Part, ranks: dict[int, _Rank], rank: int) -> bool:
         ranks[rank].steps.pop(0)
         return True
     group = part.ranks
-    if step.level:
-        group = next(found for _, found in part.levels[step.level - 1] if rank in found)
     if step.kind in (OpKind.SEND, OpKind.RECV):
         members = [rank, group[step.peer]]
     else:
         members = [group[at] for at in step.ranks] if step.ranks else list(group)
     steps = {one: ranks[one].steps[0] if ranks[one].steps else None for one in members}
-    launch = (step.at, step.level, step.ranks)
-    if any(other is None or (other.at, other.level, other.ranks) != launch for other in steps.values()):
+    launch = (step.at, step.ranks)
+    if any(other is None or (other.at, other.ranks) != launch for other in steps.values()):
         return False
     if step.kind in (OpKind.SEND, OpKind.RECV):
         other = steps[members[1]]
@@ -202,11 +197,10 @@ def test_the_bytes_that_they_say_are_those_of_their_steps(
     for name, kind in MADE:
         asked = request(kind, of, root % len(places))
         part = built(name, of, asked)
-        if part is not None:
-            cost = ALGORITHMS[name].cost(Setting.of(part, of))
-            counts = counted_part(part, 0, (backend, "shm", backend), of.topology.hosts)
-            assert (cost.inside, cost.between) == pytest.approx(counts), f"{name} for {kind}"
-            assert cost.traffic(1 << 20) == tuple(round(one * (1 << 20)) for one in (cost.inside, cost.between))
+        cost = cost_of(ALGORITHMS[name], part, of)
+        counts = counted_part(part, 0, of.topology.hosts)
+        assert (cost.inside, cost.between) == pytest.approx(counts), f"{name} for {kind}"
+        assert cost.traffic(1 << 20) == tuple(round(one * (1 << 20)) for one in (cost.inside, cost.between))
 
 
 def _launches(part: Part) -> int:
@@ -229,54 +223,10 @@ def test_pairs_meet_side_by_side_in_as_few_launches_as_they_say(world: int) -> N
     ):
         for root in range(world):
             part = built(name, of, request(kind, of, root))
-            assert part is not None
             verify(part)
             assert _launches(part) == expected
             for step in (step for template in part.templates for step in template.steps):
                 assert len(step.ranks) == (2 if world > 2 and step.kind is not Local.COPY else 0)
-
-
-@pytest.mark.parametrize("bitwise", [True, False])
-def test_a_hierarchy_has_the_launches_that_it_needs(bitwise: bool) -> None:
-    for places, chained in (("aab", 4), ("aabb", 5), ("abb", 4), ("aaabbbccc", 7), ("abcc", 5)):
-        of = membership(places, bitwise=bitwise, backend="tcp" if bitwise else "gloo")
-        part = built("hierarchical", of, request(OpKind.ALLREDUCE, of))
-        assert part is not None
-        assert _launches(part) == (chained if bitwise else 3)
-        assert part.choices[0].stepwise
-        for root, expected in ((0, 2), (places.index(places[-1]), 2)):
-            spread = built("hierarchical", of, request(OpKind.BROADCAST, of, root))
-            assert spread is not None
-            assert _launches(spread) == expected
-            assert not spread.choices[0].stepwise
-    of = membership("aabb")
-    far = built("hierarchical", of, request(OpKind.BROADCAST, of, 3))
-    assert far is not None
-    assert _launches(far) == 3, "a root that does not lead its host gives to that first"
-
-
-def test_where_a_hierarchy_is_not_possible() -> None:
-    def possible(of: Membership, **changes: Any) -> bool:
-        asked = request(OpKind.ALLREDUCE, of, **changes)
-        return ALGORITHMS["hierarchical"].serves(Setting.of(own(of, asked), of))
-
-    assert possible(membership("aabb"))
-    assert not possible(membership("aaaa")), "one host"
-    assert not possible(membership("abcd")), "one rank on each"
-    assert not possible(membership("aabb", inner=False)), "no inner groups"
-    assert not possible(membership("aabb"), op=ReduceOp.AVG), "an average of averages is another one"
-    assert not possible(membership("aabb", bitwise=False), op=ReduceOp.AVG)
-    assert not possible(membership("abab")), "host by host would not be rank by rank"
-    assert possible(membership("abab", backend="gloo", bitwise=False))
-    assert not possible(membership("aabb", bitwise=False)), "what tcp does itself goes host by host"
-    other = membership("aabb")
-    *hosts, leaders = other.inner
-    for broken in (
-        replace(other, inner=(hosts[0], leaders)),
-        replace(other, inner=(*hosts, part_of(other, leaders.spec, (1, 3)))),
-        replace(other, inner=(*hosts, part_of(other, replace(leaders.spec, ops=("allreduce",)), (0, 2)))),
-    ):
-        assert not possible(broken)
 
 
 # ---------------------------------------------------------------------------------------------- which is taken
@@ -289,7 +239,6 @@ def test_on_one_host_there_is_one_way() -> None:
                 of = membership(places, backend="tcp")
                 part = plan_part(request(kind, of), of)
                 assert names(part) == [NATIVE.name]
-                assert part.levels == ()
 
 
 @given(
@@ -313,21 +262,10 @@ def test_the_cheapest_is_taken_at_every_size(
         starts = [choice.at_least for choice in part.choices]
         assert starts == sorted(starts)
         assert all(len(template.ways) == len(starts) for template in part.templates)
-        setting = Setting.of(part, of)
-        rows = [row for row in ALGORITHMS.values() if row.serves(setting) and len(part.ranks) <= row.at_most]
+        rows = [row for row in ALGORITHMS.values() if kind in row.kinds and len(part.ranks) <= row.at_most]
         taken = [choice for choice in part.choices if choice.at_least <= size][-1]
-        best = min(row.cost(setting).line.time_s(size) for row in rows)
-        assert ALGORITHMS[taken.name].cost(setting).line.time_s(size) == pytest.approx(best)
-
-
-def test_slow_links_between_hosts_make_hierarchies() -> None:
-    of = membership("aaaaaaaabbbbbbbb")
-    part = plan_part(request(OpKind.ALLREDUCE, of), of)
-    assert names(part)[-1] == "hierarchical"
-    assert [[group_id for group_id, _ in level] for level in part.levels] == [["g/0", "g/1"], ["g/leaders"]]
-    assert part.domains(9)[1].rank == 1
-    assert part.domains(9)[2].ranks == ()
-    assert part.domains(8)[2].rank == 1
+        best = min(cost_of(row, part, of).line.time_s(size) for row in rows)
+        assert cost_of(ALGORITHMS[taken.name], part, of).line.time_s(size) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ from raycollect.errors import (
     ProtocolError,
     TensorFreedError,
 )
-from raycollect.planner import Membership, Request, Topology, plan, plan_part
+from raycollect.planner import Membership, Request, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
 from raycollect.planner.schedule import schedule
@@ -35,26 +32,6 @@ from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
 from tests.pure.planner.convoys import allreduces, convoy_of
 
-HOSTS = (2, 1, 3)
-
-
-@contextmanager
-def _hosts(*, bitwise: bool = True) -> Iterator[tuple[Convoy, Membership]]:
-    """Six participants on three hosts, with the groups of the hosts and that of their leaders."""
-    ends = list(accumulate(HOSTS, initial=0))
-    ranks = [tuple(range(lo, hi)) for lo, hi in pairwise(ends)]
-    leaders = tuple(of[0] for of in ranks)
-    with convoy_of([range(ends[-1]), leaders, *ranks]) as convoy:
-        outer, lead, *hosts = convoy.memberships
-        places = [host for host, count in enumerate(HOSTS) for _ in range(count)]
-        membership = replace(
-            outer,
-            topology=Topology.of(places),
-            inner=(*hosts, lead),
-            bitwise=bitwise,
-        )
-        yield convoy, membership
-
 
 def _with_choice(request: Request, membership: Membership, name: str, at_least: int) -> Part:
     """The part of a request with one algorithm beside the native one."""
@@ -63,32 +40,43 @@ def _with_choice(request: Request, membership: Membership, name: str, at_least: 
     templates = tuple(replace(native.template(rank), others=(other.template(rank).steps,)) for rank in native.ranks)
     choices = (NATIVE, replace(other.choices[0], at_least=at_least))
     parts = tuple(range(len(templates)))
-    return replace(native, templates=templates, parts=parts, choices=choices, levels=other.levels)
+    return replace(native, templates=templates, parts=parts, choices=choices)
 
 
-@pytest.mark.parametrize("bitwise", [True, False])
-@pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.parametrize(("dtype", "size", "levels"), [("int64", 3, 0), ("int64", 4, 1), ("float16", 90, 0)])
-def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle_and_not_for_narrow_floats(
-    dtype: str, size: int, levels: int, inplace: bool, bitwise: bool
-) -> None:
-    """Two calls of 4 x 8 bytes reach the 64 from which on the hosts are gone through."""
-    with _hosts(bitwise=bitwise) as (convoy, membership):
-        rng = np.random.default_rng(size)
-        values = [[rng.integers(0, 9, size).astype(dtype) for _ in range(6)] for _ in range(2)]
-        expected = [sum(of_call) for of_call in values]
-        requests = [replace(one, inplace=inplace) for one in allreduces(convoy, values)]
-        part = _with_choice(requests[0], membership, "hierarchical", 64)
+@pytest.mark.parametrize(("size", "kinds"), [(3, {OpKind.BROADCAST}), (4, {OpKind.SEND, OpKind.RECV})])
+def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle(size: int, kinds: set[OpKind]) -> None:
+    """Two calls of 4 x 8 bytes reach the 64 from which on a tree is taken."""
+    team = ThreadTeam("tcp", 4)
+    convoy = Convoy([range(4)], lambda world_size: team.communicators)
+    try:
+        (membership,) = convoy.memberships
+        values = [[np.full(size, 10 * call + rank) for rank in range(4)] for call in range(2)]
+        requests = [
+            Request(
+                kind=OpKind.BROADCAST,
+                group=membership.spec,
+                operands=tuple(
+                    (rank, *((key, None) if rank == 0 else (None, key)))
+                    for rank, key in enumerate(convoy.keep(rank, value) for rank, value in enumerate(of_call))
+                ),
+                root=0,
+                timeout_s=WAIT_S,
+            )
+            for of_call in values
+        ]
+        part = _with_choice(requests[0], membership, "tree", 64)
         planned = schedule(requests, [part] * 2, [membership] * 2, 32 << 20)
-        kernels = _heard(convoy, 5)
+        kernels = _heard(convoy, 1)
         outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
-        for at, right in enumerate(expected):
-            for one in range(6):
-                assert outcomes[one].error is None, outcomes[one].error
-                got = values[at][one] if inplace else outcomes[one].outputs[at].value
-                np.testing.assert_array_equal(got, right)
-        kinds = [kernel.kind for kernel in kernels]
-        assert kinds == ([OpKind.REDUCE, OpKind.BROADCAST] if levels else [OpKind.ALLREDUCE])
+        for call, of_call in enumerate(values):
+            for rank in range(4):
+                assert outcomes[rank].error is None, outcomes[rank].error
+                np.testing.assert_array_equal(of_call[rank], np.full(size, 10 * call))
+        assert {kernel.kind for kernel in kernels} <= kinds
+        assert kernels
+    finally:
+        convoy.close()
+        team.close()
 
 
 @pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER])

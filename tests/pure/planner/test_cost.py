@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind
 from raycollect.planner import Cluster, Link, Topology, predict
 from raycollect.planner.algorithms import envelope
-from raycollect.planner.cost import CONTENTION, FREE, Cost, Layout, Line, beside, launch, priced
+from raycollect.planner.cost import CONTENTION, FREE, Cost, Layout, Line, launch, priced
 from raycollect.planner.topology import BETWEEN, INSIDE
 from tests.pure.counting import counted
 
@@ -29,12 +29,10 @@ def test_a_line_is_latency_and_bandwidth() -> None:
     assert (line + line).time_s(500) == pytest.approx(2 * line.time_s(500))
 
 
-def test_costs_add_up_one_after_the_other_and_side_by_side() -> None:
+def test_costs_add_up_one_after_the_other() -> None:
     slow, wide = Cost(line=Line(5, 1), inside=2, between=0.5), Cost(line=Line(1, 3), inside=1, between=1)
     assert slow + wide == Cost(line=Line(6, 4), inside=3, between=1.5)
     assert slow.times(3) == slow + slow + slow
-    assert beside([(slow, 2), (wide, 1)]) == Cost(line=Line(5, 3), inside=5, between=2)
-    assert beside([]) == FREE
     assert slow.traffic(10) == (20, 5)
 
 
@@ -78,7 +76,6 @@ def test_a_layout_says_of_a_topology_what_counting_says(places: list[int]) -> No
     assert layout.inside_pairs == sum(hosts[a] == hosts[b] for a, b in pairs)
     assert layout.between_pairs == sum(hosts[a] != hosts[b] for a, b in pairs)
     assert layout.crossings == sum(hosts[a] != hosts[(a + 1) % len(places)] for a in ranks)
-    assert layout.contiguous == topology.is_contiguous
     assert tuple(rank for group in topology.groups() for rank in group) == tuple(sorted(ranks, key=lambda r: hosts[r]))
 
 
@@ -169,38 +166,6 @@ def test_a_topology_may_stand_for_its_layout() -> None:
         assert priced(kind, "tcp", topology).line == priced(kind, "tcp", Layout.of(topology)).line
 
 
-def on_links(places: str, *slow: tuple[int, int]) -> Layout:
-    """Ranks on hosts whose links are as by default, but for slow ones of a tenth of that."""
-    link = Link(latency_s=BETWEEN.latency_s, bandwidth=BETWEEN.bandwidth / 10)
-    return Layout.of(Topology.of(places).on_links(dict.fromkeys(slow, link) or {(0, 1): BETWEEN}))
-
-
-def test_links_that_are_alike_cost_what_one_link_for_all_costs() -> None:
-    for places in ("aabbcc", "abcd", "aab"):
-        for backend in ("tcp", "gloo", "torch:nccl"):
-            for kind in COLLECTIVES:
-                assert priced(kind, backend, on_links(places)) == priced(kind, backend, Topology.of(places))
-
-
-def test_each_algorithm_is_as_slow_as_the_links_that_it_takes() -> None:
-    """Four hosts: a ring goes 0-1-2-3-0, a tree 0-1, then 0-2 and 1-3, a chain 0-1-2-3; a mesh all."""
-    plain = on_links("aabbccdd")
-    ring, chain, tree = on_links("aabbccdd", (0, 3)), on_links("aabbccdd", (1, 2)), on_links("aabbccdd", (1, 3))
-    assert [one.ring.bandwidth < BETWEEN.bandwidth for one in (plain, ring, chain, tree)] == [False, True, True, False]
-    assert [min(one.chain, key=lambda link: link.bandwidth).bandwidth < BETWEEN.bandwidth for one in (ring, chain)] == [
-        False,
-        True,
-    ]
-    assert [link.bandwidth < BETWEEN.bandwidth for link in tree.tree] == [False, True]
-    assert [link.bandwidth < BETWEEN.bandwidth for link in ring.tree] == [False, False]
-    for kind, one in ((OpKind.ALLREDUCE, ring), (OpKind.BROADCAST, tree)):
-        assert priced(kind, "torch:nccl", one).line.per_byte_s > priced(kind, "torch:nccl", plain).line.per_byte_s
-        other = tree if one is ring else ring
-        assert priced(kind, "torch:nccl", other).line == priced(kind, "torch:nccl", plain).line
-    assert plain.between == BETWEEN
-    assert ring.between.bandwidth == pytest.approx(BETWEEN.bandwidth * 3 / 10), "a third of what a host sends"
-
-
 # ---------------------------------------------------------------------------------------------- predictions
 
 
@@ -211,10 +176,10 @@ def _names(kind: OpKind | str, cluster: Cluster, nbytes: int = 1 << 20) -> set[s
 def test_predictions_name_the_algorithms_that_there_are_the_fastest_first() -> None:
     cluster = Cluster(hosts=64, ranks_per_host=8)
     assert _names("allreduce", cluster) == {"native"}, "which goes host by host"
-    assert _names("allreduce", replace(cluster, bitwise=True)) == {"native", "hierarchical"}
-    assert _names("allreduce", replace(cluster, backend="gloo")) == {"native", "hierarchical"}
+    assert _names("allreduce", replace(cluster, bitwise=True)) == {"native"}
+    assert _names("allreduce", replace(cluster, backend="gloo")) == {"native"}
     assert _names(OpKind.BROADCAST, cluster) == {"native", "tree"}
-    assert _names(OpKind.BROADCAST, replace(cluster, backend="gloo")) == {"native", "hierarchical", "tree"}
+    assert _names(OpKind.BROADCAST, replace(cluster, backend="gloo")) == {"native", "tree"}
     assert _names("allgather", cluster) == {"native", "ring"}
     for kind in ("alltoall", "gather", "scatter"):
         assert _names(kind, cluster) == {"native", "pairwise"}
@@ -225,29 +190,11 @@ def test_predictions_name_the_algorithms_that_there_are_the_fastest_first() -> N
         assert times == sorted(times)
 
 
-def test_no_levels_on_one_host_or_of_one_rank_each_and_no_average_of_averages() -> None:
-    for hosts, ranks in ((1, 8), (8, 1)):
-        assert _names("allreduce", Cluster(hosts=hosts, ranks_per_host=ranks)) == {"native"}
-    found = predict("allreduce", 1 << 20, Cluster(hosts=4, ranks_per_host=4), op=ReduceOp.AVG)
-    assert [one.name for one in found] == ["native"]
-
-
-def test_hierarchies_send_less_between_hosts() -> None:
-    for hosts, ranks in ((2, 8), (4, 4), (64, 8)):
-        in_order = Cluster(hosts=hosts, ranks_per_host=ranks, bitwise=True)
-        found = {one.name: one for one in predict("allreduce", 1 << 24, in_order)}
-        assert found["hierarchical"].nbytes_between * 2 <= found["native"].nbytes_between
-        by_host = {one.name: one for one in predict("allreduce", 1 << 24, replace(in_order, bitwise=False))}
-        assert by_host["native"].nbytes_between == found["hierarchical"].nbytes_between
-        assert by_host["native"].time_s < found["hierarchical"].time_s
-
-
 def test_a_cluster_folds_as_its_backend_does_unless_it_is_told() -> None:
-    for backend, bitwise in (("tcp", False), ("gloo", False), ("nccl", False)):
-        by_default = predict("allreduce", 4 << 20, Cluster(hosts=64, ranks_per_host=8, backend=backend))
-        told = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=bitwise)
-        other = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=not bitwise)
-        assert by_default == predict("allreduce", 4 << 20, told) != predict("allreduce", 4 << 20, other)
+    cluster = Cluster(hosts=64, ranks_per_host=8, backend="tcp")
+    by_host, in_order = (replace(cluster, bitwise=bitwise) for bitwise in (False, True))
+    by_default = predict("allreduce", 4 << 20, cluster)
+    assert by_default == predict("allreduce", 4 << 20, by_host) != predict("allreduce", 4 << 20, in_order)
 
 
 def test_an_unknown_operation_is_refused_with_those_that_there_are() -> None:

@@ -312,7 +312,6 @@ def _broken_steps(made: Part, rank: int) -> Iterator[tuple[str, Part]]:
     template = made.template(rank)
     for at, step in enumerate(template.steps):
         yield f"rank {rank} without step {at}", with_template(made, rank, _drop(template, at))
-        yield f"rank {rank} at another level", with_template(made, rank, _change(template, at, level=1))
         yield f"rank {rank} in a launch that there is not", with_template(made, rank, _change(template, at, at=5))
         if step.peer >= 0:
             for peer in {(step.peer + 1) % made.request.group.world_size, -1} - {step.peer}:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raycollect.core.model import OpKind
 from raycollect.planner import (
     Bundle,
+    Link,
     Local,
     Made,
     Plan,
@@ -44,12 +45,8 @@ class _Launch:
 
 
 def _names(whole: Plan) -> dict[str, tuple[str, ...]]:
-    """Group id -> its members, also of inner groups."""
-    found = {}
-    for of in whole.memberships:
-        found[of.spec.group_id] = of.participants
-        found.update({inner.spec.group_id: inner.participants for inner in of.inner})
-    return found
+    """Group id -> its members."""
+    return {of.spec.group_id: of.participants for of in whole.memberships}
 
 
 def _launches(program: Program, share: Share, base: int, way: int, names: dict[str, tuple[str, ...]]) -> list[_Launch]:
@@ -58,11 +55,9 @@ def _launches(program: Program, share: Share, base: int, way: int, names: dict[s
     for step in share.template.ways[way]:
         if step.kind is Local.COPY:
             continue
-        domain = share.domains[step.level]
+        domain = share.domain
         if base + step.at == 0:
-            assert (step.level, domain.group_id) == (0, program.agreement.group_id), (
-                "the consistency check's communicator runs it"
-            )
+            assert domain.group_id == program.agreement.group_id, "the consistency check's communicator runs it"
             assert (step.ranks or domain.ranks) == program.agreement.ranks, "exactly who is in the consistency check"
             continue
         members = tuple(names[domain.group_id][rank] for rank in step.ranks or domain.ranks)
@@ -242,11 +237,17 @@ def test_shapes_that_are_learned_are_known_before_they_are_used() -> None:
 
 
 def test_alternatives_have_launches_of_their_own_and_the_native_way_the_checks() -> None:
-    of = membership("aaaabbbb")
-    whole = plan(sums(of, 3), [of] * 3)
+    slow = Link(latency_s=1e-3, bandwidth=1e9)
+    of = membership("aab", backend="gloo", bitwise=False, inside=slow, between=slow)
+    asked = request(OpKind.BROADCAST, of)
+    operands = [
+        tuple((rank, src and (call, src), dst and (call, dst)) for rank, src, dst in asked.operands)
+        for call in range(3)
+    ]
+    whole = plan([replace(asked, operands=one) for one in operands], [of] * 3)
     (together,) = whole.order
-    assert [choice.name for choice in whole.parts[0].choices] == ["native", "hierarchical"]
-    assert together.base == (0, 1)
+    assert [choice.name for choice in whole.parts[0].choices] == ["native", "tree", "native"]
+    assert together.base == (0, 1, 0)
     assert whole.width == 1 + 4 * whole.parts[0].width
     assert whole.alone == tuple(1 + (1 + at) * whole.parts[0].width for at in range(3))
 

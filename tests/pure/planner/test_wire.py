@@ -46,7 +46,6 @@ _STEPS = st.builds(
     dst=_INDEX,
     op=_OPS,
     peer=_INDEX,
-    level=st.integers(0, 2),
     ranks=_FEW,
     at=st.integers(0, 9),
     src_piece=_INDEX,
@@ -67,13 +66,12 @@ _CHOICES = st.builds(
     Choice,
     name=st.text(max_size=12),
     at_least=st.integers(0, 2**62),
-    stepwise=st.booleans(),
     width=st.integers(1, 2**20),
 )
 _SHARES = st.builds(
     Share,
     op=st.sampled_from([kind.value for kind in OpKind]),
-    domains=st.lists(_DOMAINS, min_size=1, max_size=3).map(tuple),
+    domain=_DOMAINS,
     root=_INTS,
     reduce_op=_OPS,
     template=_TEMPLATES,

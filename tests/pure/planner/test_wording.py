@@ -10,8 +10,8 @@ import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner import Request, plan
+from raycollect.planner.explain import packing
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
-from raycollect.planner.pricing import packing
 from raycollect.planner.sizes import Sizes
 from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
 from tests.pure.planner.explained import allreduce, info, membership, told
@@ -121,15 +121,3 @@ def test_the_staging_of_a_tensor_is_what_the_executor_counts(kind, seed):
     array = np.empty(7, np.float32)
     expected = size_of(kind, Item((array,), (array,), max(sizes)) if kind in PIECED else Item(array, array), count)
     assert Sizes(plan([request], [there]), held).staged(0) == [("float32", expected)]
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float8_e4m3fn", "float32", "float64", "int8", "int16", "bool"]
-)
-def test_narrow_floats_are_those_that_are_folded_wider(dtype):
-    from raycollect.backends import folds
-
-    there = membership([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
-    itemsize = np.dtype(dtype).itemsize
-    (row,) = told([allreduce(there)], there, {"x": info((1 << 28) // itemsize, dtype, itemsize)}).rows
-    assert (row.algorithm == "native") == folds.is_widened(np.dtype(dtype))

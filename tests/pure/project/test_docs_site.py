@@ -193,7 +193,7 @@ def variables(*folders: str) -> set[str]:
 
 
 def test_every_variable_of_the_environment_is_on_its_page():
-    page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
     told = set(re.findall(r"\bRAYCOLLECT_[A-Z_]+\b", page))
 
     assert variables("raycollect") - told == set()

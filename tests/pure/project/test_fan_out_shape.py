@@ -131,7 +131,7 @@ def test_each_message_has_equal_programs_once(hosts: list[int], degree: int, dat
 def test_1024_ranks(name: str) -> None:
     hosts, controller_host, depth, messages = SHAPES[name]
     assert len(hosts) == 1024
-    of = membership(hosts, inner=False)
+    of = membership(hosts)
     made = plan([request(OpKind.ALLREDUCE, of)], [of], staging=STAGING_NBYTES)
     programs = [encode_program(made.program(at)) for at in range(1024)]
     own = [len(encode_order(Ticket(1, 0), [], b"")) + KEY_NBYTES * len(made.sources(at)) for at in range(1024)]
