@@ -132,14 +132,7 @@ def table(rows: Sequence[Row], width: int = 120) -> list[tuple[str, str]]:
     lines, section = list[tuple[str, str]](), ""
 
     def add(state: str, text: str, first: str, others: str) -> None:
-        filled = textwrap.fill(
-            text,
-            width,
-            initial_indent=first,
-            subsequent_indent=others,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        filled = _fill(text, width, initial_indent=first, subsequent_indent=others)
         lines.extend(zip([state, *[""] * filled.count("\n")], (filled or first.rstrip()).split("\n"), strict=True))
 
     for row in rows:
@@ -150,6 +143,9 @@ def table(rows: Sequence[Row], width: int = 120) -> list[tuple[str, str]]:
         if row.cure:
             add("", row.cure, f"{indent}-> ", f"{indent}   ")
     return lines
+
+
+_fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 
 
 # ---------------------------------------------------------------------------------------------- software
@@ -192,8 +188,7 @@ def package(ask: Ask, name: str, least: str) -> Row:
 
 
 _VERSION = """
-import importlib, importlib.metadata, json
-importlib.import_module({name!r})
+import json, {name}, importlib.metadata
 print(json.dumps({{"version": importlib.metadata.version({name!r})}}))
 """
 
