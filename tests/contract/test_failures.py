@@ -68,6 +68,9 @@ def works_on(way: str, crew: Crew) -> bool:
     return works(crew)
 
 
+# Those of torch are marked `full`, as three processes that import it take seconds.
+
+
 @pytest.fixture
 def fresh(request: pytest.FixtureRequest, cluster: None, tmp_path: Path) -> Iterator[Crew]:
     """A crew for one test, ready for a way."""
@@ -130,7 +133,9 @@ def test_a_method_that_raises_is_named(crews: Crews, way: str, backend: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("way", "fresh"), [pytest.param(way, (way, "shm"), id=way) for way in WAYS], indirect=["fresh"]
+    ("way", "fresh"),
+    [pytest.param(way, (way, "shm"), id=way, marks=[pytest.mark.full] * (way == "torch")) for way in WAYS],
+    indirect=["fresh"],
 )
 def test_a_destroyed_group_is_refused(way: str, fresh: Crew) -> None:
     if way in BY_MEMBERS:
@@ -162,7 +167,9 @@ def test_a_destroyed_group_is_refused(way: str, fresh: Crew) -> None:
 @pytest.mark.parametrize(
     ("way", "fresh"),
     [
-        pytest.param(way, (way, backend), id=f"{way}-{backend}", marks=[pytest.mark.full] * (backend != "shm"))
+        pytest.param(
+            way, (way, backend), id=f"{way}-{backend}", marks=[pytest.mark.full] * (backend != "shm" or way == "torch")
+        )
         for way in WAYS
         for backend in BACKENDS
     ],
