@@ -39,12 +39,12 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu tests/faults tests/ray)
+	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu tests/faults tests/contract tests/ray)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/hosts)
 
 test-full: $(VENV)/.installed-test-full
 	$(BIN)/python -m pytest -m "full or not full" tests/full $(ARGS)
-	$(PYTEST) -m full tests/pure tests/faults tests/ray
+	$(PYTEST) -m full tests/pure tests/faults tests/contract tests/ray
 
 real-cupy:
 	PYTHON=$(PYTHON) bash tests/real_cupy.sh $(ARGS)

@@ -63,7 +63,7 @@ def cluster():
     from ray._private import services
     from ray._private.node import Node
 
-    from tests import forked_workers
+    from tests.support import forked_workers
 
     start_raylet = Node.start_raylet
 

@@ -31,7 +31,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
-from tests.cycles import target_of
+from tests.support.cycles import target_of
 
 _Cache = type(functools.lru_cache(int))
 

@@ -12,7 +12,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults import elastic_soak, growth
 from tests.faults.elastic_soak import Loop
-from tests.faults.test_rebuild import assert_sums, kill
+from tests.faults.groups import assert_sums, kill
 from tests.ray.capturing import Learner
 from tests.ray.workers import Gate, Plain, Worker, block, filled
 from tests.waiting import wait_until

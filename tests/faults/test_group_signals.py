@@ -15,8 +15,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import member_discovery
 from tests.faults.user_errors import PATIENT_S, assert_works
-from tests.ray.test_group_threads import groups_here
-from tests.ray.workers import Gate, Worker, block
+from tests.ray.workers import Gate, Worker, block, groups_here
 from tests.waiting import interrupt_in, wait_until
 
 NAME = "interrupted"

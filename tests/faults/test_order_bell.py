@@ -14,7 +14,7 @@ from raycollect import errors
 from raycollect.channel import OrderBell
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.driver.controller import Controller
-from tests.faults.test_restarts import restart
+from tests.faults.groups import restart
 from tests.ray.workers import Worker
 from tests.waiting import stop, wait_until
 

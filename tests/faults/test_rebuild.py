@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import numpy as np
@@ -13,32 +11,10 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
+from tests.faults.groups import assert_sums, kill
 from tests.ray.workers import Gate, Worker, block, filled
 
 BACKENDS = ["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"]
-
-
-def assert_sums(group):
-    """An allreduce over all members is right, by the driver and by the members themselves."""
-    values = range(1, 1 + group.world_size)
-    refs = filled(group.actors, values)
-    col.allreduce_refs(refs, group.name)
-    for found in col.get(refs):
-        np.testing.assert_array_equal(found, np.full(7, sum(values)))
-
-    def own(self, name):
-        buffer = np.full(5, col.get_rank(name) + 1.0)
-        col.allreduce(buffer, name)
-        return float(buffer[0]), col.get_collective_group_size(name)
-
-    answers = ray.get([actor.call.remote(own, group.name) for actor in group.actors])
-    assert answers == [(sum(values), group.world_size)] * group.world_size
-
-
-def kill(actor):
-    """Kills an actor's process as the out-of-memory killer does."""
-    pid = ray.get(actor.call.remote(lambda self: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

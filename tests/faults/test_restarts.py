@@ -10,29 +10,11 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from tests.faults.groups import process_of, restart
 from tests.ray.workers import Buffers, Gate, Worker, block
 from tests.waiting import wait_until
 
 PATIENT_S = 20.0
-
-
-def die(self):
-    os._exit(1)
-
-
-def process_of(worker):
-    """The process of an actor; 0 while Ray restarts it."""
-    try:
-        return ray.get(worker.call.remote(lambda self: os.getpid()))
-    except ray.exceptions.RayActorError:
-        return 0
-
-
-def restart(worker):
-    """Ends the process of an actor, and waits for the one that Ray starts in its place."""
-    pid = process_of(worker)
-    worker.call.options(max_task_retries=0).remote(die)
-    assert wait_until(lambda: process_of(worker) not in (0, pid))
 
 
 # ---------------------------------------------------------------------------------------------- old refs

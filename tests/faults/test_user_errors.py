@@ -12,8 +12,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.user_errors import PATIENT_S, assert_works, refs_of
-from tests.ray.test_imperative import told
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, told
 
 
 def resize(self):

@@ -7,6 +7,7 @@ for bit, with what numpy makes of all ranks' operands.
 from __future__ import annotations
 
 import os
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -436,3 +437,41 @@ def is_absent(backend: str) -> str:
 
 
 assert {np.dtype(getattr(ml_dtypes, name)) for name in NARROW} <= arrays.NARROW
+
+
+def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:
+    return run_launch(communicator, launch, arrival=bytes([communicator.rank]) * (communicator.rank * 1000))
+
+
+def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: int) -> int:
+    """The memory that a kernel takes beside its arrays, at most."""
+    world, rank = communicator.world_size, communicator.rank
+    whole = np.ones(nbytes // 2, np.int16)
+    pieces = tuple(np.split(np.ones_like(whole), world))
+    src, dst = {
+        **dict.fromkeys((OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN), (whole, whole)),
+        OpKind.REDUCE: (whole, whole if rank == 0 else None),
+        OpKind.REDUCESCATTER: (pieces, pieces[rank]),
+        OpKind.BROADCAST: (whole, whole),
+        OpKind.ALLGATHER: (whole[: pieces[0].size], pieces),
+        OpKind.GATHER: (whole[: pieces[0].size], pieces if rank == 0 else None),
+        OpKind.SCATTER: (pieces if rank == 0 else None, whole[: pieces[0].size]),
+        OpKind.ALLTOALL: (pieces, pieces),
+    }[kind]
+    kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=pieces[0].size)
+    tracemalloc.start()
+    try:
+        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def body_sum_of_ones(communicator: Communicator, launch: Launch, size: int) -> np.ndarray:
+    array = np.ones(size, np.int64)
+    run_staged(communicator, launch, sum_of(array), size)
+    return array
+
+
+def sum_of(array: np.ndarray) -> Kernel:
+    return Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)

@@ -30,11 +30,11 @@ from raycollect.errors import (
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as col
-from tests import cycles
 from tests.pure.backends.adopted_groups import Threads
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import run_launch
 from tests.pure.processes import join, leave_all, outcome
+from tests.support import cycles
 from tests.waiting import wait_until
 
 # ---------------------------------------------------------------------------------------------- how it is seen

@@ -83,15 +83,6 @@ def test_refusal_reaches_participants_of_other_plans(trio):
     assert works_on(trio)
 
 
-def test_a_method_that_gives_no_tensor_is_refused_at_the_check(trio):
-    with col.capture() as step:
-        col.allreduce_refs([step.call(worker.loss) for worker in trio])
-    with pytest.raises(errors.NotATensorError):
-        step.run()
-    assert is_broken(step)
-    assert works_on(trio)
-
-
 def test_a_participant_that_dies_between_runs(trio, submits):
     refs = spread(trio[:2])
     with col.capture() as step:

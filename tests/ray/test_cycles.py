@@ -21,8 +21,8 @@ from raycollect.errors import (
     RefusedError,
 )
 from raycollect.member.runtime import Runtime
-from tests import cycles
 from tests.lives import lasting
+from tests.support import cycles
 from tests.waiting import wait_until
 
 WAIT_S = 20.0

@@ -12,8 +12,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import direct_transport
-from tests.ray.test_store import held
-from tests.ray.workers import Buffers, Gate
+from tests.ray.workers import Buffers, Gate, held
 from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")

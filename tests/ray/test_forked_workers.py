@@ -40,7 +40,7 @@ def test_forked_workers_are_like_others_and_variables_of_python_begin_a_process(
 
 DRAWING = """
 import os
-from tests.forked_workers import LOADED_FIRST, LOADED_WITH_RAY, load
+from tests.support.forked_workers import LOADED_FIRST, LOADED_WITH_RAY, load
 
 load(LOADED_FIRST + LOADED_WITH_RAY)
 for _ in range(2):

@@ -14,7 +14,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import threads
 from raycollect.driver import member_discovery
-from tests.ray.workers import Gate, Worker, block, filled
+from tests.ray.workers import Gate, Worker, block, filled, groups_here
 from tests.waiting import is_in, wait_until
 
 WAIT_S = 20.0
@@ -133,12 +133,6 @@ def test_threads_derive_one_group_of_the_same_actors(actors):
     for one in [threads.apart(call) for _ in range(4)]:
         one.result(WAIT_S)
     assert ray.get(trio[0].call.remote(groups_here)) == 1
-
-
-def groups_here(self):
-    from raycollect.group.process_groups import ProcessGroups
-
-    return len(ProcessGroups.current().all())
 
 
 def test_threads_form_use_and_end_groups_over_shared_actors(actors):

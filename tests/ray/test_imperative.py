@@ -22,7 +22,7 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from tests.lives import lasting
-from tests.ray.workers import Plain, Worker
+from tests.ray.workers import Plain, Worker, told
 from tests.waiting import wait_until
 
 
@@ -43,17 +43,6 @@ def allreduce(rank, group_name="default", n=4, timeout_s=None):
     x = np.full(n, rank + 1.0)
     col.allreduce(x, group_name, timeout_s=timeout_s)
     return x
-
-
-def told(refs):
-    """What each gave, or raised inside the actor."""
-    found = []
-    for ref in refs:
-        try:
-            found.append(ray.get(ref, timeout=60))
-        except ray.exceptions.RayTaskError as exc:
-            found.append(exc.cause)
-    return found
 
 
 def bare(actors, count, *args):

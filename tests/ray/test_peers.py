@@ -31,14 +31,13 @@ Each of their numbered defects and where it has its test; `tests/` is left out, 
 10  four reduce ops
         pure/member/test_joining.py::test_defect_10_more_reduce_ops
     no gather, scatter, all-to-all
-        pure/member/test_operations.py::test_every_operation
+        contract/test_values.py::test_every_rank_holds_what_numpy_makes
     nothing of uneven sizes
-        ray/test_operations.py::test_allgather
-        ray/test_operations.py::test_alltoall
+        contract/test_values.py::test_every_rank_holds_what_numpy_makes
 11  one tensor twice in a list
         pure/member/test_joining.py::test_defect_11_one_tensor_twice_in_a_list_is_refused
         ray/test_tensors.py::test_defect_11_a_list_of_one_tensor_twice
-        ray/test_mismatch.py::test_a_mismatch_is_one_error_for_all
+        contract/test_mismatches.py::test_a_mismatch_is_one_error_for_all_who_called
 12  MAX and MIN on the CPU raise
         test_defect_12_max_and_min_on_the_cpu
     groups of equal ranks share one barrier

@@ -11,12 +11,6 @@ from raycollect.errors import (
     BatchError,
     CollectiveTimeoutError,
     GroupBrokenError,
-    InvalidArgumentError,
-    MismatchError,
-    MissingMemberError,
-    NotATensorError,
-    ProducerFailedError,
-    RefusedError,
     UnknownGroupError,
 )
 from tests.ray.workers import Worker
@@ -127,73 +121,6 @@ def test_sends_name_their_ends(pair):
 
 
 # ---------------------------------------------------------------------------------------------- refusals
-
-
-def as_the_call(error, operation, *args, **kwargs):
-    """What `plan` raises, which must be what the call itself raises: with the same ranks, fields and refs."""
-    with pytest.raises(error) as planned:
-        col.plan(operation, *args, **kwargs)
-    with pytest.raises(error) as called:
-        operation(*args, **kwargs)
-    ours, theirs = planned.value.violations, called.value.violations
-    assert [(one.kind, one.rank, one.field, one.actor, one.ref) for one in ours] == [
-        (one.kind, one.rank, one.field, one.actor, one.ref) for one in theirs
-    ]
-    assert planned.value.group_name == called.value.group_name
-    return planned.value
-
-
-def test_shapes_that_differ_are_refused(pair):
-    error = as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), made(pair[1], 5)])
-    assert "shape" in str(error)
-
-
-def test_put_ref_is_reported_as_the_ref_it_holds(pair):
-    odd = made(pair[1], 5)
-    error = as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), ray.put(ray.get(odd))])
-    assert odd.hex() in {violation.ref for violation in error.violations}
-
-
-def test_dtypes_that_differ_are_refused(pair):
-    as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), made(pair[1], 4, "float64")])
-
-
-def test_indivisible_alltoall_raises_invalid_argument_error(pair):
-    as_the_call(InvalidArgumentError, col.alltoall_refs, None, [made(worker, 5) for worker in pair])
-
-
-def test_a_root_that_is_no_rank_is_refused(pair):
-    as_the_call(InvalidArgumentError, col.broadcast_refs, [made(worker, 5) for worker in pair], 7)
-
-
-def test_a_member_without_a_ref_is_refused(pair):
-    as_the_call(MissingMemberError, col.allreduce_refs, [made(pair[0], 5)])
-
-
-def test_a_value_is_refused(pair):
-    as_the_call(NotATensorError, col.allreduce_refs, [made(pair[0], 10), pair[1].read.remote()])
-
-
-def test_a_method_that_raises_is_the_cause(pair):
-    def fails(self):
-        raise LookupError("no such weights")
-
-    error = as_the_call(ProducerFailedError, col.allreduce_refs, [made(pair[0], 10), pair[1].make.remote(fails)])
-    assert "no such weights" in str(error)
-    assert error.__cause__ is not None
-
-
-def test_a_batch_says_which_call_is_wrong(pair):
-    good, bad = [made(worker, 4) for worker in pair], [made(pair[0], 4), made(pair[1], 5)]
-
-    def step():
-        col.allreduce_refs(good)
-        col.allreduce_refs(bad)
-
-    with pytest.raises(RefusedError) as refused:
-        col.plan(step)
-    assert {one.call for one in refused.value.violations} == {1}
-    assert refused.value.op == "batch"
 
 
 def test_an_unknown_group_is_an_error(pair):

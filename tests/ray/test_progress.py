@@ -12,9 +12,8 @@ import ray
 import tqdm.auto
 
 import raycollect as col
-from raycollect.driver import progress as gauge
 from tests.ray.workers import Worker
-from tests.waiting import stopped, wait_until
+from tests.waiting import wait_until
 
 MB = 1 << 20
 
@@ -93,26 +92,6 @@ def test_allreduce_progress_sums_its_ranks(workers, gate, capsys):
     assert (found.done_nbytes, found.total_nbytes, found.fraction, found.left_s) == (16 * MB, 16 * MB, 1.0, 0.0)
     assert found.rate > 0
     assert capsys.readouterr().out == ""
-
-
-def test_stopped_rank_counts_at_its_last_position(workers, gate, monkeypatch, capsys):
-    group = col.declare_collective_group(workers)
-    refs = made(workers)
-    pid = group.status().members[1].pid
-    ray.get(workers[1].call.remote(hold_fold, gate.path, 10))
-    work = col.allreduce_refs(refs, async_op=True)
-    assert wait_until(lambda: far(work) == [(7.5, 8.0), (3.5, 8.0)])
-    monkeypatch.setattr(gauge, "SILENT_S", 0.0)
-    with stopped(pid):
-        found = work.progress(0.05)
-        assert (found.done_nbytes, str(found.laggard)) == (11 * MB, "rank 1 gives no answer")
-        with pytest.raises(col.errors.CollectiveTimeoutError), col.progress(after_s=0.0):
-            work.wait(2)  # in which rank 0 answers, and the bar is drawn
-    gate.open()
-    work.wait()
-    out, err = capsys.readouterr()
-    assert "rank 1 gives no answer" in err
-    assert out == ""
 
 
 def test_progress_block_shows_bars_that_end_full(workers, gate, capsys):
@@ -196,22 +175,3 @@ def test_progress_names_ranks_not_begun_and_ctrl_c_cancels_the_operation(workers
     work.wait()
     assert col.allreduce_refs(refs) == refs
     assert ray.get(workers[0].call.remote(lambda self: 1)) == 1
-
-
-def test_a_step_is_measured_over_all_of_its_plans(workers, gate):
-    col.declare_collective_group(workers)
-    refs = made(workers)
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-        for one in workers:
-            step.call(one.get_buffer)
-        col.allreduce_refs(refs)
-    for _ in range(3):
-        step.run()
-    ray.get(workers[1].call.remote(hold_fold, gate.path, 10))
-    run = step.run(async_op=True)
-    assert wait_until(lambda: far(run) == [(7.5, 16.0), (3.5, 16.0)])
-    gate.open()
-    run.wait(progress=True)
-    assert run.progress().fraction == 1.0
-    step.close()

@@ -13,22 +13,13 @@ import ray
 import raycollect as col
 from raycollect.errors import InvalidArgumentError, NotATensorError, StoreFullError, TensorFreedError, TensorLostError
 from raycollect.observe import run_steps
-from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain, Worker
+from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain, Worker, held
 from tests.waiting import has_ended, wait_until
 
 
 @pytest.fixture
 def kinds(actors):
     return actors(KindsActor, 1)[0]
-
-
-def held(actor):
-    def count(self):
-        from raycollect.member.runtime import Runtime
-
-        return Runtime.current().store.statistics().held
-
-    return ray.get(actor.call.remote(count))
 
 
 def assert_key(ref):

@@ -16,7 +16,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
 from tests.faults import inject
-from tests.pure.observe.test_chrome import check
+from tests.pure.observe.chrome_files import check
 from tests.ray.workers import Worker, block
 from tests.waiting import stopped, wait_until
 

@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.pure.weights.test_safetensors import resident, write
+from tests.pure.weights.files import resident, write
 from tests.ray.workers import Worker
 
 ROWS = 512

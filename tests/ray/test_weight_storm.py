@@ -15,8 +15,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.weights.directory import Directory
-from tests.ray.test_weight_updates import held_by
-from tests.ray.weight_actors import Weights, replicas
+from tests.ray.weight_actors import Weights, held_by, replicas
 
 LIMIT_S = 120.0
 EXPECTED = (

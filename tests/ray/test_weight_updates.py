@@ -14,7 +14,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.weight_actors import SHAPES, Weights, looks, replicas, spoil
+from tests.ray.weight_actors import SHAPES, Weights, held_by, looks, replicas, spoil
 from tests.ray.workers import Gate, Worker
 from tests.waiting import has_ended, stopped, wait_until
 
@@ -24,17 +24,6 @@ _numbers = itertools.count()
 @pytest.fixture
 def name():
     return f"updates/{os.getpid()}/{next(_numbers)}"
-
-
-def held_by(actor):
-    """How many values an actor's store holds."""
-
-    def inside(_):
-        from raycollect.member.runtime import Runtime
-
-        return Runtime.current().store.statistics().held
-
-    return ray.get(actor.__ray_call__.remote(inside))
 
 
 def end(actor):

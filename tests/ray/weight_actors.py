@@ -79,3 +79,14 @@ def spoil(actor):
 
 def looks(actors, sub):
     return ray.get([actor.look.remote(sub) for actor in actors])
+
+
+def held_by(actor):
+    """How many values an actor's store holds."""
+
+    def inside(_):
+        from raycollect.member.runtime import Runtime
+
+        return Runtime.current().store.statistics().held
+
+    return ray.get(actor.__ray_call__.remote(inside))

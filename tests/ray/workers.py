@@ -84,6 +84,17 @@ class Gate:
         self.event.set()
 
 
+def told(refs):
+    """What each gave, or raised inside the actor."""
+    found = []
+    for ref in refs:
+        try:
+            found.append(ray.get(ref, timeout=60))
+        except ray.exceptions.RayTaskError as exc:
+            found.append(exc.cause)
+    return found
+
+
 class Kinds(Buffers):
     """Every kind of method that Ray can call."""
 
@@ -187,3 +198,18 @@ class Async(col.CollectiveParticipant):
 
 KindsActor = lasting(ray.remote(Kinds))
 AsyncActor = lasting(ray.remote(Async))
+
+
+def groups_here(self):
+    from raycollect.group.process_groups import ProcessGroups
+
+    return len(ProcessGroups.current().all())
+
+
+def held(actor):
+    def count(self):
+        from raycollect.member.runtime import Runtime
+
+        return Runtime.current().store.statistics().held
+
+    return ray.get(actor.call.remote(count))

@@ -8,20 +8,21 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, FaultError, GroupBrokenError, PlanAbortedError
-from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import (
     KINDS,
     Case,
+    body_arrive,
     body_cases,
+    body_sum_of_ones,
     check_allreduce,
     check_cases,
     run_case,
     run_launch,
-    run_staged,
+    sum_of,
 )
 
 
@@ -41,10 +42,6 @@ def is_ended(team: ThreadTeam, kind: OpKind, result: object) -> bool:
     if team.backend == "tcp" and kind in ONE_WAY and isinstance(result, list):
         return all(not wrong for wrong, _ in result)
     return isinstance(result, PlanAbortedError)
-
-
-def sum_of(array: np.ndarray) -> Kernel:
-    return Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -133,12 +130,6 @@ def test_an_abort_wakes_every_kernel(team: ThreadTeam, kind: OpKind) -> None:
         assert is_ended(team, kind, future.result(5))
     team.communicators[2].end(launch, False)
     check_cases(team, [case])
-
-
-def body_sum_of_ones(communicator: Communicator, launch: Launch, size: int) -> np.ndarray:
-    array = np.ones(size, np.int64)
-    run_staged(communicator, launch, sum_of(array), size)
-    return array
 
 
 @pytest.mark.parametrize("size", [1, 600, 100_000])

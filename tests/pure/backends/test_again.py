@@ -26,8 +26,7 @@ from raycollect.errors import (
 from raycollect.pos import tensors
 from tests.pure.closing import closing_all
 from tests.pure.communicators import ThreadTeam
-from tests.pure.engine.repeated_loops import Loop
-from tests.pure.engine.test_execution_loops import Rebound
+from tests.pure.engine.repeated_loops import Loop, Rebound
 from tests.pure.watched import WAIT_S
 
 SIZES = (1, 7, 3000, 5000, 70_001, 140_001)

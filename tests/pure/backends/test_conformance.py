@@ -31,6 +31,7 @@ from tests.pure.conformance import (
     WORLDS,
     Case,
     allowed,
+    body_arrive,
     check_allreduce,
     check_cases,
     is_absent,
@@ -196,10 +197,6 @@ def body_refuse(communicator: Communicator, launch: Launch) -> list[bytes]:
     arrivals = communicator.agree(launch, b"no")
     communicator.end(launch, False)
     return list(arrivals)
-
-
-def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:
-    return run_launch(communicator, launch, arrival=bytes([communicator.rank]) * (communicator.rank * 1000))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -24,9 +23,8 @@ from raycollect.errors import (
     InvalidGroupError,
     PlanAbortedError,
 )
-from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker, Workers
-from tests.pure.conformance import check_allreduce
+from tests.pure.conformance import body_arrive, body_peak, check_allreduce
 from tests.pure.mixed import body_staged
 from tests.waiting import stopped
 
@@ -113,30 +111,6 @@ def test_a_broadcast_between_hosts_is_not_left_to_the_tree_of_gloo(workers, host
 
 
 # ------------------------------------------------------------------------------- memory
-
-
-def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: int) -> int:
-    """The memory that a kernel takes beside its arrays, at most."""
-    world, rank = communicator.world_size, communicator.rank
-    whole = np.ones(nbytes // 2, np.int16)
-    pieces = tuple(np.split(np.ones_like(whole), world))
-    src, dst = {
-        **dict.fromkeys((OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN), (whole, whole)),
-        OpKind.REDUCE: (whole, whole if rank == 0 else None),
-        OpKind.REDUCESCATTER: (pieces, pieces[rank]),
-        OpKind.BROADCAST: (whole, whole),
-        OpKind.ALLGATHER: (whole[: pieces[0].size], pieces),
-        OpKind.GATHER: (whole[: pieces[0].size], pieces if rank == 0 else None),
-        OpKind.SCATTER: (pieces if rank == 0 else None, whole[: pieces[0].size]),
-        OpKind.ALLTOALL: (pieces, pieces),
-    }[kind]
-    kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=pieces[0].size)
-    tracemalloc.start()
-    try:
-        communicator.launch(launch, kernel).wait(launch.timeout_s)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV, OpKind.BARRIER)])

@@ -21,7 +21,6 @@ from raycollect.backends.shm import staged as _staged
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
-from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.communicators import (
     MemoryExchange,
     MemoryRendezvous,
@@ -31,7 +30,7 @@ from tests.pure.communicators import (
     Worker,
     Workers,
 )
-from tests.pure.conformance import DTYPES, Case, bits, check_allreduce, check_cases, every_case, run_launch
+from tests.pure.conformance import DTYPES, Case, bits, body_arrive, check_allreduce, check_cases, every_case, run_launch
 from tests.pure.operands import left_fold
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)

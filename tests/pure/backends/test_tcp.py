@@ -14,10 +14,18 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
 from tests.pure.backends.tcp_teams import team
-from tests.pure.backends.test_conformance import body_arrive
-from tests.pure.backends.test_gloo import body_peak
 from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
-from tests.pure.conformance import DTYPES, bits, check_allreduce, check_cases, every_case, left_fold, run_launch
+from tests.pure.conformance import (
+    DTYPES,
+    bits,
+    body_arrive,
+    body_peak,
+    check_allreduce,
+    check_cases,
+    every_case,
+    left_fold,
+    run_launch,
+)
 from tests.waiting import wait_until
 
 __all__ = ["team"]  # a fixture

@@ -13,9 +13,8 @@ from raycollect import backends
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
-from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.communicators import ProcessTeam, Worker
-from tests.pure.conformance import check_allreduce
+from tests.pure.conformance import body_arrive, check_allreduce
 
 if importlib.util.find_spec("torch") is None or not backends.is_available("torch:gloo"):
     pytest.skip("no torch with gloo is installed", allow_module_level=True)

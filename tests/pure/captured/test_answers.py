@@ -15,8 +15,7 @@ from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import InternalError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.pos import tensors
 from tests.pure.closing import closing_all
-from tests.pure.engine.repeated_loops import Loop, Odd
-from tests.pure.engine.test_execution_loops import Rebound
+from tests.pure.engine.repeated_loops import Loop, Odd, Rebound
 from tests.pure.member.step_bench import Bench, FakePost
 from tests.pure.teams import WAIT_S, Gate, Script, Team, full, given, pinned
 from tests.pure.watched import WatchedCondition

@@ -22,7 +22,7 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, 
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 from tests.pure.channel.hostile_wire import changed, chunks, message
 from tests.pure.channel.parties import SECRET
-from tests.pure.channel.test_protocol import Wire
+from tests.pure.channel.wire import Wire
 
 SEEDS = range(6)
 BLOB_NBYTES = 300

@@ -21,7 +21,7 @@ from raycollect.errors import CollectiveTimeoutError
 from raycollect.member.wait_monitor import WaitMonitor
 from tests.faults.thread_failures import fail_at
 from tests.pure.driver.flights import Clock, Flying, watch_by
-from tests.pure.group.test_watchdog import Desk
+from tests.pure.group.watchdog_desk import Desk
 
 WAIT_S = 20.0
 

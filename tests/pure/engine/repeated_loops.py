@@ -14,7 +14,6 @@ from raycollect.core.protocols import Communicator
 from raycollect.engine.fast_path import FastPath
 from tests.pure.closing import closing_all
 from tests.pure.communicators import ThreadTeam
-from tests.pure.engine.test_execution_loops import Rebound
 from tests.pure.meaning import meaning
 from tests.pure.teams import Gate, Script, Team, pinned
 
@@ -153,3 +152,14 @@ def same(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[], Any]) -> Any:
     found = scenario()
     assert found == expected
     return found
+
+
+class Rebound:
+    """A tensor of a library that can put other memory under it, as torch's ``t.data = ...`` does."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __array_interface__(self) -> Any:
+        return self.array.__array_interface__

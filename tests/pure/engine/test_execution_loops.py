@@ -13,18 +13,8 @@ from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import KernelError, PlanAbortedError, ReadOnlyError, TensorDirtyError
 from raycollect.planner import Made, Request, plan
+from tests.pure.engine.repeated_loops import Rebound
 from tests.pure.fleet import WAIT_S, Convoy, NoFaults
-
-
-class Rebound:
-    """A tensor of a library that can put other memory under it, as torch's ``t.data = ...`` does."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    @property
-    def __array_interface__(self) -> Any:
-        return self.array.__array_interface__
 
 
 @pytest.fixture

@@ -31,36 +31,6 @@ def _leaves(value: Any) -> list[Any]:
     return list(contain(value).tensors)
 
 
-@pytest.mark.parametrize("inplace", [True, False])
-def test_nested_structures_are_reduced_tensor_by_tensor(inplace: bool, fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = [_nested(np.full(3, rank + 1.0)) for rank in range(3)]
-    expected = [np.full(3, n) for n in (6.0, 9.0, 12.0, 3.0)]
-    outcomes = one.must(OpKind.ALLREDUCE, one.keep_all(values), inplace=inplace)
-    for value, outcome in zip(values, outcomes, strict=True):
-        found = value if inplace else outcome.outputs[0].value
-        assert contain(found).structure == contain(value).structure
-        for tensor, right in zip(_leaves(found), expected, strict=True):
-            np.testing.assert_array_equal(tensor, right)
-
-
-def test_nested_structures_are_gathered_scattered_and_exchanged_whole(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = [_nested(np.full(rank + 2, rank + 1.0)) for rank in range(2)]
-    gathered = [outcome.outputs[0] for outcome in one.must(OpKind.ALLGATHER, one.keep_all(values))]
-    for made in gathered:
-        assert made.structure.items == tuple(contain(value).structure for value in values)
-        for tensor, right in zip(made.tensors, _leaves(values), strict=True):
-            np.testing.assert_array_equal(tensor, right)
-    exchanged = one.must(OpKind.ALLTOALL, [one.keep(rank, made.value) for rank, made in enumerate(gathered)])
-    scattered = one.must(OpKind.SCATTER, {1: one.keep(1, gathered[1].value)}, root=1)
-    for rank in range(2):
-        for tensor, right in zip(scattered[rank].outputs[0].tensors, _leaves(values[rank]), strict=True):
-            np.testing.assert_array_equal(tensor, right)
-        for tensor, right in zip(exchanged[rank].outputs[0].tensors, _leaves([values[rank]] * 2), strict=True):
-            np.testing.assert_array_equal(tensor, right)
-
-
 @pytest.mark.parametrize(
     "other",
     [

@@ -23,8 +23,7 @@ from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
 from raycollect.observe import Recorder
 from raycollect.pos import Container, Store, tensors
 from tests.pure.communicators import ProcessTeam, Workers
-from tests.pure.engine.repeated_loops import Loop, MakeLoop, array, loop, repeats, same, told
-from tests.pure.engine.test_execution_loops import Rebound
+from tests.pure.engine.repeated_loops import Loop, MakeLoop, Rebound, array, loop, repeats, same, told
 from tests.pure.teams import Actor, pinned
 from tests.pure.watched import WAIT_S
 

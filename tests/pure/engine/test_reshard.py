@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +18,13 @@ from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import AliasError, LayoutError, ReadOnlyError
-from raycollect.planner import Membership, Reshard, Topology, plan
+from raycollect.planner import Reshard, plan
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
 from raycollect.planner.reshard.bounds import least_between
 from raycollect.pos import tensors
-from tests.pure.communicators import ThreadTeam
-from tests.pure.fleet import Convoy, FailAt, Fleet, contain
+from tests.pure.engine.reshard_runs import convoy_of, must, run
+from tests.pure.fleet import FailAt, Fleet, contain
 from tests.pure.resharding import (
     UNTOUCHED,
     Layouts,
@@ -37,40 +36,6 @@ from tests.pure.resharding import (
     scenes,
     whole_tensors,
 )
-
-
-@contextmanager
-def convoy_of(world: int, backend: str = "local") -> Iterator[Convoy]:
-    """Ranks in threads."""
-    team = None if backend == "local" else ThreadTeam(backend, world)
-    convoy = Convoy([tuple(range(world))], (lambda _: team.communicators) if team else None)
-    try:
-        yield convoy
-    finally:
-        convoy.close()
-        if team:
-            team.close()
-
-
-def run(
-    convoy: Convoy,
-    reshard: Reshard,
-    src: Mapping[int, Any],
-    dst: Mapping[int, Any] | None,
-    hosts: Sequence[int] = (),
-    **arguments: Any,
-) -> dict[int, Any]:
-    """Runs a reshard; sides are by their own ranks. Returns the outcomes by rank of the group."""
-    known = convoy.memberships[0]
-    places = Topology(hosts=tuple(hosts) or known.topology.hosts)
-    membership = Membership(spec=known.spec, participants=known.participants, topology=places)
-    keys: dict[int, Any] = {}
-    for side, ranks, odd in ((src, reshard.src_ranks, 0), (dst or {}, reshard.dst_ranks, 1)):
-        for at, value in side.items():
-            keys[2 * ranks[at] + odd] = convoy.keep(ranks[at], value)
-    asked = request_of(reshard, membership.spec, made=dst is None, **arguments)
-    operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in asked.operands)
-    return convoy.run([replace(asked, operands=operands)], [membership])
 
 
 @given(scenes(), st.sampled_from(["local", "shm", "shm, in place", "tcp"]), st.integers(1, 3), st.integers(0, 99))
@@ -98,14 +63,6 @@ def test_targets_hold_what_numpy_says(scene: Any, where: str, hosts: int, seed: 
 def _some_shared(held: Mapping[str, Any], seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     return {key: tensors.array(one) if draw.random() < 0.6 else one for key, one in held.items()}
-
-
-def must(outcomes: Mapping[int, Any]) -> dict[int, Any]:
-    """What each rank made; raises the first error."""
-    for outcome in outcomes.values():
-        if outcome.error is not None:
-            raise outcome.error
-    return {rank: [one.value for one in outcome.outputs] for rank, outcome in outcomes.items()}
 
 
 def least_of(reshard: Reshard, hosts: Sequence[int]) -> int:

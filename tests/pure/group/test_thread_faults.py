@@ -26,7 +26,7 @@ from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from tests.faults.thread_failures import fail_at
 from tests.pure.group.tables import Table, assert_set, start_calls
-from tests.pure.group.test_watchdog import HERE, QUESTION, Desk
+from tests.pure.group.watchdog_desk import HERE, QUESTION, Desk
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
 

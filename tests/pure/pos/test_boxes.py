@@ -18,7 +18,7 @@ from raycollect.pos import Store, fetch, tensors
 from raycollect.pos.boxes import Box, mapped
 from raycollect.pos.fetch import LENT_FROM_NBYTES, _take, serve
 from tests.pure.fleet import contain
-from tests.pure.pos.test_fetch import Wire
+from tests.pure.pos.wire import Wire
 from tests.pure.watched import WAIT_S, WatchedCondition
 
 KEY = Key(bytes(28))

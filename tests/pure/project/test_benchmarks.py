@@ -11,7 +11,6 @@ from benchmarks import unchecked
 from benchmarks.interleave import RUNS_PER_ROUND, interleave, timed
 from benchmarks.report import Skip, Skipped
 from benchmarks.suite import Choice, close, entry, gather
-from benchmarks.suites import captured, training
 from benchmarks.suites.plan import Planner
 from benchmarks.targets import TARGETS, Target
 from raycollect.core.model import OpKind
@@ -76,37 +75,6 @@ def test_each_contender_is_timed_so_many_times_and_alone():
     assert times["c"] == pytest.approx([3000.0] * 19)
 
 
-def test_nobody_always_follows_the_same_one():
-    """Whoever comes next pays for what one leaves behind, so each of the others has to come next now and then."""
-    story, fakes = _fakes(1.0, 1.0, 1.0)
-    interleave(fakes, nbytes=4, runs=40, warmup=0)
-    ran = "".join(name for what, name, *_ in story if what == "run")
-    turns = [ran[at : at + 3] for at in range(0, len(ran), 3)]
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
-    assert {turn[0] for turn in turns} == {"a", "b", "c"}
-    assert {turn[at : at + 2] for turn in turns for at in (0, 1)} == {"ab", "ac", "ba", "bc", "ca", "cb"}
-
-
-def test_operands_are_filled_before_every_round():
-    story, fakes = _fakes(1.0, 1.0)
-    interleave(fakes, nbytes=4, runs=2 * RUNS_PER_ROUND + 1, warmup=0)
-    assert story.count(("fill", "a")) == story.count(("fill", "b")) == 3
-    assert story[:4] == [("prepare", "a", 4), ("prepare", "b", 4), ("fill", "a"), ("fill", "b")]
-
-
-def test_the_warmup_is_not_timed():
-    story, fakes = _fakes(1.0)
-    assert len(interleave(fakes, nbytes=4, runs=5, warmup=7)["a"]) == 5
-    assert story.count(("run", "a")) == 12
-
-
-def test_a_burst_is_one_turn():
-    story, fakes = _fakes(0.5, 1.0)
-    times = interleave(fakes, nbytes=4, runs=25, warmup=1, burst=10)
-    assert [len(spent) for spent in times.values()] == [30, 30]
-    assert story.count(("run", "a")) == 4
-
-
 @pytest.mark.parametrize("runs", [1, RUNS_PER_ROUND, 30])
 def test_a_wrong_result_ends_the_measurement(runs):
     _, fakes = _fakes(1.0, wrong=True)
@@ -134,30 +102,6 @@ def test_who_is_not_installed_is_named_with_the_reason():
     ]
     close(made)
     assert fake.closed
-
-
-def test_who_fails_to_start_is_not_taken_for_skipped_and_the_others_are_closed():
-    _, (fake,) = _fakes(1.0)
-
-    def failing(name):
-        raise ValueError("no port")
-
-    with pytest.raises(ValueError, match="no port"):
-        gather("kernel", [entry("a", lambda name: fake), entry("z", failing)])
-    assert fake.closed
-
-
-def test_all_are_closed_though_one_fails_to():
-    _, fakes = _fakes(1.0, 1.0, 1.0)
-
-    def refuse():
-        raise OSError("stuck")
-
-    fakes[1].close = refuse
-    with pytest.raises(OSError, match="stuck"):
-        close(fakes)
-    assert fakes[0].closed
-    assert fakes[2].closed
 
 
 def test_what_was_chosen_wins():
@@ -216,29 +160,6 @@ def test_without_the_check_operands_of_another_shape_still_agree(fleet):
     finally:
         unchecked.set_check(True)
         team.close()
-
-
-def test_a_burst_of_the_captured_suite_stays_within_float32():
-    for ranks in (2, 4, 16):
-        assert ranks * (ranks + 1) / 2 * float(ranks) ** (captured.BURST - 1) < np.finfo(np.float32).max
-
-
-def test_an_iteration_is_its_share_of_the_burst():
-    class Three(training.Training):
-        def __init__(self):
-            self.done = []
-
-        def operate(self):
-            self.done.append("iteration")
-
-        def finish(self):
-            self.done.append("finish")
-
-    three = Three()
-    times = three.run(3)
-    assert three.done == ["iteration"] * 3 + ["finish"]
-    assert len(times) == 3
-    assert len(set(times)) == 1
 
 
 def test_the_gradient_of_the_training_target_is_that_of_the_example():

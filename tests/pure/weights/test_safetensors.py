@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import ml_dtypes
@@ -13,24 +12,7 @@ import pytest
 import raycollect as col
 from raycollect import errors
 from raycollect.weights.safetensors import _DTYPES, INDEX
-
-NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-def write(path, tensors, align=8):
-    """Writes a file as the format's page says."""
-    header, at = {"__metadata__": {"format": "np"}}, 0
-    for name, array in tensors.items():
-        header[name] = {
-            "dtype": NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % align)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(one.tobytes() for one in tensors.values()))
-    return path
+from tests.pure.weights.files import NAMES, resident, write
 
 
 def some(dtype, shape):
@@ -106,12 +88,6 @@ def test_several_files(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"c": "2.safetensors", "a": "1.safetensors"}}))
     assert_equal(col.map_safetensors(str(tmp_path)), two | {"a": one["a"]})
     assert_equal(col.map_safetensors(tmp_path / INDEX), two | {"a": one["a"]})
-
-
-def resident(path):
-    """How much of a file this process has in its memory, in bytes."""
-    found = re.findall(rf"{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
-    return sum(map(int, found)) << 10
 
 
 def test_what_is_not_used_is_not_read(tmp_path):

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from raycollect import errors
-from tests import fake_vllm
-from tests.fake_vllm import BASE, FACTORY, INTERFACE
+from tests.support import fake_vllm
+from tests.support.fake_vllm import BASE, FACTORY, INTERFACE
 
 torch = pytest.importorskip("torch")
 from tests.pure.weights import vllm_workers  # noqa: E402 - it needs torch

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests import fake_vllm
+from tests.support import fake_vllm
 
 SHAPES = {"embed": (50, 7), "layers.0.up": (33, 5), "layers.0.scale": (), "layers.0.none": (0, 3), "head": (4,)}
 DTYPES = {"embed": "bfloat16", "layers.0.up": "float32", "layers.0.scale": "float32", "head": "int64"}

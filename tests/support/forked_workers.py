@@ -50,7 +50,7 @@ def serving() -> Iterator[str]:
     from ray._private.workers import default_worker
 
     import raycollect
-    from tests import fork_request
+    from tests.support import fork_request
 
     with tempfile.TemporaryDirectory() as folder:
         # Below a method there are files of Ray's alone: what looks for the methods that run takes it for one of them.
@@ -167,7 +167,7 @@ def _among(environment: Mapping[str, str], beginnings: tuple[str, ...]) -> dict[
 
 
 def main() -> None:
-    del sys.path[0]  # this folder, which has one that is called "ray"
+    del sys.path[0]  # this folder, in which workers look for nothing
     sys.path.insert(0, sys.argv[2])
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         asked = serve(listening)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 BASE = "vllm.distributed.weight_transfer.base"
 FACTORY = "vllm.distributed.weight_transfer.factory"
 RELOAD = "vllm.model_executor.model_loader.reload"
-INTERFACE = json.loads((Path(__file__).parent / "pure/weights/vllm_interface.json").read_text())
+INTERFACE = json.loads((Path(__file__).parents[1] / "pure/weights/vllm_interface.json").read_text())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Reshards as ranks run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from raycollect.planner import Membership, Reshard, Topology
+from tests.pure.communicators import ThreadTeam
+from tests.pure.fleet import Convoy
+from tests.pure.resharding import (
+    request_of,
+)
+
+
+@contextmanager
+def convoy_of(world: int, backend: str = "local") -> Iterator[Convoy]:
+    """Ranks in threads."""
+    team = None if backend == "local" else ThreadTeam(backend, world)
+    convoy = Convoy([tuple(range(world))], (lambda _: team.communicators) if team else None)
+    try:
+        yield convoy
+    finally:
+        convoy.close()
+        if team:
+            team.close()
+
+
+def run(
+    convoy: Convoy,
+    reshard: Reshard,
+    src: Mapping[int, Any],
+    dst: Mapping[int, Any] | None,
+    hosts: Sequence[int] = (),
+    **arguments: Any,
+) -> dict[int, Any]:
+    """Runs a reshard; sides are by their own ranks. Returns the outcomes by rank of the group."""
+    known = convoy.memberships[0]
+    places = Topology(hosts=tuple(hosts) or known.topology.hosts)
+    membership = Membership(spec=known.spec, participants=known.participants, topology=places)
+    keys: dict[int, Any] = {}
+    for side, ranks, odd in ((src, reshard.src_ranks, 0), (dst or {}, reshard.dst_ranks, 1)):
+        for at, value in side.items():
+            keys[2 * ranks[at] + odd] = convoy.keep(ranks[at], value)
+    asked = request_of(reshard, membership.spec, made=dst is None, **arguments)
+    operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in asked.operands)
+    return convoy.run([replace(asked, operands=operands)], [membership])
+
+
+def must(outcomes: Mapping[int, Any]) -> dict[int, Any]:
+    """What each rank made; raises the first error."""
+    for outcome in outcomes.values():
+        if outcome.error is not None:
+            raise outcome.error
+    return {rank: [one.value for one in outcome.outputs] for rank, outcome in outcomes.items()}

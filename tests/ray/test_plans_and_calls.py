@@ -1,0 +1,73 @@
+"""Plans of the driver, and what ends them early: calls of the members that are out of step, and a caller's cancel."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.ray.workers import Gate, Worker, block, told
+
+WORLD, ODD = 3, 1
+
+MESHES = ["shm", "tcp", pytest.param("gloo", marks=pytest.mark.full)]
+"""Where ranks agree: in shared memory, or on sockets, as those of gloo do."""
+
+
+@pytest.fixture(params=MESHES)
+def trio(request, actors):
+    """Three actors in a declared group, in which plans and calls must work when the test is over."""
+    workers = actors(Worker, WORLD)
+    col.declare_collective_group(workers, backend=request.param)
+    yield workers
+    refs = [worker.make.remote(lambda self: np.ones(3)) for worker in workers]
+    col.allreduce_refs(refs)
+    assert all((one == WORLD).all() for one in col.get(refs))
+    assert told([worker.call.remote(summed) for worker in workers]) == [[WORLD] * 3] * WORLD
+
+
+def summed(self):
+    tensor = np.ones(3)
+    col.allreduce(tensor)
+    return list(tensor)
+
+
+def test_a_cancelled_plan_ends_the_wait_of_its_ranks(trio, actors):
+    """The wait ends with the cancel, not with the time limit. The rank that was awaited finds nothing to do."""
+    (gate,) = actors(Gate, 1, max_concurrency=8)
+    busy = block(trio[ODD], gate)
+    refs = [worker.make.remote(lambda self: np.ones(5)) for worker in trio]
+    work = col.allreduce_refs(refs, async_op=True, timeout_s=60)
+    ray.wait([refs[0], refs[2]], num_returns=2)
+
+    began_s = time.monotonic()
+    assert work.cancel()
+    with pytest.raises(errors.PlanAbortedError):
+        work.wait()
+    ray.get([trio[rank].read.remote() for rank in (0, 2)])  # behind the plan, which they abandon when they hear of it
+
+    assert time.monotonic() - began_s < 30
+    ray.get([gate.open.remote(), busy])
+    for found in col.get(refs):
+        np.testing.assert_array_equal(found, np.ones(5))
+
+
+@pytest.mark.parametrize("callers", [(ODD,), (0, 2)], ids=["one", "two"])
+def test_a_call_out_of_step_with_a_plan_is_a_named_mismatch(trio, callers):
+    """Some ranks call what the others never will, as the driver's plan comes first."""
+    out_of_step = [trio[rank].call.remote(summed) for rank in callers]
+    refs = [worker.make.remote(lambda self: np.ones(5)) for worker in trio]
+
+    began_s = time.monotonic()
+    col.allreduce_refs(refs)
+
+    assert time.monotonic() - began_s < 30
+    assert all((found == WORLD).all() for found in col.get(refs))
+    for error in told(out_of_step):
+        assert isinstance(error, errors.MismatchError), error
+        assert {violation.field for violation in error.violations} == {"call"}
+        assert {violation.rank in callers for violation in error.violations} == {True, False}
