@@ -32,6 +32,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer cases and runs: minutes")
     parser.add_argument("--ranks", type=_whole, nargs="+", default=(), help="processes, 2 to 16 (default: by suite)")
     parser.add_argument("--sizes", type=_whole, nargs="+", default=(), help="bytes per rank (default: by suite)")
+    parser.add_argument(
+        "--busy", type=float, nargs="+", metavar="MS", default=(), help="ms of computing (default: by suite)"
+    )
     parser.add_argument("--runs", type=_whole, help="operations per contender and case (default: by size)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all records there, too")
     parser.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="for JSON and plots of each suite")
@@ -58,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             quick=options.quick,
             ranks=tuple(options.ranks),
             sizes=tuple(options.sizes),
+            busy_ms=tuple(options.busy),
             runs=options.runs,
             progress=status.update,
         )

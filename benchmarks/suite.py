@@ -24,6 +24,7 @@ class Choice:
         quick: Fewer cases, fewer runs.
         ranks: How many processes.
         sizes: Bytes per rank.
+        busy_ms: How long methods compute, in milliseconds, where a suite has such methods.
         runs: Operations per contender and case.
         progress: Told what is being measured.
     """
@@ -31,6 +32,7 @@ class Choice:
     quick: bool = False
     ranks: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    busy_ms: tuple[float, ...] = ()
     runs: int | None = None
     progress: Callable[[str], None] = lambda _: None
 

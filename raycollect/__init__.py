@@ -13,7 +13,6 @@ Names are loaded on first use, so that the planner and the backends import witho
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -129,8 +128,6 @@ if TYPE_CHECKING:
     from raycollect.weights.subscription import subscribe as subscribe
 
 __version__ = "0.1.0"
-
-__path__.append(str(Path(__file__).parent / "core" / "old_paths"))  # modules that users import by an earlier path
 
 _HOMES: dict[str, str] = {
     "Batch": "driver.batch",

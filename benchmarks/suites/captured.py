@@ -58,7 +58,7 @@ class Agreeing(Captured):
         self._agrees = agrees
         with col.capture() as self._switch:
             there = self._switch.argument("there")
-            self._switch.returns([self._switch.call(actor, "set_check", there) for actor in self.actors])
+            self._switch.returns([self._switch.call(actor.set_check, there) for actor in self.actors])
 
     def prepare(self, nbytes: int) -> None:
         """Makes the buffers, records, and runs once: that one has to agree."""

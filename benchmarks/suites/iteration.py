@@ -197,8 +197,8 @@ class Store(Iteration):
 def measure(choice: Choice) -> Iterator[Record]:
     """Measures over 2 to 8 actors."""
     for ranks in choice.ranks or (RANKS[:2] if choice.quick else RANKS):
-        for busy_ms in BUSY_MS[:1] if choice.quick else BUSY_MS:
-            op = f"methods of {busy_ms} ms"
+        for busy_ms in choice.busy_ms or (BUSY_MS[:1] if choice.quick else BUSY_MS):
+            op = f"methods of {busy_ms:g} ms"
             choice.progress(f"{NAME}: starts {ranks} actors for each contender, {op}")
             sizes = choice.sizes or SIZES
             makers = _makers(ranks, busy_ms)

@@ -129,26 +129,24 @@ class Refs(Declared):
 
 
 class Captured(Declared):
-    """The whole update, recorded once: gradients, their sum, the optimizer's step."""
+    """The whole update, traced once: gradients, their sum, the optimizer's step."""
 
     def __init__(self, actors: list[Any]) -> None:
         super().__init__(actors)
-        with col.capture() as self.step:
-            self.record()
+        self.step = col.step(self.iterate)
 
-    def record(self) -> None:
-        """States an update."""
-        gradients = [self.step.call(actor, "gradients") for actor in self.actors]
+    def iterate(self) -> list[Any]:
+        """An update; the losses of the ranks."""
+        gradients = [actor.gradients.remote() for actor in self.actors]
         self.communicate(gradients)
-        pairs = zip(self.actors, gradients, strict=True)
-        self.step.returns([self.step.call(actor, "apply", of_rank) for actor, of_rank in pairs])
+        return [actor.apply.remote(of_rank) for actor, of_rank in zip(self.actors, gradients, strict=True)]
 
     def communicate(self, gradients: list[Any]) -> None:
-        """Records how the gradients of all ranks are used."""
+        """What becomes of the gradients of all ranks."""
         col.allreduce_refs(gradients, self.group)
 
     def update(self) -> list[float]:
-        return self.step.run()
+        return self.step()
 
     def close(self) -> None:
         """Closes the step, then destroys the group."""
@@ -157,17 +155,16 @@ class Captured(Declared):
 
 
 class Sharded(Captured):
-    """Recorded once as well, but each rank takes the optimizer's step of its own parameters only, as a server does."""
+    """Traced once as well, but each rank takes the optimizer's step of its own parameters only, as a server does."""
 
-    def record(self) -> None:
-        """States an update."""
-        step, actors = self.step, self.actors
-        pieces = [step.call(actor, "gradient_pieces") for actor in actors]
-        sums = [step.call(actor, "received") for actor in actors]
+    def iterate(self) -> list[Any]:
+        actors = self.actors
+        pieces = [actor.gradient_pieces.remote() for actor in actors]
+        sums = [actor.received.remote() for actor in actors]
         col.reducescatter_refs(sums, pieces, self.group)
-        own = [step.call(actor, "apply_owned", of_rank) for actor, of_rank in zip(actors, sums, strict=True)]
-        col.allgather_refs([step.call(actor, "weight_pieces") for actor in actors], own, self.group)
-        step.returns([step.call(actor, "loss") for actor in actors])
+        own = [actor.apply_owned.remote(of_rank) for actor, of_rank in zip(actors, sums, strict=True)]
+        col.allgather_refs([actor.weight_pieces.remote() for actor in actors], own, self.group)
+        return [actor.loss.remote() for actor in actors]
 
 
 class Alone(Captured):

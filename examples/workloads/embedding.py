@@ -142,15 +142,10 @@ def send_gradients(owners: list[Any], scale: float) -> list[Any]:
     return [owner.get_gradient.remote() for owner in owners]
 
 
-def capture_lookup(owners: list[Any]) -> col.Capture:
-    """Records a lookup. The batches, and so the sizes of all pieces, may differ in each run."""
-    with col.capture() as step:
-        asked = col.alltoall_refs(None, [step.call(owner, "requests") for owner in owners], GROUP)
-        rows = [step.call(owner, "lookup", ids) for owner, ids in zip(owners, asked, strict=True)]
-        answers = col.alltoall_refs(None, rows, GROUP)
-        for owner, answer in zip(owners, answers, strict=True):
-            step.call(owner, "assemble", answer)
-    return step
+@col.step
+def look_up_in_a_step(owners: list[Any]) -> None:
+    """The same, traced once. The batches, and so the sizes of all pieces, may differ in each run."""
+    look_up(owners)
 
 
 def look_up_by_object_store(owners: list[Any]) -> None:
@@ -193,11 +188,11 @@ def is_right(found: list[Rows], batches: list[Ids], table: Rows) -> bool:
     return all(np.array_equal(rows, table[ids]) for rows, ids in zip(found, batches, strict=True))
 
 
-def check_batches(name: str, owners: list[Any], step: col.Capture, batches: list[Ids], table: Rows) -> list[Check]:
+def check_batches(name: str, owners: list[Any], batches: list[Ids], table: Rows) -> list[Check]:
     """Looks batches up in all ways, sends gradients, and compares with the table in one piece."""
     ways: dict[str, Callable[[], object]] = {
         "calls": partial(look_up, owners),
-        "captured": step.run,
+        "captured": partial(look_up_in_a_step, owners),
         "object store": partial(look_up_by_object_store, owners),
     }
     set_batches(owners, batches)
@@ -218,11 +213,11 @@ def check_batches(name: str, owners: list[Any], step: col.Capture, batches: list
     ]
 
 
-def time_lookups(owners: list[Any], step: col.Capture, *, size: int, rows: int, runs: int) -> Timing:
+def time_lookups(owners: list[Any], *, size: int, rows: int, runs: int) -> Timing:
     """Times lookups of batches of one size, the same in all ways."""
     set_batches(owners, draw(size, len(owners), rows, SEED + size))
     ways: dict[str, Callable[[], object]] = {
-        "alltoall_refs, captured": step.run,
+        "alltoall_refs, captured": partial(look_up_in_a_step, owners),
         "alltoall_refs, calls": lambda: ray.get(look_up(owners)),
         "object store, a call per pair": partial(look_up_by_object_store, owners),
     }
@@ -240,7 +235,7 @@ def main(actors: int = 4, rows: int = 100_000, runs: int = 9, sizes: Sequence[in
     """
     ensure_ray()
     owners: list[Any] = [Owner.remote() for _ in range(actors)]
-    with ending(owners), declared(owners, GROUP), closing(capture_lookup(owners)) as step:
+    with ending(owners), declared(owners, GROUP), closing(look_up_in_a_step):
         ray.get([owner.begin.remote(rank, actors, rows) for rank, owner in enumerate(owners)])
         table = make_rows(0, rows)
         cases = {
@@ -249,10 +244,8 @@ def main(actors: int = 4, rows: int = 100_000, runs: int = 9, sizes: Sequence[in
             "duplicates and none": strange_batches(actors, rows),
             "none at all": [np.empty(0, np.int64)] * (actors - 1) + [np.array([0])],
         }
-        checks = [
-            check for name, batches in cases.items() for check in check_batches(name, owners, step, batches, table)
-        ]
-        timings = tuple(time_lookups(owners, step, size=size, rows=rows, runs=runs) for size in sizes)
+        checks = [check for name, batches in cases.items() for check in check_batches(name, owners, batches, table)]
+        timings = tuple(time_lookups(owners, size=size, rows=rows, runs=runs) for size in sizes)
     return Report(
         title=f"A table of {rows} rows of {WIDTH} float32, sharded over {actors} actors",
         unit="lookup",

@@ -89,12 +89,11 @@ def by_gather(evaluators: list[Any]) -> tuple[float, float]:
     return found
 
 
-def capture(evaluators: list[Any]) -> col.Capture:
-    """Records the same."""
-    with col.capture() as step:
-        pieces = col.gather_refs(None, [step.call(one, "score") for one in evaluators], group_name=GROUP)
-        step.returns(step.call(evaluators[0], "evaluate", pieces))
-    return step
+@col.step
+def in_a_step(evaluators: list[Any]) -> Any:
+    """The same, traced once."""
+    pieces = col.gather_refs(None, [one.score.remote() for one in evaluators], group_name=GROUP)
+    return evaluators[0].evaluate.remote(pieces)
 
 
 def by_object_store(evaluators: list[Any]) -> tuple[float, float]:
@@ -114,16 +113,15 @@ def time_ways(evaluators: list[Any], rows: int, runs: int) -> tuple[Timing, Chec
     ray.get([one.begin.remote(rank, len(evaluators), rows) for rank, one in enumerate(evaluators)])
     inputs, labels = make_data(rows)
     expected = metrics(inputs @ make_weights(), labels)
-    step = capture(evaluators)
     ways: dict[str, Callable[[], Any]] = {
-        "gather_refs, captured": step.run,
+        "gather_refs, captured": partial(in_a_step, evaluators),
         "gather_refs": partial(by_gather, evaluators),
         "object store": partial(by_object_store, evaluators),
         "the driver": partial(by_driver, evaluators, labels),
     }
     wrong = [name for name, way in ways.items() if not np.allclose(way(), expected, atol=2 / rows)]
     ms = compare(ways, runs)
-    step.close()
+    in_a_step.close()
     told = f"wrong: {wrong}" if wrong else f"top 1 {expected[0]:.3f}, top 5 {expected[1]:.3f} in each way"
     what = f"{rows} rows, {rows * CLASSES * 4 / 1e6:.1f} MB of scores, {len(evaluators)} actors"
     return Timing(what=what, ms=ms), Check(name=f"metrics of {rows} rows", found=told, good=not wrong)

@@ -320,12 +320,15 @@ def main(tp: int = 4, steps: int = 8, runs: int = 9, width: int = 256) -> Report
             held = [one.weights.remote() for one in actors]
             call = partial(col.reshard_refs, held[:tp], held[tp:], group, src=src, dst=dst)
             checks = learn(trainer, engines, call, steps)
-            with col.capture() as step:
+
+            @col.step
+            def sync() -> None:
                 call()
-            with closing(step):
+
+            with closing(sync):
                 ways: dict[str, Callable[[], object]] = {
                     "reshard_refs": call,
-                    "the same, captured": step.run,
+                    "the same, captured": sync,
                     "ray.util.collective": lambda: ray.get(
                         [one.gather.remote(rank, src, tp) for rank, one in enumerate(actors)]
                     ),

@@ -10,8 +10,8 @@ of these tensors lie in shared memory and are made once; nothing goes through th
 The driver has a coroutine per worker. It starts an exchange when the worker's gradient is ready, not before:
 collectives run in the order of the calls, so one called earlier would block the server until the slowest worker comes.
 The calls of an exchange need no waiting in between, as each comes after the others in the actors' queues; Work handles
-are awaited like refs. (In a group with `ordering="data"` the driver would have to wait for each.) Captured, an
-exchange and the computation after it are one run, in which the server is free again once it has given its weights.
+are awaited like refs. Captured, an exchange and the computation after it are one run, in which the server is free again
+once it has given its weights.
 
 Weights and gradients travel with their version, so the server knows how stale each gradient is: how many updates it has
 made since the worker pulled. A worker may be at most `slack` updates ahead of the slowest one (stale synchronous
@@ -238,29 +238,27 @@ class ByCalls(Refs):
 
 
 class Captured(Refs):
-    """By a captured step for each worker. The server has done its part before the worker computes."""
+    """By a step for each worker. The server has done its part before the worker computes."""
 
     def __init__(self, server: Any, workers: list[Any]) -> None:
         super().__init__(server, workers)
-        self.steps = [self._capture(worker) for worker in range(len(workers))]
+        self.steps = [col.step(partial(self._exchange, worker)) for worker in range(len(workers))]
 
     async def begin(self, worker: int) -> None:
         await self.workers[worker].compute.remote()
 
     async def update(self, worker: int) -> None:
-        await self.steps[worker].run(async_op=True)
+        await self.steps[worker].start()
 
     def close(self) -> None:
         for step in self.steps:
             step.close()
 
-    def _capture(self, worker: int) -> col.Capture:
-        with col.capture() as step:
-            col.send_ref(self.gradients[worker], self.inboxes[worker], GROUP)
-            step.call(self.server, "update", worker)
-            col.recv_ref(self.copies[worker], self.weights, GROUP)
-            step.call(self.workers[worker], "compute")
-        return step
+    def _exchange(self, worker: int) -> None:
+        col.send_ref(self.gradients[worker], self.inboxes[worker], GROUP)
+        self.server.update.remote(worker)
+        col.recv_ref(self.copies[worker], self.weights, GROUP)
+        self.workers[worker].compute.remote()
 
 
 class ByObjectStore:

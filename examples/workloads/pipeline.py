@@ -150,24 +150,23 @@ class PlainStage(Layers):
 # ---------------------------------------------------------------------------------------------- ways
 
 
-def capture(stages: list[Any]) -> list[col.Capture]:
-    """Records a micro-batch through all stages, once for each slot."""
-    steps = []
-    for slot in range(SLOTS):
-        ends = [(one.get_output.remote(slot), two.get_input.remote(slot)) for one, two in pairwise(stages)]
-        with col.capture() as step:
-            at = step.argument("at")
-            step.call(stages[0], "compute", at)
-            for stage, (output, there) in zip(stages[1:], ends, strict=True):
-                col.send_ref(output, there, GROUP)
-                step.call(stage, "compute", at)
-        steps.append(step)
-    return steps
+def micro_batch(stages: list[Any], slot: int) -> col.Step[[int]]:
+    """A micro-batch through all stages."""
+    ends = [(one.get_output.remote(slot), two.get_input.remote(slot)) for one, two in pairwise(stages)]
+
+    @col.step
+    def forward(at: int) -> None:
+        stages[0].compute.remote(at)
+        for stage, (output, there) in zip(stages[1:], ends, strict=True):
+            col.send_ref(output, there, GROUP)
+            stage.compute.remote(at)
+
+    return forward
 
 
-def by_steps(steps: list[col.Capture], batches: int) -> None:
+def by_steps(steps: list[col.Step[[int]]], batches: int) -> None:
     """Several runs under way: each stage goes on with the next run when its part of one has ended."""
-    for run in [steps[at % SLOTS].run(async_op=True, at=at) for at in range(batches)]:
+    for run in [steps[at % SLOTS].start(at) for at in range(batches)]:
         run.wait()
 
 
@@ -223,7 +222,7 @@ def time_ways(stages: list[Any], plain: list[Any], *, rows: int, batches: int, r
     """Times a pass of all micro-batches in all ways, and compares each with one process."""
     count = len(stages)
     ray.get([one.begin.remote(at, count, rows, batches) for those in (stages, plain) for at, one in enumerate(those)])
-    steps = capture(stages)
+    steps = [micro_batch(stages, slot) for slot in range(SLOTS)]
     ways: dict[str, Callable[[], object]] = {
         "captured, several runs": partial(by_steps, steps, batches),
         "send_ref, async_op": partial(by_sends, stages, batches, True),

@@ -132,12 +132,15 @@ class Sync:
 
     @contextmanager
     def captured(self) -> Any:
-        """Yields a sync that is recorded once: a broadcast behind whatever the actors were told before."""
+        """Yields a sync that is traced once: a broadcast behind whatever the actors were told before."""
         with declared([self.learner, *self.runners], "rllib") as group:
-            with col.capture() as step:
+
+            @col.step
+            def sync() -> None:
                 col.broadcast_refs([self.source, *self.targets], group_name=group)
-            yield lambda **kwargs: step.run(fence=True)
-            step.close()
+
+            yield lambda **kwargs: sync()
+            sync.close()
 
 
 @contextmanager

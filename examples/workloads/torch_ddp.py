@@ -165,16 +165,6 @@ def step_by_calls(replicas: list[Any]) -> None:
         replica.apply.remote()  # behind the allreduce, in Ray's queue
 
 
-def capture(replicas: list[Any]) -> col.Capture:
-    """Records the same step."""
-    with col.capture() as step:
-        gradients = [step.call(replica, "gradient") for replica in replicas]
-        col.allreduce_refs(gradients, group_name=GROUP, op=col.ReduceOp.AVG)
-        for replica in replicas:
-            step.call(replica, "apply")
-    return step
-
-
 def step_by_driver(replicas: list[Any]) -> None:
     """The same with the driver as the parameter server."""
     gradients = ray.get([replica.gradient_by_value.remote() for replica in replicas])
@@ -217,9 +207,9 @@ def check_training(replicas: list[Any], *, steps: int, width: int, batch: int) -
         step_by_calls(replicas)
     weights = col.get([replica.weights.remote() for replica in replicas])
     begin(replicas, train, width=width, batch=batch)
-    step = capture(replicas)
+    step = col.step(step_by_calls)
     for _ in range(steps):
-        step.run()
+        step(replicas)
     step.close()
     weights += col.get([replica.weights.remote() for replica in replicas])
     expected = train_in_one_process(train, steps=steps, width=width, batch=batch)
@@ -241,7 +231,7 @@ def time_steps(replicas: list[Any], *, width: int, batch: int, runs: int) -> Tim
     """Times a step in all ways; each turn is some steps one after the other."""
     train, _ = load()
     begin(replicas, train, width=width, batch=batch)
-    step = capture(replicas)
+    step = col.step(step_by_calls)
     several = range(STEPS_PER_TURN)
 
     def calls() -> None:
@@ -250,7 +240,7 @@ def time_steps(replicas: list[Any], *, width: int, batch: int, runs: int) -> Tim
         col.barrier(GROUP)  # behind the last `apply`
 
     ways: dict[str, Callable[[], object]] = {
-        "allreduce_refs, captured": lambda: [step.run() for _ in several],
+        "allreduce_refs, captured": lambda: [step(replicas) for _ in several],
         "allreduce_refs, calls": calls,
         "allreduce in the actors": lambda: ray.get([one.train_by_own_calls.remote(STEPS_PER_TURN) for one in replicas]),
         "DistributedDataParallel, gloo": lambda: ray.get([one.train.remote(STEPS_PER_TURN) for one in replicas]),

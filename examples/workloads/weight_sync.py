@@ -258,11 +258,14 @@ def learn(everyone: list[Any], sync: Callable[[], object], rounds: int) -> list[
     ]
 
 
-def capture(refs: list[Any], group: str) -> col.Capture:
-    """Records a sync."""
-    with col.capture() as step:
+def broadcast(refs: list[Any], group: str) -> col.Step[[]]:
+    """A sync."""
+
+    @col.step
+    def sync() -> None:
         col.broadcast_refs(refs, group_name=group)
-    return step
+
+    return sync
 
 
 def begin(everyone: list[Any], make: Callable[[], Versioned]) -> None:
@@ -280,10 +283,8 @@ def learn_in_both_ways(everyone: list[Any], rounds: int) -> list[Check]:
             if way == "calls":
                 found = learn(everyone, partial(col.broadcast_refs, refs, group_name=group), rounds)
             else:
-                with closing(
-                    capture(refs, group)
-                ) as step:  # the fence puts a run into the actors' queues, behind the rollouts
-                    found = learn(everyone, partial(step.run, fence=True), rounds)
+                with closing(broadcast(refs, group)) as sync:
+                    found = learn(everyone, sync, rounds)
         checks += [Check(name=f"{one.name}, {way}", found=one.found, good=one.good) for one in found]
     return checks
 
@@ -324,12 +325,12 @@ def time_syncs(everyone: list[Any], make: Callable[[], Versioned], runs: int) ->
     with declared(everyone, "weights") as group:
         refs = [one.weights.remote() for one in everyone]
         flat = [one.flat.remote() for one in everyone]
-        with closing(capture(refs, group)) as step, closing(capture(flat, group)) as flat_step:
+        with closing(broadcast(refs, group)) as step, closing(broadcast(flat, group)) as flat_step:
             ours: dict[str, Callable[[], object]] = {
                 "broadcast_refs, a dict": partial(col.broadcast_refs, refs, group_name=group),
-                "the same, captured": step.run,
+                "the same, captured": step,
                 "broadcast_refs, flat": partial(col.broadcast_refs, flat, group_name=group),
-                "flat, captured": flat_step.run,
+                "flat, captured": flat_step,
             }
             others: dict[str, Callable[[], object]] = {
                 "object store, numpy views": partial(load_views_from_object_store, trainer, rollouts),

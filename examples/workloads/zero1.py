@@ -111,16 +111,19 @@ class Replica(col.CollectiveParticipant, Sharded):
         distributed.destroy_process_group()
 
 
-def capture(replicas: list[Any]) -> col.Capture:
-    """Records a step."""
+def trace(replicas: list[Any]) -> col.Step[[]]:
+    """An iteration."""
     wholes = [replica.parts_of_parameters.remote() for replica in replicas]
     targets = [replica.my_gradient.remote() for replica in replicas]
-    with col.capture() as step:
-        gradients = [step.call(replica, "parts_of_gradient") for replica in replicas]
+
+    @col.step
+    def iterate() -> None:
+        gradients = [replica.parts_of_gradient.remote() for replica in replicas]
         col.reducescatter_refs(targets, gradients, GROUP, op=col.ReduceOp.AVG)
-        updated = [step.call(replica, "update") for replica in replicas]
+        updated = [replica.update.remote() for replica in replicas]
         col.allgather_refs(wholes, updated, GROUP)
-    return step
+
+    return iterate
 
 
 def train_in_one_process(steps: int, width: int) -> tuple[NDArray[np.float32], int]:
@@ -141,9 +144,9 @@ def check_training(replicas: list[Any], steps: int, width: int) -> list[Check]:
     for way in ("captured", "in the actors"):
         begin(replicas, load()[0], **settings)
         if way == "captured":
-            step = capture(replicas)
+            step = trace(replicas)
             for _ in range(steps):
-                step.run()
+                step()
             step.close()
         else:
             ray.get([replica.train.remote(steps) for replica in replicas])
@@ -171,13 +174,13 @@ def check_training(replicas: list[Any], steps: int, width: int) -> list[Check]:
 def time_steps(replicas: list[Any], width: int, runs: int) -> Timing:
     """Times a step in all ways; each turn is some steps one after the other."""
     begin(replicas, load()[0], width=width, batch=BATCH)
-    step = capture(replicas)
+    step = trace(replicas)
 
     def call(method: str) -> None:
         ray.get([getattr(replica, method).remote(STEPS_PER_TURN) for replica in replicas])
 
     ways: dict[str, Callable[[], object]] = {
-        "captured": lambda: [step.run() for _ in range(STEPS_PER_TURN)],
+        "captured": lambda: [step() for _ in range(STEPS_PER_TURN)],
         "calls in the actors": partial(call, "train"),
         "DDP, ZeroRedundancyOptimizer, gloo": partial(call, "train_theirs"),
     }

@@ -129,9 +129,19 @@ def is_available(name: str) -> bool:
         UnknownBackendError: There is no such backend.
     """
     try:
-        return not _missing(get(name))
+        return not lacks(name)
     except BackendNotInstalledError:
         return False
+
+
+def lacks(name: str) -> str:
+    """Says what a backend needs that can't be imported here, or ``""``.
+
+    Raises:
+        UnknownBackendError: There is no such backend.
+        BackendNotInstalledError: A package offers it, and its entry point fails.
+    """
+    return _missing(get(name))
 
 
 def load(name: str, group_name: str = "default") -> CommunicatorFactory:

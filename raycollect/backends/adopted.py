@@ -1,17 +1,17 @@
 """Backends made of classes in the shape of `ray.util.collective`'s `BaseGroup`: `register_collective_backend`.
 
 Such a class is built as ``group_cls(world_size, rank, group_name)`` and works in place on lists of tensors, with all
-ranks at once. So this adapter copies where source and destination differ, pads pieces of different sizes to the
-largest, and passes copies where a class might write to an array that a kernel may only read (Ray's gloo does so in
-reducescatter). Memory: up to one copy of the operands. A call of the class can't be interrupted, and a failure leaves
-the members in an unknown state, so the group is broken then. Nothing of Ray is imported.
+ranks at once. It may write to what it only has to read (Ray's gloo does so in reducescatter), so it gets copies: arrays
+in C order and native byte order, pieces padded to the largest. Memory: one copy of the operands. A call of the class
+can't be interrupted, and a failure leaves the members in an unknown state, so the group is broken then. Nothing of Ray
+is imported.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import new_class
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from raycollect import backends
-from raycollect.backends.arrays import Array
+from raycollect.backends.arrays import Array, native
 from raycollect.backends.capabilities import Capabilities
-from raycollect.backends.completion import DONE, reduce_op, translated
+from raycollect.backends.completion import DONE, translated
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
@@ -42,16 +42,16 @@ from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentS
 from raycollect.errors import BackendUnavailableError
 from raycollect.errors.text import shown
 
-# The operations of a `BaseGroup`
-METHODS: dict[OpKind, str] = {
-    OpKind.ALLREDUCE: "allreduce",
-    OpKind.BARRIER: "barrier",
-    OpKind.REDUCE: "reduce",
-    OpKind.ALLGATHER: "allgather",
-    OpKind.BROADCAST: "broadcast",
-    OpKind.REDUCESCATTER: "reducescatter",
-    OpKind.SEND: "send",
-    OpKind.RECV: "recv",
+# The operations of a `BaseGroup`, whose names are the same there, and the options of each: by reduce op, peer and limit
+_OPTIONS: dict[OpKind, Callable[[Any, int, timedelta], Any]] = {
+    OpKind.ALLREDUCE: lambda op, peer, left: AllReduceOptions(reduceOp=op, timeout_ms=left),
+    OpKind.BARRIER: lambda op, peer, left: BarrierOptions(timeout_ms=left),
+    OpKind.REDUCE: lambda op, peer, left: ReduceOptions(reduceOp=op, root_rank=peer, timeout_ms=left),
+    OpKind.ALLGATHER: lambda op, peer, left: AllGatherOptions(timeout_ms=left),
+    OpKind.BROADCAST: lambda op, peer, left: BroadcastOptions(root_rank=peer, timeout_ms=left),
+    OpKind.REDUCESCATTER: lambda op, peer, left: ReduceScatterOptions(reduceOp=op, timeout_ms=left),
+    OpKind.SEND: lambda op, peer, left: SendOptions(dst_rank=peer, timeout_ms=left),
+    OpKind.RECV: lambda op, peer, left: RecvOptions(src_rank=peer, timeout_ms=left),
 }
 
 # Such a class knows the first four. AVG is a sum, divided here.
@@ -71,11 +71,11 @@ def register_collective_backend(name: str, group_cls: type[Any]) -> None:
 
 def adopt(name: str, group_cls: type[Any]) -> Capabilities:
     """Makes the capability line of a class in the shape of `BaseGroup`."""
-    ops = frozenset(kind for kind, method in METHODS.items() if _overrides(group_cls, method))
+    ops = _ops(group_cls)
     if not isinstance(group_cls, type) or not ops or not _overrides(group_cls, "check_backend_availability"):
         raise TypeError(
             f"{shown(group_cls)} is no collective group: it needs a classmethod check_backend_availability, and some "
-            f"of {', '.join(METHODS.values())}, with the arguments of ray.util.collective's BaseGroup"
+            f"of {', '.join(kind.value for kind in _OPTIONS)}, with the arguments of ray.util.collective's BaseGroup"
         )
     adoption = Adoption(group_cls)
     return Capabilities(
@@ -88,6 +88,10 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
         bitwise=False,
         cross_host=True,
     )
+
+
+def _ops(group_cls: type[Any]) -> frozenset[OpKind]:
+    return frozenset(kind for kind in _OPTIONS if _overrides(group_cls, kind.value))
 
 
 def _overrides(group_cls: type[Any], method: str) -> bool:
@@ -147,7 +151,7 @@ class AdoptedCommunicator(Exchanged):
         super().__init__(spec, rank, exchange)
         self._use = InUse(group, _destroy, spec.name)
         self._backend = spec.backend
-        self._ops = {kind for kind, method in METHODS.items() if _overrides(type(group), method)}
+        self._ops = _ops(type(group))
         self._reduce_ops = _reduce_ops(type(group))
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
@@ -159,16 +163,13 @@ class AdoptedCommunicator(Exchanged):
         self._check_supported(launch, kernel)
         self._check_going(launch)
         with self._use as group:
-            self._run(group, launch, kernel)
+            try:
+                with translated(kernel.kind, self._group_name, self.rank):
+                    self._run(group, kernel, timedelta(seconds=launch.timeout_s))
+            except BaseException as exc:
+                self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
+                raise
         return DONE
-
-    def _run(self, group: Any, launch: Launch, kernel: Kernel) -> None:
-        try:
-            with translated(kernel.kind, self._group_name, self.rank):
-                _KERNELS[kernel.kind](self, group, kernel, timedelta(seconds=launch.timeout_s))
-        except BaseException as exc:
-            self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
-            raise
 
     def close(self) -> None:
         """Lets the class destroy its group, at once or at the end of the running kernel."""
@@ -186,69 +187,43 @@ class AdoptedCommunicator(Exchanged):
         if not pair and len(launch.ranks) != self.world_size:
             raise self._refused(kernel, "list of ranks", str(list(launch.ranks)), f"{runs}: all of the group")
 
-    def _allreduce(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        lent = _Lent(kernel.dst, kernel.src.shape, holding=kernel.src)
-        if lent.size:
-            group.allreduce([lent.tensor], AllReduceOptions(reduceOp=self._named(kernel), timeout_ms=left))
-        lent.give_back(kernel.op, self.world_size)
+    def _run(self, group: Any, kernel: Kernel, left: timedelta) -> None:
+        kind, src, dst = kernel.kind, kernel.src, kernel.dst
+        op = None if kernel.op is None else self._reduce_ops[kernel.op]
+        options = _OPTIONS[kind](op, kernel.peer, left)
+        call, is_root = getattr(group, kind.value), self.rank == kernel.peer
+        if kind is OpKind.BARRIER:
+            call(options)
+        elif kind in (OpKind.ALLGATHER, OpKind.REDUCESCATTER):
+            pieces, one = (dst, src) if kind is OpKind.ALLGATHER else (src, dst)
+            most = max(piece.size for piece in pieces)  # the same on all ranks, whose shapes may differ
+            row, own = [_padded(piece, most) for piece in pieces], _padded(one, most)
+            if most:
+                call(*([row], [own]) if kind is OpKind.ALLGATHER else ([own], [row]), options)
+            if kind is OpKind.REDUCESCATTER:
+                self._give(own, dst, kernel.op)
+            for piece, values in zip(pieces, row, strict=True) if kind is OpKind.ALLGATHER else ():
+                self._give(values, piece)
+        else:
+            given = dst if src is None else src
+            tensor = np.array(given, native(given.dtype), order="C")
+            if tensor.size:
+                call([tensor], options)
+            is_giver = kind is OpKind.SEND or (kind is OpKind.REDUCE and not is_root)
+            if not is_giver and dst is not None and not (kind is OpKind.BROADCAST and is_root and dst is src):
+                self._give(tensor, dst, kernel.op)
 
-    def _barrier(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        group.barrier(BarrierOptions(timeout_ms=left))
+    def _give(self, values: Array, target: Array, op: ReduceOp | None = None) -> None:
+        # The values may be padded.
+        if op is not None:
+            finish(op, values, self.world_size)
+        target[...] = values.reshape(-1)[: target.size].reshape(target.shape)
 
-    def _reduce(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        lent = (
-            _Lent(kernel.dst, kernel.src.shape, holding=kernel.src)
-            if self.rank == kernel.peer
-            else _Lent.copy(kernel.src)
-        )
-        if lent.size:
-            named = self._named(kernel)
-            options = ReduceOptions(reduceOp=named, root_rank=kernel.peer, timeout_ms=left)
-            group.reduce([lent.tensor], options)
-        if self.rank == kernel.peer:
-            lent.give_back(kernel.op, self.world_size)
 
-    def _broadcast(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        root = self.rank == kernel.peer
-        lent = _Lent.to_read(kernel.dst if kernel.src is None else kernel.src) if root else _Lent(kernel.dst)
-        if lent.size:
-            group.broadcast([lent.tensor], BroadcastOptions(root_rank=kernel.peer, timeout_ms=left))
-        if not root:
-            lent.give_back()
-        elif kernel.dst is not None and kernel.dst is not kernel.src:
-            _copy(lent.tensor, kernel.dst)
-
-    def _allgather(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        shape = _row(kernel.dst)
-        pieces = [_Lent(piece, shape) for piece in kernel.dst]
-        own = _Lent.copy(kernel.src, shape)  # it may lie in pieces[own rank], which the class may clear first
-        if own.size:
-            group.allgather([[piece.tensor for piece in pieces]], [own.tensor], AllGatherOptions(timeout_ms=left))
-        for piece in pieces:
-            piece.give_back()
-
-    def _reducescatter(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        shape = _row(kernel.src)
-        pieces = [_Lent.copy(piece, shape) for piece in kernel.src]
-        lent = _Lent(kernel.dst, shape)
-        if lent.size:
-            options = ReduceScatterOptions(reduceOp=self._named(kernel), timeout_ms=left)
-            group.reducescatter([lent.tensor], [[piece.tensor for piece in pieces]], options)
-        lent.give_back(kernel.op, self.world_size)
-
-    def _send(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        lent = _Lent.to_read(kernel.src)
-        if lent.size:
-            group.send([lent.tensor], SendOptions(dst_rank=kernel.peer, timeout_ms=left))
-
-    def _recv(self, group: Any, kernel: Kernel, left: timedelta) -> None:
-        lent = _Lent(kernel.dst)
-        if lent.size:
-            group.recv([lent.tensor], RecvOptions(src_rank=kernel.peer, timeout_ms=left))
-        lent.give_back()
-
-    def _named(self, kernel: Kernel) -> Any:
-        return self._reduce_ops[reduce_op(kernel)]
+def _padded(array: Array, size: int) -> Array:
+    padded: Array = np.zeros(size, native(array.dtype))
+    padded[: array.size] = array.reshape(-1)
+    return padded
 
 
 def _destroy(group: Any) -> None:
@@ -257,70 +232,9 @@ def _destroy(group: Any) -> None:
         threads.bounded(destroy, CLOSE_TIMEOUT_S)
 
 
-_KERNELS: dict[OpKind, Callable[[AdoptedCommunicator, Any, Kernel, timedelta], None]] = {
-    OpKind.ALLREDUCE: AdoptedCommunicator._allreduce,
-    OpKind.BARRIER: AdoptedCommunicator._barrier,
-    OpKind.REDUCE: AdoptedCommunicator._reduce,
-    OpKind.ALLGATHER: AdoptedCommunicator._allgather,
-    OpKind.BROADCAST: AdoptedCommunicator._broadcast,
-    OpKind.REDUCESCATTER: AdoptedCommunicator._reducescatter,
-    OpKind.SEND: AdoptedCommunicator._send,
-    OpKind.RECV: AdoptedCommunicator._recv,
-}
-
-
 def _reduce_ops(group_cls: type[Any]) -> dict[ReduceOp, Any]:
     # Ray's enum where the class derives from Ray's: members of two enums are never equal.
     theirs: Any = ReduceOp
     if any(base.__module__ == _RAY_BASE for base in group_cls.__mro__):
         theirs = sys.modules[_RAY_TYPES].ReduceOp
     return {op: theirs["SUM" if op is ReduceOp.AVG else op.name] for op in ReduceOp if op in REDUCE_OPS}
-
-
-def _row(pieces: Sequence[Array]) -> tuple[int]:
-    # All ranks see the same largest piece, but shapes may differ between ranks.
-    return (max(piece.size for piece in pieces),)
-
-
-class _Lent:
-    """An array as the class gets it: C order, native byte order, writable and of the requested shape."""
-
-    __slots__ = ("_array", "size", "tensor")
-
-    def __init__(self, array: Array, shape: tuple[int, ...] | None = None, *, holding: Array | None = None) -> None:
-        shape = array.shape if shape is None else shape
-        native = array.dtype.isnative
-        suits = array.flags.carray and native and array.shape == shape
-        # the array itself if it qualifies, else a temporary until `give_back`
-        self.tensor = array if suits else np.zeros(shape, array.dtype if native else array.dtype.newbyteorder("="))
-        self.size = self.tensor.size
-        self._array = array
-        if holding is not None and holding is not self.tensor:
-            _copy(holding, self.tensor)
-
-    @classmethod
-    def copy(cls, array: Array, shape: tuple[int, ...] | None = None) -> _Lent:
-        own = np.zeros(array.shape if shape is None else shape, array.dtype)
-        _copy(array, own)
-        return cls(own, holding=own)
-
-    @classmethod
-    def to_read(cls, array: Array) -> _Lent:
-        return cls(array, holding=array)
-
-    def give_back(self, op: ReduceOp | None = None, world_size: int = 1) -> None:
-        if op is not None:
-            finish(op, self.tensor, world_size)
-        if self.tensor is not self._array:
-            _copy(self.tensor, self._array)
-
-
-def _copy(source: Array, target: Array) -> None:
-    # One of them may be padded: copies the first elements, in flat order.
-    size = min(source.size, target.size)
-    if source.shape == target.shape:
-        target[...] = source
-    elif source.size >= target.size:
-        target[...] = source.reshape(-1)[:size].reshape(target.shape)
-    else:
-        target.reshape(-1)[:size] = source.reshape(-1)  # a padded row, which is contiguous

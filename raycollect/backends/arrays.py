@@ -395,10 +395,6 @@ class Flat:
         chunk: Array = self._array.flat[lo:hi]
         return chunk.astype(self.dtype, copy=False)
 
-    def spans(self, lo: int, hi: int) -> Sequence[Span]:
-        """Cuts elements [lo, hi) into segments that each lie in one array; here there is only one."""
-        return ((lo, hi, self, lo, hi),)
-
     def fill(self, chunk: Array, lo: int, hi: int) -> None:
         """Copies elements [lo, hi) to a chunk of equal size."""
         chunk[...] = self.read(lo, hi)
@@ -418,7 +414,3 @@ class Flat:
             self._line[lo:hi] = values
         else:
             self.commit(lo, hi, values)
-
-
-# Elements [first, last) of a row, the array that holds them, and their range [start, stop) in it
-Span = tuple[int, int, Flat, int, int]

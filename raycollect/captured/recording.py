@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import ray
-from ray.dag import ClassMethodNode
 
 from raycollect.captured.calls import StepRequests
-from raycollect.captured.step_values import MISSING, Parameters, Returned, packed
+from raycollect.captured.step_values import Parameters, Returned, packed
 from raycollect.core import ray_internals
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.batch import Batch
@@ -44,8 +43,6 @@ class Recording(Batch):
         self.returned: Returned | None = None
         self.leaves: list[Any] = []
         self.kept: list[Pending] = []  # whose values stay in their actors after each run
-        self.is_moved = False  # whether its calls are those of other members than the participants know of
-        self._nodes: dict[int, tuple[ClassMethodNode, Pending]] = {}  # bound methods, by their identity
 
     # ------------------------------------------------------------------------------------------ as a batch
 
@@ -57,18 +54,16 @@ class Recording(Batch):
     def clear(self) -> None:
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
         self.request_list.clear()
-        self.leaves, self.kept, self._nodes = [], [], {}
+        self.leaves, self.kept = [], []
 
     def seal(self) -> None:
-        """Ends the recording, of which only the requests and the structure of what runs return are kept."""
+        """Ends the recording, of which only the parameters and the structure of what runs return are kept."""
         self.request_list.seal()
-        self._nodes = {}
+        self.clear()
 
     def _stand_in(self, value: Any) -> Any:
-        """Calls a bound method where it first appears; everything else stands for itself."""
-        if type(value) is Pending:
-            return self._own(value)
-        return self._called(value) if type(value) is ClassMethodNode else value
+        """Raises CaptureError for a placeholder of another step; everything stands for itself."""
+        return self._own(value) if type(value) is Pending else value
 
     def _own(self, value: Pending) -> Pending:
         if value.step >= 0 and not value._is_of(self.request_list):
@@ -112,47 +107,28 @@ class Recording(Batch):
                 raise CaptureError(detail=detail)
             inner = inner._outer
 
-    def call(self, actor: Any, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
-        """Records a method call (`Capture.call`); the method may be `MISSING`."""
-        if type(actor) is ClassMethodNode and method is MISSING and not args and not kwargs:
-            return self._called(actor)
-        named = ray_internals.read_method(actor)
-        if named is not None:
-            return self._record(*named, args if method is MISSING else (method, *args), kwargs)
-        return self._record(actor, method, args, kwargs)
+    def call(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
+        """Records a method call (`Capture.call`)."""
+        named = ray_internals.read_method(method)
+        if named is None:
+            raise refusal("call", "", (wrong_argument("method", *_no_method(method)),))
+        return self._record(*named, args, kwargs)
 
-    def _called(self, node: ClassMethodNode) -> Pending:
-        """The placeholder of a bound method, which is called once however often it is used."""
-        known = self._nodes.get(id(node))
-        if known is None:
-            actor = None if node.is_class_method_output else node._get_actor_handle()
-            made = self._record(actor, node.get_method_name(), node.get_args(), node.get_kwargs())
-            known = self._nodes[id(node)] = (node, made)
-        return known[1]
-
-    def _record(self, actor: Any, method: Any, args: Any, kwargs: Any) -> Pending:
-        violations: list[Violation] = []
-        actor_id = ""
-        if not isinstance(actor, ray.actor.ActorHandle):
-            violations.append(wrong_argument("actor", *_no_actor(actor)))
-        else:
-            actor_id = actor._actor_id.hex()
-            violations += operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)])
-        if actor_id and not isinstance(method, str):
-            found = "missing" if method is MISSING else a_type(method)
-            violations.append(wrong_argument("method", found, "its name"))
-        elif actor_id and not violations:
+    def _record(self, actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
+        actor_id = actor._actor_id.hex()
+        violations = list(operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)]))
+        if not violations:
             violations += _misfits(actor, method, args, kwargs)
         given = tuple(self._argument(one, f"argument {at}", actor_id, violations) for at, one in enumerate(args))
         named = tuple((name, self._argument(one, name, actor_id, violations)) for name, one in kwargs.items())
         if violations:
-            raise refusal(f"call of {method}" if isinstance(method, str) else "call", "", tuple(violations))
+            raise refusal(f"call of {method}", "", tuple(violations))
         return self.request_list.call(actor, actor_id, method, given, named)
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
         value = self._stands_for(value, where)
         if type(value) is Pending:
-            if actor_id and value.actor_id != actor_id:
+            if value.actor_id != actor_id:
                 found, expected = "a value of another actor", "one of the same actor: send it there first, by send_ref"
                 violations.append(Violation(kind="not_member", field=where, found=found, expected=expected))
             return value
@@ -197,8 +173,8 @@ class Recording(Batch):
         return Ref(key, value, maker, where)
 
 
-def _no_actor(value: Any) -> tuple[str, str]:
-    expected = "the handle of a participant, or its method: step.call(actor, 'method', ...)"
+def _no_method(value: Any) -> tuple[str, str]:
+    expected = "a method of a participant: step.call(actor.method, ...), or actor.method.remote(...)"
     if isinstance(value, ray.ObjectRef):
         return "an ObjectRef: its method was called already, and is not called again by runs", expected
     return a_type(value), expected

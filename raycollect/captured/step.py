@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
 from collections.abc import Mapping
 from contextvars import Token
 from typing import Any, ClassVar, Literal, overload
@@ -19,12 +18,11 @@ from raycollect.captured.explanation import explain_capture, stages_html, stages
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
-from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html, recorded_calls
 from raycollect.core.bound_to_process import BoundToProcess
-from raycollect.core.deadline import NEVER, Deadline
+from raycollect.core.deadline import Deadline
 from raycollect.core.model import TensorInfo
-from raycollect.core.signals import Allowed, Deferred, guarded
+from raycollect.core.signals import Deferred, guarded
 from raycollect.core.submitted_calls import Recorder
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
@@ -35,13 +33,9 @@ from raycollect.driver.step_runs import StepRuns
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import (
-    CaptureBrokenError,
     CaptureError,
     CollectiveTimeoutError,
-    GroupError,
-    MethodError,
     ProtocolError,
-    RefusedError,
     anew,
     refuse,
     wrong_flags,
@@ -79,7 +73,6 @@ class Capture(BoundToProcess):
         self._state = "its block was not entered"  # why it can't run; empty while it can
         self._counts = (0, 0)  # collectives, method calls
         self._begun = 0  # how many runs were begun
-        self._following = threading.RLock()  # a finalizer may close it
 
     # ------------------------------------------------------------------------------------------ the block
 
@@ -118,59 +111,36 @@ class Capture(BoundToProcess):
     def _record(self) -> None:
         request_list = self._block.request_list
         if not request_list.asked and not request_list.calls:
-            raise CaptureError(detail="nothing was recorded in the block: call operations of the driver, or step.call")
+            raise CaptureError(detail="nothing was recorded in the block: call operations of the driver, or methods")
         self._counts = len(request_list.asked), len(request_list.calls)
         request_list.end_plan()
         self._controller = Controller.current()
-        self._install(self._controller)
-        self._block.seal()
-
-    def _install(self, controller: Controller, left_s: float | None = None) -> None:
-        block, request_list = self._block, self._block.request_list
-        limit_s = DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s
+        block = self._block
         with Deferred():
             installed = install(
-                controller,
+                self._controller,
                 self._id,
                 request_list,
                 block.leaves,
                 block._hold,
                 kept=block.kept,
                 staging=block.staging_nbytes,
-                timeout_s=limit_s if left_s is None else min(limit_s, left_s),
+                timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
             )
             self._installed, self._runs = installed, installed.runs
             self._parameters.place(installed.names)
-
-    def _follow(self, before: Installed, deadline: Deadline = NEVER) -> Installed | None:
-        """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
-        with self._following, Deferred():
-            if self._installed is not before and self._installed is not None:
-                return self._installed  # another thread has done it
-            runs = before.runs
-            controller: Controller = self._controller  # type: ignore[assignment]  # there are runs
-            is_own = isinstance(runs.failure, (MethodError, RefusedError))  # which no other member would mend
-            capture = b"" if self._state or is_own else follow(self._block, controller)
-            if not capture:
-                return None
-            self._id = capture
-            self._install(controller, deadline.left_s())
-            self._block.is_moved = False
-            runs.close()
-            return self._installed
+        block.seal()
 
     # ------------------------------------------------------------------------------------------ recording
 
-    def call(self, actor: Any, method: Any = MISSING, /, *args: Any, **kwargs: Any) -> Pending:
+    def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Pending:
         """Records a method call on a participant, as ``actor.method.remote()`` in the block does.
 
         The method runs in a thread of its own, at its place in the step: never while Ray runs a method of an actor
         whose methods run in order. What it returns stays where it is.
 
         Args:
-            actor: The actor handle; or the method, as ``actor.method``, with its arguments; or a bound method, as
-                ``actor.method.bind(...)`` returns it, alone.
-            method: The method's name, after an actor handle.
+            method: The method, as ``actor.method``.
             args: Its arguments: plain values and arrays, which are the same in each run; `argument`; what other calls
                 of the step made on the same actor; ObjectRefs: that of a tensor of the actor stands for the tensor, any
                 other for its value.
@@ -185,7 +155,7 @@ class Capture(BoundToProcess):
             RefusedError: The actor or an argument can't be used; with every reason.
         """
         self._inside("step.call()")
-        return self._block.call(actor, method, args, kwargs)
+        return self._block.call(method, args, kwargs)
 
     def argument(self, name: str, default: Any = MISSING) -> Argument:
         """Declares an argument that each run is given by name, for methods that the step calls.
@@ -227,18 +197,12 @@ class Capture(BoundToProcess):
     # ------------------------------------------------------------------------------------------ running
 
     @overload
-    def run(
-        self, /, *, async_op: Literal[True], fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
-    ) -> CapturedRun: ...
+    def run(self, /, *, async_op: Literal[True], timeout_s: float | None = ..., **arguments: Any) -> CapturedRun: ...
 
     @overload
-    def run(
-        self, /, *, async_op: bool = ..., fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
-    ) -> Any: ...
+    def run(self, /, *, async_op: bool = ..., timeout_s: float | None = ..., **arguments: Any) -> Any: ...
 
-    def run(
-        self, /, *, async_op: bool = False, fence: bool = False, timeout_s: float | None = None, **arguments: Any
-    ) -> Any:
+    def run(self, /, *, async_op: bool = False, timeout_s: float | None = None, **arguments: Any) -> Any:
         """Runs the step: all its calls, in order, on all participants.
 
         A run comes after what this process began before: collectives, runs, and methods of its actors; and before what
@@ -246,7 +210,6 @@ class Capture(BoundToProcess):
 
         Args:
             async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
-            fence: True: the run is sent through the actors' queues, as an actor task each.
             timeout_s: After how many seconds the run is given up and fails, whether anybody waits for it or not; runs
                 before it and methods that it waits for included. None: the limits of its collectives alone.
             arguments: The arguments that the step declares, by name.
@@ -256,26 +219,19 @@ class Capture(BoundToProcess):
 
         Raises:
             CaptureError: It is closed, or not ready, or called in a block that records.
-            CaptureBrokenError: An earlier run failed, and no member of its groups was replaced since.
-            CaptureMembersError: Members have left its groups, or came, so that its calls can't be made any more.
+            CaptureBrokenError: An earlier run failed, or a group was destroyed or has other members than it was
+                recorded with; nothing was sent. Capture it again, or use `step`, which records itself again.
             InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel, or makes
                 no sense.
-            UnknownGroupError, GroupBrokenError: A group was destroyed or a member is gone; nothing was sent.
+            GroupBrokenError: A member is gone, or members are changing; nothing was sent.
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.
         """
         installed = ready(self._installed, self._state)
-        if timeout_s is not None or (async_op is not True and async_op is not False) or fence is not False:
-            refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op, fence=fence)])
-        tracker, deadline = None, Deadline.after(timeout_s)
+        if timeout_s is not None or (async_op is not True and async_op is not False):
+            refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op)])
         with Deferred():
-            try:
-                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
-            except (CaptureBrokenError, GroupError):  # perhaps its members were about to change, and did not
-                with Allowed():
-                    installed = self._follow(installed, deadline) or installed
-            if tracker is None:
-                tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, deadline=deadline)
+            tracker = installed.runs.begin(self._parameters.pack(arguments), Deadline.after(timeout_s))
             return self._begun_run(installed, tracker, arguments, async_op=async_op)
 
     def _begun_run(
@@ -296,12 +252,9 @@ class Capture(BoundToProcess):
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""
         if self._runs is not None:
-            self._state = "it was closed"  # first, so that no thread begins to plan it anew
-            with self._following:
-                self._installed = None
-                self._runs.close()
-                self._block.clear()
-                self._block._let_go()
+            self._state, self._installed = "it was closed", None
+            self._runs.close()
+            self._block._let_go()
 
     def _collect(self, installed: Installed, tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
@@ -414,9 +367,9 @@ def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = N
     """Records the calls of a block once, to run them again and again without Ray.
 
     ``with capture() as step:`` records the driver's operations, and method calls by ``actor.method.remote(...)`` or
-    ``step.call(actor, "method", ...)``. At the end of the block every participant gets its part. ``step.run()`` then
-    does all of it, at the cost of one small message per participant. Collectives with no method call between them are
-    one plan, like a batch.
+    ``step.call(actor.method, ...)``. At the end of the block every participant gets its part. ``step.run()`` then does
+    all of it, at the cost of one small message per participant. Collectives with no method call between them are one
+    plan, like a batch.
 
     Args:
         staging_nbytes: As for `batch`.

@@ -15,7 +15,7 @@ from raycollect.errors.text import listed
 
 ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # of a run's packed arguments: a frame, less what is around them
 
-RESERVED = ("async_op", "fence", "timeout_s")  # `Capture.run`'s own parameters
+RESERVED = ("async_op", "timeout_s")  # `Capture.run`'s own parameters
 
 MISSING = object()  # stands for what was not given, where None is a value
 

@@ -11,7 +11,7 @@ from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, Door
 from raycollect.channel.messages import Order
 from raycollect.core.model import Segment
 
-_TOGETHER, _IN_ORDER, _RINGS = 1, 2, 4
+_IN_ORDER, _RINGS = 1, 2
 
 
 class OrderBell(Doorbell):
@@ -32,7 +32,7 @@ class OrderBell(Doorbell):
         if len(payload) > INLINE_NBYTES or last != max(number - IN_FLIGHT, 0):
             return False
         self._number = number
-        flags = _TOGETHER * order.together | _IN_ORDER * order.in_order | _RINGS * order.rings
+        flags = _IN_ORDER * order.in_order | _RINGS * order.rings
         self.runs[0].write(number, flags, len(order.after), payload)
         self.ring(number)
         return True
@@ -62,7 +62,6 @@ class OrderBellClient(DoorbellClient):
         payload = message or b""
         return Order(
             payload=payload[split:],
-            together=bool(flags & _TOGETHER),
             in_order=bool(flags & _IN_ORDER),
             after=payload[:split],
             rings=bool(flags & _RINGS),

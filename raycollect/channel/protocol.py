@@ -35,7 +35,7 @@ from raycollect.channel.packing import pack, unpack
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 
 MAGIC = b"RCOL"
-VERSION = 25
+VERSION = 26
 OTHER_VERSION = "the peer speaks version"  # begins the reason for refusing another release
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32

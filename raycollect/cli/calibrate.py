@@ -10,16 +10,14 @@ on one host: it keeps its default, unless it is given.
 
 from __future__ import annotations
 
-import json
-import os
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -41,16 +39,11 @@ _BLOCK = 5  # round trips of which the median is taken
 _POLL_S = 0.002
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A line through times; `misfit` is the largest factor between a time and the line."""
-
-    link: Link
-    misfit: float
-
-
-def fit(times: Mapping[int, float]) -> Fit:
+def fit(times: Mapping[int, float]) -> tuple[Link, float]:
     """The line of the least sum of squared relative errors whose latency is not below zero, from bytes -> seconds.
+
+    Returns:
+        The line, and the largest factor between a time and the line.
 
     Raises:
         ValueError: There are fewer than two sizes, a time is not above zero, or times do not grow with the bytes.
@@ -69,8 +62,7 @@ def fit(times: Mapping[int, float]) -> Fit:
     if slope <= 0:
         raise ValueError(f"times do not grow with the bytes: {dict(times)}")
     link = Link(latency_s=latency, bandwidth=1 / slope)
-    misfit = max(max(t / link.time_s(n), link.time_s(n) / t) for n, t in times.items())
-    return Fit(link=link, misfit=misfit)
+    return link, max(max(t / link.time_s(n), link.time_s(n) / t) for n, t in times.items())
 
 
 def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _TIMEOUT_S) -> Measured:
@@ -79,74 +71,52 @@ def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _T
     Raises:
         KernelError: A process failed, or took too long, or the times are too far from any line.
     """
-    times = _timed(backend, sizes, timeout_s)
+    failed = partial(KernelError, op="calibrate", group_name=backend)
+    times: dict[int, float] = {}
+    until_s = time.monotonic() + timeout_s
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="raycollect-calibrate-") as folder, context.Pool(2) as pool:
+        ranks = pool.imap_unordered(partial(_times, backend, folder, tuple(sizes)), range(2))
+        try:
+            for _ in range(2):
+                times |= ranks.next(until_s - time.monotonic())
+        except multiprocessing.TimeoutError as exc:
+            raise failed(detail=f"not done within {timeout_s:g} s") from exc
+        except Exception as exc:
+            raise failed(detail=f"{type(exc).__name__}: {exc}") from exc
+    return line_of(backend, times)
+
+
+def line_of(backend: str, times: Mapping[int, float]) -> Measured:
+    """The link that takes these times, bytes -> seconds; KernelError: they are too far from any line."""
     try:
-        line = fit(times)
+        link, misfit = fit(times)
+        if misfit > MISFIT:
+            raise ValueError(f"times are up to {misfit:.1f} times off any line: is the machine busy? {times}")
     except ValueError as exc:
         raise KernelError(op="calibrate", group_name=backend, detail=str(exc)) from exc
-    if line.misfit > MISFIT:
-        detail = f"times are up to {line.misfit:.1f} times off any line: is the machine busy? {times}"
-        raise KernelError(op="calibrate", group_name=backend, detail=detail)
     how = (
         f"measured: half of the least median of {_BLOCK} round trips between two processes of one host, "
-        f"{min(sizes)} to {max(sizes)} "
-        f"bytes; times are within a factor of {line.misfit:.2f} of the line"
+        f"{min(times)} to {max(times)} bytes; times are within a factor of {misfit:.2f} of the line"
     )
-    return Measured(place="inside", backend=backend, link=line.link, how=how)
-
-
-def _timed(backend: str, sizes: Sequence[int], timeout_s: float) -> dict[int, float]:
-    code = "import sys; from raycollect.cli.calibrate import rank_main; rank_main(*sys.argv[1:])"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # this very package
-    with tempfile.TemporaryDirectory(prefix="raycollect-calibrate-") as directory:
-        commands = [
-            [sys.executable, "-c", code, backend, str(rank), directory, json.dumps(list(sizes))] for rank in range(2)
-        ]
-        ranks = [
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for command in commands
-        ]
-        until_s = time.monotonic() + timeout_s
-        try:
-            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                if time.monotonic() > until_s:
-                    detail = f"not done within {timeout_s:g} s"
-                    raise KernelError(op="calibrate", group_name=backend, detail=detail)
-                time.sleep(_POLL_S)
-            failed = next((number for number, rank in enumerate(ranks) if rank.poll()), None)
-        finally:
-            for rank in ranks:
-                rank.kill()
-            told = [rank.communicate() for rank in ranks]
-    if failed is not None:
-        raise KernelError(op="calibrate", group_name=backend, rank=failed, detail=told[failed][1].strip()[-2000:])
-    try:
-        return {int(n): float(time_s) for n, time_s in json.loads(told[0][0].strip().rpartition("\n")[2]).items()}
-    except (ValueError, TypeError, AttributeError, OverflowError) as exc:
-        detail = f"rank 0 gives no times: {told[0][0].strip()[-200:]!r}"
-        raise KernelError(op="calibrate", group_name=backend, rank=0, detail=detail) from exc
+    return Measured(place="inside", backend=backend, link=link, how=how)
 
 
 # ---------------------------------------------------------------------------------------------- in the two processes
 
 
-def rank_main(backend: str, rank: str, directory: str, sizes: str) -> None:
-    """Runs one of the two ranks; rank 0 prints ``{bytes: seconds}`` as JSON. All arguments are strings from argv."""
-    spec = GroupSpec(
-        name="calibrate",
-        group_id=f"calibrate-{Path(directory).name}",
-        backend=backend,
-        world_size=2,
-        ops=backends.ops_of(backend),
-    )
-    create = backends.load(backend)
-    communicator = create(spec, int(rank), _Folder(Path(directory)), _NoExchange(), host="127.0.0.1")
+def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[int, float]:
+    """Runs one of the two ranks; rank 0 returns the seconds by bytes."""
+    path = Path(folder)
+    ops = backends.ops_of(backend)
+    spec = GroupSpec(name="calibrate", group_id=f"calibrate-{path.name}", backend=backend, world_size=2, ops=ops)
+    nobody = cast(Any, None)  # the ranks of `shm` and `tcp` meet by themselves
+    communicator = backends.load(backend)(spec, rank, _Folder(path), nobody, host="127.0.0.1")
     try:
-        times = {n: _one_way_s(communicator, seq, n) for seq, n in enumerate(json.loads(sizes), 1)}
+        times = {n: _one_way_s(communicator, seq, n) for seq, n in enumerate(sizes, 1)}
     finally:
         communicator.close()
-    if communicator.rank == 0:
-        print(json.dumps(times))
+    return {} if rank else times
 
 
 def _one_way_s(communicator: Communicator, seq: int, nbytes: int) -> float:
@@ -201,13 +171,3 @@ class _Folder:
             except FileNotFoundError:
                 time.sleep(_POLL_S)
         raise CollectiveTimeoutError(detail=f"nobody published {name}", timeout_s=timeout_s)
-
-
-class _NoExchange:
-    """For backends whose ranks meet by themselves: `shm` and `tcp` do."""
-
-    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        raise NotImplementedError("this backend needs an exchange")
-
-    def abort(self, seq: int) -> None:
-        pass

@@ -22,8 +22,8 @@ import click
 from click.core import ParameterSource
 
 import raycollect
-from raycollect.cli.bench_command import bench
-from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
+from raycollect.cli.bench import bench
+from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, refused
 from raycollect.errors import InvalidGroupError, RaycollectError
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, RankTable
 from raycollect.planner.wording import columns
@@ -55,7 +55,6 @@ class _Commands(click.Group):
 _EXAMPLES = """\b
 Examples:
   raycollect doctor
-  raycollect demo
   raycollect status --watch 2
 """
 
@@ -168,58 +167,17 @@ def doctor(context: click.Context, as_json: bool) -> None:
     none is started. Ends with 1 where something is missing without which nothing works.
     """
     from raycollect.cli import doctor as examining
-    from raycollect.cli.doctor.findings import Machine
 
-    findings = examining.examine(Machine())
+    findings = examining.examine()
     lacking = examining.lacking(findings)
     if as_json:
         print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})
     else:
-        for line in examining.table(findings, shutil.get_terminal_size((120, 24)).columns):
-            state = line.split(" ")[2] if line.startswith("  ") else ""  # in the second column, where it is one
-            colour = _COLOURS.get(state)
-            click.echo(line if colour is None else line.replace(state, click.style(state, fg=colour), 1))
+        for state, line in examining.table(findings, shutil.get_terminal_size((120, 24)).columns):
+            click.echo(line.replace(state, click.style(state, fg=_COLOURS[state]), 1) if state else line)
         said = f"missing, and required: {', '.join(lacking)}" if lacking else "nothing is missing that is required"
         click.echo(f"\n{said}")
     context.exit(1 if lacking else 0)
-
-
-# ---------------------------------------------------------------------------------------------- demo
-
-_DEMO_EXAMPLES = """\b
-Examples:
-  raycollect demo
-  raycollect demo allreduce
-  raycollect demo --address 10.0.0.1:6379
-"""
-
-
-@main.command("demo", short_help="Shows a collective at work.", epilog=_DEMO_EXAMPLES)
-@click.argument("name", required=False, type=click.Choice(["allreduce", "digits"]))
-@click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")
-@as_json
-@click.pass_context
-def demo(context: click.Context, name: str | None, address: str | None, as_json: bool) -> None:
-    """Shows a collective at work; takes less than half a minute.
-
-    allreduce: two actors, one sum, and its time beside the way through Ray's object store. digits: training on
-    handwritten digits in two actors; it needs a checkout and scikit-learn, and is what runs where these are there.
-    """
-    from raycollect.cli import demo as showing  # with Ray
-
-    chosen = name or showing.default()
-    with ray_warnings_aside(as_json):
-        showing.start_ray(address)
-        if chosen == showing.DIGITS:
-            found = showing.digits(show=not as_json)
-        else:
-            result = showing.allreduce(click.echo)
-            found = {**asdict(result), "ok": result.ok}
-    if as_json:
-        print_json({"demo": chosen, **found})
-    elif not found["ok"]:
-        click.echo("NOT OK: that is not what was expected", err=True)
-    context.exit(0 if found["ok"] else 1)
 
 
 # ---------------------------------------------------------------------------------------------- status
@@ -276,7 +234,7 @@ def _status_lines(address: str, groups: Sequence[GroupRecord]) -> list[str]:
         rebuilt = f", rebuilt {one.epoch} times" if one.epoch else ""
         process = f"{'actor' if one.actor_id else 'driver'} process {one.pid} on {one.host} (job {one.job_id})"
         lines += ["", f"{one.name}: {cluster_registry.summary(one.members)}"]
-        lines += [f"  {len(one.members)} ranks over {one.backend}, {one.ordering} order{rebuilt}"]
+        lines += [f"  {len(one.members)} ranks over {one.backend}{rebuilt}"]
         lines += [f"  declared {_ago(time.time() - one.since)} ago by {process}"]
         rows = [
             ("rank", "actor", "state", "node", "pid", "restarts"),

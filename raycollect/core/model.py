@@ -17,6 +17,9 @@ Key = NewType("Key", bytes)
 KEY_NBYTES = 28
 TASK_NBYTES = 24
 
+UNKNOWN_TASK = b"\xff" * TASK_NBYTES
+"""In place of a method call that is not known, or does not note its end: an actor task behind it tells."""
+
 
 def task_key(task: bytes, index: int) -> Key:
     """Makes the key of the `index`-th return (counted from 1) of a task."""
@@ -296,8 +299,6 @@ class GroupSpec:
         group_id: A nonce, so that two groups of one name never meet.
         backend: The name of the backend, never ``"auto"``.
         world_size: The number of ranks.
-        ordering: ``"program"``: collectives run in the order of the actor's queue (P2); ``"data"``: in that of their
-            refs and of each other.
         ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
         memory: Where its kernels work: ``"cpu"``, ``"cuda"``; ranks bring what lies elsewhere there and back. Empty: it
             takes tensors wherever they are, all on devices of one kind.
@@ -312,7 +313,6 @@ class GroupSpec:
     group_id: str
     backend: str
     world_size: int
-    ordering: str = "program"
     ops: tuple[str, ...] = OPS
     memory: str = ""
     options: tuple[tuple[str, Any], ...] = ()
@@ -320,7 +320,7 @@ class GroupSpec:
     hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("name", "group_id", "backend", "ordering", "memory"):
+        for name in ("name", "group_id", "backend", "memory"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is a string, not {getattr(self, name)!r}")
         if not isinstance(self.world_size, int) or self.world_size < 1:

@@ -14,13 +14,11 @@ from raycollect.errors import (
     GroupBrokenError,
     PlanAbortedError,
     ProtocolError,
-    RaycollectError,
     Violation,
     from_wire,
     located,
     refusal,
 )
-from raycollect.group.coordinator import PLANS
 from raycollect.pos.handle import Handle
 
 if TYPE_CHECKING:
@@ -39,24 +37,6 @@ class ControllerMessages:
         if handle is None:
             raise ProtocolError(detail=f"{type(message).__name__} has no place here")
         handle(self, peer, message)
-
-    def undone(self, peer: ParticipantLink, message: Any, error: RaycollectError) -> None:
-        """Handling a message failed: whoever waits for its effect gets the error."""
-        controller = self._controller
-        if isinstance(message, messages.Joined) or (
-            isinstance(message, messages.Publish) and message.communicator == PLANS
-        ):
-            controller.participants.fail_joins(error, message)
-        elif isinstance(
-            message, (messages.Arrive, messages.Behind, messages.Done, messages.Ran, messages.Ready, messages.Waiting)
-        ):
-            tracker = self._tracker_of(message.seq)
-            if tracker is not None:
-                controller.send(tracker, tracker.fail(error))
-        elif isinstance(message, messages.Depart):
-            peer.send(message)
-        elif not isinstance(message, messages.Stuck):  # nobody waits for that: it only says that somebody waits
-            controller.groups.coordinators.undone(message, error)
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:
         """A participant's connection has ended."""

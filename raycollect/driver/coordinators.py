@@ -9,7 +9,7 @@ from typing import Any
 from raycollect.channel.messages import Deny, Met, Stuck
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
-from raycollect.errors import ProtocolError, RaycollectError, to_wire
+from raycollect.errors import ProtocolError, to_wire
 from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.planner import Membership
 
@@ -44,12 +44,6 @@ class Coordinators:
         if found is not None:  # else the group was destroyed meanwhile
             coordinator, membership = found
             self.relay(membership, coordinator.receive(membership.rank_of(peer.info["actor_id"]), message))
-
-    def undone(self, message: Any, error: RaycollectError) -> None:
-        """Handling a member's message failed: the calls that it may have been for end."""
-        found = self._coordinators.get(message.group_id)
-        if found is not None:
-            self.relay(found[1], found[0].undone(message, error))
 
     def spread(self, peer: ParticipantLink, message: Stuck, actor_ids: Sequence[str]) -> None:
         """Tells all groups of a participant that it waits in a plan, or no more: a call may wait for it."""

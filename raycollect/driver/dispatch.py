@@ -4,24 +4,21 @@ One lock spans all submits of a plan, so every participant's queue has the plans
 (P2). A submit that fails in the middle aborts the plan on those that have it. No signal handler runs before all have
 their part (`core.signals`): an exception of a handler comes up where there is no plan yet, or where it was sent to all.
 
-The message is an `Order`, by the order bell or the channel. In program order it says behind which call of the actor the
-plan is; where that can't be known the plan is an actor task, which takes its place in the actor's queue. So is a plan
-that makes something, as its refs are the task's returns. So is one whose operand's method Ray may run again, after an
-exception: that ref is an argument of the task, so that Ray begins it, and what is behind it, after the last try.
+The message is an `Order`, by the order bell or the channel. It says behind which call of the actor the plan is; where
+that can't be known, or the actor's methods overlap, the plan is an actor task, which takes its place in the actor's
+queue. So is a plan that makes something, as its refs are the task's returns. So is one whose operand's method Ray may
+run again, after an exception: that ref is an argument of the task, so that Ray begins it, and what is behind it, after
+the last try.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import ray
-
 from raycollect.channel import CompletionBell
-from raycollect.channel.messages import Order
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
@@ -29,11 +26,10 @@ from raycollect.core.signals import Allowed, Deferred
 from raycollect.core.submitted_calls import AllHeld, unsettled_retries
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
-from raycollect.driver.participant_link import ParticipantLink, StartBarrier
+from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
-    CollectiveTimeoutError,
     DispatchError,
     RefusedError,
     RetryError,
@@ -41,7 +37,6 @@ from raycollect.errors import (
     kept,
     refusal,
 )
-from raycollect.group.membership import DATA
 from raycollect.planner import (
     Membership,
     Plan,
@@ -58,7 +53,6 @@ from raycollect.planner.plan_cache import PlanCache
 
 _BELL_SLOT = attrgetter("bell_slot")
 _CALLS = attrgetter("calls")
-_NOTHING_HELD: AbstractContextManager[None] = nullcontext()
 
 ORDER_NBYTES = MAX_FRAME_NBYTES - 256  # the longest program, with its keys, that goes by the channel
 
@@ -195,20 +189,16 @@ def send_prepared(
         bell: The controller's, where the calling thread has claimed it, and waits for the plan.
         deadline: That of a call that began before; by default the calls' own limits count from now.
     """
-    planned, by_channel = prepared.plan, prepared.fits_channel
+    planned = prepared.plan
     if deadline is NEVER:
         deadline = Deadline.after(prepared.limit_s)
-    for one in prepared.groups:
-        by_channel = by_channel and one.spec.ordering == DATA
     with Deferred():
         while True:
             revision, peers = controller.revision, controller.links(prepared.groups, planned.participants)
             # All at once: another thread's call, of which one more may need the result, would else come behind the plan
             # on one actor, and that call before it on another. First: who has one of them may make a call of ours, in a
             # finalizer, and wait for the other lock.
-            held = _NOTHING_HELD if by_channel else AllHeld(list(filter(None, map(_CALLS, peers))))
-            with held, controller.dispatching:
-                together = by_channel and _may_wait(controller, planned.participants, refs.values())
+            with AllHeld(list(filter(None, map(_CALLS, peers)))), controller.dispatching:
                 tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs, deadline=deadline)
                 controller.register(tracker)
                 if controller.revision is not revision:  # who ended a group meanwhile has not seen this plan
@@ -216,9 +206,7 @@ def send_prepared(
                     continue
                 if bell is not None:
                     tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
-                if together:
-                    _start_barrier(controller, tracker, peers)
-                _send_parts(controller, prepared, tracker, peers, by_channel=by_channel, together=together)
+                _send_parts(controller, prepared, tracker, peers)
                 return tracker
 
 
@@ -227,13 +215,10 @@ def _send_parts(
     prepared: DispatchPlan,
     tracker: PlanTracker,
     peers: Sequence[ParticipantLink],
-    *,
-    by_channel: bool,
-    together: bool,
 ) -> None:
     """Sends each participant its part; if one can't be sent, the plan ends for all."""
     rings, keys = tracker.bell is not None, tuple(tracker.refs)
-    retried = {} if by_channel else unsettled_retries(tracker.refs)
+    retried = unsettled_retries(tracker.refs)
     for at, peer in enumerate(peers):
         outputs = prepared.outputs[at]
         ticket = Ticket(tracker.seq, peer.last_seq)
@@ -242,9 +227,7 @@ def _send_parts(
         behind = [retried[key] for key in own if key in retried] if retried else []
         made: Sequence[Any] = ()
         try:
-            if by_channel:
-                peer.order(Order(payload=order, together=together, in_order=False, after=b"", rings=rings))
-            elif behind:
+            if behind:
                 made = peer.submit_behind(order, len(outputs), behind)
             elif prepared.fits_channel:
                 peer.submit_in_order(order, tracker, at, rings=rings)
@@ -257,27 +240,6 @@ def _send_parts(
         peer.last_seq = tracker.seq
         if outputs:
             tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
-
-
-def _may_wait(controller: Controller, participants: Iterable[str], refs: Iterable[Any]) -> bool:
-    """Whether a participant may wait for an operand, or for the end of a plan; called under `dispatching`."""
-    under_way = controller.trackers()
-    if any(tracker.is_pending(tracker.plan.positions.get(one, -1)) for tracker in under_way for one in participants):
-        return True
-    asked = list(refs)
-    return bool(asked and ray.wait(asked, num_returns=len(asked), timeout=0, fetch_local=False)[1])
-
-
-def _start_barrier(controller: Controller, tracker: PlanTracker, peers: Sequence[ParticipantLink]) -> None:
-    def late(missing: tuple[int, ...]) -> None:
-        actors = [tracker.plan.participants[at] for at in missing]
-        group = next(one for one in tracker.groups if one.rank_of(actors[0]) >= 0)
-        ranks = tuple(sorted(rank for rank in map(group.rank_of, actors) if rank >= 0))
-        error = CollectiveTimeoutError(group_name=group.spec.name, missing=ranks, timeout_s=tracker.plan.timeout_s)
-        controller.send(tracker, tracker.fail(error))
-
-    start_barrier = StartBarrier(tracker.seq, peers, late)
-    tracker.when_resolved(start_barrier.end)
 
 
 def explained(error: RefusedError, asked: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:

@@ -140,12 +140,12 @@ class DriverLink(ParticipantLink):
         runtime, found = self._runtime, [DriverResult() for _ in range(outputs)]
         task = runtime.task_of(decode_order(payload)[0].seq)
         runtime.results.update({task_key(task, at): one for at, one in enumerate(found, 1)})
-        self.order(Order(payload=payload, together=False, in_order=True, after=b"", rings=False))
+        self.order(Order(payload=payload, in_order=True, after=b"", rings=False))
         return found
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
         """Hands over a program without outputs."""
-        self.order(Order(payload=payload, together=False, in_order=True, after=b"", rings=rings))
+        self.order(Order(payload=payload, in_order=True, after=b"", rings=rings))
 
     def send(self, message: Any) -> None:
         """Sends a message; a group is left at once, so that this process is no member when `destroy` returns."""

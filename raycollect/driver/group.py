@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
 from raycollect.core.driver_handle import DriverHandle, is_handle
 from raycollect.core.model import GroupLike, name_of
@@ -53,11 +52,6 @@ class Group:
     def backend(self) -> str:
         """The backend that it uses, never ``"auto"``."""
         return self._membership.spec.backend
-
-    @property
-    def ordering(self) -> str:
-        """What orders its collectives: ``"program"`` or ``"data"``."""
-        return self._membership.spec.ordering
 
     @property
     def actors(self) -> tuple[Any, ...]:
@@ -139,17 +133,16 @@ class Group:
         if not self._controller.groups.exists(self._membership):
             raise UnknownGroupError(group_name=self.name, detail="it was destroyed: declare it again")
         answers = self._controller.participants.survey(self._membership.members, timeout_s)
-        pairs = list(zip(self._membership.members, answers, strict=True))
+        pairs = zip(self._membership.members, answers, strict=True)
         return GroupStatistics(
-            members=tuple(member_statistics(one, said) if isinstance(said, Surveyed) else None for one, said in pairs),
-            failures={one.rank: said.detail for one, said in pairs if isinstance(said, Unable)},
+            members=tuple(None if said is None else member_statistics(one, said) for one, said in pairs)
         )
 
     def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
         """Forms the group again under its name, after a member has died or a collective has broken it.
 
         It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
-        Captured steps whose members are still there go on, and members' own calls do in the new group.
+        Members' own calls go on in the new group, and steps as after `add`.
 
         Args:
             actors: The actor handles by rank: old members, in any order, and new ones. None: the members that live, in
@@ -177,8 +170,8 @@ class Group:
 
         As `remove` and `replace` do, it waits for methods that were submitted to the members before, and for plans of
         the group under way; plans of other threads that begin meanwhile wait for it. The group has a new epoch, and
-        ``backend="auto"`` is chosen anew. Refs of members that stay are valid. Captured steps go on with the ranks of
-        now; one whose collectives would lack an operand of a rank raises CaptureMembersError in its next run.
+        ``backend="auto"`` is chosen anew. Refs of members that stay are valid. Steps are traced again by their next
+        call; captured steps of the group raise CaptureBrokenError in their next run.
 
         Args:
             actors: Actors that are no members.
@@ -200,17 +193,15 @@ class Group:
     def remove(self, members: Any, *, timeout_s: float = 60.0) -> Group:
         """Removes members, dead or alive: a rank or an actor handle, or a list of them. The actors themselves live on.
 
-        The ranks of the others close up, in their order. Captured steps that named one who has left raise
-        CaptureMembersError in their next run. Arguments, result and errors are as of `add`.
+        The ranks of the others close up, in their order. Arguments, result, errors, and what becomes of steps, are as
+        of `add`.
         """
         return self._change(group_change.removed(self._membership, self.actors, members), timeout_s)
 
     def replace(self, dead: Any, new: Any, *, timeout_s: float = 60.0) -> Group:
         """Puts another actor at the rank of a member that has died; or others, as lists of one length.
 
-        All other ranks stay. Captured steps go on, with the new actor in the place of the dead one: its methods are
-        called there, and its calls' values are made there. A step with a ref of a tensor of the dead actor raises
-        CaptureMembersError in its next run. Results and errors are as of `add`.
+        All other ranks stay. Results, errors, and what becomes of steps, are as of `add`.
 
         Args:
             dead: A rank or an actor handle, or a list of them. That they live is an InvalidGroupError.
@@ -246,7 +237,6 @@ class Group:
         told = [
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
-            ("ordering", f"{self.ordering} order"),
             ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
             ("under way", listed(plans, most=MOST_NAMED) or "nothing"),
         ]
@@ -255,8 +245,7 @@ class Group:
 
     def __repr__(self) -> str:
         members = listed((member.actor for member in self._membership.members), most=MOST_NAMED)
-        order = f"{self.ordering} order"
-        return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
+        return f"<Group {self.name!r} of {members}; backend {self.backend}, {self._state()[0]}>"
 
 
 def declare_collective_group(
@@ -270,7 +259,6 @@ def declare_collective_group(
     options: Mapping[str, Any] | None = None,
     rank_table: Any = None,
     pg_options: Any = None,
-    ordering: str = "program",
     timeout_s: float | None = None,
 ) -> Group:
     """Declares actors to be a group; returns when every member has joined.
@@ -292,9 +280,6 @@ def declare_collective_group(
             Where neither this nor `ranks` is given, the file that ``RANK_TABLE_FILE`` names is used.
         pg_options: Options for the backend: a dict of plain values, or an object with such attributes. To
             ``"torch:sccl"`` a rank table's ``chip_map`` is added.
-        ordering: ``"program"``: collectives take their place in each actor's queue. ``"data"``: they overtake methods
-            that wait there, and run after the methods that return their operands, after earlier collectives, and
-            never while a method of an ordered actor runs.
         timeout_s: How long to wait for the members, in seconds; an actor that is still pending is named. It is also
             how long ranks wait for each other in calls that do not say. Default 60.
 
@@ -318,7 +303,6 @@ def declare_collective_group(
         "gloo_timeout": gloo_timeout,
         "rank_table": rank_table,
         "pg_options": pg_options,
-        "ordering": ordering,
         "timeout_s": timeout_s,
     }
     if ray_internals.is_started():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from raycollect.channel.messages import Seen, Surveyed
@@ -40,9 +40,9 @@ class MemberStatus:
         actor: The actor's class, and name if it has one.
         node_id: The Ray node that it runs on.
         pid: Its process.
-        ordered: True: its methods run one at a time, and collectives run in their order; with ordering ``"data"``,
-            between them. False (async and threaded actors): collectives run after their operands' methods and after
-            earlier collectives, and may overlap other methods.
+        ordered: True: its methods run one at a time, and collectives run in their order. False (async and threaded
+            actors): collectives run after their operands' methods and after earlier collectives, and may overlap other
+            methods.
         plans: The collectives of this controller that it has not ended.
         steps: For each of them how far it is: in the consistency check, or in which bundle of calls, or in which call
             of a captured step; empty where it has not begun it.
@@ -171,16 +171,13 @@ class GroupStatistics:
     """What the members of a group hold, at the moment of asking.
 
     Attributes:
-        members: By rank; None for one that is gone, did not answer in time, or could not.
-        failures: Rank -> why it could not answer: ``"could not look: "``, and the cause.
+        members: By rank; None for one that is gone, or did not answer in time.
     """
 
     members: tuple[MemberStatistics | None, ...]
-    failures: Mapping[int, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        none = {rank: self.failures.get(rank, "gone, or silent") for rank in range(len(self.members))}
-        lines = (str(one or f"rank {rank}: {none[rank]}") for rank, one in enumerate(self.members))
+        lines = (str(one or f"rank {rank}: gone, or silent") for rank, one in enumerate(self.members))
         return "\n  ".join(("<GroupStatistics", *lines)) + ">"
 
 

@@ -70,7 +70,7 @@ class Groups(Formation):
     ) -> None:
         super().__init__(peers, ending, drained)
         self.draining: set[str] = set()
-        self.held: HeldGroups = HeldGroups(lambda one: self._claims.wait(one.spec.name, inf))
+        self.held: HeldGroups = HeldGroups()
         self._none_begins = none_begins
         self._lock = threading.RLock()  # held for moments, where a name gets another group
         self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
@@ -156,8 +156,8 @@ class Groups(Formation):
 
     # ------------------------------------------------------------------------------------------ declared ones
 
-    def add(self, declared: Declared, old: Membership | None = None, heirs: Mapping[str, str] | None = None) -> None:
-        """Stores a group under its name, in the place of `old`; `heirs` are those of `HeldGroups.succeed`.
+    def add(self, declared: Declared, old: Membership | None = None) -> None:
+        """Stores a group under its name, in the place of `old`.
 
         Raises:
             UnknownGroupError: `old` was destroyed meanwhile.
@@ -165,7 +165,6 @@ class Groups(Formation):
         with self._lock:
             if old is not None:
                 self._declaration(old)
-                self.held.succeed(old, declared[0], heirs or {})
             self._declared[declared[0].spec.name] = declared
 
     def declare(self, declaration: Declaration) -> Declared:
@@ -193,7 +192,7 @@ class Groups(Formation):
                         alive = member_discovery.who_answers(declaration, deadline_s)
                     declaration = declaration.over(alive, timeout_s)
                 try:
-                    return self._form_again(old, declaration, deadline_s, {}, drains=False)
+                    return self._form_again(old, declaration, deadline_s, drains=False)
                 except ActorGoneError:
                     if actors is not None or monotonic() > deadline_s:  # else one that answered was about to die
                         raise
@@ -212,8 +211,7 @@ class Groups(Formation):
                 found = living(dead, self._peers)
             if found:
                 raise InvalidGroupError(group_name=old.spec.name, detail=found)
-            heirs = {one.actor_id: actor._actor_id.hex() for one, actor in zip(dead, new.values(), strict=True)}
-            return self._form_again(old, declaration, deadline_s, heirs, drains=True)
+            return self._form_again(old, declaration, deadline_s, drains=True)
 
     def _declaration(self, membership: Membership) -> Declaration:
         name = membership.spec.name
@@ -222,11 +220,9 @@ class Groups(Formation):
             raise UnknownGroupError(group_name=name, detail="it was destroyed or changed meanwhile: get it again")
         return found[1]
 
-    def _form_again(
-        self, old: Membership, declaration: Declaration, deadline_s: float, heirs: Mapping[str, str], *, drains: bool
-    ) -> Declared:
+    def _form_again(self, old: Membership, declaration: Declaration, deadline_s: float, *, drains: bool) -> Declared:
         try:
-            return self._form(declaration, deadline_s, partial(self.add, old=old, heirs=heirs), old=old, drains=drains)
+            return self._form(declaration, deadline_s, partial(self.add, old=old), old=old, drains=drains)
         except BaseException as exc:
             if self.exists(old) and old.spec.group_id not in self.coordinators:  # its members have left it
                 self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
@@ -248,7 +244,6 @@ class Groups(Formation):
                     raise self._unknown(name)
                 self._ended.append(found[0])
                 del self._declared[name]
-                self.held.forget(found[0])
             self._dissolve_ended()
 
     # ------------------------------------------------------------------------------------------ derived ones

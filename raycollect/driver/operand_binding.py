@@ -32,10 +32,7 @@ class Operand:
 
 _NEARLY: dict[type, str] = {
     ray.actor.ActorHandle: "an actor handle",
-    ray.actor.ActorMethod: (
-        "a method that was not called (call it as actor.method.remote(), or in a captured step as "
-        "step.call(actor.method))"
-    ),
+    ray.actor.ActorMethod: "a method that was not called (call it as actor.method.remote())",
 }
 """What is easily taken for a ref -> in words."""
 

@@ -14,13 +14,11 @@ from weakref import ref
 from raycollect.channel import Link, OrderBell
 from raycollect.channel.messages import (
     Collected,
-    Go,
     Keeps,
     Listens,
     Measured,
     Message,
     Order,
-    Ready,
     Refused,
     Seen,
     Surveyed,
@@ -56,41 +54,6 @@ MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant
 MOST_METHODS = 1024  # of an actor that are lent tokens; the others make their own
 
 
-class StartBarrier:
-    """Lets the participants of one plan begin together, once all have what they need.
-
-    Who begins a plan holds up the methods of its actor until the others have begun. None of these may wait, directly or
-    through its own actor, for such a method: so nobody begins before all have their operands, and have ended the plans
-    before.
-
-    Args:
-        seq: The plan.
-        peers: Its participants, by position.
-        late: Called on the hub's thread with the positions of those who are not ready, when one has waited too long.
-    """
-
-    def __init__(self, seq: int, peers: Sequence[ParticipantLink], late: Callable[[tuple[int, ...]], None]) -> None:
-        self._seq = seq
-        self._peers = tuple(peers)
-        self._late = late
-        self._missing = {id(peer): at for at, peer in enumerate(peers)}
-        for peer in peers:
-            peer.barriers[seq] = self
-
-    def received(self, peer: ParticipantLink, message: Ready) -> None:
-        """A participant is ready, or has waited too long; on the hub's thread."""
-        if message.late and self._missing:
-            self._late(tuple(self._missing.values()))
-        elif self._missing.pop(id(peer), None) is not None and not self._missing:
-            for one in self._peers:
-                one.send(Go(seq=self._seq))
-
-    def end(self) -> None:
-        """Nobody waits here any more; any thread may call it."""
-        for peer in self._peers:
-            peer.barriers.pop(self._seq, None)
-
-
 class ParticipantLink:
     """One leased participant.
 
@@ -123,7 +86,6 @@ class ParticipantLink:
         self._listens = False  # whether it takes orders from there
         self.group_ids: set[str] = set()
         self.link: Link | None = None
-        self.barriers: dict[int, StartBarrier] = {}
         self._owner = owner
         self._answer: RaycollectError | None = None
         self._answered = threading.Event()
@@ -161,7 +123,7 @@ class ParticipantLink:
     def submit_behind(self, payload: bytes, outputs: int, behind: Sequence[Any]) -> list[Any]:
         """`submit`; if one of `behind` fails for good, Ray never begins the task, and the program comes by `order`."""
         made = self.submit(payload, outputs, behind)
-        waiting = [Order(payload=payload, together=False, in_order=False, after=NOTHING, rings=False)]
+        waiting = [Order(payload=payload, in_order=False, after=NOTHING, rings=False)]
 
         def settled(value: Any) -> None:
             if isinstance(value, Exception):
@@ -185,7 +147,7 @@ class ParticipantLink:
                 self.submit(payload, 0)
                 return
             self.keep_behind(ref(tracker), position)
-            self.order(Order(payload=payload, together=False, in_order=True, after=calls.last, rings=rings))
+            self.order(Order(payload=payload, in_order=True, after=calls.last, rings=rings))
 
     def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
         """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""
@@ -248,8 +210,8 @@ class ParticipantLink:
     def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
         """Asks for something; `question` is the message, and `fields` are all of its fields but the request.
 
-        The result is the answer, for `Collect` the bytes of all its parts; or an `Unable`; or None where the connection
-        ends first.
+        The result is the answer, or None where the connection ends first; for `Collect` the bytes of all its parts, or
+        an `Unable`.
         """
         request, asked = next(self._requests), Future[Any]()
         self._asked[request] = asked
@@ -281,18 +243,6 @@ class ParticipantLink:
 
     def received(self, link: Link, message: Any) -> None:
         """A message of the participant; on the hub's thread."""
-        try:
-            self._take(message)
-        except ProtocolError:
-            raise
-        except Exception as exc:  # noqa: BLE001 - any: somebody waits
-            error = threads.failed(f"taking in {type(message).__name__}", exc)
-            if isinstance(message, (*_ANSWERS, Collected)):
-                self._answered_by(message.request, Unable(request=message.request, detail=error.detail))
-            else:
-                self._owner.undone(self, message, error)
-
-    def _take(self, message: Any) -> None:
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
             self._answered.set()
@@ -305,10 +255,6 @@ class ParticipantLink:
         elif isinstance(message, Keeps):
             if len(self._keeping) < MOST_METHODS:
                 self._keeping.add(message.method)
-        elif isinstance(message, Ready):
-            start_barrier = self.barriers.get(message.seq)
-            if start_barrier is not None:  # else the plan has failed meanwhile
-                start_barrier.received(self, message)
         else:
             self._owner.received(self, message)
 

@@ -22,11 +22,9 @@ from raycollect.channel.messages import (
     Look,
     Measure,
     Measured,
-    Publish,
     Seen,
     Survey,
     Surveyed,
-    Unable,
 )
 from raycollect.core import call_tokens, limits, ray_internals, threads
 from raycollect.core.claims import ClaimedError, Claims
@@ -329,12 +327,6 @@ class Participants:
             if one.member.actor_id == peer.info["actor_id"]:
                 _fail(together, ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
 
-    def fail_joins(self, error: RaycollectError, message: Joined | Publish) -> None:
-        """Ends the join of the members of a group, as a message of one of them could not be taken in."""
-        for request, (one, together) in tuple(self._joining.items()):
-            if request == message.request if isinstance(message, Joined) else one.group_id == message.group_id:
-                _fail(together, error)
-
     # ------------------------------------------------------------------------------------------ telling, asking
 
     def deliver(self, actor_ids: Sequence[str], outgoing: Orders) -> None:
@@ -344,13 +336,13 @@ class Participants:
             if peer is not None:
                 peer.send(message)
 
-    def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | Unable | None]:
+    def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
         """Asks members what they hold; None for one that is gone, or has not answered in time."""
         return self._ask(members, Survey, timeout_s)
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return list(map(_seen, self._ask(members, Look, timeout_s)))
+        return self._ask(members, Look, timeout_s)
 
     def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
         """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
@@ -362,7 +354,7 @@ class Participants:
         asked = None if peer is None else peer.ask(Look)
         return asked is None or (asked in answered([asked], timeout_s) and asked.result() is None)
 
-    def measure(self, member: Member, seq: int) -> Future[Measured | Unable | None] | None:
+    def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
         peer = self._peer_of(member)
         return None if peer is None else peer.ask(Measure, seq=seq)
@@ -377,16 +369,12 @@ class Participants:
 
 def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> dict[str, Seen | None]:
     """The answers to `Participants.begin_look`, by actor; None for one that is gone, or has not answered in time."""
-    return {actor_id: _seen(one) for actor_id, one in zip(looks, _answers(looks.values(), timeout_s), strict=True)}
+    return dict(zip(looks, _answers(looks.values(), timeout_s), strict=True))
 
 
 def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
     done = answered(futures, timeout_s)
     return [one.result() if one in done else None for one in futures]
-
-
-def _seen(answer: Seen | Unable | None) -> Seen | None:
-    return Seen(request=answer.request, doing=answer.detail) if isinstance(answer, Unable) else answer
 
 
 def _invitations(membership: Membership, asked: Mapping[int, _Joining], replaces: str) -> Iterator[tuple[Member, Join]]:

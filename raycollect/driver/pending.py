@@ -62,6 +62,11 @@ def _misuse(error: RaycollectError, name: str) -> Exception:
     return AttributeError(f"no attribute {name!r}: {error}") if name else error
 
 
+def _stray(one: _Recorded) -> CaptureError:
+    """A placeholder of a captured step is sent to another process."""
+    return CaptureError(detail=f"{one!r} has no meaning outside of its driver: {_IN_RUNS}")
+
+
 class Pending(_Recorded):
     """Stands for a ref that a call of a batch will return: the call's output, which the plan makes.
 
@@ -125,7 +130,7 @@ class Pending(_Recorded):
         if self._traced:
             raise self._used("pickle")
         if self.step >= 0:
-            return _stray, (repr(self),)
+            raise _stray(self)
         raise BatchError(detail=f"{self!r} can't leave the driver: pass its `ref`, after the block has ended")
 
     def __repr__(self) -> str:
@@ -133,11 +138,6 @@ class Pending(_Recorded):
         if self._traced:
             return f"<{self._traced}>"
         return f"<Pending: made by call {max(self.step, self.request)} on actor {self.actor_id[:6]}{ref}>"
-
-
-def _stray(what: str) -> None:
-    """Refuses a placeholder that was sent to another process; Ray pickles arguments of ``actor.method.bind(...)``."""
-    raise CaptureError(detail=f"{what} has no meaning outside of its driver: {_IN_RUNS}")
 
 
 class Argument(_Recorded):
@@ -186,7 +186,7 @@ class Argument(_Recorded):
     def __reduce__(self) -> Any:
         if self._traced:
             raise self._used("pickle")
-        return _stray, (repr(self),)
+        raise _stray(self)
 
     def __repr__(self) -> str:
         return f"<Argument {self.name!r} of a captured step>"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
-from raycollect.channel.messages import Seen, Unable
+from raycollect.channel.messages import Seen
 from raycollect.core import threads, timers
 from raycollect.core.model import Member
 from raycollect.driver.plan_tracker import PlanTracker
@@ -37,7 +37,7 @@ class Overdue(NamedTuple):
     """
 
     late: tuple[Member, ...]
-    looks: Mapping[str, Future[Seen | Unable | None] | None]
+    looks: Mapping[str, Future[Seen | None] | None]
     stuck: Future[tuple[int, ...]]
 
 

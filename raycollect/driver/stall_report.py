@@ -24,8 +24,8 @@ _log = logging.getLogger("raycollect")
 
 FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
 
-# The steps of a rank that waits for others, and of one that has not come to the collective yet.
-_WAITING = ("in the consistency check", "waits until all are ready")
+# The step of a rank that waits for others, and those of one that has not come to the collective yet.
+_WAITING = "in the consistency check"
 _NOT_READY = ("waits for the methods before it", "waits for an operand's method")
 
 LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds

@@ -14,7 +14,7 @@ from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Forget, Run
 from raycollect.core import ray_internals
 from raycollect.core.deadline import NEVER, Deadline
-from raycollect.core.model import Key
+from raycollect.core.model import UNKNOWN_TASK, Key
 from raycollect.core.signals import Deferred, deliver
 from raycollect.core.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 from raycollect.driver.controller import Controller
@@ -22,7 +22,6 @@ from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_plan import StepPlan
-from raycollect.engine.step_program import FENCED
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -32,6 +31,7 @@ from raycollect.errors import (
     MethodError,
     PlanAbortedError,
     RaycollectError,
+    UnknownGroupError,
     brief,
     kept,
 )
@@ -77,7 +77,6 @@ class StepRuns:
         self._calls: list[SubmittedCalls] = []  # of the participants; found with `_links`
         self._under_way: deque[PlanTracker] = deque()
         self.begun: int = 0  # how many runs there were
-        self._fences: dict[int, Any] = {}
         self._waiting: set[int] = set()  # the threads that wait for runs
         self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
         self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
@@ -85,7 +84,7 @@ class StepRuns:
 
     # ------------------------------------------------------------------------------------------ beginning
 
-    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, deadline: Deadline = NEVER) -> PlanTracker:
+    def begin(self, arguments: Sequence[bytes], deadline: Deadline = NEVER) -> PlanTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
         with Deferred():
             while True:
@@ -98,7 +97,7 @@ class StepRuns:
                         continue
                     oldest = self._oldest() if self._under_way else None
                     if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                        return self._send(arguments, deadline, None if fence else self._calls_before())
+                        return self._send(arguments, deadline, self._calls_before())
                 if not oldest.wait(deadline.left_s()):
                     raise self._crowded(oldest, deadline)
 
@@ -139,35 +138,36 @@ class StepRuns:
             detail = "this captured step is broken, as one of its runs failed"
             raise CaptureBrokenError(detail=detail, why=brief(self.failure)) from self.failure
         revision = self.controller.revision
-        peers = self.controller.links(self.memberships, self.step_plan.participants)
+        try:
+            peers = self.controller.links(self.memberships, self.step_plan.participants)
+        except UnknownGroupError as exc:
+            raise CaptureBrokenError(detail="a group of this captured step has changed", why=brief(exc)) from exc
         self._links = list(zip(peers, self._slots, strict=True))
         self._calls = _ordered(self._links)
         self._revision = revision
 
-    def _calls_before(self) -> list[bytes] | None:
-        """The last call of each actor, behind which the next run comes; None: only actor tasks can come behind them."""
+    def _calls_before(self) -> list[bytes]:
+        """The last call of each actor, behind which the next run comes."""
         found = []
         for (peer, _), passed in zip(self._links, self._passed, strict=True):
             calls = peer.calls
             last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
-            if last is None:
-                return None
-            found.append(NOTHING if last == passed else last)
+            found.append(UNKNOWN_TASK if last is None else NOTHING if last == passed else last)
         return found
 
-    def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes] | None) -> PlanTracker:
-        """Sends a run to all, behind the calls `after`; None: as actor tasks."""
-        controller, doorbell = self.controller, None if after is None else self.doorbell
+    def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes]) -> PlanTracker:
+        """Sends a run to all, behind the calls `after`."""
+        controller, doorbell = self.controller, self.doorbell
         self.begun += 1
         number = doorbell.begin() if doorbell is not None and self.in_slots else 0
         seq = next(controller.numbers)
         tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
         controller.register(tracker)
         self._under_way.append(tracker)
-        if after is not None and any(after):
+        if any(after):
             self._after[seq] = after
         try:
-            self._tell(tracker, arguments, doorbell, after)
+            self._tell(tracker, arguments, after)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
             return tracker
@@ -185,28 +185,20 @@ class StepRuns:
             given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
             self.controller.send(tracker, tracker.fail(kept(exc), unsent=given_back))
 
-    def _tell(
-        self,
-        tracker: PlanTracker,
-        arguments: Sequence[bytes],
-        doorbell: Doorbell | None,
-        after: list[bytes] | None,
-    ) -> None:
-        seq, number, rings = tracker.seq, tracker.number, [] if doorbell is None else doorbell.runs
-        behind = ref(tracker)
+    def _tell(self, tracker: PlanTracker, arguments: Sequence[bytes], after: list[bytes]) -> None:
+        seq, number, doorbell, behind = tracker.seq, tracker.number, self.doorbell, ref(tracker)
+        rings = [] if doorbell is None else doorbell.runs
         try:
             for at, (peer, slot) in enumerate(self._links):
-                predecessor, payload = peer.last_seq, arguments[at]
-                if after is None:
-                    self._fence(at)(FENCED.encode((self._capture, seq, predecessor, payload)))
-                    if peer.calls is not None:  # methods are behind it, and plans after it wait for it
-                        peer.calls.last, peer.calls.before = NOTHING, None
+                predecessor, payload, call = peer.last_seq, arguments[at], after[at]
+                if call == UNKNOWN_TASK and peer.calls is not None:
+                    peer.fence(seq)  # methods are behind it, and plans after it wait for the run
+                    peer.calls.last, peer.calls.before = NOTHING, None
                 else:
                     peer.keep_behind(behind, at)
-                    call = after[at]
-                    if slot < 0 or not rings[slot].write(number, seq, predecessor, payload, call):
-                        capture = self._capture
-                        peer.send(Run(capture=capture, seq=seq, predecessor=predecessor, payload=payload, after=call))
+                if slot < 0 or not rings[slot].write(number, seq, predecessor, payload, call):
+                    capture = self._capture
+                    peer.send(Run(capture=capture, seq=seq, predecessor=predecessor, payload=payload, after=call))
                 peer.last_seq = seq
         finally:
             if doorbell is not None and number:
@@ -224,15 +216,6 @@ class StepRuns:
         error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
         error.__cause__ = exc
         return kept(error)
-
-    def _fence(self, at: int) -> Callable[[bytes], Any]:
-        peer = self._links[at][0]
-        method = self._fences.get(at)
-        if method is None:
-            method = peer.actor._raycollect_replay.options(num_returns=0, max_task_retries=0, enable_task_events=False)
-            self._fences[at] = method
-        submit: Callable[[bytes], Any] = method.remote
-        return submit
 
     # ------------------------------------------------------------------------------------------ waiting
 
@@ -337,7 +320,7 @@ class StepRuns:
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}
-        self._links, self._calls, self._fences = [], [], {}  # which hold the actors
+        self._links, self._calls = [], []  # which hold the actors
         if self.doorbell is not None:
             self.doorbell.close()
 

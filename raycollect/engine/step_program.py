@@ -81,6 +81,3 @@ _Packed = Annotated[StepProgram, Form(encode_step_program, decode_step_program)]
 
 CAPTURES = Codec[tuple[StepProgram, Segment | None, int]](tuple[_Packed, Segment | None, int], "capture")
 """What captures a step: its program, the doorbell's segment or None, the slot in it."""
-
-FENCED = Codec[tuple[bytes, int, int, bytes]](tuple[bytes, int, int, bytes], "run")
-"""What brings a fenced run: the capture, the run's number and its predecessor's, its arguments."""

@@ -24,8 +24,7 @@
     │   └── HandleAttributeError      it was asked for an attribute that it does not have
     ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
     ├── CaptureError              a captured step was used where it can't be
-    │   ├── CaptureBrokenError        one of its runs failed: there will be no others
-    │   ├── CaptureMembersError       it needs a member that has left its group
+    │   ├── CaptureBrokenError        one of its runs failed, or its group has changed: capture it again
     │   └── TracedValueError   UnrecordableCallError       a step's function can't be traced
     ├── ReentrantCallError        a finalizer, or a signal handler, made a call in the middle of another one
     ├── RetryError                a collective can't be run again as it was
@@ -88,7 +87,6 @@ from raycollect.errors._others import ArenaFullError as ArenaFullError
 from raycollect.errors._others import BatchError as BatchError
 from raycollect.errors._others import CaptureBrokenError as CaptureBrokenError
 from raycollect.errors._others import CaptureError as CaptureError
-from raycollect.errors._others import CaptureMembersError as CaptureMembersError
 from raycollect.errors._others import HandleAttributeError as HandleAttributeError
 from raycollect.errors._others import HandleError as HandleError
 from raycollect.errors._others import InternalError as InternalError

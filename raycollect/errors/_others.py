@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raycollect.errors._base import RaycollectError, culprit
-from raycollect.errors.text import listed
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,46 +83,30 @@ class UnrecordableCallError(CaptureError):
         return f"{self.call} at {self.where} {self.detail}"
 
 
-_REPLACE = (
-    "put another member in the place of the lost one by group.replace(dead, new), and bring the actors to a known "
-    "state; then the step runs again"
-)
+_AGAIN = "capture the step again; or use raycollect.step, which records itself again"
 
 
 @dataclass(eq=False, kw_only=True)
 class CaptureBrokenError(CaptureError):
-    """A run of a captured step failed before: its values may be half-made, so that it does not run again.
+    """A captured step does not run again: a run of it failed before, or a group of it has changed; nothing was sent.
 
-    The error of that run is its cause.
+    After a failed run values may be half-made. The error of that run, or of the group, is its cause.
 
     Attributes:
-        why: How that run failed, in one line; see `brief`.
+        why: How that run failed, or what became of the group, in one line; see `brief`.
     """
 
     why: str = ""
-    cure = "correct the cause, bring the actors to a known state, close the step and capture it again"
+    cure = f"correct the cause, bring the actors to a known state, and {_AGAIN}"
 
     def _text(self) -> str:
         return f"{self.detail}: {self.why}"
 
     def _advice(self) -> str:
+        if self.why.startswith("UnknownGroupError"):
+            return _AGAIN
         is_loss = self.why.startswith(("ParticipantDiedError", "GroupBrokenError"))
-        return _REPLACE if is_loss else self.cure
-
-
-@dataclass(eq=False, kw_only=True)
-class CaptureMembersError(CaptureError):
-    """The members of a group have changed, and a captured step needs what is not there any more; nothing ran.
-
-    Attributes:
-        lost: What it has lost: the calls, with the ranks, actors and refs that they name.
-    """
-
-    lost: tuple[str, ...] = ()
-    cure = "close the step and capture it again, with the current members"
-
-    def _text(self) -> str:
-        return f"{self.detail}: {listed(self.lost, '; ')}"
+        return f"replace the lost member by group.replace(dead, new), and {_AGAIN}" if is_loss else self.cure
 
 
 @dataclass(eq=False, kw_only=True)

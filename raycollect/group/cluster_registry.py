@@ -73,7 +73,6 @@ class GroupRecord:
     name: str  # its name, which is unique for its controller alone
     group_id: str  # the nonce that tells groups of one name apart
     backend: str
-    ordering: str
     epoch: int  # how often it was rebuilt
     job_id: str  # the Ray job of its controller
     actor_id: str  # the actor that the controller is; empty for a driver or task
@@ -90,7 +89,6 @@ class GroupRecord:
             name=spec.name,
             group_id=spec.group_id,
             backend=spec.backend,
-            ordering=spec.ordering,
             epoch=membership.epoch,
             job_id=ray.get_runtime_context().get_job_id(),
             actor_id=ray_internals.current_actor_id(),
@@ -117,7 +115,7 @@ class GroupRecord:
         return _RECORDS.encode(self)
 
 
-_RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=2)
+_RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=3)
 
 
 def post(membership: Membership) -> None:

@@ -36,7 +36,7 @@ from raycollect.channel.messages import (
     Stuck,
     Withdraw,
 )
-from raycollect.errors import ProtocolError, RaycollectError, Violation, refusal, to_wire
+from raycollect.errors import ProtocolError, Violation, refusal, to_wire
 
 ALL = "all"
 """The communicator of collectives."""
@@ -106,13 +106,6 @@ class Coordinator:
         if handle is None:
             raise ProtocolError(detail=f"{type(message).__name__} is nothing for the hub of a group")
         return handle(self, rank, message)
-
-    def undone(self, message: Message, error: RaycollectError) -> Orders:
-        """What to send if a member's message could not be taken in: ends the calls that it may have been for."""
-        if not isinstance(message, (Drop, Meet, Publish, Withdraw)):
-            return []  # no call waits for it
-        deny = Deny(group_id=self._group_id, communicator=message.communicator, call=0, error=to_wire(error))
-        return [(rank, deny) for rank in ranks_of(message.communicator, self._world_size) if rank not in self._gone]
 
     def lost(self, rank: int, detail: str) -> Orders:
         """A member's connection has ended."""

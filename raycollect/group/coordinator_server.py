@@ -147,13 +147,7 @@ class CoordinatorServer:
             rank = self._rank_of(link)
             if rank < 0:
                 raise ProtocolError(detail=f"{type(message).__name__} from one who is no member")
-            try:
-                self._deliver(self._coordinator.receive(rank, message))
-            except ProtocolError:
-                raise
-            except Exception as exc:  # noqa: BLE001 - any: members wait
-                error = threads.failed(f"taking in {type(message).__name__}", exc)
-                self._deliver(self._coordinator.undone(message, error))
+            self._deliver(self._coordinator.receive(rank, message))
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """A connection has ended: its member has departed, or its process has ended."""

@@ -15,7 +15,7 @@ from raycollect.core.model import GroupSpec, Member
 from raycollect.errors import MOST_S, InvalidGroupError, is_time_limit
 from raycollect.errors.text import as_name, listed, not_a_name, shown
 from raycollect.group import pg_options as options
-from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, ORDERINGS, PROGRAM, on_backend
+from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, on_backend
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
 
 _WITH_CHIP_MAP = ("torch:sccl",)
@@ -29,7 +29,6 @@ class Declaration:
     name: str
     backend: str  # a backend's name in its one spelling, or "auto"
     actors: tuple[Any, ...]  # the actor handles by rank; in the order given where `is_by_rank` is False
-    ordering: str = PROGRAM
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long to wait for all members, in seconds
     # How long ranks wait for each other in the driver's calls that do not say, in seconds
     plan_timeout_s: float = DEFAULT_TIMEOUT_S
@@ -48,7 +47,6 @@ class Declaration:
         backend: Any,
         group_name: Any,
         *,
-        ordering: str = PROGRAM,
         timeout_s: float | None = None,
         gloo_timeout: float | None = None,
         pg_options: Any = None,
@@ -60,8 +58,6 @@ class Declaration:
         for what, value in (("group_name", group_name), ("backend", backend)):
             if wrong := not_a_name(value):
                 problems.append(f"{what} is {wrong}")
-        if not isinstance(ordering, str) or ordering not in ORDERINGS:
-            problems.append(f"ordering is {shown(ordering)}, not {' or '.join(map(repr, ORDERINGS))}")
         for what, unit, number in (("timeout_s", "seconds", timeout_s), ("gloo_timeout", "milliseconds", gloo_timeout)):
             per_s = 1000 if unit == "milliseconds" else 1
             if number is not None and not is_time_limit(number, per_s):
@@ -80,7 +76,6 @@ class Declaration:
             name=group_name,
             backend=backends.canonical(backend),
             actors=tuple(actors[order.index(rank)] for rank in range(len(actors))),
-            ordering=ordering,
             timeout_s=limit_s,
             plan_timeout_s=limit_s,
             call_timeout_s=members_s if gloo_timeout is None else gloo_timeout / 1000,
@@ -128,7 +123,6 @@ class Declaration:
             group_id=group_id,
             backend=backend,
             world_size=len(self.actors),
-            ordering=self.ordering,
             options=tuple(sorted(given.items())),
             timeout_s=self.call_timeout_s,
         )

@@ -16,9 +16,6 @@ from raycollect.planner import Membership, Topology
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
 
-PROGRAM, DATA = ORDERINGS = ("program", "data")
-"""What orders a group's collectives: each actor's queue; or their operands, and the collectives before them."""
-
 DEFAULT_TIMEOUT_S = 60.0
 """How long ranks wait for each other in the driver's calls if neither call nor group says, in seconds."""
 

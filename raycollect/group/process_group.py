@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.channel.messages import Answer, Ask, Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
-from raycollect.core import threads
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
@@ -182,22 +181,6 @@ class ProcessGroup:
 
     def received(self, message: Message) -> None:
         """A message of the hub; on its thread, so nothing here may wait."""
-        try:
-            self._take(message)
-        except ProtocolError:
-            raise
-        except Exception as exc:  # noqa: BLE001 - any: calls wait
-            error = threads.failed(f"taking in {type(message).__name__}", exc)
-            if isinstance(message, Answer | Ask):
-                return  # no call waits for it
-            name = getattr(message, "communicator", None)
-            if name == PLANS:
-                self.plans.give_up(error.detail)
-            for communicator in self.communicators:
-                if name in (None, communicator.name):
-                    communicator.stop(error)
-
-    def _take(self, message: Message) -> None:
         if isinstance(message, Met | Missed):
             self.communicator(message.communicator).hub.answered(message)
         elif isinstance(message, Drop):

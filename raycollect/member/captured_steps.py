@@ -1,10 +1,9 @@
 """The captured steps of a participant: where their runs come from, their order, and how they are answered.
 
 One with a doorbell has a thread, which takes runs from there. Those that come over the channel are for a thread that
-all steps share, and a fenced run comes as an actor task, in Ray's thread. The sequencer puts all runs and plans in
-order: each run names its predecessor. If methods come one by one, a run holds the method lock, so that Ray calls no
-method beside it; but not while it waits for its predecessor. The sequencer ends every run that came, also if its step
-is broken or closed: its successors wait for it.
+all steps share. The sequencer puts all runs and plans in order: each run names its predecessor. If methods come one by
+one, a run holds the method lock, so that Ray calls no method beside it; but not while it waits for its predecessor. The
+sequencer ends every run that came, also if its step is broken or closed: its successors wait for it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -86,7 +85,7 @@ def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any
 
 
 class CapturedStep:
-    """One captured step. A thread of the library does its runs, or the caller of `run_now`; any thread may call it.
+    """One captured step. A thread of the library does its runs; any thread may call it.
 
     Args:
         runner: What is done in a run.
@@ -120,7 +119,6 @@ class CapturedStep:
         self._tell_failure = tell_failure
         self._wait_for_call = wait_for_call
         self._tracer = Tracer.current()
-        self._busy = threading.Lock()  # held while the values are in use
         self._changed = threading.Condition()  # guards what follows
         self._came: deque[Run] = deque()
         self._closed = ""
@@ -186,8 +184,7 @@ class CapturedStep:
         self._end()
 
     def _end(self) -> None:
-        with self._busy:  # a fenced run may be under way
-            threads.survives(self.runner.close)
+        threads.survives(self.runner.close)
         doorbell, self._doorbell = self._doorbell, None
         if doorbell is not None:
             doorbell.close()
@@ -229,11 +226,10 @@ class CapturedStep:
         seq: int,
         predecessor: int,
         payload: bytes,
-        watched: Callable[[], AbstractContextManager[Any]] | None = None,
         number: int = 0,
         after: bytes = b"",
     ) -> None:
-        """Does a run in the calling thread; `watched` is entered around it.
+        """Does a run, in the step's thread or the one that steps share.
 
         `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel. `after` is the
         task of the method call behind which it comes; empty: none.
@@ -252,11 +248,7 @@ class CapturedStep:
             self._count += 1
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            if watched is None:
-                self._run(seq, payload, number, step)
-            else:
-                with watched():
-                    self._run(seq, payload, number, step)
+            self._run(seq, payload, number, step)
         except RaycollectError as exc:
             error = kept(exc)  # its frames would keep values alive
             if isinstance(error, GroupBrokenError) and (reason := self._sequencer.reason(seq)):
@@ -278,22 +270,21 @@ class CapturedStep:
         if not self._method_lock.acquire(blocking=False):
             method_lock.acquire(self._method_lock, seq, lambda: self._closed or self._sequencer.reason(seq))
         try:
-            with self._busy:
-                if reason := self._closed or self._broken:
-                    raise PlanAbortedError(detail=reason)
-                results = self.runner.run(
-                    seq,
-                    payload,
-                    aborted=self._sequencer.aborted,
-                    exchange=self._make_exchange,
-                    landed=partial(self._answer, seq, number, b""),
-                    step=step,
-                )
-                if len(results) > MOST_NBYTES:
-                    found = f"takes {len(results)} bytes, and a message carries {MOST_NBYTES}"
-                    raise CaptureError(detail=f"what the step gives back {found}: let methods return refs instead")
-                if self._answered != seq:
-                    self._answer(seq, number, results)
+            if reason := self._closed or self._broken:
+                raise PlanAbortedError(detail=reason)
+            results = self.runner.run(
+                seq,
+                payload,
+                aborted=self._sequencer.aborted,
+                exchange=self._make_exchange,
+                landed=partial(self._answer, seq, number, b""),
+                step=step,
+            )
+            if len(results) > MOST_NBYTES:
+                found = f"takes {len(results)} bytes, and a message carries {MOST_NBYTES}"
+                raise CaptureError(detail=f"what the step gives back {found}: let methods return refs instead")
+            if self._answered != seq:
+                self._answer(seq, number, results)
         finally:
             self._method_lock.release()
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from raycollect.channel.messages import Join, Joined, Leave
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
-from raycollect.errors import GroupExistsError, ProtocolError, to_wire
+from raycollect.errors import GroupExistsError, ProtocolError, ResourceLimitError, to_wire
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
@@ -29,15 +29,11 @@ def join(groups: ProcessGroups, controller: str, reporter: Reporter, message: Jo
         return
     if before is not None:
         groups.end(before, CHANGED)
-    threads.apart(threads.survives, _connect, made, reporter, message)
-
-
-def fail_join(groups: ProcessGroups, reporter: Reporter, message: Join, error: threads.Failure) -> None:
-    """Gives up a group that could not be joined, and tells why."""
-    group = groups.by_id.get(str(message.group.get("group_id")))
-    if group is not None:
-        groups.end(group, error.detail)
-    reporter.tell(Joined(request=message.request, error=to_wire(error)))
+    try:
+        threads.apart(threads.survives, _connect, made, reporter, message)
+    except ResourceLimitError as exc:  # there are no more threads
+        groups.end(made, exc.detail)
+        reporter.tell(Joined(request=message.request, error=to_wire(exc)))
 
 
 def leave(groups: ProcessGroups, message: Leave) -> None:

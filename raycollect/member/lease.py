@@ -19,7 +19,7 @@ from raycollect.core import threads, timers
 from raycollect.core.model import task_key
 from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fast_path import FastPath
-from raycollect.engine.step_program import CAPTURES, FENCED, Invocation
+from raycollect.engine.step_program import CAPTURES, Invocation
 from raycollect.engine.step_runner import Invoke, StepRunner
 from raycollect.errors import (
     CaptureError,
@@ -27,6 +27,7 @@ from raycollect.errors import (
     PlanAbortedError,
     ProtocolError,
     RaycollectError,
+    ResourceLimitError,
     anew,
     kept,
 )
@@ -39,7 +40,7 @@ from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.recording_agent import RecordingAgent
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
-from raycollect.observe import Tracer, run_steps
+from raycollect.observe import run_steps
 from raycollect.planner import Program, decode_order
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
@@ -72,7 +73,6 @@ class Lease:
         self._running: dict[int, Execution | FastPath] = {}  # by the plan's number
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
-        self._tracer = Tracer.current()
         self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer)
         self.plan_queue: PlanQueue = PlanQueue(
             self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock, order_bell
@@ -106,14 +106,6 @@ class Lease:
         self._sequencer.after(ticket.seq, ticket.predecessor, run)
         return True
 
-    def hand_over_fenced(self, payload: bytes, submit: Callable[..., object]) -> bool:
-        """Does for a run of a captured step what `hand_over` does for a plan."""
-        if not self.is_overlapping:
-            return False
-        _, seq, predecessor, _ = FENCED.decode(payload)
-        self._sequencer.after(seq, predecessor, partial(submit, seq, self.run_fenced, payload))
-        return True
-
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """Runs this participant's part in a plan, tells the controller how it ended, and returns its outputs' handles.
 
@@ -144,7 +136,6 @@ class Lease:
             for group_id in program.group_ids:
                 group = by_id.get(group_id)
                 is_ordered = is_ordered and (group is None or group.ordered)
-            ring = self._tracer.ring
             is_in_turn = order is not None and order.in_order
             if order is not None and is_in_turn:
                 self.plan_queue.wait_for_call(order.after, ticket.seq)
@@ -152,10 +143,7 @@ class Lease:
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
             if order is not None and not is_in_turn:
-                came_s = 0.0 if ring is None else ring.clock()
-                self.plan_queue.wait_for_operands(order, ticket.seq, keys, program.timeout_s)
-                if ring is not None:
-                    ring.waited("operands, and the others", came_s, ticket.seq)
+                self.plan_queue.wait_for_operands(ticket.seq, keys)
             is_apart = is_in_turn or (order is not None and is_ordered)
             with self.plan_queue.without_methods(ticket.seq) if is_apart else nullcontext():
                 outcome = self._run(came, is_ordered, keep)
@@ -271,20 +259,6 @@ class Lease:
             raise
         return doorbell is not None
 
-    def run_fenced(self, payload: bytes) -> None:
-        """Does a run that comes as an actor task; CaptureError: no such step."""
-        capture, seq, predecessor, arguments = FENCED.decode(payload)
-        self.plan_queue.reached(seq)
-        watched = partial(self._reporter.waiting, "", "", "a captured step", (), seq=seq, call=lambda: 0)
-        try:
-            captured = self.captured_step(capture)
-        except CaptureError as exc:  # what comes after it goes on
-            self._sequencer.start(seq, predecessor)
-            self._sequencer.end(seq)
-            self._reporter.tell_failure(seq, exc)
-            raise
-        captured.run_now(seq, predecessor, arguments, watched)
-
     def captured_step(self, capture: bytes) -> CapturedStep:
         """A captured step; CaptureError: there is none."""
         found = self._captures.find(capture)
@@ -299,33 +273,18 @@ class Lease:
         handle = _HANDLERS.get(type(message))
         if handle is None:
             raise ProtocolError(detail=f"{type(message).__name__} has no place here")
-        try:
-            handle(self, message)
-        except ProtocolError:
-            raise
-        except Exception as exc:
-            finish = _FINISHES.get(type(message))
-            if finish is None:
-                raise
-            finish(self, message, threads.failed(f"taking in {type(message).__name__}", exc))
+        handle(self, message)
 
     def not_begun(self, seq: int, error: threads.Failure, predecessor: int = 0) -> None:
         """A plan, or a run, can't begin here: what comes after it goes on, but behind what comes before it."""
         self._sequencer.after(seq, predecessor, partial(self._sequencer.end, seq))
         self._reporter.tell_failure(seq, error)
 
-    def _stopped(self, message: messages.Abort | messages.Arrivals | messages.Go, error: threads.Failure) -> None:
-        # The number may be that of one of the launches of the plan, or the run, that is under way.
-        seq = max((one for one in self._sequencer.running() if one <= message.seq), default=message.seq)
-        self._reporter.tell_failure(seq, error)
-        self._sequencer.abort(seq, error.detail)
-        self._wake(seq)
-
-    def _broken(self, message: messages.Gone, error: threads.Failure) -> None:
-        group = self._groups.by_id.get(message.group_id)  # nobody here knows any more who is left of it
-        if group is not None:
-            self._abort_plans(message.group_id, error.detail)
-            self._groups.close(group, error.detail)
+    def _order(self, message: messages.Order) -> None:
+        try:
+            self.plan_queue.received(message, self.run_ordered)
+        except ResourceLimitError as exc:  # there are no more threads
+            self.not_begun(decode_order(message.payload)[0].seq, exc)
 
     def _abort(self, message: messages.Abort) -> None:
         self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
@@ -382,7 +341,7 @@ class Lease:
             self._abort_plans(group.spec.group_id, reason)
         finally:
             if communicator is not None:  # it keeps no memory of the dead, and waits for none of them to close it too
-                communicator.abort(0)
+                threads.survives(communicator.abort, 0)  # the library may not be ours
                 threads.bounded(communicator.close)
 
     def _abort_plans(self, group_id: str, reason: str) -> None:
@@ -415,25 +374,10 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     ),
     messages.Run: Lease._run_came,
     messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
-    messages.Order: lambda lease, message: lease.plan_queue.received(message, lease.run_ordered),
-    messages.Go: lambda lease, message: lease.plan_queue.go(message),
+    messages.Order: Lease._order,
     messages.Record: lambda lease, message: lease._recording.record(message),
     messages.Tick: lambda lease, message: lease._recording.tick(message),
     messages.Collect: lambda lease, message: lease._recording.collect(message),
     messages.Gone: Lease._gone,
     **dict.fromkeys(_OF_GROUPS, lambda lease, message: lease._groups.received(message)),
 }
-
-_FINISHES: dict[type, Callable[[Lease, Any, threads.Failure], None]] = {
-    **dict.fromkeys(
-        (messages.Survey, messages.Measure, messages.Look, messages.Record, messages.Tick, messages.Collect),
-        lambda lease, message, error: lease._reporter.tell_unable(message.request, error),
-    ),
-    messages.Run: lambda lease, message, error: lease.not_begun(message.seq, error),
-    messages.Order: lambda lease, message, error: lease.not_begun(decode_order(message.payload)[0].seq, error),
-    **dict.fromkeys((messages.Abort, messages.Arrivals, messages.Go), Lease._stopped),
-    messages.Gone: Lease._broken,
-    **dict.fromkeys((messages.Leave, messages.Forget), lambda lease, message, error: None),  # nobody waits for that
-    messages.Join: lambda lease, message, error: joining.fail_join(lease._groups, lease._reporter, message, error),
-}
-"""How to end what a message asked for if taking it in failed, so that whoever waits for it gets an error."""

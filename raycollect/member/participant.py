@@ -64,7 +64,6 @@ class CollectiveParticipant:
             # Ray makes this an async actor: a plain function would block its event loop.
             cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
             cls._raycollect_capture = _capture_async  # type: ignore[method-assign,assignment]
-            cls._raycollect_replay = _replay_async  # type: ignore[method-assign,assignment]
         for name in dir(cls):
             if not name.startswith("_") and _is_method(cls, name):
                 setattr(cls, name, _hold(getattr(cls, name), name))
@@ -93,9 +92,6 @@ class CollectiveParticipant:
     def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
         return Runtime.current().leased().capture(payload, values, functools.partial(_invoker, self, None))
 
-    def _raycollect_replay(self, payload: bytes) -> None:
-        Runtime.current().run_fenced(payload)
-
     def _raycollect_look(self, capture: bytes) -> list[Any]:
         return Runtime.current().leased().captured_step(capture).runner.look()
 
@@ -110,10 +106,6 @@ async def _run_program_async(self: CollectiveParticipant, payload: bytes, *value
 async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:
     invoker = functools.partial(_invoker, self, asyncio.get_running_loop())
     return Runtime.current().leased().capture(payload, values, invoker)
-
-
-async def _replay_async(self: CollectiveParticipant, payload: bytes) -> None:
-    Runtime.current().run_fenced(payload)  # in another thread, as methods overlap here
 
 
 def _is_async(method: Any) -> bool:

@@ -6,9 +6,8 @@ one. A plan then holds up its actor's methods until the other participants have 
 What comes one way may overtake what comes the other. A plan whose predecessor has not ended is laid aside until it has,
 so that the thread never waits for a plan that it would have to run itself.
 
-A plan in program order waits for the last call before it, and so takes the place that an actor task would have. In a
-group with ``ordering="data"`` no participant begins before it has its operands, and if one may have to wait for
-operands, none begins before all have theirs.
+A plan waits for the last call before it, and so takes the place that an actor task would have. One whose actor task Ray
+never begins, as a method that makes an operand has failed for good, waits for its other operands instead.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from raycollect.channel import OrderBellClient
-from raycollect.channel.messages import Behind, Go, Listens, Order, Ready, Waiting
+from raycollect.channel.messages import Behind, Listens, Order, Waiting
 from raycollect.core import threads
-from raycollect.core.model import Key
+from raycollect.core.model import UNKNOWN_TASK, Key
 from raycollect.errors import PlanAbortedError
 from raycollect.member import method_lock
 from raycollect.member.finished_calls import FinishedCalls
@@ -74,8 +73,6 @@ class PlanQueue:
         self._bell = bell
         self._waiting: SimpleQueue[Came | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
-        self._going = threading.Condition()
-        self._cleared = 0  # the plan of the latest `Go`
         self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
 
     def received(self, message: Order, run: Callable[[Came], object]) -> None:
@@ -95,12 +92,6 @@ class PlanQueue:
         if self._bell is not None:
             self._bell.wake()
 
-    def go(self, message: Go) -> None:
-        """All participants of a plan are ready; on the channel's thread."""
-        with self._going:
-            self._cleared = message.seq
-            self._going.notify_all()
-
     def reached(self, seq: int) -> None:
         """All calls before a plan in program order have ended."""
         self._reached = max(self._reached, seq)
@@ -113,8 +104,6 @@ class PlanQueue:
 
     def wake(self) -> None:
         """A plan was aborted: whoever waits looks whether it is the one."""
-        with self._going:
-            self._going.notify_all()
         self._finished_calls.wake()
 
     def close(self) -> None:
@@ -131,6 +120,10 @@ class PlanQueue:
 
         def goes_on() -> bool:
             return self._reached >= seq or self._sequencer.reason(seq) is not None
+
+        if task == UNKNOWN_TASK:  # an actor task is on its way
+            finished_calls.wait_for(goes_on, None)
+            return
 
         def is_told() -> bool:
             return finished_calls.is_over(task) is not None or goes_on()
@@ -154,15 +147,8 @@ class PlanQueue:
         finally:
             self._method_lock.release()
 
-    def wait_for_operands(self, order: Order, seq: int, keys: Sequence[Key], timeout_s: float) -> None:
-        """Waits for all that a plan needs; PlanAbortedError: it was aborted meanwhile.
-
-        Args:
-            order: The message that brought the plan.
-            seq: The plan.
-            keys: Its operands.
-            timeout_s: How long to wait for the other participants, in seconds.
-        """
+    def wait_for_operands(self, seq: int, keys: Sequence[Key]) -> None:
+        """Waits for the operands of a plan; PlanAbortedError: it was aborted meanwhile."""
         sequencer, tell = self._sequencer, self._reporter.tell
         step = run_steps.here()
         for key in keys:
@@ -171,21 +157,9 @@ class PlanQueue:
                 tell(Waiting(seq=seq, key=key))
                 step.at = "waits for an operand's method"
                 self._store.wait(key, lambda: sequencer.reason(seq) is not None)
-        if order.together:
-            tell(Ready(seq=seq, late=False))
-            step.at = "waits until all are ready"
-            with self._going:
-                late = not self._going.wait_for(lambda: self._may_go(seq), timeout_s)
-            if late:
-                tell(Ready(seq=seq, late=True))  # the controller knows who is missing, and ends the plan
-                with self._going:
-                    self._going.wait_for(lambda: self._may_go(seq))
         reason = sequencer.reason(seq)
         if reason is not None:
             raise PlanAbortedError(detail=reason)
-
-    def _may_go(self, seq: int) -> bool:
-        return self._cleared == seq or self._sequencer.reason(seq) is not None
 
     def _take(self, run: Callable[[Came], object]) -> bool:
         bell = self._bell

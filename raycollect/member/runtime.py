@@ -265,12 +265,6 @@ class Runtime:
             raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
         return _until_exit(lease.run_program, payload, task)
 
-    def run_fenced(self, payload: bytes) -> None:
-        """`Lease.run_fenced`; ConnectionLostError: the controller is gone."""
-        lease = self.leased()
-        if not lease.hand_over_fenced(payload, self._in_thread):
-            lease.run_fenced(payload)
-
     def pass_fence(self, controller: str, seq: int) -> None:
         """`PlanQueue.pass_fence`, if that controller still has the lease."""
         lease = self._lease

@@ -59,7 +59,7 @@ class Peer(Protocol):
         """Its actor, its process and its address."""
 
     def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
-        """Asks it something; the result is the answer, Unable, or None where its connection ends first."""
+        """Asks it something; the result is the answer, or None where its connection ends first."""
 
 
 def round_trips(peer: Peer, clock: Callable[[], float] = monotonic, count: int = ROUND_TRIPS) -> Future[Fix | None]:
@@ -72,11 +72,11 @@ def round_trips(peer: Peer, clock: Callable[[], float] = monotonic, count: int =
 def _ask(peer: Peer, clock: Callable[[], float], count: int, done: Future[Fix | None], samples: list[Sample]) -> None:
     sent_s = clock()
 
-    def answered(asked: Future[Ticked | Unable | None]) -> None:
+    def answered(asked: Future[Ticked | None]) -> None:
         received_s, tick = clock(), asked.result()
-        if isinstance(tick, Ticked):
+        if tick is not None:
             samples.append(Sample(sent_s=sent_s, remote_s=tick.at_s, received_s=received_s))
-        if not isinstance(tick, Ticked) or len(samples) == count:
+        if tick is None or len(samples) == count:
             done.set_result(fix(samples))
         else:
             _ask(peer, clock, count, done, samples)
@@ -97,11 +97,9 @@ class _Tracked:
         self.asked = Future[None]()  # done when it has answered; the future of the question would keep this alive
         peer.ask(Record, limit=limit, metrics=metrics).add_done_callback(self._began)
 
-    def _began(self, asked: Future[Ticked | Unable | None]) -> None:
+    def _began(self, asked: Future[Ticked | None]) -> None:
         tick = asked.result()
-        if isinstance(tick, Unable):
-            self.refusal = tick.detail
-        elif tick is not None:
+        if tick is not None:
             self.clock, self.refusal = tick.clock, tick.refusal
             if not tick.refusal and (not tick.clock or tick.clock != clock_id()):
                 self.first = round_trips(self.peer)

@@ -282,7 +282,7 @@ def _time_s(bundles: Sequence[_Bundle]) -> float:
     return max(free.values(), default=0.0)
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
+_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 12 << 20, "torch:": 32 << 20}
 """Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
 the same."""
 _BY_HOST_NBYTES = 34 << 20  # the same where the backend goes host by host

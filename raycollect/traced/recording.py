@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import ray
-from ray.dag import ClassMethodNode
 
 from raycollect.backends import arrays
 from raycollect.captured.install import Installed
@@ -27,7 +26,7 @@ from raycollect.errors import UnknownGroupError, Violation, wrong_argument
 from raycollect.traced.kept import Kept
 from raycollect.traced.signature import SCALARS, is_plain_dtype
 
-_STANDS_FOR = (Placeholder, ray.ObjectRef, ClassMethodNode)
+_STANDS_FOR = (Placeholder, ray.ObjectRef)
 
 
 class _Leaves(dict[str, Any]):
@@ -113,7 +112,7 @@ class TracedRecording(Recording):
                 return Fixed(lambda: found)
             self.kept.append(self._own(found))
             return -len(self.kept)  # they are behind the values of a run, the last one first
-        if type(value) in (Argument, Pending, ClassMethodNode):
+        if type(value) in (Argument, Pending):
             return super()._leaf(leaves, value, where)
         if not isinstance(value, ray.ObjectRef):
             return Fixed(lambda: value)

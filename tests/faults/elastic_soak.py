@@ -36,7 +36,7 @@ from tests.waiting import has_ended
 SIZE = 4096
 """The elements of a gradient."""
 
-LOST = (errors.FaultError, errors.GroupError, errors.CaptureBrokenError, errors.RefusedError)
+LOST = (errors.FaultError, errors.GroupError, errors.RefusedError)
 """What a loop gets that has lost a member."""
 WARM = 10
 """How many steps come before a look, so that members remember what they do of steps that are repeated."""
@@ -91,13 +91,13 @@ class Loop:
 
     Attributes:
         lasting: How many members are never killed: the first ones.
-        is_captured: Whether it runs a captured step; else it calls operations and methods.
+        is_traced: Whether it runs a step; else it calls operations and methods.
     """
 
     backend: str
     size: int = 4
     lasting: int = 2
-    is_captured: bool = True
+    is_traced: bool = True
     name: str = "elastic"
     step: int = 0
     good: int = 0
@@ -117,7 +117,7 @@ class Loop:
         ray.get([actor.call.remote(prepare) for actor in actors[: self.lasting]])
         self.model = np.zeros(SIZE, np.float64)
         self.next: Future[Any] = self.spares.submit(self._ready, Actor)
-        self.captured = self._capture() if self.is_captured else None
+        self.traced = col.step(self._iteration) if self.is_traced else None
 
     def _ready(self, cls: Any) -> tuple[Any, int, int]:
         """An actor, its number, its process."""
@@ -125,14 +125,10 @@ class Loop:
         actor, number = cls.remote(), self.made
         return actor, number, ray.get(actor.begin.remote(number))
 
-    def _capture(self) -> Any:
-        with col.capture() as captured:
-            step, good = captured.argument("step"), captured.argument("good")
-            refs = [captured.call(actor, "gradient", step, good) for actor, _, _ in self.members]
-            col.allreduce_refs(refs, self.name)
-            pairs = zip(self.members, refs, strict=True)
-            captured.returns([captured.call(actor, "hold", step, ref) for (actor, _, _), ref in pairs])
-        return captured
+    def _iteration(self, step: int, good: int) -> Any:
+        refs = [actor.gradient.remote(step, good) for actor, _, _ in self.members]
+        col.allreduce_refs(refs, self.name)
+        return [actor.hold.remote(step, ref) for (actor, _, _), ref in zip(self.members, refs, strict=True)]
 
     def turn(self) -> None:
         """One step that goes well, however many members are lost on the way."""
@@ -140,7 +136,7 @@ class Loop:
         until_s = time.monotonic() + MOST_S
         while True:
             try:
-                told = self._run() if self.captured is None else self.captured.run(step=self.step, good=self.good)
+                told = self._run() if self.traced is None else self.traced(self.step, self.good)
                 break
             except LOST:
                 if time.monotonic() > until_s:
@@ -200,8 +196,8 @@ class Loop:
             self.wrong.append(f"members' own call: {told}")
 
     def stop(self) -> None:
-        if self.captured is not None:
-            self.captured.close()
+        if self.traced is not None:
+            self.traced.close()
         self.group.destroy()
         self.spares.shutdown()
 
@@ -255,7 +251,7 @@ def soak(loop: Loop, *, seconds: float, every_s: float, looks: int = 6, seed: in
 def told(outcome: Outcome) -> str:
     """A line for a person."""
     loop = outcome.loop
-    way = "captured step" if loop.is_captured else "operations"
+    way = "step" if loop.is_traced else "operations"
     return (
         f"{loop.backend}, {way}: {outcome.steps} steps, {outcome.kills} kills; from kill to the next right result "
         f"{_spread(loop.recovered_s)}, of that for a new actor {_spread(loop.waited_s)}, in Group.replace "
@@ -271,8 +267,8 @@ def _spread(took: Sequence[float]) -> str:
 def run(seconds: float, every_s: float, ways: Sequence[tuple[str, bool]], tell: Callable[[str], None]) -> bool:
     """Runs all loops one after the other; returns whether all went well."""
     well = True
-    for backend, is_captured in ways:
-        outcome = soak(Loop(backend=backend, is_captured=is_captured), seconds=seconds / len(ways), every_s=every_s)
+    for backend, is_traced in ways:
+        outcome = soak(Loop(backend=backend, is_traced=is_traced), seconds=seconds / len(ways), every_s=every_s)
         tell(told(outcome))
         for line in (*outcome.loop.wrong[:5], *(by_class(outcome.looks[0], outcome.looks[-1]) if outcome.grew else ())):
             tell(line)

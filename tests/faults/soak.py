@@ -97,9 +97,9 @@ def _batch(name: str, actors: Sequence[Any]) -> None:
 
 def _captured(name: str, actors: Sequence[Any], *, closes: bool = True) -> None:
     with col.capture() as step:
-        refs = [step.call(actor, "ones", 9) for actor in actors]
+        refs = [step.call(actor.ones, 9) for actor in actors]
         col.allreduce_refs(refs, name)
-        step.returns([step.call(actor, "total", ref) for actor, ref in zip(actors, refs, strict=True)])
+        step.returns([step.call(actor.total, ref) for actor, ref in zip(actors, refs, strict=True)])
     for _ in range(3):
         assert step.run() == [9.0 * len(actors)] * len(actors)
     if closes:
@@ -121,15 +121,12 @@ USES: tuple[Callable[[str, Sequence[Any]], None], ...] = (
     _captured,
     _forsaken,
 )
-WAYS = [(backend, ordering) for backend in BACKENDS for ordering in ("program", "data")]
-"""What cycles take turns in."""
 
 
 def use(cycle: int, actors: Sequence[Any]) -> str:
     """Declares a group of a new name and uses it; returns the name."""
-    backend, ordering = WAYS[cycle % len(WAYS)]
     name = f"soak-{cycle}"
-    col.declare_collective_group(actors, group_name=name, backend=backend, ordering=ordering)
+    col.declare_collective_group(actors, group_name=name, backend=BACKENDS[cycle % len(BACKENDS)])
     for one in USES:
         one(name, actors)
     return name
@@ -222,7 +219,7 @@ def soak(phase: Phase, actors: Sequence[Any], *, cycles: int, looks: int) -> Out
         looks: How often to look after the first time.
     """
     begun_s = time.monotonic()
-    warm = min(len(WAYS), -(-cycles // 3))
+    warm = min(len(BACKENDS), -(-cycles // 3))
     at = sorted({warm + round((cycles - warm) * number / looks) for number in range(looks + 1)})
     found: list[Look] = []
     with _staying(actors) if phase.is_kept else nullcontext():
@@ -301,10 +298,10 @@ def report(outcomes: Sequence[Outcome], *, warm: int) -> str:
 
 
 def _introduction(warm: int) -> str:
-    names = ", ".join(dict.fromkeys(backend for backend, _ in WAYS))
+    names = ", ".join(BACKENDS)
     return (
         f"Each group is declared under a new name over {LASTING} lasting actors, used for {len(USES)} kinds of calls,"
-        f" and destroyed; the groups take turns in {names} and both orderings; {warm} cycles come before the phases."
+        f" and destroyed; the groups take turns in {names}; {warm} cycles come before the phases."
         " A cell has the driver's figure / those of the actors: at the phase's first look -> at its last, where they"
         " differ. The last row is what a straight line through all looks says, in bytes."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import numpy as np
@@ -14,7 +13,6 @@ from raycollect import errors
 from tests.faults import elastic_soak, growth
 from tests.faults.elastic_soak import Loop
 from tests.faults.test_rebuild import assert_sums, kill
-from tests.ray.batching import spread
 from tests.ray.capturing import Learner
 from tests.ray.workers import Gate, Plain, Worker, block, filled
 from tests.waiting import wait_until
@@ -91,7 +89,7 @@ def test_bad_input_changes_nothing(actors):
 
 def test_a_change_waits_for_methods_and_plans_and_loses_neither(actors):
     workers = actors(Worker, 3)
-    group = col.declare_collective_group(workers[:2], ordering="data")
+    group = col.declare_collective_group(workers[:2])
     gates = actors(Gate, 2, max_concurrency=8)
     waits = [worker.make.remote(_wait_and_give, gate) for worker, gate in zip(workers, gates, strict=False)]
     work = col.allreduce_refs(waits, async_op=True)
@@ -116,10 +114,9 @@ def _wait_and_give(self, gate):
 def test_a_plan_that_does_not_end_in_time_leaves_the_group_as_it_was(actors):
     workers = actors(Worker, 3)
     (gate,) = actors(Gate, 1, max_concurrency=8)
-    group = col.declare_collective_group(workers[:2], ordering="data")
+    group = col.declare_collective_group(workers[:2])
     refs = filled(workers[:2], (1, 2))
     blocked = block(workers[1], gate)
-    assert wait_until(lambda: group.status().members[1].doing)  # by data, a plan may come before a method
     work = col.allreduce_refs(refs, async_op=True)
     with pytest.raises(errors.CollectiveTimeoutError, match="collectives under way have not ended"):
         group.remove(1, timeout_s=3)  # only rank 0 is asked, which has nothing to do
@@ -181,10 +178,10 @@ def test_members_in_a_call_of_their_own_hear_that_the_group_has_changed(actors):
     assert_sums(group)
 
 
-# ---------------------------------------------------------------------------------------------- captured steps
+# ---------------------------------------------------------------------------------------------- steps
 
 
-def test_short_soak_of_a_captured_loop_with_a_kill_per_second(tidy):
+def test_short_soak_of_a_step_with_a_kill_per_second(tidy):
     outcome = elastic_soak.soak(Loop(backend="shm", size=2, lasting=1), seconds=2, every_s=1, looks=1)
     assert not outcome.loop.wrong
     assert outcome.kills >= 1
@@ -192,96 +189,53 @@ def test_short_soak_of_a_captured_loop_with_a_kill_per_second(tidy):
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("backend", "is_captured"), [("shm", True), ("tcp", True), ("gloo", True), ("shm", False)])
-def test_soak_leaves_nothing(tidy, backend, is_captured):
-    loop = Loop(backend=backend, is_captured=is_captured)
+@pytest.mark.parametrize(("backend", "is_traced"), [("shm", True), ("tcp", True), ("gloo", True), ("shm", False)])
+def test_soak_leaves_nothing(tidy, backend, is_traced):
+    loop = Loop(backend=backend, is_traced=is_traced)
     outcome = elastic_soak.soak(loop, seconds=20, every_s=1, looks=2)
     assert not outcome.loop.wrong
     assert not outcome.grew, list(growth.by_class(outcome.looks[0], outcome.looks[-1]))
     assert outcome.kills >= 3
 
 
-def test_a_step_of_those_that_stay_goes_on_with_their_ranks_of_now(actors):
+def test_a_step_goes_on_with_the_members_of_now_and_a_captured_step_ends(actors):
     learners = actors(Learner, 4)
     group = col.declare_collective_group(learners[:3])
-    refs = spread(learners[:3])
-    with col.capture() as step:
-        col.send_ref(refs[2], refs[1])
-        col.barrier()
-        step.returns([refs[1], step.call(learners[2], "loss")])
-    assert [float(np.ravel(one)[0]) for one in step.run()] == [2.0, 5.0]
+
+    @col.step
+    def total():
+        made = [one.steady.remote() for one in group.actors]
+        col.allreduce_refs(made)
+        return made[0]
+
+    def captured():
+        with col.capture() as made:
+            col.allreduce_refs([one.steady.remote() for one in group.actors])
+        made.run()
+        return made
+
+    def ends(captured):
+        with pytest.raises(errors.CaptureBrokenError, match=r"(?s)changed.*capture the step again.*raycollect.step"):
+            captured.run()
+        captured.close()
+
+    first = captured()
+    assert total().tolist() == [3.0]
     group.remove(0)
+    ends(first)
+    assert total().tolist() == [2.0]
+    second = captured()
     group.add(learners[3])
-    assert [float(np.ravel(one)[0]) for one in step.run()] == [2.0, 5.0]
-    assert step.plan().stages
-    assert step.run(async_op=True).wait(30)[1] == 5.0
-    step.close()
-
-
-def test_a_step_says_what_it_has_lost(actors):
-    learners = actors(Learner, 4)
-    group = col.declare_collective_group(learners[:3])
-    with col.capture() as step:
-        gradients = [step.call(one, "steady") for one in learners[:3]]
-        col.allreduce_refs(gradients)
-    refs = spread(learners[:3])
-    with col.capture() as with_refs:
-        col.allreduce_refs(refs)
-    step.run()
-    with_refs.run()
-    group.add(learners[3])
-    with pytest.raises(
-        errors.CaptureMembersError, match=r"(?s)call 3 \(allreduce\): an operand of rank 3.*capture it again"
-    ):
-        step.run()
-    group.remove(3)
-    step.run()  # it is as it was
+    ends(second)
+    assert total().tolist() == [3.0]
+    third = captured()
     kill(learners[1])
     with pytest.raises(errors.RaycollectError):
         while True:
-            step.run()
-    group.replace(1, learners[3])
-    step.run()
-    with pytest.raises(errors.CaptureMembersError, match=r"call 0 \(allreduce\): ref [0-9a-f]+ of Learning") as lost:
-        with_refs.run()
-    assert len(lost.value.lost) == 1
-    group.remove(1)
-    with pytest.raises(errors.CaptureMembersError) as lost:
-        step.run()
-    assert len(lost.value.lost) == 2, "the call of its method, and its rank in the allreduce"
-    step.close()
-    with_refs.close()
-
-
-def test_a_step_that_its_own_method_broke_stays_broken(actors):
-    learners = actors(Learner, 3)
-    group = col.declare_collective_group(learners[:2])
-    with col.capture() as step:
-        col.allreduce_refs([step.call(one, "fail_at", 2) for one in learners[:2]])
-    step.run()
-    with pytest.raises(errors.MethodError):
-        step.run()
-    group.add(learners[2])
-    with pytest.raises(errors.CaptureBrokenError, match="MethodError"):
-        step.run()
-    step.close()
-
-
-def test_a_step_goes_on_after_a_rebuild_without_a_loss(actors):
-    """As where a kernel has broken the connections of gloo."""
-    learners = actors(Learner, 2)
-    group = col.declare_collective_group(learners)
-    with col.capture() as step:
-        gradients = [step.call(one, "steady") for one in learners]
-        col.allreduce_refs(gradients)
-        step.returns(gradients[0])
+            total()
+    group.replace(learners[1], learners[0])
+    ends(third)
+    assert total().tolist() == [3.0]
     group.rebuild()
-    assert step.run().tolist() == [2.0]
-    os.kill(ray.get(learners[1].call.remote(lambda self: os.getpid())), 9)
-    with pytest.raises(errors.RaycollectError):
-        while True:
-            step.run()
-    group.rebuild()
-    with pytest.raises(errors.CaptureMembersError, match="has left group"):
-        step.run()
-    step.close()
+    assert total().tolist() == [3.0]
+    total.close()

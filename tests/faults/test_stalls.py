@@ -202,7 +202,7 @@ def test_the_status_names_the_step_of_a_captured_run(actors, gate, held, held_by
     with col.capture() as step:
         col.allreduce_refs(refs)
         if held_by == "method":
-            step.call(workers[0], "pause")
+            step.call(workers[0].pause)
         col.allreduce_refs(refs)
     blocked = held(workers[1]) if held_by == "batch" else None
     run = step.run(async_op=True)

@@ -15,12 +15,13 @@ import numpy as np
 
 from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Order
+from raycollect.core import threads
 from raycollect.core.model import Key, task_key
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.engine.instruments import Instruments
-from raycollect.errors import RaycollectError
+from raycollect.errors import ConnectionLostError, RaycollectError
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
@@ -49,7 +50,6 @@ class Ref:
 
     def __init__(self, task: bytes, index: int = 1) -> None:
         self.key: Key = task_key(task, index)
-        self.made = threading.Event()
 
     def binary(self) -> bytes:
         return self.key
@@ -62,11 +62,12 @@ class Ref:
 
 
 class Line:
-    """A connection: a thread carries what is sent, in order."""
+    """A connection: a thread carries what is sent, in order; `fail` is called with what raises at its other end."""
 
-    def __init__(self, carry: Callable[[Any], None]) -> None:
+    def __init__(self, carry: Callable[[Any], None], fail: Callable[[Exception], None] | None = None) -> None:
         self._sent: SimpleQueue[Any] = SimpleQueue()
         self._carry = carry
+        self._fail = fail
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -80,7 +81,12 @@ class Line:
 
     def _run(self) -> None:
         while (message := self._sent.get()) is not None:
-            self._carry(message)
+            try:
+                self._carry(message)
+            except Exception as exc:
+                if self._fail is None:
+                    raise
+                self._fail(exc)
 
 
 class Fickle(OrderBell):
@@ -160,7 +166,7 @@ class Site:
             keep_output=self.store.put,
             task_of=lambda seq: None,
         )
-        self._hub = Line(lambda message: tell(self.peer, message))
+        self._hub = Line(lambda message: tell(self.peer, message), self._cut)
         order_bell = Fickle()
         client = OrderBellClient(order_bell.segment)
         self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises), None, client)
@@ -173,19 +179,25 @@ class Site:
         self.peer = Noting(owner, info, actor, calls=self.calls)
         self.peer.note = self._note_order
         self.peer.order_bell = order_bell
-        self.peer.link = Line(self.lease.received)  # type: ignore[assignment]
+        self._line = Line(self.lease.received, self._cut)
+        self.peer.link = self._line  # type: ignore[assignment]
 
     def close(self) -> None:
         self.queue.close()
-        cast(Line, self.peer.link).close()
+        self._line.close()
         self.lease.end("the test is over")
         self._hub.close()
+
+    def _cut(self, exc: Exception) -> None:
+        """Ends the connection at both ends, as `Link.fail` does."""
+        error = threads.failed("taking in a message", exc)
+        self.peer.closed(cast(Any, None), ConnectionLostError(detail=error.detail))
+        self.lease.end(error.detail)
 
     def hold(self, value: Any) -> Ref:
         """Keeps an array; what stands for it."""
         ref = Ref(next(_tasks).to_bytes(24, "little"))
         self.store.put(ref.key, contain(value))
-        ref.made.set()
         return ref
 
     # ------------------------------------------------------------------------------------------ its queue
@@ -241,7 +253,6 @@ class Site:
             with self.turn:
                 if value is not None:
                     self.store.put(ref.key, contain(value))
-            ref.made.set()
             self._end(ref, end)
 
         return ref, self._submit_call(None, run, ref)

@@ -9,7 +9,7 @@ from raycollect.driver.participant_link import ParticipantLink
 
 @pytest.fixture
 def submits(monkeypatch):
-    """What participants get in program order, by an actor task or the channel: (actor, number of outputs)."""
+    """What participants get, by an actor task or the channel: (actor, number of outputs)."""
     sent, submit, order = [], ParticipantLink.submit, ParticipantLink.order
 
     def counted(self, payload, outputs):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from raycollect.core import ray_internals
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from tests.ray.batching import found, hold, spread
-from tests.ray.capturing import Coroutines, Learner, trio
+from tests.ray.capturing import Learner, trio
 from tests.ray.workers import Worker
 
 __all__ = ["trio"]  # a fixture
@@ -63,45 +62,15 @@ def test_collectives_of_refs_run_again_and_again(actors, submits, backend):
     assert submits == []
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_training_loop_gives_the_same_bits_as_call_by_call(actors, seed):
-    rng = random.Random(seed)
-    world, size, count = rng.choice([2, 3]), rng.choice([1, 7, 1025]), rng.randint(2, 6)
-    rates = [rng.random() for _ in range(count)]
-    plain = [actors(Learner, 1, rank, size)[0] for rank in range(world)]
-    captured = [actors(Learner, 1, rank, size)[0] for rank in range(world)]
-    col.declare_collective_group(plain, group_name="plain")
-    col.declare_collective_group(captured, group_name="captured")
-    for rate in rates:
-        gradients = [one.gradient.remote() for one in plain]
-        col.allreduce_refs(gradients, "plain")
-        for one, gradient in zip(plain, gradients, strict=True):
-            one.apply.remote(gradient, rate=rate)
-    with col.capture() as step:
-        rate = step.argument("rate")
-        gradients = [step.call(one, "gradient") for one in captured]
-        assert col.allreduce_refs(gradients, "captured") == gradients
-        for one, gradient in zip(captured, gradients, strict=True):
-            step.call(one, "apply", gradient, rate=rate)
-        step.returns([step.call(one, "loss") for one in captured])
-    losses = [step.run(rate=rate) for rate in rates]
-    expected = ray.get([one.read_weights.remote() for one in plain])
-    for one, other in zip(ray.get([one.read_weights.remote() for one in captured]), expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert one.dtype == other.dtype
-    assert losses[-1] == [float(one.sum()) for one in expected]
-    assert len({tuple(one) for one in losses}) == count
-
-
 def test_outputs_of_collectives_are_operands_of_later_plans(trio):
     refs = spread(trio, lambda rank: [rank, 10 * rank])
     with col.capture() as step:
         lists = col.allgather_refs(None, refs)
-        first = step.call(trio[0], "echo", lists[0])
+        first = step.call(trio[0].echo, lists[0])
         sums = col.allreduce_refs([first, lists[1], lists[2]], inplace=False)
         back = col.send_ref(sums[0], trio[1])
-        count = step.call(trio[1], "note", back, 7, name=back)
-        lone = step.call(trio[2], "echo", sums[2])
+        count = step.call(trio[1].note, back, 7, name=back)
+        lone = step.call(trio[2].echo, sums[2])
         step.returns({"count": count, "lists": (lone, [refs[1]]), "back": back})
     expected = [[3 * rank, 30 * rank] for rank in range(3)]
     for run in (1, 2):
@@ -121,7 +90,7 @@ def test_a_batch_in_a_step_joins_it(trio):
         with col.batch() as batch:
             made = col.allgather_refs(None, refs)
             with pytest.raises(errors.CaptureError, match="inside a batch"):
-                step.call(trio[0], "loss")
+                step.call(trio[0].loss)
         with pytest.raises(ZeroDivisionError), col.batch():
             gone = col.allreduce_refs(made, inplace=False)
             raise ZeroDivisionError
@@ -139,24 +108,11 @@ def test_methods_only_and_actors_of_no_group(actors):
     workers = [actors(Learner, 1, seed)[0] for seed in range(2)]
     with col.capture() as step:
         args = 1.5, "text", [None, (2, b"x")]
-        step.returns([step.call(worker, "note", *args, key=rank) for rank, worker in enumerate(workers)])
+        step.returns([step.call(worker.note, *args, key=rank) for rank, worker in enumerate(workers)])
     assert [step.run() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
     assert ray.get(workers[1].noted.remote())[2] == ((1.5, "text", [None, (2, b"x")]), {"key": 1})
     col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
     assert step.run() == [4, 4]
-
-
-def test_a_participant_of_calls_beside_those_of_a_plan(actors):
-    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
-    refs = spread(workers[:2], lambda rank: [rank + 1])
-    with col.capture() as step:
-        counts = [step.call(workers[2], "note"), step.call(workers[0], "note", refs[0])]
-        col.allreduce_refs(refs)
-        step.returns((counts, refs[1]))
-    counts, value = step.run()
-    assert counts == [1, 1]
-    assert value.tolist() == [3]
-    assert "1 collective and 2 method calls: ready" in repr(step)
 
 
 def test_groups_without_a_member_in_common(actors):
@@ -166,9 +122,9 @@ def test_groups_without_a_member_in_common(actors):
     col.declare_collective_group(workers[3:], group_name="right")
     refs = spread(workers, lambda rank: [rank])
     with col.capture() as step:
-        step.call(workers[0], "note")
+        step.call(workers[0].note)
         col.allreduce_refs(refs[1:3], "left")
-        step.call(workers[3], "note")
+        step.call(workers[3].note)
         with col.batch():
             col.allreduce_refs(refs[3:], "right")
             col.broadcast_refs(refs[1:3], 1, "left")
@@ -180,26 +136,12 @@ def test_groups_without_a_member_in_common(actors):
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def test_bound_methods_are_operands_and_arguments(trio):
-    with col.capture() as step:
-        rate = step.argument("rate")
-        nodes = [worker.gradient.bind(0.0) for worker in trio]
-        gradients = col.allreduce_refs(nodes)
-        assert [type(one) for one in gradients] == [col.Pending] * 3
-        step.call(trio[0].note.bind(nodes[0], rate=rate))
-        step.returns([step.call(worker.echo.bind(node)) for worker, node in zip(trio, nodes, strict=True)])
-    assert [one.tolist() for one in step.run(rate=0.25)] == [[0.0] * 5] * 3
-    ((args, kwargs),) = ray.get(trio[0].noted.remote())
-    assert kwargs == {"rate": 0.25}
-    assert args[0].tolist() == [0.0] * 5
-
-
 def test_arguments_and_their_defaults(trio):
     with col.capture() as step:
         rate, text = step.argument("rate"), step.argument("text", default=None)
-        step.call(trio[0], "note", rate, other=text)
-        step.call(trio[1], "note", text)
-        step.call(trio[2], "note")
+        step.call(trio[0].note, rate, other=text)
+        step.call(trio[1].note, text)
+        step.call(trio[2].note)
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     step.run(rate=1)
     step.run(rate=array.T, text=(1, "x"))
@@ -215,8 +157,8 @@ def test_refs_as_arguments(trio):
     own, put = hold(trio[0], [1, 2]), ray.put({"a": 1})
     plain, others = trio[1].loss.remote(), spread(trio[1:], lambda rank: [0, 0])
     with col.capture() as step:
-        step.call(trio[0], "note", own, put, plain)
-        same = step.call(trio[0], "echo", own)
+        step.call(trio[0].note, own, put, plain)
+        same = step.call(trio[0].echo, own)
         col.broadcast_refs([same, *others], 0)
         step.returns([own, put])
     value, given = step.run()
@@ -234,7 +176,7 @@ def test_arguments_and_results_of_every_length(trio, mailed, request, carrier):
         request.getfixturevalue("by_channel")
     with col.capture() as step:
         value = step.argument("value")
-        step.returns([step.call(worker, "echo", value) for worker in trio])
+        step.returns([step.call(worker.echo, value) for worker in trio])
     step.run(value=0)  # through the actors' queues: nothing is known yet of what was called there before
     for count in (0, INLINE_NBYTES // 8 - 10, INLINE_NBYTES // 8 + 10, 50_000):
         mailed.clear()
@@ -254,7 +196,7 @@ def test_a_process_that_had_groups_before_ray_began_knows_its_machine(trio, mail
     assert ray_internals.machine_id() != before
     assert ray.get(trio[0].call.remote(lambda self: ray_internals.machine_id())) == ray_internals.machine_id()
     with col.capture() as step:
-        step.returns(step.call(trio[0], "echo", 1))
+        step.returns(step.call(trio[0].echo, 1))
     assert step.run() == 1
     assert mailed == [], "it goes by the doorbell"
 
@@ -270,7 +212,7 @@ def test_several_runs_are_under_way_in_order(trio, request, carrier):
     with col.capture() as step:
         number = step.argument("number")
         col.allreduce_refs(refs, op="max")
-        step.returns([step.call(worker, "note", number) for worker in trio])
+        step.returns([step.call(worker.note, number) for worker in trio])
     works = [step.run(number=number, async_op=True) for number in range(3 * IN_FLIGHT)]
     assert len([one for one in Controller.current().trackers() if not one.resolved]) <= IN_FLIGHT
     assert works[-1].wait() == [3 * IN_FLIGHT] * 3
@@ -312,10 +254,10 @@ def test_runs_and_plans_keep_their_order(trio):
     expected = np.array([1, 2, 3])
     rng = random.Random(5)
     for _ in range(40):
-        what = rng.choice(["step", "other", "plan", "batch", "fence"])
+        what = rng.choice(["step", "other", "plan", "batch"])
         is_async = rng.random() < 0.5
-        if what in ("step", "fence"):
-            step.run(async_op=is_async, fence=what == "fence")
+        if what == "step":
+            step.run(async_op=is_async)
             expected = np.full(3, expected.sum())
         elif what == "other":
             other.run(async_op=is_async)
@@ -332,7 +274,7 @@ def test_runs_and_plans_keep_their_order(trio):
                 col.get(ref)
                 trio[at].call.remote(_fill, ref, at + 1)
             expected = np.array([1, 2, 3])
-            step.run(fence=True)
+            step.run()
             expected = np.full(3, expected.sum())
     assert found(refs) == [[one] for one in expected.tolist()]
     assert found(others)[0] in ([0], [2])
@@ -342,48 +284,19 @@ def _fill(self, array, value):
     array[:] = value
 
 
-def test_a_fenced_run_comes_after_the_methods_before_it(trio):
+def test_a_run_comes_after_methods_whose_end_is_not_noted(trio):
     with col.capture() as step:
-        step.returns([step.call(worker, "loss") for worker in trio])
+        step.returns([step.call(worker.loss) for worker in trio])
     assert step.run() == [5.0] * 3
     for worker in trio:
         for _ in range(20):
             worker.apply.remote(np.ones(5, np.float32), 1.0)
-    assert step.run(fence=True) == [-95.0] * 3
+        worker.__ray_call__.remote(lambda self: None)
+    assert step.run() == [-95.0] * 3
     for worker in trio:
-        worker.apply.remote(np.ones(5, np.float32), -1.0)
-    works = [step.run(fence=True, async_op=True), step.run(async_op=True)]
+        worker.apply.options(num_returns=0).remote(np.ones(5, np.float32), -1.0)
+    works = [step.run(async_op=True), step.run(async_op=True)]
     assert [work.wait() for work in works] == [[-90.0] * 3] * 2
-
-
-def test_async_actors_run_their_methods_on_their_loop(actors):
-    workers = [*actors(Coroutines, 2), *actors(Learner, 1, 0, 3)]
-    col.declare_collective_group(workers)
-    with col.capture() as step:
-        scale = step.argument("scale")
-        gradients = [step.call(worker, "gradient", scale) for worker in workers[:2]]
-        gradients.append(step.call(workers[2], "gradient", 0.0))
-        col.allreduce_refs(gradients)
-        step.returns([step.call(worker, "add", one) for worker, one in zip(workers[:2], gradients, strict=False)])
-    assert [step.run(scale=scale) for scale in (1.0, 2.0)] == [[6.0, 6.0], [18.0, 18.0]]
-    assert step.run(scale=0.5, fence=True) == [21.0, 21.0]
-
-
-def test_threads_run_one_step(trio):
-    with col.capture() as step:
-        step.returns(step.call(trio[0], "note"))
-    values, started = [], threading.Barrier(4)
-
-    def run():
-        started.wait(60)
-        values.extend(step.run() for _ in range(25))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(values) == list(range(1, 101))
 
 
 # ---------------------------------------------------------------------------------------------- groups, operands
@@ -400,15 +313,3 @@ def test_derived_groups_are_kept(actors):
                 col.broadcast_refs([refs[a], refs[b]])
     step.run()
     assert found(refs[:2]) == [[2]] * 2
-
-
-def test_tensor_infos_describe_the_operands_of_a_step(trio):
-    other = hold(trio[2], [0] * 5)
-    with col.capture() as step:
-        gradients = [step.call(worker, "gradient") for worker in trio]
-        col.allreduce_refs([*gradients[:2], other])
-        step.call(trio[0], "loss")
-    assert [len(one) if type(one) is tuple else one.plan.name for one in step._stages] == [3, "allreduce", 1]
-    assert [one is None for one in step._tensor_infos().values()] == [True, True, False]
-    step.run()
-    assert [[info.shape for info in one] for one in step._tensor_infos().values()] == [[(5,)]] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.ray.capturing import Learner
-from tests.ray.data_ordered import gate  # noqa: F401 - a fixture
+from tests.ray.gates import gate  # noqa: F401 - a fixture
 from tests.ray.workers import Worker
 
 WAIT_S = 30.0
@@ -40,33 +41,22 @@ def summed(refs, group_name):
     return step
 
 
-def fenced(refs):
-    step = summed(refs, "far")
-    return lambda: step.run(fence=True, async_op=True)
-
-
 PENDING = {
-    "a plan in program order": ("program", lambda refs, late: lambda: col.allreduce_refs(refs, "far", async_op=True)),
-    "a plan ordered by data": (
-        "data",
-        lambda refs, late: lambda: col.allreduce_refs([late(), refs[1]], "far", async_op=True),
-    ),
-    "a fenced run": ("program", lambda refs, late: fenced(refs)),
+    "a plan": lambda refs: lambda: col.allreduce_refs(refs, "far", async_op=True),
+    "a run": lambda refs: partial(summed(refs, "far").run, async_op=True),
 }
-"""What waits on an actor for a method -> the ordering of its group, and what begins it."""
+"""What waits on an actor for a method -> what begins it."""
 
 
 @pytest.mark.parametrize("name", PENDING)
 def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):  # noqa: F811
     """Else it would hold the turn of the first actor, for whose queued method the second waits."""
     (first, second, third), refs = trio
-    ordering, make = PENDING[name]
-    col.declare_collective_group([second, third], group_name="far", ordering=ordering)
+    col.declare_collective_group([second, third], group_name="far")
     col.declare_collective_group([first, second], group_name="near")
     step = summed(refs[:2], "near")
-    late = []
-    begin = make(refs[1:], lambda: late[0])
-    late.append(chained(first, second, gate.wait.remote()))
+    begin = PENDING[name](refs[1:])
+    late = chained(first, second, gate.wait.remote())
     pending = begin()
     runs = [step.run(async_op=True) for _ in range(2)]
     assert not pending.done()
@@ -74,6 +64,7 @@ def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):  # 
     ray.get(gate.open.remote())
     for one in (pending, *runs):
         one.wait(WAIT_S)
+    ray.wait([late])
     np.testing.assert_array_equal(ray.get(first.read.remote()), ray.get(second.read.remote()))
     step.run()
 
@@ -142,17 +133,17 @@ class Coroutine(col.CollectiveParticipant):
         return self.taken
 
 
-def test_a_long_fenced_run_and_plans_behind_it_on_actors_with_coroutines(actors):
+def test_a_long_run_and_plans_behind_it_on_actors_with_coroutines(actors):
     workers = actors(Coroutine, 2)
     col.declare_collective_group(workers)
     refs = [worker.get_buffer.remote() for worker in workers]
     with col.capture(timeout_s=WAIT_S) as step:
         value, number = step.argument("value"), step.argument("number")
         for worker in workers:
-            step.call(worker, "take", value, number)
+            step.call(worker.take, value, number)
     step.run(value=b"", number=-1)
     for turn in range(10):
-        run = step.run(fence=True, async_op=True, value=bytes(500_000), number=turn)
+        run = step.run(async_op=True, value=bytes(500_000), number=turn)
         plans = [col.allreduce_refs(refs, op="max", async_op=True) for _ in range(3)]
         for one in (*reversed(plans), run):
             one.wait(WAIT_S)
@@ -160,19 +151,14 @@ def test_a_long_fenced_run_and_plans_behind_it_on_actors_with_coroutines(actors)
     assert ray.get([worker.read.remote() for worker in workers]) == [expected] * 2
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_dropped_step_is_freed_without_the_collector(actors, fails):
+def test_a_dropped_step_that_failed_is_freed_without_the_collector(actors):
     (worker,) = actors(Learner, 1)
 
     def drop():
         with col.capture() as step:
-            step.call(worker, "fail_at", 1 if fails else 5)
-        failed = False
-        try:
+            step.call(worker.fail_at, 1)
+        with pytest.raises(errors.MethodError):
             step.run()
-        except errors.MethodError:
-            failed = True
-        assert failed is fails
         return weakref.ref(step)
 
     gc.collect()

@@ -19,11 +19,11 @@ from tests.waiting import wait_until
 __all__ = ["pipe", "trio"]  # fixtures
 
 
-def refused(kind, match, record):
-    """A block is refused, and holds no group."""
+def refused(kind, match, record, *, holds=False):
+    """A block is refused, and holds no group, unless another one does."""
     with pytest.raises(kind, match=match) as caught, col.capture() as step:
         record(step)
-    assert not Controller.current().groups.held.ids
+    assert bool(Controller.current().groups.held.ids) is holds
     with pytest.raises(errors.CaptureError, match="can't run"):
         step.run()
     return caught.value
@@ -33,32 +33,36 @@ def test_refused_arguments(trio, submits):
     own = hold(trio[0], [1])
     ray.get(own)
 
-    def wrong(*args, actor=trio[0], method="note", **kwargs):
-        return lambda step: step.call(actor, method, *args, **kwargs)
+    def wrong(*args, method=trio[0].note, **kwargs):
+        return lambda step: step.call(method, *args, **kwargs)
 
     with nothing_sent(submits):
-        refused(errors.InvalidArgumentError, "pass anything else as an argument of its own", wrong({1, 2}))
         refused(errors.InvalidArgumentError, "other", wrong(1, other=[object()]))
-        refused(errors.InvalidArgumentError, "handle of a participant", wrong(actor="a"))
-        refused(errors.InvalidArgumentError, "its name", wrong(method=3))
-        refused(errors.InvalidArgumentError, "'nothing', which Learning.* lacks.*steady", wrong(method="nothing"))
-        refused(errors.NotAMemberError, "by send_ref", wrong(own, actor=trio[1]))
+        for method in ("a", trio[0], 3):
+            refused(errors.InvalidArgumentError, "a method of a participant", wrong(method=method))
+        refused(errors.NotAMemberError, "by send_ref", wrong(own, method=trio[1].note))
         refused(
             errors.NotAMemberError,
             "by send_ref",
-            lambda step: step.call(trio[1], "note", step.call(trio[0], "loss")),
+            lambda step: step.call(trio[1].note, step.call(trio[0].loss)),
         )
         refused(errors.RefusedError, "argument 0", wrong([own]))
 
 
 def test_refused_names_of_arguments(trio):
-    for name in ("fence", "async_op", "timeout_s", "not a name", 3, None):
+    for name in ("async_op", "timeout_s", "not a name", "2x", "", 3, None):
         refused(errors.InvalidArgumentError, "name", lambda step, name=name: step.argument(name))
     refused(errors.InvalidArgumentError, "declared once", lambda step: (step.argument("a"), step.argument("a")))
-    refused(errors.InvalidArgumentError, "before the run", lambda step: step.argument("a", default=object()))
     with col.capture() as step:
         rate = step.argument("rate")
-        step.call(trio[0], "note", rate)
+        step.call(trio[0].note, rate)
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        step.run(speed=1, turn=2)
+    assert [(one.field, one.found) for one in caught.value.violations] == [
+        ("speed", "given"),
+        ("turn", "given"),
+        ("rate", "missing"),
+    ]
     for given, match in (
         ({}, "missing"),
         ({"rate": 1, "other": 2}, "one of rate"),
@@ -70,11 +74,17 @@ def test_refused_names_of_arguments(trio):
         step.run(rate=np.zeros(1 << 20, np.uint8))
     step.run(rate=2)
     assert ray.get(trio[0].noted.remote()) == [((2,), {})], "no refused run was begun"
+    with col.capture() as other:
+        other.call(trio[0].loss)
+    with pytest.raises(
+        errors.InvalidArgumentError, match="rate is given, expected no arguments: the step declares none"
+    ):
+        other.run(rate=1)
 
 
 def test_results_that_are_too_long(trio):
     with col.capture() as step:
-        step.returns([step.call(trio[0], "note"), step.call(trio[1], "grow_to", step.argument("size"))])
+        step.returns([step.call(trio[0].note), step.call(trio[1].grow_to, step.argument("size"))])
     assert step.run(size=10)[1].shape == (10,)
     with pytest.raises(errors.CaptureError, match="let methods return refs instead"):
         step.run(size=1 << 20)
@@ -84,11 +94,10 @@ def test_results_that_are_too_long(trio):
 
 def test_refused_returns(trio):
     ref = hold(trio[0], [1])
-    refused(errors.InvalidArgumentError, "type set", lambda step: step.returns([step.call(trio[0], "loss"), {1}]))
     refused(
         errors.InvalidArgumentError,
         r"the value\['a'\]\[0\] is used by no call of the step, .*read it with raycollect.get\(ref\)",
-        lambda step: (step.call(trio[0], "loss"), step.returns({"a": (ref,)})),
+        lambda step: (step.call(trio[0].loss), step.returns({"a": (ref,)})),
     )
     refused(errors.CaptureError, "before", lambda step: (step.returns([]), step.returns([])))
     refused(errors.CaptureError, "nothing was recorded", lambda step: None)
@@ -101,12 +110,15 @@ def test_refused_calls_of_operations(trio):
     error = refused(
         errors.InvalidArgumentError,
         "src_rank is 7",
-        lambda step: (col.allreduce_refs(refs), step.call(trio[0], "loss"), col.broadcast_refs(refs, 7)),
+        lambda step: (col.allreduce_refs(refs), step.call(trio[0].loss), col.broadcast_refs(refs, 7)),
     )
     assert [violation.call for violation in error.violations] == [2], "among operations and methods"
     assert "call 2 of the step" in str(error)
-    with pytest.raises(errors.ForeignRefError, match="ClassMethodNode"), col.batch():
-        col.allreduce_refs([worker.gradient.bind() for worker in trio])
+    refused(
+        errors.ForeignRefError,
+        "ClassMethodNode",
+        lambda step: col.allreduce_refs([worker.gradient.bind() for worker in trio]),
+    )
 
 
 def test_actors_that_can_not_take_part(actors, trio):
@@ -121,8 +133,8 @@ def test_actors_that_can_not_take_part(actors, trio):
             return True
 
     assert wait_until(is_dead)  # it may go on for a while
-    refused(errors.NotAParticipantError, "Plain", lambda step: step.call(plain, "get_buffer"))
-    refused(errors.ActorGoneError, "dead", lambda step: step.call(dead, "get_buffer"))
+    refused(errors.NotAParticipantError, "Plain", lambda step: step.call(plain.get_buffer))
+    refused(errors.ActorGoneError, "dead", lambda step: step.call(dead.get_buffer))
     assert works_on(trio)
 
 
@@ -131,12 +143,12 @@ def test_refs_of_failed_methods_are_refused(trio):
         raise ValueError("no tensor today")
 
     bad = trio[0].make.remote(fail)
-    error = refused(errors.ProducerFailedError, "no tensor today", lambda step: step.call(trio[0], "note", bad))
+    error = refused(errors.ProducerFailedError, "no tensor today", lambda step: step.call(trio[0].note, bad))
     assert error.violations[0].ref == bad.hex()
-    refused(errors.ProducerFailedError, "no tensor today", lambda step: step.call(trio[1], "note", bad))
+    refused(errors.ProducerFailedError, "no tensor today", lambda step: step.call(trio[1].note, bad))
     freed = hold(trio[0], [1])
     col.free(freed)
-    refused(errors.TensorFreedError, "freed", lambda step: step.call(trio[0], "note", freed))
+    refused(errors.TensorFreedError, "freed", lambda step: step.call(trio[0].note, freed))
     assert wait_until(lambda: ray.get([worker.call.remote(captured_here) for worker in trio]) == [0] * 3)
     assert works_on(trio)
 
@@ -146,9 +158,9 @@ def test_a_participant_that_is_not_ready_in_time(trio, pipe):
     ray.get(ref)
     blocked = trio[1].stall.remote(path)
     with pytest.raises(errors.CollectiveTimeoutError, match="Learning") as caught, col.capture(timeout_s=5) as step:
-        step.call(trio[0], "note", ref)
+        step.call(trio[0].note, ref)
         col.barrier("pair")
-        step.call(trio[1], "note")
+        step.call(trio[1].note)
     assert caught.value.missing == (1,)
     let_go()
     ray.get(blocked)
@@ -161,7 +173,11 @@ def test_placeholders_outside_of_their_block(trio):
     with col.capture() as step:
         rate = step.argument("rate", 1)
         made = col.allreduce_refs(refs, inplace=False)
-        loss = step.call(trio[0], "note", made[0], rate)
+        loss = step.call(trio[0].note, made[0], rate)
+        with pytest.raises(errors.CaptureError, match="can't be explained before its block has ended"):
+            step.explain()
+        with pytest.raises(errors.CaptureError, match=r"step.explain\(\) describes it"):
+            col.plan(col.allreduce_refs, made)
         for use in (
             lambda: made[0].ref,
             lambda: col.get(made[0]),
@@ -180,10 +196,13 @@ def test_placeholders_outside_of_their_block(trio):
     ):
         with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"):
             use()
-    with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.capture() as other:
-        other.call(trio[0], "note", made[0])
-    with pytest.raises(errors.CaptureError, match="belongs to another captured step"), col.capture() as other:
-        other.call(trio[0], "note", rate)
+    for use in (
+        lambda other: other.call(trio[0].note, made[0]),
+        lambda other: other.call(trio[0].note, rate),
+        lambda other: col.allreduce_refs(made),
+        lambda other: other.returns(made),
+    ):
+        refused(errors.CaptureError, "to another captured step", use, holds=True)
     with pytest.raises(errors.CaptureError, match=r"only while (the step|that one) runs"), col.batch():
         col.broadcast_refs(made)
     step.run()
@@ -201,7 +220,7 @@ def test_blocks_in_blocks(trio, submits):
             step.run()
         with pytest.raises(errors.CaptureError, match="inside a batch"), col.capture():
             pass
-    for use in (lambda: step.call(trio[0], "loss"), lambda: step.argument("a"), lambda: step.returns([])):
+    for use in (lambda: step.call(trio[0].loss), lambda: step.argument("a"), lambda: step.returns([])):
         with pytest.raises(errors.CaptureError, match="belongs into the block"):
             use()
     with pytest.raises(errors.CaptureError, match="not entered"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
 import pytest
 import ray
@@ -12,7 +10,7 @@ import raycollect as col
 from raycollect import errors
 from tests.lives import lasting
 from tests.ray.batching import found, hold, nothing_sent, spread
-from tests.ray.capturing import Learner, Learning
+from tests.ray.capturing import Learning
 
 
 class Odd(Learning):
@@ -50,12 +48,14 @@ def refused(kind, match, record):
 def test_methods_are_checked_when_they_are_recorded(pair, submits):
     one, ref = pair[0], hold(pair[0], [1])
     with nothing_sent(submits):
-        for name in ("gett", "__init__", "__ray_call__", "_raycollect_run"):
-            error = refused(errors.InvalidArgumentError, f"'{name}'", lambda step, name=name: step.call(one, name))
+        for name in ("__ray_call__", "_raycollect_run"):
+            error = refused(
+                errors.InvalidArgumentError, f"'{name}'", lambda step, name=name: step.call(getattr(one, name))
+            )
             assert "Odd(" in str(error)
             assert "named" in error.violations[0].expected
             assert "_raycollect" not in error.violations[0].expected
-        refused(errors.UnsupportedError, "a generator", lambda step: step.call(one, "items"))
+        refused(errors.UnsupportedError, "a generator", lambda step: step.call(one.items))
         for args, kwargs, match in (
             ((), {}, "missing a required argument: 'first'"),
             ((1, 2), {}, "too many positional"),
@@ -64,28 +64,21 @@ def test_methods_are_checked_when_they_are_recorded(pair, submits):
             error = refused(
                 errors.InvalidArgumentError,
                 match,
-                lambda step, args=args, kwargs=kwargs: step.call(one, "named", *args, **kwargs),
+                lambda step, args=args, kwargs=kwargs: step.call(one.named, *args, **kwargs),
             )
             assert error.violations[0].expected == "named(first, *, second=2)"
             assert "the call: list of arguments is not what named of Odd(" in str(error)
         refused(errors.InvalidArgumentError, "called already", lambda step: step.call(ref))
-        refused(errors.InvalidArgumentError, "method is missing", lambda step: step.call(one))
-
-
-def test_a_method_itself_is_recorded_with_its_arguments(pair):
-    with col.capture() as step:
-        step.returns([step.call(pair[0].named, 1), step.call(pair[1].named, None, second=step.argument("second"))])
-    assert step.run(second="b") == [(1, 2), (None, "b")]
 
 
 def test_unserializable_argument_error_gives_advice(pair):
     ref = hold(pair[0], [1])
     advice = {
         "as an argument of its own": [
-            lambda step: step.call(pair[0], "echo", {1}),
-            lambda step: step.call(pair[0], "echo", [ref]),
-            lambda step: step.call(pair[0], "echo", {"a": step.call(pair[0], "loss")}),
-            lambda step: step.call(pair[0], "echo", [step.argument("a")]),
+            lambda step: step.call(pair[0].echo, {1}),
+            lambda step: step.call(pair[0].echo, [ref]),
+            lambda step: step.call(pair[0].echo, {"a": step.call(pair[0].loss)}),
+            lambda step: step.call(pair[0].echo, [step.argument("a")]),
         ],
         "by an ordinary method before the run": [
             lambda step: step.argument("a", ref),
@@ -98,59 +91,16 @@ def test_unserializable_argument_error_gives_advice(pair):
             assert str(refused(errors.InvalidArgumentError, text, record)).count("expected") == 1
 
 
-def test_placeholders_refuse_to_act_as_values(pair):
-    refs = spread(pair)
-    with col.capture() as step:
-        rate, made = step.argument("rate"), step.call(pair[0], "loss")
-        uses = [bool, iter, len, int, float, abs, operator.neg, list]
-        uses += [lambda one: one[0], lambda one: 1 in one, lambda one: one < 1, lambda one: one <= 1]
-        uses += [lambda one: one == 1, lambda one: one != 1, lambda one: np.ones(2) == one]
-        for kind in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.matmul):
-            uses += [lambda one, kind=kind: kind(one, 2), lambda one, kind=kind: kind(np.ones(2), one)]
-        for use in uses:
-            for one in (rate, made):
-                with pytest.raises(errors.CaptureError, match="stands for a value of each run: compute with it in a"):
-                    use(one)
-        assert len({rate, made, made}) == 2
-        assert made == made
-        assert made != rate
-        assert made in [rate, made]
-    with col.batch() as batch:
-        output = col.allreduce_refs(refs, inplace=False)[0]
-        with pytest.raises(errors.BatchError, match="stands for a ref"):
-            bool(output)
-    assert batch
-    step.run(rate=1)
-
-
-def test_misplaced_calls_raise_capture_error(pair):
-    refs = spread(pair)
-    with col.capture() as step:
-        made = col.allreduce_refs(refs, inplace=False)
-        with pytest.raises(errors.CaptureError, match="can't be explained before its block has ended"):
-            step.explain()
-        with pytest.raises(errors.CaptureError, match=r"step.explain\(\) describes it"):
-            col.plan(col.allreduce_refs, made)
-    for use in (
-        lambda other: other.call(pair[0], "echo", made[0]),
-        lambda other: col.allreduce_refs(made),
-        lambda other: other.returns(made),
-    ):
-        refused(errors.CaptureError, "to another captured step", use)
-    step.close()
-
-
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_runs_return_arguments_and_constants_too(pair, seed):
-    array = np.random.default_rng(seed).standard_normal(5)
+def test_runs_return_arguments_and_constants_too(pair):
+    array = np.arange(5.0)
     with col.capture() as step:
         rate = step.argument("rate", 1)
-        loss = step.call(pair[0], "loss")
+        loss = step.call(pair[0].loss)
         step.returns({"loss": loss, "rate": rate, "name": "a", "none": None, "more": (1, [array, 2j])})
-    for given, expected in (({}, 1), ({"rate": [seed]}, [seed])):
+    for given, expected in (({}, 1), ({"rate": [2]}, [2])):
         run = step.run(async_op=True, **given).wait()
         for got in (step.run(**given), run):
             assert (got["loss"], got["rate"], got["name"], got["none"]) == (5.0, expected, "a", None)
@@ -160,13 +110,13 @@ def test_runs_return_arguments_and_constants_too(pair, seed):
             assert copy is not array
     with col.capture() as other:
         other.returns(None)
-        other.call(pair[0], "loss")
+        other.call(pair[0].loss)
     assert other.run() is None
 
 
 def test_results_that_can_not_travel(pair):
     with col.capture() as step:
-        step.returns([step.call(pair[1], "loss"), step.call(pair[0], "strange")])
+        step.returns([step.call(pair[1].loss), step.call(pair[0].strange)])
     with pytest.raises(errors.MethodError, match="returned a value of type set") as caught:
         step.run()
     assert (caught.value.op, caught.value.call, caught.value.raised) == ("strange", 1, "")
@@ -181,8 +131,8 @@ def test_results_that_can_not_travel(pair):
 
 def test_a_failure_names_the_calls_and_values_of_the_step(pair):
     with col.capture() as step:
-        step.call(pair[0], "loss")
-        made = [step.call(pair[0], "grow"), step.call(pair[1], "steady")]
+        step.call(pair[0].loss)
+        made = [step.call(pair[0].grow), step.call(pair[1].steady)]
         col.allreduce_refs(made)
     assert "call 1 on" in repr(made[0])
     step.run()
@@ -207,38 +157,13 @@ def test_a_failure_names_the_calls_and_values_of_the_step(pair):
     assert "call 3 of the step" in text
 
 
-def test_later_run_names_the_failed_method_in_one_line(pair):
-    with col.capture() as step:
-        step.call(pair[0], "note")
-        step.call(pair[1], "fail_at", 1)
-    with pytest.raises(errors.MethodError, match="call 1 of the step, fail_at of Odd") as caught:
-        step.run()
-    with pytest.raises(errors.CaptureBrokenError, match=r"MethodError: call 1 of the step, fail_at of Odd") as broken:
-        step.run()
-    assert repr(broken.value.__cause__) == repr(caught.value)
-    assert "Traceback" not in str(broken.value)
-
-
-def test_declared_groups_keep_their_names(actors):
-    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
-    col.declare_collective_group(workers[:2], group_name="two")
-    with col.capture() as step:
-        col.allreduce_refs([step.call(workers[0], "grow"), step.call(workers[1], "steady")], "two")
-        col.allreduce_refs([step.call(worker, "steady") for worker in workers])
-    step.run()
-    with pytest.raises(errors.MismatchError) as caught:
-        step.run()
-    assert caught.value.group_name == "two"
-    assert {one.call for one in caught.value.violations} == {2}
-
-
 def test_violations_on_several_participants_are_one_error(pair):
     freed = [hold(one, [1]) for one in pair]
     col.free(freed)
 
     def record(step):
         for one, ref in zip(pair, freed, strict=True):
-            step.call(one, "echo", ref)
+            step.call(one.echo, ref)
 
     error = refused(errors.TensorFreedError, "freed", record)
     assert {one.ref for one in error.violations} == {ref.hex() for ref in freed}
@@ -247,7 +172,7 @@ def test_violations_on_several_participants_are_one_error(pair):
 
     def two_plans(step):
         col.broadcast_refs(refs, 7)
-        step.call(pair[0], "loss")
+        step.call(pair[0].loss)
         col.broadcast_refs(refs, 9)
 
     error = refused(errors.InvalidArgumentError, "call 2 of the step", two_plans)
@@ -261,8 +186,8 @@ def test_explain_shows_refs_as_fixed(pair):
     refs = spread(pair)
     with col.capture() as step:
         col.allreduce_refs(refs)
-        step.call(pair[0], "echo", refs[0])
-        col.allreduce_refs([step.call(one, "steady") for one in pair])
+        step.call(pair[0].echo, refs[0])
+        col.allreduce_refs([step.call(one.steady) for one in pair])
     step.run()
     told = step.plan()
     assert told.fixed == (2, 1, 0)

@@ -1,4 +1,4 @@
-"""`raycollect status`, `demo` and `doctor` beside a cluster that runs, as another process sees it."""
+"""`raycollect status` and `doctor` beside a cluster that runs, as another process sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import ray
 
 import raycollect as col
 from raycollect.cli import doctor
-from raycollect.cli.doctor import findings
 from raycollect.group import cluster_registry
 from tests.ray.workers import Plain, Worker
 
@@ -135,28 +134,8 @@ def test_status_is_watched_until_ctrl_c(cluster):
     assert all(isinstance(json.loads(line), list) for line in lines)
 
 
-def test_the_demo_runs_on_a_cluster_and_leaves_no_group(cluster):
-    code, out, err = _run("demo", "allreduce", "--json")
-    assert code == 0, err
-    told = json.loads(out)
-    assert (told["ok"], told["backend"], told["found"]) == (True, "shm", [3.0, 3.0])
-    assert 0 < told["mean_s"] < 30
-    assert 0 < told["store_s"] < 30
-    assert "both now hold 3s" in err
-
-
-@pytest.mark.full
-def test_the_digits_are_learned_by_the_command(cluster):
-    pytest.importorskip("sklearn")
-    code, out, err = _run("demo", "digits", "--json")
-    assert code == 0, err
-    told = json.loads(out)
-    assert (told["demo"], told["ok"], told["same_bits"]) == ("digits", True, True)
-
-
 def test_doctor_sees_the_cluster(cluster):
     address = ray.get_runtime_context().gcs_address
-    [probe] = (one for one in doctor.PROBES if one.check == "Ray cluster")
-    [found] = doctor.examine(findings.Machine(environ={"RAY_ADDRESS": address}), [probe])
-    assert found.state == findings.OK
+    found = doctor.cluster(doctor.run_child, {"RAY_ADDRESS": address})
+    assert found.state == doctor.OK
     assert found.found.startswith(f"{address}: 1 node, ")

@@ -337,7 +337,7 @@ def test_await_needs_no_thread_of_the_default_pool_of_the_loop(actors):
     col.declare_collective_group([a, b])
     ref, over = a.get_buffer.remote(), threading.Event()
     with col.capture() as step:
-        step.returns(step.call(a, "read"))
+        step.returns(step.call(a.read))
 
     async def main():
         loop = asyncio.get_running_loop()

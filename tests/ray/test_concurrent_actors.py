@@ -80,18 +80,10 @@ class LateThreaded(col.CollectiveParticipant):
 
 
 @pytest.mark.parametrize(
-    ("kind", "concurrency", "fence"),
-    [
-        (Late, 1, True),
-        (Late, 2, False),
-        (LateThreaded, 2, True),
-        *(
-            pytest.param(*one, marks=pytest.mark.full)
-            for one in ((Late, 1, False), (Late, 2, True), (LateThreaded, 2, False))
-        ),
-    ],
+    ("kind", "concurrency"),
+    [(Late, 1), (Late, 2), (LateThreaded, 2)],
 )
-def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency, fence):
+def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency):
     """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
     workers = actors(kind, 2, max_concurrency=concurrency)
     (gate,) = actors(Gate, 1, max_concurrency=8)
@@ -101,7 +93,7 @@ def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concu
         col.allreduce_refs(buffers)
     late = [worker.get_buffer.remote(gate.wait.remote()) for worker in workers]
     works = [col.allreduce_refs(late, async_op=True) for _ in range(3)]
-    works += [step.run(fence=fence, async_op=True) for _ in range(3)]
+    works += [step.run(async_op=True) for _ in range(3)]
     ray.get(gate.open.remote())
     for work in works:
         work.wait(60)

@@ -73,12 +73,6 @@ def derived(workers):
     cycles.fails(RefusedError, col.get, refs)
 
 
-def by_data(workers):
-    group = col.declare_collective_group(workers, group_name="g", ordering="data")
-    col.allreduce_refs([one.ones.remote() for one in workers], "g")
-    group.destroy()
-
-
 def refused(workers):
     group = col.declare_collective_group(workers, group_name="g")
     refs = [one.ones.remote(3 + at) for at, one in enumerate(workers)]
@@ -146,14 +140,13 @@ def captured(workers):
     refs = [one.ones.remote() for one in workers]
     with col.capture() as step:
         by = step.argument("by", 1.0)
-        made = [step.call(one, "bump", ref, by) for one, ref in zip(workers, refs, strict=True)]
+        made = [step.call(one.bump, ref, by) for one, ref in zip(workers, refs, strict=True)]
         col.allreduce_refs(made, "g")
         step.returns([made[0], by])
     del made, by
     step.run()
     step.run(by=2.0)
     step.run(async_op=True).wait()
-    step.run(fence=True)
     step.explain()
     repr(step), step._repr_html_()
     step.close()
@@ -168,8 +161,8 @@ def captured(workers):
 def captures_that_fail(workers):
     group = col.declare_collective_group(workers, group_name="g")
     with col.capture() as step:
-        step.call(workers[0], "fail")
-        step.call(workers[1], "ones")
+        step.call(workers[0].fail)
+        step.call(workers[1].ones)
     run = step.run(async_op=True)
     for _ in range(2):
         cycles.fails(MethodError, run.wait)
@@ -177,10 +170,10 @@ def captures_that_fail(workers):
     step.close()
     another, failed = workers[1].ones.remote(), workers[0].fail.remote()
     mistakes = (
-        lambda step: step.call(workers[0], "no_such_method"),
-        lambda step: step.call(workers[0], "bump", another, 1),
-        lambda step: step.call(workers[0], "bump", workers[1].ones.remote(), 1),  # a call of the step, too
-        lambda step: step.call(workers[0], "bump", failed, 1),
+        lambda step: step.call(workers[0]),
+        lambda step: step.call(workers[0].bump, another, 1),
+        lambda step: step.call(workers[0].bump, workers[1].ones.remote(), 1),  # a call of the step, too
+        lambda step: step.call(workers[0].bump, failed, 1),
         lambda step: None,
     )
     for mistake in mistakes:
@@ -212,7 +205,7 @@ def fetched(workers):
     assert all(one() is None for one in known)
 
 
-LIVES = (declared, derived, by_data, refused, works, batches, captured, captures_that_fail, recorded, fetched)
+LIVES = (declared, derived, refused, works, batches, captured, captures_that_fail, recorded, fetched)
 
 
 # ---------------------------------------------------------------------------------------------- seeing them
@@ -310,7 +303,7 @@ def test_destroyed_group_releases_its_actor_handles(tidy):
     work = col.allreduce_refs(refs, "g", async_op=True)
     with col.capture() as step:
         col.allreduce_refs(refs, "g")
-    step.run(fence=True)
+    step.run()
     step.close()
     work.wait()
     group.destroy()

@@ -166,14 +166,14 @@ def test_a_captured_step_works_on_them(trio):
 
     with col.capture() as step:
         col.allreduce_refs(refs)
-        step.returns([step.call(actor, "is_mine", ref) for actor, ref in zip((a, b), refs, strict=True)])
+        step.returns([step.call(actor.is_mine, ref) for actor, ref in zip((a, b), refs, strict=True)])
     assert step.run() == [True, True]
     step.run()
     step.close()
     assert ray.get(c.take.remote(refs[1])) == ("Tensor", [6.0] * 10)
 
     with pytest.raises(errors.NotAMemberError, match="by send_ref"), col.capture() as step:
-        step.call(b, "take", refs[0])
+        step.call(b.take, refs[0])
 
 
 def test_values_without_a_tensor_raise_not_a_tensor_error(trio):

@@ -286,18 +286,6 @@ def test_status_statistics_members_calls_timeline_and_lifetime(actors):
     np.testing.assert_array_equal(given[1], np.full(3, 3.0))
 
 
-def test_data_order(actors):
-    trio, gate = Trio(actors, 2, ordering="data"), Gate.options(max_concurrency=2).remote()
-    given = trio.operands([np.ones(3)] * WORLD)
-    busy = block(trio.workers[0], gate)
-    late = trio.workers[0].make.remote(lambda self: np.ones(3))
-    work = col.allreduce_refs([late, *given[1:]], async_op=True)
-    assert not work.done()
-    ray.get(gate.open.remote())
-    check(work.wait(30), [np.full(3, 3.0)] * WORLD)
-    ray.get(busy)
-
-
 def test_an_actor_that_drives_is_a_rank_too(actors):
     trainer, *workers = actors(Worker, 3)
 

@@ -48,7 +48,6 @@ def test_group_errors(actors):
         ({"world_size": 3}, "world_size is 3"),
         ({"options": {"colour": 1}}, "colour"),
         ({"timeout_s": -1}, "timeout_s"),
-        ({"ordering": "chaos"}, "ordering"),
         *(({"group_name": name}, "group_name") for name in WRONG_NAMES),
     ):
         with refused(errors.InvalidGroupError, text):

@@ -77,9 +77,9 @@ def left() -> list[Any]:
 class Scene:
     """Three workers in a group, and calls of all kinds on them."""
 
-    def __init__(self, actors: Any, **options: Any) -> None:
-        self.workers = actors(Worker, 3)
-        self.group = col.declare_collective_group(self.workers, group_name="scene", **options)
+    def __init__(self, actors: Any, backend: str = "auto", **options: Any) -> None:
+        self.workers = actors(Worker, 3, **options)
+        self.group = col.declare_collective_group(self.workers, group_name="scene", backend=backend)
         self.refs, self.others = filled(self.workers, (1, 2, 4)), filled(self.workers, (1, 2, 4))
         with col.capture() as self.step:
             col.allreduce_refs(self.others, "scene", "max")
@@ -113,13 +113,13 @@ def scene(actors: Any, request: pytest.FixtureRequest) -> Scene:
     return Scene(actors, **getattr(request, "param", {}))
 
 
-SCENES = [{"backend": "shm"}, {"backend": "tcp"}, {"backend": "shm", "ordering": "data"}]
+SCENES = [{"backend": "shm"}, {"backend": "tcp"}, {"backend": "shm", "max_concurrency": 4}]
 
 
 # A connection for data that was just opened as a signal came: the last reference to it closes it, and warns
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("most", [6, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
-@pytest.mark.parametrize("scene", SCENES, indirect=True, ids=["shm", "tcp", "data"])
+@pytest.mark.parametrize("scene", SCENES, indirect=True, ids=["shm", "tcp", "threaded"])
 def test_a_signal_at_any_place_of_a_call(scene: Scene, most: int) -> None:
     """Its handler's own exception comes up, the next calls work, and the group and its actors are as they were."""
     for kind, call in scene.calls.items():

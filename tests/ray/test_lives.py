@@ -29,7 +29,7 @@ def _declared(backend):
 def _captured(workers, path):
     col.declare_collective_group(workers)
     with col.capture() as step:
-        col.allreduce_refs([step.call(worker, "get_buffer") for worker in workers])
+        col.allreduce_refs([step.call(worker.get_buffer) for worker in workers])
     for _ in range(3):
         step.run()
     step.close()

@@ -199,10 +199,10 @@ def digits(learners):
 
 def learning(learners):
     with col.capture() as step:
-        gradients = [step.call(one, "gradient") for one in learners]
+        gradients = [step.call(one.gradient) for one in learners]
         col.allreduce_refs(gradients)
         for one, gradient in zip(learners, gradients, strict=True):
-            step.call(one, "apply", gradient)
+            step.call(one.apply, gradient)
     return step
 
 
@@ -241,7 +241,7 @@ def test_a_captured_step_with_a_busy_actor_is_shown_without_bytes(actors, digits
 
 def test_a_run_and_a_step_that_broke_are_shown(digits, learners):
     with col.capture() as step:
-        tensors = [step.call(one, "fail_at", 2) for one in learners]
+        tensors = [step.call(one.fail_at, 2) for one in learners]
         col.allreduce_refs(tensors)
     first = step.run(async_op=True)
     first.wait()
@@ -293,7 +293,7 @@ def test_calls_that_wait_work_in_a_cell_too(group, workers):
 
 def test_await_of_a_run_in_a_cell(learners):
     with col.capture() as step:
-        step.returns([step.call(one, "loss") for one in learners])
+        step.returns([step.call(one.loss) for one in learners])
     assert run_cells("await step.run(async_op=True)", names={"step": step}) == [5.0, 5.0]
     step.close()
 
@@ -361,7 +361,7 @@ def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, di
     """The run that was waited for goes on, and the next one comes after it."""
     (gate,) = actors(Gate, 1, max_concurrency=8)
     with col.capture() as step:
-        step.returns([step.call(one, "note") for one in learners])
+        step.returns([step.call(one.note) for one in learners])
     assert step.run() == [1, 1]
     blocked = block(learners[1], gate)
     assert wait_until(lambda: "Buffers.call (" in digits.status().members[1].doing)

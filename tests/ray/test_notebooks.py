@@ -351,7 +351,7 @@ def test_an_interrupt_of_a_wait_leaves_the_collective(session, held, waits, erro
     ],
 )
 def test_an_interrupt_of_a_run_leaves_the_step(session, waits, error):
-    session.run("with col.capture() as step:\n    step.returns([step.call(one, 'note') for one in workers])")
+    session.run("with col.capture() as step:\n    step.returns([step.call(one.note) for one in workers])")
     session.run("step.run()")
     session.run("ray.get(gate.shut.remote()); blocked = workers[1].wait.remote(gate)")
     session.run("while 'wait' not in group.status().members[1].doing: time.sleep(0.005)")

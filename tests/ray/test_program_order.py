@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import RayError
 
 import raycollect as col
+from raycollect.driver import dispatch
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.step_runs import StepRuns
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
 from tests.lives import lasting
@@ -233,13 +233,23 @@ def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks, actor
     np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (5 * 9 + 4) + 1))
 
 
+def test_a_program_that_is_too_long_for_a_message_is_an_actor_task(pair, tasks, monkeypatch):
+    _, refs = pair()
+    col.allreduce_refs(refs)
+    tasks.clear()
+    monkeypatch.setattr(dispatch, "ORDER_NBYTES", 100)
+    col.broadcast_refs(refs)
+    assert tasks == ["submit"] * 2
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(3, 2))
+
+
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch, is_captured):
     """Another thread's calls can't come between: one of them would wait for the other, and the plan for both."""
     workers, refs = pair()
     with col.capture(timeout_s=5) as step:
         col.allreduce_refs(refs)
-    submit, fence, others = ParticipantLink.submit_in_order, StepRuns._fence, []
+    submit, keep, others = ParticipantLink.submit_in_order, ParticipantLink.keep_behind, []
 
     def call():
         workers[1].change.remote(workers[0].counts.remote())
@@ -254,17 +264,15 @@ def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch, is_capt
         submit(self, *args, **named)
         come_between()
 
-    def fence_and_call(self, at):
-        def send(payload):
-            fence(self, at)(payload)
-            come_between()
-
-        return send
+    def keep_and_call(self, *args):
+        keep(self, *args)
+        come_between()
 
     monkeypatch.setattr(ParticipantLink, "submit_in_order", submit_and_call)
-    monkeypatch.setattr(StepRuns, "_fence", fence_and_call)
     if is_captured:
-        step.run(fence=True)
+        step.run()
+        monkeypatch.setattr(ParticipantLink, "keep_behind", keep_and_call)
+        step.run()
     else:
         col.allreduce_refs(refs, timeout_s=5)
     others[0].join()

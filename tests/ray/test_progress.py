@@ -204,7 +204,7 @@ def test_a_step_is_measured_over_all_of_its_plans(workers, gate):
     with col.capture() as step:
         col.allreduce_refs(refs)
         for one in workers:
-            step.call(one, "get_buffer")
+            step.call(one.get_buffer)
         col.allreduce_refs(refs)
     for _ in range(3):
         step.run()

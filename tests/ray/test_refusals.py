@@ -353,7 +353,7 @@ def test_an_option_that_makes_no_sense_is_refused_by_its_name(trio):
         (lambda **given: col.broadcast_refs(refs, **given), {"async_op"}),
         (lambda **given: col.barrier(**given), {"async_op"}),
         (lambda **given: col.batch(**given), {"async_op"}),
-        (step.run, {"async_op", "fence"}),
+        (step.run, {"async_op"}),
         (lambda **given: col.get(refs, **given), {"ordered"}),
         (timeline, {"metrics"}),
         (work.wait, {"progress"}),

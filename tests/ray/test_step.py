@@ -97,20 +97,6 @@ def test_a_failed_trace_has_run_nothing_and_the_next_call_traces_again(pair):
     assert step() == 1
 
 
-def test_methods_called_before_and_after_keep_their_order(pair):
-    @col.step
-    def step(value):
-        pair[0].note.remote(value)
-
-    for number in range(6):
-        pair[0].note.remote(("before", number))
-        step(number)
-        if number % 2:
-            step(number)
-    expected = [[("before", n), n, n] if n % 2 else [("before", n), n] for n in range(6)]
-    assert [one for (one,) in noted(pair[0])] == [one for part in expected for one in part]
-
-
 def test_a_step_that_calls_nothing_returns_what_the_function_does(cluster):
     @col.step
     def step(value):
@@ -470,24 +456,6 @@ def test_after_a_run_that_failed_the_function_is_traced_again(pair):
     assert (caught.value.op, caught.value.raised) == ("fail_at", "ValueError")
     assert step(9).tolist() == [0, 0]
     assert step.cache_info().misses == 2
-
-
-def test_members_that_are_replaced_are_traced_again(actors):
-    workers = actors(Learner, 3)
-    group = col.declare_collective_group(workers[:2])
-    iteration, _ = training(members := workers[:2])
-    step = col.step(iteration)
-    assert step(0.0) == [5.0, 5.0]
-    ray.kill(workers[1])
-    with pytest.raises((errors.GroupBrokenError, errors.ParticipantDiedError)):
-        while True:
-            step(0.0)
-    group.replace(workers[1], workers[2])
-    members[1] = workers[2]
-    assert step(0.0) == [5.0, 5.0]
-    group.remove(workers[2])
-    del members[1]
-    assert step(0.0) == [5.0]
 
 
 # ---------------------------------------------------------------------------------------------- looking, ending

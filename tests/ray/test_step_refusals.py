@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 
 import numpy as np
 import pytest
@@ -60,16 +59,12 @@ def traced(worker, use, of):
 
 
 @pytest.mark.parametrize("use", USES)
-def test_python_that_uses_an_argument_is_refused(worker, use):
+def test_python_that_uses_an_argument_or_a_recorded_value_is_refused(worker, use):
     error, _ = traced(worker, USES[use], "argument")
     assert (error.use, error.parameter) == (use, "rate")
     assert "'rate'" in error.value
     assert 'static=("rate",)' in str(error)
     assert error.where.startswith(f"{__file__}:")
-
-
-@pytest.mark.parametrize("use", USES)
-def test_python_that_uses_a_recorded_value_is_refused(worker, use):
     error, _ = traced(worker, USES[use], "value")
     assert (error.use, error.parameter) == (use, "")
     assert "loss of Learn" in error.value
@@ -318,14 +313,3 @@ def test_a_call_that_does_not_fit_the_function_is_refused_as_by_python(worker):
         step()
     with pytest.raises(TypeError, match="other"):
         step(1, other=2)
-
-
-def test_other_threads_are_not_recorded(worker):
-    def elsewhere():
-        thread = threading.Thread(target=lambda: ray.get(worker.note.remote("thread")))
-        thread.start()
-        thread.join()
-        return worker.note.remote("step")
-
-    assert col.step(elsewhere)() == 2
-    assert [args for args, _ in ray.get(worker.noted.remote())] == [("thread",), ("step",)]

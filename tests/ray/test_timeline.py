@@ -53,7 +53,7 @@ def test_a_timeline_has_all_that_its_processes_did(actors, tmp_path):
             col.broadcast_refs(refs)
             col.allreduce_refs(refs)
         with col.capture() as step:
-            gradients = [step.call(one, "get_buffer") for one in workers]
+            gradients = [step.call(one.get_buffer) for one in workers]
             col.allreduce_refs(gradients)
         with col.capture() as single:
             col.allreduce_refs(refs)

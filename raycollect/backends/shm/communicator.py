@@ -7,7 +7,6 @@ barrier (`directory`). Barriers, the agreement and aborts are in `meeting`.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from raycollect.backends.option_names import refuse_unknown
 from raycollect.backends.shm.boxes import Boxes
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
 from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes
-from raycollect.backends.shm.joined import joined
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
 from raycollect.backends.shm.segment import client_segment, server_segment
 from raycollect.backends.shm.staged import Staged, slots_nbytes
@@ -47,7 +45,7 @@ def create(
 
     Raises:
         BackendUnavailableError: Shared memory is not available.
-        CollectiveTimeoutError: Rank 0 did not come.
+        CollectiveTimeoutError: Rank 0 did not come; on rank 0: another rank did not.
         InvalidGroupError: An option is unknown.
     """
     refuse_unknown(spec)
@@ -71,7 +69,7 @@ class _Parts(NamedTuple):
 class ShmCommunicator:
     """One rank's membership, a `Communicator`."""
 
-    def __init__(self, spec: GroupSpec, rank: int, segment: mmap.mmap, segments: SegmentSource) -> None:
+    def __init__(self, spec: GroupSpec, rank: int, segment: memoryview, segments: SegmentSource) -> None:
         self.rank = rank
         self.world_size: int = spec.world_size
         self._group_name = spec.name
@@ -158,7 +156,7 @@ class ShmCommunicator:
             staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """Runs kernels in place with common barriers, or staged as if they were one; see `Together`."""
+        """Runs kernels in place with common barriers, or one by one; see `Together`."""
         some, until_s = kernels[:TOGETHER], time.monotonic() + launch.timeout_s
         kind = kernels[0].kind
         if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
@@ -166,9 +164,8 @@ class ShmCommunicator:
         with self as (meeting, staged, direct, _), translated(kind, self._group_name, self.rank):
             self._staged = 0
             has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
-            rows = () if has_run else joined(some)
-            for at, kernel in enumerate(rows):
-                here().cover(at * len(some) / len(rows), len(some) / len(rows))
+            for at, kernel in enumerate(() if has_run else some):
+                here().cover(at, 1)
                 staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
         return len(some)
 

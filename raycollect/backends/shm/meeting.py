@@ -63,9 +63,9 @@ def control_nbytes(world_size: int) -> int:
     return -(-world_size * per_rank // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def prepare(segment: mmap.mmap, world_size: int) -> None:
+def prepare(segment: memoryview, world_size: int) -> None:
     """Initializes the semaphores in zeroed memory; called by its creator, before others map it."""
-    semaphores(memoryview(segment)[: world_size * SEM_NBYTES], world_size, init=True)
+    semaphores(segment[: world_size * SEM_NBYTES], world_size, init=True)
 
 
 class _Expected(NamedTuple):
@@ -82,19 +82,18 @@ class Meeting:
     One thread at a time calls `agree`, `barrier` and `end`; any thread calls `abort` and `close`.
     """
 
-    def __init__(self, segment: mmap.mmap, rank: int, world_size: int, group_name: str) -> None:
+    def __init__(self, segment: memoryview, rank: int, world_size: int, group_name: str) -> None:
         self.rank = rank
         self._group_name = group_name
-        whole = memoryview(segment)
         cells_at = world_size * SEM_NBYTES
-        self._semaphores = semaphores(whole[:cells_at], world_size, init=False)
+        self._semaphores = semaphores(segment[:cells_at], world_size, init=False)
         self._semaphore = self._semaphores[rank]  # its own
         areas_at = cells_at + world_size * 8 * (_WORD_STRIDE + OUTCOMES + _PARITIES)
-        cells = whole[cells_at:areas_at].cast("Q")
+        cells = segment[cells_at:areas_at].cast("Q")
         self._words = cells[: world_size * _WORD_STRIDE]
         self._outcomes = cells[world_size * _WORD_STRIDE : world_size * (_WORD_STRIDE + OUTCOMES)]
         self._cells = cells[world_size * (_WORD_STRIDE + OUTCOMES) :]
-        self._arrivals = whole[areas_at : areas_at + world_size * _PARITIES * ARRIVAL_NBYTES]
+        self._arrivals = segment[areas_at : areas_at + world_size * _PARITIES * ARRIVAL_NBYTES]
         self._words[rank * _WORD_STRIDE + 2] = os.getpid()
         self._seq = 0
         self._phase = 0

@@ -52,7 +52,6 @@ from raycollect.backends.completion import (
 )
 from raycollect.backends.folds import READ_FIRST, fold, ignoring_errors, is_widened
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
-from raycollect.backends.shm.joined import Joined
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp, folded_ranks
 
@@ -181,7 +180,7 @@ class Staged:
         op, ranks = reduce_op(kernel), launch.ranks
         me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
         # From its own memory rather than from its slot: a quarter less time. `dst` may be that memory.
-        reads_own = me < READ_FIRST and not isinstance(src, Joined) and src.direct
+        reads_own = me < READ_FIRST and src.direct
         count, all_alike = folded_ranks(kernel.kind, me, len(ranks)), kernel.kind not in PREFIXES
         for lo, hi in metered(src.size, step):
             width = hi - lo
@@ -190,8 +189,7 @@ class Staged:
             if lo or not staged:
                 src.fill(parts[me], lo, hi)
                 meeting.barrier(launch, until_s)
-            # Joined arrays are sliced too: that folds each chunk at once, and not each array.
-            if all_alike and (isinstance(src, Joined) or _is_sliced(len(ranks), src.dtype, width)):
+            if all_alike and _is_sliced(len(ranks), src.dtype, width):
                 mine = slice(me * width // len(ranks), (me + 1) * width // len(ranks))
                 fold(op, [part[mine] for part in parts], parts[0][mine])
                 meeting.barrier(launch, until_s)
@@ -200,13 +198,12 @@ class Staged:
             elif dst is not None:
                 if reads_own:
                     parts[me] = src.read(lo, hi)
-                for first, last, array, start, stop in dst.spans(lo, hi):
-                    out = array.target(start, stop)
-                    fold(op, [part[first - lo : last - lo] for part in parts[:count]], out)
-                    array.commit(start, stop, out)
+                out = dst.target(lo, hi)
+                fold(op, parts[:count], out)
+                dst.commit(lo, hi, out)
 
     def _fold_once(self, launch: Launch, kernel: Kernel) -> bool:
-        if kernel.kind is not OpKind.ALLREDUCE or isinstance(kernel.src, Joined):
+        if kernel.kind is not OpKind.ALLREDUCE:
             return False
         src, dst = reduction(kernel)
         ranks, size = launch.ranks, src.size

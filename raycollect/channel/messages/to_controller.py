@@ -73,14 +73,6 @@ class Waiting(Message):
 
 
 @message
-class Ready(Message):
-    """A participant has all that it needs for plan `seq`, and waits for `Go`; `late`: it has waited for too long."""
-
-    seq: int
-    late: bool
-
-
-@message
 class Behind(Message):
     """Plan `seq` is behind a call whose end this participant can't tell: an actor task has to tell it."""
 

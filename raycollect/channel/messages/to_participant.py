@@ -104,12 +104,10 @@ class Order(Message):
     """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
 
     `in_order`: as if it did, behind the task `after` and all before it (empty: there are none). Else when its operands
-    are there, and `together` with the others if somebody may have to wait for an operand or another plan: say `Ready`
-    when you have both, and begin at `Go`. `rings`: where all end it well, ring the bell instead of `Done`, if you can.
+    are there. `rings`: where all end it well, ring the bell instead of `Done`, if you can.
     """
 
     payload: bytes
-    together: bool
     in_order: bool
     after: bytes
     rings: bool
@@ -123,18 +121,11 @@ class Unused(Message):
 
 
 @message
-class Go(Message):
-    """All participants have said that they are `Ready` for plan `seq`."""
-
-    seq: int
-
-
-@message
 class Run(Message):
     """Do run `seq` of a capture, with these arguments, after plan `predecessor`; answered by `Ran` or `Done`.
 
-    `after` is the task of the method call behind which it comes; empty: none. On the controller's own host runs come by
-    the doorbell, where their arguments fit.
+    `after` is the task of the method call behind which it comes; empty: none; `UNKNOWN_TASK`: an actor task tells when
+    it may begin. On the controller's own host runs come by the doorbell, where their arguments fit.
     """
 
     capture: bytes

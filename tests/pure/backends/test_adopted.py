@@ -371,7 +371,7 @@ def test_what_is_no_group_is_a_type_error(thing: Any) -> None:
 
 def test_backend_names_as_in_ray() -> None:
     assert types.Backend("gloo") == types.Backend.GLOO == "GLOO"
-    assert types.Backend("Torch_Gloo") == "GLOO"
+    assert types.Backend("Torch_Gloo") == "TORCH:GLOO"
     assert types.Backend("torch:hccl") == "TORCH:HCCL"
     assert types.Backend.NCCL == "NCCL"
     assert types.Backend.UNRECOGNIZED == "unrecognized"

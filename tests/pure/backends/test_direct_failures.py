@@ -148,7 +148,7 @@ def test_an_abort_is_seen_between_two_blocks(monkeypatch: pytest.MonkeyPatch, tr
 
 
 def test_what_was_lent_to_a_process_that_is_dead_comes_back() -> None:
-    memory = mmap.mmap(-1, control_nbytes(2))
+    memory = memoryview(mmap.mmap(-1, control_nbytes(2)))
     prepare(memory, 2)
     first, _ = (Meeting(memory, rank, 2, "team") for rank in (0, 1))
     dead = subprocess.Popen(["true"])

@@ -30,7 +30,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Cores:
 
 
 def meetings(count: int) -> list[Meeting]:
-    segment = mmap.mmap(-1, control_nbytes(count))
+    segment = memoryview(mmap.mmap(-1, control_nbytes(count)))
     prepare(segment, count)
     return [Meeting(segment, rank, count, "team") for rank in range(count)]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import gc
+import mmap
 import os
-import socket
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,94 +223,60 @@ def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> 
         check_cases(processes, cases, staged=True)
 
 
-def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "HELLO_TIMEOUT_S", 0.5)
-    strangers = []
-
-    class Eavesdropped(MemoryRendezvous):
-        def put(self, name: str, value: bytes) -> None:
-            for hello in (b"", b"x" * 36, b"y"):
-                stranger = socket.socket(socket.AF_UNIX)
-                stranger.connect("\0" + segment._OFFERS.decode(value).socket)
-                stranger.sendall(hello)
-                strangers.append(stranger)
-            super().put(name, value)
-
-    rendezvous = Eavesdropped()
-    made: list[Communicator] = []
-    other = threading.Thread(target=lambda: made.append(shm.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)))
-    other.start()
-    made.append(shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE))
-    other.join(10)
-    assert sorted(communicator.rank for communicator in made) == [0, 1]
-    for stranger in strangers:
-        stranger.settimeout(5)
-        try:
-            assert stranger.recv(1) == b""
-        except ConnectionResetError:
-            pass
-        stranger.close()
-    for communicator in made:
-        communicator.close()
-
-
-class Noting(MemoryRendezvous):
-    """A rendezvous that notes the name of the socket, and may call somebody then."""
-
-    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
-        super().__init__()
-        self.name = ""
-        self._then = then
-
-    def put(self, name: str, value: bytes) -> None:
-        self.name = segment._OFFERS.decode(value).socket
-        super().put(name, value)
-        self._then()
-
-
-def assert_gone(name: str) -> None:
-    """No socket of that name is there any more."""
-    assert name
-    with socket.socket(socket.AF_UNIX) as link, pytest.raises(ConnectionRefusedError):
-        link.connect(f"\0{name}")
+def open_segments() -> int:
+    """How many descriptors of groups' memory this process has."""
+    gc.collect()
+    links = Path("/proc/self/fd").iterdir()
+    return sum("raycollect-group" in str(link.readlink()) for link in links if link.is_symlink())
 
 
 def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.1)
-    rendezvous = Noting()
-    with pytest.raises(BackendUnavailableError, match=r"ranks \[1\]"):
-        shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
-    assert_gone(rendezvous.name)
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come") as caught:
-        shm.create(spec_of(2), 1, MemoryRendezvous(), NO_EXCHANGE)
-    assert caught.value.missing == (0,)
+    before = open_segments()
+    for rank, other in ((0, 1), (1, 0)):
+        with pytest.raises(CollectiveTimeoutError, match=rf"ranks \[{other}\] did not come") as caught:
+            shm.create(spec_of(2), rank, MemoryRendezvous(), NO_EXCHANGE)
+        assert caught.value.missing == (other,)
+    del caught
+    assert open_segments() == before
 
 
-def test_members_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither does who is another user hand out, nor does he get anything."""
-    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.5)
-    raised: list[BaseException] = []
+class Misleading(MemoryRendezvous):
+    """A rendezvous that changes where rank 0's memory is said to be."""
 
-    def join() -> None:
-        try:
-            shm.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
-        except BackendUnavailableError as exc:
-            raised.append(exc)
+    def __init__(self, **wrong: object) -> None:
+        super().__init__()
+        self._wrong = wrong
 
-    other = threading.Thread(target=join)
-    rendezvous = Noting(other.start)
-    monkeypatch.setattr(segment.os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(BackendUnavailableError, match=r"ranks \[1\] did not come"):
-        shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
-    other.join(10)
-    assert "is another user's" in str(raised[0])
-    assert_gone(rendezvous.name)
+    def put(self, name: str, value: bytes) -> None:
+        if name == "shm.segment.0":
+            offer = segment._OFFERS.decode(value)
+            assert offer.segment is not None
+            value = segment._OFFERS.encode(replace(offer, segment=replace(offer.segment, **self._wrong)))
+        super().put(name, value)
 
 
-@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate", "mmap", "socket"])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"token": b"x" * 32}, "the memory of another process"),
+        ({"fd": 0}, "no longer memory of the name"),
+        ({"fd": 1 << 20}, "No such file"),
+        ({"nbytes": 4096}, "are the versions of raycollect equal"),
+    ],
+)
+def test_a_member_that_can_not_map_the_memory_says_so_to_rank_0(wrong: dict[str, object], why: str) -> None:
+    rendezvous = Misleading(**wrong)
+    with ThreadPoolExecutor(2) as threads:
+        tries = [threads.submit(shm.create, spec_of(2), rank, rendezvous, NO_EXCHANGE) for rank in (0, 1)]
+        for one in tries:
+            with pytest.raises(BackendUnavailableError, match=f"rank 1 can't map the segment of rank 0: .*{why}"):
+                one.result(20)
+
+
+@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate", "mmap"])
 def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """There may also be no room for it in the process, or no descriptor for the socket that hands it out."""
-    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.1)
+    """There may also be no room for it in the process."""
 
     def fail(*args: object) -> int:
         raise OSError(28, "No space left on device")
@@ -318,22 +284,11 @@ def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyP
     if broken == "memfd_create":
         monkeypatch.delattr(os, broken)
     else:
-        of = {"posix_fallocate": os, "mmap": segment.mmap, "socket": segment.socket}[broken]
-        monkeypatch.setattr(of, broken, fail)
+        monkeypatch.setattr({"posix_fallocate": os, "mmap": mmap}[broken], broken, fail)
     rendezvous = MemoryRendezvous()
     for rank in (0, 1):
         with pytest.raises(BackendUnavailableError, match="shared memory"):
             shm.create(spec_of(2), rank, rendezvous, NO_EXCHANGE)
-
-
-def test_rank_0_says_that_it_has_no_descriptor_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(socket.socket):
-        def accept(self) -> tuple[socket.socket, str]:
-            raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(socket, "socket", Full)
-    with pytest.raises(BackendUnavailableError, match=r"hand out .* ranks \[1\]: .*Too many open files"):
-        shm.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE)
 
 
 def test_an_arrival_that_is_too_long_is_refused() -> None:

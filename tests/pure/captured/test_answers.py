@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -226,7 +225,7 @@ class Step:
     """One participant with a step of one plan, or of one method, and its runs by one way."""
 
     def __init__(self, way: str, *, repeats: bool = True) -> None:
-        self.way, self.post = way, Counting() if way == "bell" else None
+        self.post = Counting() if way == "bell" else None
         script, self.turn = Script(0, [pinned(full(1))]), threading.Lock()
         self.team = Team(1, [script])
         self.communicator = Odd(self.team.communicators[0])
@@ -236,7 +235,6 @@ class Step:
             script.call("note", given(1))
         self.bench = Bench(script, self.post, self.turn, lambda _: self.communicator, note=lambda value: None)
         self.runs = 0
-        self._threads: list[threading.Thread] = []
 
     def start(self) -> int:
         """Begins the next run; gives its number."""
@@ -244,12 +242,8 @@ class Step:
         seq, bench = self.runs, self.bench
         if self.post is not None:
             self.post.ring(seq, seq - 1, b"")
-        elif self.way == "channel":
-            bench.run(seq, seq - 1)
         else:
-            thread = threading.Thread(target=bench.captured.run_now, args=(seq, seq - 1, b"", nullcontext))
-            self._threads.append(thread)
-            thread.start()
+            bench.run(seq, seq - 1)
         return seq
 
     def over(self) -> None:
@@ -278,8 +272,6 @@ class Step:
     def close(self) -> None:
         self.bench.sequencer.close("the test is over")
         self.bench.captured.close("the test is over")
-        for thread in self._threads:
-            thread.join(WAIT_S)
         assert self.bench.captured.join(WAIT_S), "its thread is well"
         self.team.close()
 
@@ -290,7 +282,7 @@ def step() -> Iterator[Callable[..., Step]]:
         yield make
 
 
-WAYS = ["bell", "channel", "fence"]
+WAYS = ["bell", "channel"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -336,7 +328,7 @@ def test_a_run_that_was_answered_early_ends_like_any_other(step: Callable[..., S
     assert not one.bench.failed, "nothing is broken"
 
 
-@pytest.mark.parametrize("way", ["bell", "channel"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("repeats", [False, True])
 def test_an_answer_that_fails_ends_the_run_and_no_thread(
     step: Callable[..., Step], way: str, repeats: bool, monkeypatch: pytest.MonkeyPatch

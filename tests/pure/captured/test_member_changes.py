@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.captured import install, step
+from raycollect.captured import install
 from raycollect.captured.step import Capture
 from raycollect.core import threads
 from raycollect.driver.plan_tracker import PlanTracker
@@ -89,35 +89,6 @@ def test_no_run_begins_while_its_group_drains(fleet: Fleet, monkeypatch: pytest.
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     drive(fleet)
-
-
-def test_a_step_goes_on_where_its_members_did_not_change_in_the_end(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that was refused as they were about to is begun again by itself."""
-    groups, waited = fleet.controller.groups, list[set[str]]()
-    made = Capture()
-    made._state, made._controller = "", fleet.controller
-    made._installed = SimpleNamespace(runs=fleet.runs, places=(), kept=())  # type: ignore[assignment]
-    groups.draining.add(fleet.left.spec.group_id)
-    fleet.controller.revision = object()
-
-    def followed(*_: object) -> bytes:
-        waited.append(set(groups.draining))
-        groups.draining.clear()
-        return b""
-
-    monkeypatch.setattr(step, "follow", followed)
-    monkeypatch.setattr(made._parameters, "pack", lambda _: (b"",) * 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(step, "follow", lambda *_: b"")
-        with pytest.raises(GroupBrokenError, match="are changing right now"):
-            made.run(async_op=True)
-    run = made.run(async_op=True)
-    assert waited
-    for at in range(4):
-        fleet.bell.give(at, fleet.bell.number)
-    run.wait(WAIT_S)
 
 
 def destroying(fleet: Fleet) -> Callable[..., Any]:

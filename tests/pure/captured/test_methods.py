@@ -13,7 +13,7 @@ import pytest
 
 from raycollect.channel.messages import Abort, Arrivals, Done, Forget, Ran, Run
 from raycollect.core.model import TENSOR, Address, Key
-from raycollect.engine.step_program import CAPTURES, FENCED
+from raycollect.engine.step_program import CAPTURES
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import (
     CaptureError,
@@ -289,16 +289,12 @@ def _run(seq: int, predecessor: int, *arguments: Any) -> Run:
     return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
 
 
-def _fenced(seq: int, predecessor: int, *arguments: Any) -> bytes:
-    return FENCED.encode((CAPTURE, seq, predecessor, pack_values(arguments)))
-
-
 def _result(message: Any) -> tuple[Any, ...]:
     assert isinstance(message, Ran)
     return unpack_values(message.payload)
 
 
-def test_runs_by_the_channel_and_fenced(here: Lease) -> None:
+def test_runs_by_the_channel_hold_the_turn(here: Lease) -> None:
     held: list[bool] = []
 
     def note(value: int) -> int:
@@ -307,7 +303,7 @@ def test_runs_by_the_channel_and_fenced(here: Lease) -> None:
 
     assert not _capture(here, _echo(), note=note), "there is no doorbell"
     here._run_came(_run(1, 0, 5))
-    here.run_fenced(_fenced(2, 1, 6))
+    here._run_came(_run(2, 1, 6))
     said = _said(here)
     assert _result(said.wait_for(1)) == (5,)
     assert _result(said.wait_for(2)) == (6,)
@@ -330,15 +326,8 @@ def test_runs_of_a_closed_step_are_refused_and_ended(here: Lease, known: bool) -
         here.received(Forget(capture=CAPTURE))
     here._run_came(_run(1, 0))
     assert "closed" in str(_said(here).error(1))
-    if known:
-        here.run_fenced(_fenced(2, 1))
-        assert "closed" in str(_said(here).error(2))
-    else:
-        with pytest.raises(CaptureError, match="not here"):
-            here.run_fenced(_fenced(2, 1))
-        here._sequencer.end(2)
-    assert here._sequencer.start(3, 2) is None
-    here._sequencer.end(3)
+    assert here._sequencer.start(2, 1) is None
+    here._sequencer.end(2)
 
 
 def test_a_step_that_is_forgotten_before_it_came_is_not_taken_in(here: Lease) -> None:

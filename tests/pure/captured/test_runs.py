@@ -11,7 +11,7 @@ import pytest
 from raycollect.captured.captured_run import CapturedRun
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Arrivals, Arrive, Ran, Run, Stuck
-from raycollect.core.model import TASK_NBYTES
+from raycollect.core.model import TASK_NBYTES, UNKNOWN_TASK
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
@@ -73,9 +73,9 @@ def test_oversized_runs_use_the_channel(controller: Controller) -> None:
     tracker = fleet.begin(b"a", b"b", long, long)
     assert [[type(one) for one in said(peer)] for peer in fleet.peers] == [[], [Run], [Run], [Run]]
     assert sorted(fleet.bell.rung) == [(0, 1), (1, 1)]
-    fenceless = fleet.begin(b"a", b"b", b"c", b"d")
+    short = fleet.begin(b"a", b"b", b"c", b"d")
     sent = [said(peer) for peer in fleet.peers]
-    assert sent[3] == [Run(capture=CAPTURE, seq=fenceless.seq, predecessor=tracker.seq, payload=b"d", after=b"")]
+    assert sent[3] == [Run(capture=CAPTURE, seq=short.seq, predecessor=tracker.seq, payload=b"d", after=b"")]
     assert [len(one) for one in sent] == [0, 1, 0, 1]
     for at in (1, 2, 3):
         fleet.tell(at, Ran(seq=tracker.seq, payload=b""))
@@ -198,7 +198,7 @@ def end_well(fleet: Fleet, tracker: PlanTracker) -> None:
 
 def test_run_comes_behind_the_last_call_of_each_actor(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fenced: list[int] = []
-    monkeypatch.setattr(fleet.runs, "_fence", lambda at: lambda payload: fenced.append(at))
+    monkeypatch.setattr(fleet.peers[3], "fence", fenced.append)
     calls = [SubmittedCalls() for _ in fleet.peers[1:]]
     for peer, one in zip(fleet.peers[1:], calls, strict=True):
         peer.calls = one  # the first has methods without an order
@@ -212,10 +212,10 @@ def test_run_comes_behind_the_last_call_of_each_actor(fleet: Fleet, monkeypatch:
     end_well(fleet, behind)
     calls[2].last = None  # a call whose end nobody notes
     queued = fleet.begin()
-    assert (queued.number, fenced) == (0, [0, 1, 2, 3])
-    assert [one.last for one in calls] == [NOTHING] * 3, "what comes later is behind the run"
-    for at in range(4):
-        fleet.tell(at, Ran(seq=queued.seq, payload=b""))
+    assert fenced == [queued.seq]
+    assert [fleet.bell.after[at, queued.number] for at in range(4)] == [b"", b"", b"", UNKNOWN_TASK]
+    assert calls[2].last == NOTHING, "what comes later is behind the run"
+    end_well(fleet, queued)
     last = fleet.begin()
     assert last.number
     assert [fleet.bell.after[at, last.number] for at in range(4)] == [b""] * 4

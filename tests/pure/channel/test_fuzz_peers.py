@@ -213,7 +213,6 @@ def _order(rng: random.Random) -> Order:
         payload[rng.randrange(20)] ^= 1 << rng.randrange(8)
     return Order(
         payload=bytes(payload[: rng.choice((len(payload), rng.randrange(len(payload))))]),
-        together=True,
         in_order=False,
         after=b"",
         rings=False,
@@ -308,7 +307,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     program = flying(asked(left, (0, 1))).plan.program(0)
     for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
         payload = encode_order(Ticket(seq, predecessor), [key_of(0)], encode_program(program))
-        link.send(Order(payload=payload, together=True, in_order=False, after=b"", rings=False))
+        link.send(Order(payload=payload, in_order=False, after=b"", rings=False))
     caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
     link.close()
     asks(participant, hub)
@@ -386,7 +385,7 @@ def end(peer: ParticipantLink, why: str) -> None:
 
 
 TO_CONTROLLER = (
-    *("Arrive", "Done", "Waiting", "Joined", "Publish", "Meet", "Stuck", "Drop", "Ran", "Ready", "Behind", "Keeps"),
+    *("Arrive", "Done", "Waiting", "Joined", "Publish", "Meet", "Stuck", "Drop", "Ran", "Behind", "Keeps"),
     *("Surveyed", "Ticked", "Collected", "Measured"),
 )
 

@@ -23,7 +23,7 @@ def order_bell() -> Iterator[OrderBell]:
 
 
 def order(payload: bytes = b"a plan", **fields: object) -> Order:
-    plain = Order(payload=payload, together=False, in_order=False, after=b"", rings=False)
+    plain = Order(payload=payload, in_order=False, after=b"", rings=False)
     return replace(plain, **fields)  # type: ignore[arg-type]
 
 
@@ -32,7 +32,6 @@ def test_an_order_comes_as_it_was_sent(order_bell: OrderBell) -> None:
     for one in (
         order(),
         order(b""),
-        order(together=True),
         order(in_order=True, after=b"t" * 24),
         order(in_order=True, after=b"t" * 24, rings=True),
         order(b"x" * INLINE_NBYTES),

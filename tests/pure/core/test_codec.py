@@ -158,6 +158,7 @@ def _values(one: Codec[Any]) -> st.SearchStrategy[Any]:
 def test_the_list_is_whole() -> None:
     assert sorted(CODECS) == [
         "address of a rank",
+        "answer to an offer",
         "arrival",
         "arrivals",
         "capture",

@@ -252,7 +252,7 @@ def declared(count, name="default", asked="auto", machines=1):
         )
         for rank in range(count)
     )
-    spec = SimpleNamespace(name=name, world_size=count, backend="tcp", ordering="program")
+    spec = SimpleNamespace(name=name, world_size=count, backend="tcp")
     actors = [SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda rank=rank: str(rank))) for rank in range(count)]
     chosen = backends.choose([one.machine for one in members]).why
     asked = SimpleNamespace(actors=actors, backend=asked)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -39,7 +39,6 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import MismatchError, TensorLostError
 from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.group.membership import DATA, PROGRAM
 from raycollect.planner import Membership
 from raycollect.pos import Absence
 from tests.pure.driver.test_controller import declared
@@ -122,15 +121,14 @@ class Sent:
 
 @dataclass(slots=True, kw_only=True)
 class Made:
-    """The operands of a plan that methods make; `may_miss`: they may raise, and be cancelled."""
+    """The operands of a plan that methods make, or that they fail to make."""
 
-    may_miss: bool
     turns: list[Turn] = field(default_factory=list)
     raises: bool = False
 
     def make(self, site: Site, value: Any, chance: random.Random) -> Ref:
         """Calls such a method."""
-        raises = self.may_miss and chance.random() < 0.15
+        raises = chance.random() < 0.15
         ref, turn = site.make_or_not(None if raises else value.copy(), chance.choice(ENDS))
         self.raises |= raises
         self.turns.append(turn)
@@ -142,10 +140,10 @@ class Fleet:
 
     Args:
         count: How many participants there are.
-        groups: For each group the participants, by rank, and what orders its plans.
+        groups: For each group the participants, by rank.
     """
 
-    def __init__(self, count: int, groups: Sequence[tuple[Sequence[int], str]]) -> None:
+    def __init__(self, count: int, groups: Sequence[Sequence[int]]) -> None:
         self.controller = Controller(object())
         self.sites = [Site(number, self._heard, self.controller.messages) for number in range(count)]
         self.memberships: list[Membership] = []
@@ -154,12 +152,11 @@ class Fleet:
         self._later: SimpleQueue[Turn] = SimpleQueue()  # what is to be cancelled
         for site in self.sites:
             self.controller.participants.add(site.peer)
-        for members, ordering in groups:
-            self._declare(tuple(members), ordering)
+        for members in groups:
+            self._declare(tuple(members))
 
-    def _declare(self, members: tuple[int, ...], ordering: str) -> None:
-        made = group(f"group {len(self.members)}", members, backend="local")
-        membership = replace(made, spec=replace(made.spec, ordering=ordering))
+    def _declare(self, members: tuple[int, ...]) -> None:
+        membership = group(f"group {len(self.members)}", members, backend="local")
         world = LocalWorld(len(members), membership.spec.name)
         for rank, one in enumerate(members):
             site = self.sites[one]
@@ -168,6 +165,7 @@ class Fleet:
                 Any,
                 SimpleNamespace(
                     spec=membership.spec,
+                    name=membership.spec.name,
                     ordered=True,
                     controller=site.lease.controller,
                     plans=SimpleNamespace(
@@ -190,11 +188,6 @@ class Fleet:
             site.close()
         self.controller.close()
 
-    @property
-    def may_change(self) -> bool:
-        """Whether methods may change what plans use: not where these overtake them."""
-        return all(one.spec.ordering == PROGRAM for one in self.memberships)
-
     # ------------------------------------------------------------------------------------------ what threads do
 
     def act(self, chance: random.Random, count: int) -> None:
@@ -207,7 +200,7 @@ class Fleet:
 
     def _call_method(self, chance: random.Random) -> None:
         site = chance.choice(self.sites)
-        takes_back = not self.may_change or chance.random() < 0.3
+        takes_back = chance.random() < 0.3
         turn = site.call(
             Method(
                 buffer=chance.randrange(BUFFERS), factor=chance.randint(2, 5), summand=chance.randint(-9, 9),
@@ -231,8 +224,7 @@ class Fleet:
         """One call, or a batch of some; now and then one that is refused."""
         numbers = [chance.randrange(len(self.members)) for _ in range(chance.choice((1, 1, 1, 2, 3)))]
         is_refused = len(numbers) == 1 and len(self.members[numbers[0]]) > 1 and chance.random() < 0.08
-        has_order = any(self.memberships[number].spec.ordering == PROGRAM for number in numbers)
-        calls, asked, refs, made = [], [], dict[Key, Any](), Made(may_miss=has_order)
+        calls, asked, refs, made = [], [], dict[Key, Any](), Made()
         for number in numbers:
             call, operands = self._draw(chance, number, is_refused, refs, made)
             calls.append(call)
@@ -249,7 +241,7 @@ class Fleet:
         self.sent.append(
             Sent(calls=tuple(calls), tracker=tracker, mismatches=is_refused, is_missing=made.raises, turns=turns)
         )
-        for turn in turns if has_order else ():
+        for turn in turns:
             self._cancel(chance, turn)
         if chance.random() < 0.1:
             assert tracker.wait(WAIT_S)
@@ -329,10 +321,7 @@ class Fleet:
     def _run_methods(self, world: dict[int, list[Any]], queues: dict[int, Any], sent: Sent) -> None:
         """On each participant the methods that stand before a plan, which must be the next one in its queue."""
         prepared = sent.tracker.plan
-        goes_by_queue = any(prepared.outputs(at) for at in range(len(prepared.participants))) or any(
-            one.spec.ordering == PROGRAM for one in sent.tracker.groups
-        )
-        for actor_id in prepared.participants if goes_by_queue else ():
+        for actor_id in prepared.participants:
             number = int(actor_id, 16)
             came = next(one for one in queues[number] if one.seq or _apply_method(world[number], one))
             assert came.seq == sent.tracker.seq, "plans stand in a queue in another order than that of their numbers"
@@ -352,16 +341,6 @@ def _apply_method(values: list[Any], came: Came) -> bool:
     return False
 
 
-@pytest.fixture(autouse=True)
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether operands are there, `dispatch` asks Ray; here, what stands for refs knows."""
-
-    def wait(refs: Sequence[Ref], **_: Any) -> tuple[list[Ref], list[Ref]]:
-        return [one for one in refs if one.made.is_set()], [one for one in refs if not one.made.is_set()]
-
-    monkeypatch.setattr(dispatch, "ray", SimpleNamespace(wait=wait))
-
-
 # ---------------------------------------------------------------------------------------------- the tests
 
 
@@ -369,13 +348,11 @@ class Machine(RuleBasedStateMachine):
     """Any groups, any calls; hypothesis looks for the smallest that go wrong."""
 
     @initialize(
-        count=st.integers(2, 4), orderings=st.lists(st.sampled_from([PROGRAM, DATA]), min_size=1, max_size=3),
-        seed=st.integers(0, 2**16),
+        count=st.integers(2, 4), groups=st.integers(1, 3), seed=st.integers(0, 2**16),
     )  # fmt: skip
-    def begin(self, count: int, orderings: list[str], seed: int) -> None:
+    def begin(self, count: int, groups: int, seed: int) -> None:
         chance = random.Random(seed)
-        groups = [(chance.sample(range(count), chance.randint(1, count)), one) for one in orderings]
-        self.fleet = Fleet(count, groups)
+        self.fleet = Fleet(count, [chance.sample(range(count), chance.randint(1, count)) for _ in range(groups)])
 
     @rule(seed=st.integers(0, 2**16), count=st.integers(1, 6))
     def calls(self, seed: int, count: int) -> None:
@@ -414,15 +391,10 @@ def test_calls_of_any_threads_are_serializable(programs: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "orderings",
-    [(PROGRAM,) * 3, pytest.param((DATA,) * 3, marks=pytest.mark.full), (PROGRAM, DATA, DATA)],
-    ids="-".join,
-)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_hundreds_of_calls_from_three_threads(seed: int, orderings: tuple[str, ...]) -> None:
+def test_hundreds_of_calls_from_three_threads(seed: int) -> None:
     """Three groups of four participants, of which none has all, and each shares two with each other."""
-    fleet = Fleet(4, list(zip([(0, 1, 2), (3, 2, 1), (2, 0, 3)], orderings, strict=True)))
+    fleet = Fleet(4, [(0, 1, 2), (3, 2, 1), (2, 0, 3)])
     with ThreadPoolExecutor(3) as threads:
         acts = [threads.submit(fleet.act, random.Random(100 * seed + one), 200 * MUCH) for one in range(3)]
         for act in acts:
@@ -431,6 +403,5 @@ def test_hundreds_of_calls_from_three_threads(seed: int, orderings: tuple[str, .
     assert len(fleet.sent) > 300 * MUCH
     assert any(one.is_refused for one in fleet.sent)
     assert any(len(one.calls) > 1 for one in fleet.sent)
-    if PROGRAM in orderings:
-        assert {one.error for one in fleet.sent} == {MismatchError, TensorLostError, type(None)}
+    assert {one.error for one in fleet.sent} == {MismatchError, TensorLostError, type(None)}
     fleet.close()

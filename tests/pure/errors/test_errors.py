@@ -335,7 +335,7 @@ def test_an_error_in_brief_is_one_line() -> None:
     assert brief(refused) == f"{type(refused).__name__}: reduce was refused: {VIOLATION}, and 1 more"
     broken = CaptureBrokenError(detail="broken", why=brief(refused))
     assert str(broken).count("What to do") == 1
-    assert "capture it again" in str(broken)
+    assert "capture the step again" in str(broken)
     lost = CaptureBrokenError(detail="broken", why=brief(ParticipantDiedError(op="x")))
     assert "group.replace(dead, new)" in str(lost)
 

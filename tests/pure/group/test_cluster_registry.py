@@ -33,7 +33,6 @@ def _group(name: str = "g", **changes: Any) -> GroupRecord:
         name=name,
         group_id=name * 8,
         backend="shm",
-        ordering="program",
         epoch=0,
         job_id="01000000",
         actor_id="",
@@ -195,7 +194,7 @@ def test_status_is_a_table(shown: _Store) -> None:
         "Ray cluster at 10.0.0.1:6379: 1 declared group",
         "",
         "g: broken: rank 1 gone",
-        "  3 ranks over shm, program order, rebuilt 2 times",
+        "  3 ranks over shm, rebuilt 2 times",
     ]
     assert lines[5:9] == [
         "    rank  actor      state  node      pid  restarts",

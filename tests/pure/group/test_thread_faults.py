@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from raycollect.channel import Hub
-from raycollect.channel.messages import Ask
 from raycollect.core import timers
 from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
@@ -22,7 +21,6 @@ from raycollect.errors import InternalError
 from raycollect.group import communicator_init, watchdog
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin
-from raycollect.group.coordinator import Coordinator
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
@@ -68,27 +66,6 @@ def _outcome(future: Future[Any]) -> Any:
 
 def confer(slot: ProcessGroup) -> list[bytes]:
     return list(slot.confer("word", bytes([slot.rank])))
-
-
-@fault_in("raycollect-hub")
-def test_an_answer_that_a_member_can_not_take_in_ends_its_call_and_nothing_else(
-    two: tuple[ProcessGroup, ProcessGroup],
-) -> None:
-    with fail_at(ProcessGroup, "communicator", thread="raycollect-hub"):
-        ours, theirs = both(two, confer)
-    assert ours == [b"\0", b"\1"]
-    assert isinstance(theirs, InternalError)
-    assert theirs.detail.startswith(f"taking in Met failed: {BOOM}")
-    assert both(two, confer) == [[b"\0", b"\1"]] * 2
-
-
-@fault_in("raycollect-server")
-def test_what_the_hub_of_a_group_can_not_take_in_ends_that_call_for_all(two: tuple[ProcessGroup, ProcessGroup]) -> None:
-    with fail_at(Coordinator, "receive", thread="raycollect-server"):
-        for error in both(two, confer):
-            assert isinstance(error, InternalError)
-            assert error.detail.startswith(f"taking in Meet failed: {BOOM}")
-    assert both(two, confer) == [[b"\0", b"\1"]] * 2
 
 
 @fault_in("raycollect-timer")
@@ -158,20 +135,3 @@ def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: py
     else:
         assert answer.doing.startswith(f"could not look: looking at a communicator failed: {BOOM}")
         desk.watchdog.received(QUESTION)
-
-
-def test_a_question_that_fails_ends_no_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
-    """A diagnostic does not harm what it looks at."""
-    question = Ask(group_id="", communicator="all", ranks=[1])
-    met = threading.Event()
-
-    def waits(communicator: Any, seq: int) -> Any:
-        assert met.wait(WAIT_S)
-        return Outcome()
-
-    call = two[1].communicator("all").start("word", waits, WAIT_S)
-    other = two[0].communicator("all").start("word", waits, WAIT_S)
-    with fail_at(watchdog.Watchdog, "received"):
-        two[1].received(question)
-    met.set()
-    assert [_outcome(one) for one in (call, other)] == [Outcome()] * 2

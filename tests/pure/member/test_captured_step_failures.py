@@ -38,7 +38,6 @@ from raycollect.observe import Recorder
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
 from tests.pure.member.test_lease import _join, premises
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, given, pinned
-from tests.pure.watched import WatchedCondition
 
 __all__ = ["bench", "premises"]  # fixtures
 
@@ -51,13 +50,12 @@ def test_after_a_failure_all_later_runs_are_refused_and_ended(bench: MakeBench, 
         return value
 
     one = bench(post=FakePost() if by_bell else None, note=note)
-    for seq in range(1, 5):
+    for seq in range(1, 6):
         if one.post is not None:
             one.post.ring(seq, seq - 1, pack_values([seq]))
         else:
             one.run(seq, seq - 1, seq)
-    one.heard(2, 3, 4)
-    one.captured.run_now(5, 4, pack_values([5]))
+    one.heard(2, 3, 4, 5)
     assert isinstance(one.failed[2], MethodError)
     for seq in (3, 4, 5):
         error = one.failed[seq]
@@ -71,59 +69,16 @@ def test_after_a_failure_all_later_runs_are_refused_and_ended(bench: MakeBench, 
 
 
 @pytest.mark.parametrize("by_bell", [True, False])
-def test_a_fenced_run_that_waits_as_one_fails_is_not_done(
-    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, by_bell: bool
-) -> None:
-    """However long the thread of the one that failed is held up before it goes on."""
-    hold, calls = Gate(), list[int]()
-
-    def note(value: int) -> int:
-        calls.append(value)
-        hold()
-        raise ValueError("bad")
-
-    one = bench(post=FakePost() if by_bell else None, note=note)
-    kept = WatchedCondition()
-    one.sequencer._lock = one.sequencer._changed = kept  # type: ignore[assignment]
-    fenced = threading.Thread(target=one.captured.run_now, args=(2, 1, pack_values([2])))
-    end = one.sequencer.end
-
-    def held_up(seq: int) -> None:
-        end(seq)
-        if seq == 1:
-            fenced.join(WAIT_S)
-
-    monkeypatch.setattr(one.sequencer, "end", held_up)
-    if one.post is not None:
-        one.post.ring(1, 0, pack_values([1]))
-    else:
-        one.run(1, 0, 1)
-    assert hold.came.wait(WAIT_S)
-    fenced.start()
-    assert kept.someone_waits()
-    hold.go.set()
-    one.heard(1, 2)
-    assert calls == [1]
-    assert isinstance(one.failed[1], MethodError)
-    assert isinstance(one.failed[2], PlanAbortedError)
-    assert "failed before" in str(one.failed[2])
-
-
-@pytest.mark.parametrize("way", ["bell", "channel", "fence"])
-def test_runs_that_wait_for_the_turn_end_by_abort(bench: MakeBench, way: str) -> None:
+def test_runs_that_wait_for_the_turn_end_by_abort(bench: MakeBench, by_bell: bool) -> None:
     """The method that has it goes on all the while."""
     turn = threading.Lock()
-    one = bench(post=FakePost() if way == "bell" else None, turn=turn)
-    threads = []
+    one = bench(post=FakePost() if by_bell else None, turn=turn)
     with turn:
         for seq in (1, 2, 3):
             if one.post is not None:
                 one.post.ring(seq, seq - 1, pack_values([seq]))
-            elif way == "channel":
-                one.run(seq, seq - 1, seq)
             else:
-                threads.append(threading.Thread(target=one.captured.run_now, args=(seq, seq - 1, pack_values([seq]))))
-                threads[-1].start()
+                one.run(seq, seq - 1, seq)
         for seq in (1, 2, 3):
             assert not one.sequencer.abort(seq, f"cancelled {seq}")
             one.captured.runner.abort(seq)
@@ -131,8 +86,6 @@ def test_runs_that_wait_for_the_turn_end_by_abort(bench: MakeBench, way: str) ->
         assert one.sequencer.start(4, 3) is None, "a plan behind them"
         one.sequencer.end(4)
         assert turn.locked()
-    for thread in threads:
-        thread.join(WAIT_S)
     assert [one.failed[seq].detail for seq in (1, 2, 3)] == [f"cancelled {seq}" for seq in (1, 2, 3)]  # type: ignore[attr-defined]
     assert not one.actor.calls
     assert turn.acquire(timeout=WAIT_S), "nobody has kept it"
@@ -337,20 +290,6 @@ def test_end_of_the_lease_wakes_runs_awaiting_a_predecessor(bench: MakeBench) ->
     one.captured.close("the controller is gone")
     one.heard(2)
     _ended(one)
-
-
-def test_closing_waits_for_a_fenced_run_before_it_lets_go(bench: MakeBench) -> None:
-    gate = Gate()
-    one = bench(note=gate)
-    thread = threading.Thread(target=one.captured.run_now, args=(1, 0, pack_values(["kept"])))
-    thread.start()
-    assert gate.came.wait(WAIT_S)
-    one.captured.close("closed")
-    assert one.runner.slots[0] == "kept"
-    gate.go.set()
-    thread.join(WAIT_S)
-    _ended(one)
-    assert isinstance(one.failed.get(1), PlanAbortedError) or one.ran[1] == ("kept",)
 
 
 def test_values_are_released(bench: MakeBench) -> None:

@@ -13,7 +13,7 @@ from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Run
 from raycollect.core import threads
 from raycollect.core.model import Segment
-from raycollect.engine.step_program import CAPTURES, FENCED
+from raycollect.engine.step_program import CAPTURES
 from raycollect.engine.step_runner import StepRunner
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import ProtocolError
@@ -63,7 +63,6 @@ def test_payloads_are_read() -> None:
     segment = Segment(7, 8, b"t" * 16, 4096)
     for brought in (None, segment):
         assert CAPTURES.decode(CAPTURES.encode((step_program, brought, 3))) == (step_program, brought, 3)
-    assert FENCED.decode(FENCED.encode((CAPTURE, 5, 4, b"x"))) == (CAPTURE, 5, 4, b"x")
 
 
 @pytest.mark.parametrize(
@@ -72,8 +71,6 @@ def test_payloads_are_read() -> None:
 def test_malformed_payloads(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         CAPTURES.decode(payload)
-    with pytest.raises(ProtocolError):
-        FENCED.decode(payload)
 
 
 def test_sequences_and_arrays_come_back(bench: MakeBench) -> None:

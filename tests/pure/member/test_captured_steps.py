@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -82,7 +80,7 @@ def test_a_run_that_was_not_rung_for_is_done_all_the_same(bench: MakeBench) -> N
 
 @pytest.mark.parametrize("seed", range(6))
 def test_runs_of_all_ways_share_one_order(bench: MakeBench, seed: int) -> None:
-    """By the bell, by the channel, fenced, and plans between them: each after its predecessor."""
+    """By the bell, by the channel, and plans between them: each after its predecessor."""
     rng = random.Random(seed)
     one = bench(post=FakePost() if seed % 2 else None)
     done: list[int] = []
@@ -91,14 +89,12 @@ def test_runs_of_all_ways_share_one_order(bench: MakeBench, seed: int) -> None:
     seqs = sorted(rng.sample(range(1, 200), 40))
     threads = []
     for predecessor, seq in zip([0, *seqs], seqs, strict=False):
-        way = rng.choice(["bell", "channel", "long", "fence", "plan"])
+        way = rng.choice(["bell", "channel", "long", "plan"])
         if way == "bell" and one.post is not None:
             one.post.ring(seq, predecessor, pack_values([seq]))
         elif way == "long" and one.post is not None:
             one.post.ring(seq, predecessor, None)
             one.run(seq, predecessor, seq)
-        elif way == "fence":
-            threads.append(threading.Thread(target=one.captured.run_now, args=(seq, predecessor, pack_values([seq]))))
         elif way == "plan":
 
             def plan(seq: int = seq, predecessor: int = predecessor) -> None:
@@ -119,22 +115,6 @@ def test_runs_of_all_ways_share_one_order(bench: MakeBench, seed: int) -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert done == seqs
-
-
-def test_a_fenced_run_is_watched_and_answered_over_the_channel(bench: MakeBench) -> None:
-    one = bench(post=FakePost())
-    entered: list[str] = []
-
-    @contextmanager
-    def watched() -> Iterator[None]:
-        entered.append("in")
-        yield
-        entered.append("out")
-
-    one.captured.run_now(1, 0, pack_values([5]), watched)
-    assert one.ran == {1: (5,)}
-    assert entered == ["in", "out"]
-    assert not one.post.answers  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("by_bell", [True, False])

@@ -55,7 +55,7 @@ def leased(premises: Any) -> tuple[Lease, Heard]:
 
 
 def _order(seq: int) -> Order:
-    return Order(payload=_plan(Ticket(seq, seq - 1)), together=False, in_order=True, after=b"", rings=False)
+    return Order(payload=_plan(Ticket(seq, seq - 1)), in_order=True, after=b"", rings=False)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Listens, Order
 from raycollect.core import threads
+from raycollect.core.model import UNKNOWN_TASK
 from raycollect.errors import ProtocolError
-from raycollect.group.membership import PROGRAM
 from raycollect.member import finished_calls, plan_queue
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.plan_queue import Came, PlanQueue
@@ -24,11 +24,11 @@ from raycollect.member.sequencer import PlanSequencer
 from raycollect.planner import Ticket
 from raycollect.pos import Store
 from tests.pure.channel.test_message_faults import WAIT_S, crew_of
-from tests.pure.driver.test_order_model import without_ray
 from tests.pure.member.test_lease import _plan, premises
 from tests.pure.sites import Method
+from tests.pure.watched import WatchedCondition
 
-__all__ = ["premises", "without_ray"]  # fixtures
+__all__ = ["premises"]  # fixtures
 
 
 class Desk:
@@ -67,7 +67,7 @@ def desk() -> Iterator[Desk]:
 
 def order(seq: int, predecessor: int) -> Order:
     payload = _plan(Ticket(seq=seq, predecessor=predecessor))
-    return Order(payload=payload, together=False, in_order=False, after=b"", rings=False)
+    return Order(payload=payload, in_order=False, after=b"", rings=False)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -123,7 +123,7 @@ def test_the_controller_hears_once_that_it_may_ring(desk: Desk) -> None:
 def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
     desk.received(order(1, 0))
     assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
-    malformed = Order(payload=b"no plan", together=False, in_order=False, after=b"", rings=False)
+    malformed = Order(payload=b"no plan", in_order=False, after=b"", rings=False)
     with pytest.raises(ProtocolError):
         desk.received(malformed)
     assert desk.order_bell.send(malformed)
@@ -146,7 +146,7 @@ def test_the_connection_ends_where_an_order_is_lost(desk: Desk, monkeypatch: pyt
 
 def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:
     """Ray may still pickle what it returned."""
-    with crew_of(PROGRAM) as crew:
+    with crew_of() as crew:
         before = crew.sites[0].fences
         crew.sites[0].call(Method(buffer=0, factor=2, summand=1, takes_back=False, end="unsure"))
         for _ in range(3):
@@ -154,6 +154,18 @@ def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:
             assert tracker.wait(WAIT_S)
             assert tracker.error is None
         assert crew.sites[0].fences == before + 1
+
+
+def test_a_run_behind_an_unknown_call_waits_for_the_actor_task_and_asks_nobody(desk: Desk) -> None:
+    desk.queue._finished_calls._changed = watched = WatchedCondition()  # type: ignore[assignment]
+    for seq in (3, 4):  # to know one tells nothing of the next
+        waits = threads.apart(desk.queue.wait_for_call, UNKNOWN_TASK, seq)
+        assert watched.someone_waits()
+        assert not waits.done()
+        desk.sequencer.end(seq)
+        desk.queue.pass_fence(seq)
+        waits.result(WAIT_S)
+    assert desk.told.empty()
 
 
 def test_threads_that_note_the_ends_of_calls_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
     monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]
 ) -> None:
     monkeypatch.setattr(lease, "LAST_S", 0.0)
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int))
     here, heard = leased
     here.received(_join())
     assert heard.next(Joined).error is None
@@ -103,7 +103,7 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
 @fault_in("raycollect-apart")
 def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Hears]) -> None:
     here, heard = leased
-    ring = here._tracer.begin("me", 100)
+    ring = Tracer.current().begin("me", 100)
     assert ring is not None
     try:
         with fail_at(Ring, "read", thread="raycollect-apart"):
@@ -205,7 +205,7 @@ def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda came: done.set())
     made = _queue()
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
+    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
     with fail_at(desk, "run", thread="raycollect-order"):
         made.received(order, lambda came: desk.run(came))
     made.received(order, lambda came: desk.run(came))
@@ -219,7 +219,7 @@ def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
     order_bell = OrderBell()
     client = OrderBellClient(order_bell.segment)
     made = _queue(client)
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
+    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
     with fail_at(client, "take_order", thread="raycollect-order"):
         made.received(order, lambda came: done.set())
         assert done.wait(WAIT_S)
@@ -239,9 +239,7 @@ def _queue(order_bell: OrderBellClient | None = None) -> PlanQueue:
 def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Hears]) -> None:
     here, heard = leased
     with fail_at(Lease, "_carry_out", thread="raycollect-order"):
-        here.received(
-            Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"", rings=False)
-        )
+        here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False))
         done = heard.next(Done)
     assert done.seq == 1
     assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")

@@ -220,7 +220,7 @@ def test_a_thousand_ranks_are_told_in_few_lines():
     [
         ("shm", "shm.staged", 2),
         ("tcp", "tcp.run", 6),
-        ("gloo", "gloo.communicator", 8),
+        ("gloo", "gloo.communicator", 3),
         ("torch:gloo", "torch_dist.run", 4),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import inspect
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import raycollect
-from raycollect import backends, planner
+from raycollect import planner
 
 ROOT = Path(raycollect.__file__).parents[1]
 
@@ -160,23 +159,13 @@ def test_the_type_checker_sees_the_names_that_exist() -> None:
     assert typed == set(raycollect.__all__) - {"__version__"}
 
 
-@pytest.mark.parametrize("old", ["contracts", "model"])
-def test_an_old_path_leads_to_the_same_and_says_where_it_is_now(old: str) -> None:
-    sys.modules.pop(f"raycollect.{old}", None)
-    with pytest.warns(DeprecationWarning, match=r"import its names from raycollect\.backends"):
-        found = importlib.import_module(f"raycollect.{old}")
-    same = [name for name in backends.__all__ if hasattr(found, name)]
-    assert len(same) > 5
-    assert all(getattr(found, name) is getattr(backends, name) for name in same)
-
-
 SHOWN = {
     "Batch": "cancel done refs wait work",
     "Capture": "argument call close explain plan returns run",
     "CapturedRun": "cancel done progress wait",
     "CollectiveParticipant": "",
     "DirectoryBulletin": "post read remove replace where",
-    "Group": "actors add backend call destroy epoch get_rank name ordering rank_table rebuild remove replace "
+    "Group": "actors add backend call destroy epoch get_rank name rank_table rebuild remove replace "
     "statistics status world_size",
     "Pending": "actor_id key ref request step",
     "ProgressBars": "",

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
-from pathlib import Path
+from itertools import groupby
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
+from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
 OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
 WAYS = ("captured", "refs", "members")
-SUFFIXES = (".png", ".svg")
 FACTOR = 4  # from one size of a range to the next
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _T = TypeVar("_T")
 _SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
+_HEAD = ("size", "median", "p90", "algbw GB/s", "busbw GB/s", "wrong")
 
 _EXAMPLES = """\b
 Examples:
   raycollect bench
   raycollect bench allgather --ranks 4 --sizes 1K,64K,4M --backend tcp
-  raycollect bench --plot allreduce.png
   raycollect bench --calibrate
   raycollect bench --calibrate --between 50 25
 """
 
 _CALIBRATING = ("between", "output")
-_TIMING = ("operation", "ranks", "sizes", "backend", "runs", "ways", "plot", "address")
+_TIMING = ("operation", "ranks", "sizes", "backend", "runs", "ways", "address")
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
@@ -78,17 +78,6 @@ def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, 
     return callback
 
 
-def _picture(context: click.Context, parameter: click.Parameter, name: str | None) -> Path | None:
-    if name is None:
-        return None
-    path = Path(name)
-    if path.suffix.lower() not in SUFFIXES:
-        raise click.BadParameter(f"{name!r} ends with none of {', '.join(SUFFIXES)}.")
-    if not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(path.absolute().parent)!r}.")
-    return path
-
-
 @click.command("bench", short_help="Times collectives, or measures for the planner.", epilog=_EXAMPLES)
 @click.argument("operation", required=False, default="allreduce", metavar="[OPERATION]", type=click.Choice(OPERATIONS))
 @click.option(
@@ -112,7 +101,6 @@ def _picture(context: click.Context, parameter: click.Parameter, name: str | Non
     show_default=True,
     help="A captured step, the driver's operation on refs, calls that members make.",
 )
-@click.option("--plot", metavar="FILE", callback=_picture, help="Draw time over size there: .png or .svg.")
 @click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")
 @click.option("--calibrate", is_flag=True, help="Measure what moving bytes costs on this host; takes a few seconds.")
 @click.option(
@@ -147,28 +135,44 @@ def bench(context: click.Context, /, calibrate: bool, as_json: bool, **given: An
 
 
 def _time(given: dict[str, Any], as_json: bool) -> None:
-    plot, address = given.pop("plot"), given.pop("address")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise click.ClickException("--plot needs matplotlib, which is not installed: pip install matplotlib")
-    from raycollect.cli import bench as measuring  # with Ray
-    from raycollect.cli import demo
+    from raycollect.cli import measuring  # with Ray
 
+    address = given.pop("address")
     with ray_warnings_aside(as_json):
-        demo.start_ray(address)
-        settings = measuring.Settings(**given)
-        hidden = not sys.stderr.isatty()
-        with click.progressbar(length=len(settings.wholes), label="sizes", file=sys.stderr, hidden=hidden) as bar:
-            result = measuring.measure(settings, lambda: bar.update(1))
+        start_ray(address)
+        backend, rows = measuring.measure(measuring.Settings(**given))
+    operation, ranks, runs = given["operation"], given["ranks"], given["runs"]
     if as_json:
-        print_json(asdict(result))
-    else:
-        click.echo("\n".join(measuring.table(result)))
-    if plot is not None:
-        try:
-            measuring.draw(result, plot)
-        except OSError as exc:
-            raise click.BadParameter(f"{str(plot)!r} can't be written: {exc.strerror}.", param_hint="--plot") from exc
-        click.echo(f"written to {plot}", err=True)
+        shown = {"operation": operation, "ranks": ranks, "backend": backend, "dtype": "float32", "runs": runs}
+        print_json({**shown, "rows": [asdict(row) for row in rows]})
+        return
+    click.echo(f"{operation} of float32 between {ranks} actors over {backend}, {counted(runs, 'run')} each")
+    for way, of_way in groupby(rows, lambda row: row.way):
+        click.echo("\n".join(["", way, *columns([_HEAD, *map(_cells, of_way)], _HEAD)]))
+
+
+def _cells(row: Any) -> tuple[str, ...]:
+    rates = (f"{rate / 1e9:.3f}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth))
+    return nbytes_words(row.nbytes), seconds_words(row.median_s), seconds_words(row.p90_s), *rates, str(row.wrong)
+
+
+def start_ray(address: str | None) -> None:
+    """Joins a cluster, or starts Ray without its dashboard and its logs on the screen.
+
+    Raises:
+        ConnectionError: Nobody answers at that address, or at the one that `RAY_ADDRESS` names.
+        RayClientError: It is one of Ray Client.
+    """
+    import ray
+
+    from raycollect.group import cluster_registry
+
+    if ray.is_initialized():
+        return
+    named = address or os.environ.get("RAY_ADDRESS")
+    if named and named != "local":
+        cluster_registry.ClusterReader(cluster_registry.find_cluster(named))  # ray.init would wait for most of a minute
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
 
 
 def _calibrate(between: tuple[float, float] | None, output: str | None, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What tests of groups with ``ordering="data"`` share: actors with buffers, kept in a method until a gate opens."""
+"""Actors with buffers, kept in a method until a gate opens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def gate(actors):
 def crew(actors):
     """Declares groups of actors, with buffers that are there."""
 
-    def make(count, cls=Worker, **declared):
-        workers = actors(cls, count)
-        make.group = col.declare_collective_group(workers, **{"ordering": "data", **declared})
+    def make(count, threads=1, **declared):
+        workers = actors(Worker, count, **({"max_concurrency": threads} if threads > 1 else {}))
+        make.group = col.declare_collective_group(workers, **declared)
         refs = buffers(workers)
         ray.wait(refs, num_returns=count)
         return workers, refs
