@@ -1,9 +1,8 @@
 """The backends: what each can do, whether it is installed, and how to load it.
 
-A backend is a factory (`CommunicatorFactory`) and a line of the capability table; names are
-case-insensitive. Lines come with this package, by `register`, and from installed packages: the entry point group
-`raycollect.backends` maps a name to a `Capabilities`, and is read when a name is asked for that is not in the table.
-`torch:<name>` is any backend of `torch.distributed`. Importing this package loads none of them.
+A backend is a factory (`CommunicatorFactory`) and a line of the capability table; names are case-insensitive. Lines
+come with this package, and by `register`. `torch:<name>` is any backend of `torch.distributed`. Importing this package
+loads none of them.
 
 Who writes a backend finds here, too, what it has to look like (`core.protocols`), and the values that it gets
 (`core.model`).
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, cast
 
 from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
@@ -39,7 +37,6 @@ from raycollect.errors.text import shown
 
 __all__ = [
     "BACKENDS",
-    "ENTRY_POINTS",
     "Again",
     "Capabilities",
     "Choice",
@@ -73,10 +70,7 @@ __all__ = [
 ]
 
 BACKENDS: dict[str, Capabilities] = dict(BUILT_IN)
-"""Name -> line: those of the package, and those that `register` and entry points have added in this process."""
-
-ENTRY_POINTS = "raycollect.backends"
-"""The entry point group in which installed packages offer backends."""
+"""Name -> line: those of the package, and those that `register` has added in this process."""
 
 _ALIASES = {"torch_gloo": "torch:gloo"}
 """Other names that Ray knows, in lower case."""
@@ -93,19 +87,13 @@ def get(name: str, group_name: str = "default") -> Capabilities:
 
     Raises:
         UnknownBackendError: There is none of that name; the message lists those that exist.
-        BackendNotInstalledError: A package offers it, and its entry point fails.
     """
     key = canonical(name)
-    line = BACKENDS.get(key)
-    if line is None:
-        if offered := _offered(key):
-            line = _adopt_entry_point(key, offered, group_name)
-        elif key.startswith(TORCH_PREFIX):
-            line = _torch_line(key)
+    line = BACKENDS.get(key) or _torch_line(key)
     if line is None:
         detail = (
             f"no backend {shown(name)}; there are {', '.join(names())}, {TORCH_PREFIX}<any of torch.distributed>, "
-            "and 'auto'. Others come with installed packages, or by register_collective_backend in each process"
+            "and 'auto'. Others come by register_collective_backend in each process"
         )
         raise UnknownBackendError(group_name=group_name, detail=detail)
     return line
@@ -113,13 +101,13 @@ def get(name: str, group_name: str = "default") -> Capabilities:
 
 def names() -> tuple[str, ...]:
     """Names the backends that there are, installed or not; loads nothing. torch may have others."""
-    return tuple(dict.fromkeys([*BACKENDS, *(canonical(point.name) for point in _offered())]))
+    return tuple(BACKENDS)
 
 
 def is_known(name: str) -> bool:
     """Tells whether there is a backend of that name, installed or not; loads nothing."""
     key = canonical(name)
-    return key in BACKENDS or bool(_offered(key)) or (key.startswith(TORCH_PREFIX) and _torch_line(key) is not None)
+    return key in BACKENDS or _torch_line(key) is not None
 
 
 def is_available(name: str) -> bool:
@@ -128,10 +116,7 @@ def is_available(name: str) -> bool:
     Raises:
         UnknownBackendError: There is no such backend.
     """
-    try:
-        return not lacks(name)
-    except BackendNotInstalledError:
-        return False
+    return not lacks(name)
 
 
 def lacks(name: str) -> str:
@@ -139,7 +124,6 @@ def lacks(name: str) -> str:
 
     Raises:
         UnknownBackendError: There is no such backend.
-        BackendNotInstalledError: A package offers it, and its entry point fails.
     """
     return _missing(get(name))
 
@@ -258,42 +242,9 @@ def register(capabilities: Capabilities) -> None:
 
 def _torch_line(name: str) -> Capabilities | None:
     try:
-        return torch_line(name)
+        return torch_line(name) if name.startswith(TORCH_PREFIX) else None
     except ValueError:
         return None
-
-
-def _offered(name: str | None = None) -> tuple[EntryPoint, ...]:
-    """The backends that installed packages offer: all, or those of one name."""
-    return tuple(point for point in entry_points(group=ENTRY_POINTS) if name is None or canonical(point.name) == name)
-
-
-def _adopt_entry_point(name: str, offered: Sequence[EntryPoint], group_name: str) -> Capabilities:
-    """Loads the line that a package offers, and registers it.
-
-    Raises:
-        BackendNotInstalledError: It can't be loaded, is no line, has another name, or packages compete for the name.
-    """
-    said = ", ".join(sorted({f"{point.name} = {point.value} ({_package(point)})" for point in offered}))
-
-    def broken(why: object) -> BackendNotInstalledError:
-        detail = f"backend {name!r} comes from the entry point {said}, which fails: {why}. Correct or reinstall it"
-        return BackendNotInstalledError(group_name=group_name, detail=detail)
-
-    if len({point.value for point in offered}) > 1:
-        raise broken("several packages offer one name")
-    try:
-        line = offered[0].load()
-        if not isinstance(line, Capabilities) or line.name != name:
-            raise TypeError(f"it gives {line!r}, not the Capabilities of {name!r}")
-        register(line)
-    except Exception as exc:
-        raise broken(f"{type(exc).__name__}: {exc}") from exc
-    return line
-
-
-def _package(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unnamed package"
 
 
 def _missing(backend: Capabilities) -> str:

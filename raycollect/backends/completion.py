@@ -121,7 +121,7 @@ def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
     if found is None:
         src = source(kernel)
         found = src, src if kernel.dst is kernel.src else Flat(kernel.dst)
-        _check_fit(kernel, *found)
+        check_fit(kernel, *found)
         kernel.memo["reduction"] = found
     return found
 
@@ -129,7 +129,7 @@ def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
 def scattered_reduction(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[tuple[Flat, ...], Flat]:
     """Returns the pieces in rank order and the target of a REDUCESCATTER; the target may be this rank's own piece."""
     src, dst = pieces(kernel, kernel.src, ranks), Flat(kernel.dst)
-    _check_fit(kernel, src[ranks.index(rank)], dst)
+    check_fit(kernel, src[ranks.index(rank)], dst)
     return src, dst
 
 
@@ -156,7 +156,7 @@ def transfers(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[dict[int
     else:
         give, take = each(kernel.src), each(kernel.dst)
     if rank in give and rank in take:
-        _check_fit(kernel, give[rank], take[rank])
+        check_fit(kernel, give[rank], take[rank])
     for flats in (give, take):
         if any(flat.size > kernel.most for peer, flat in flats.items() if peer != rank):
             raise InternalError(detail=f"{kernel.kind.value} of a piece with more than {kernel.most} elements")
@@ -201,7 +201,7 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
         return None, dst, dst
     src, other = Flat(read), Flat(write) if write is not read else None
     if other is not None:
-        _check_fit(kernel, src, other)
+        check_fit(kernel, src, other)
     return src, other, src
 
 
@@ -212,7 +212,8 @@ def reduce_op(kernel: Kernel) -> ReduceOp:
     return kernel.op
 
 
-def _check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
+def check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
+    """Raises InternalError unless two rows have one size and dtype."""
     if src.size != dst.size or src.dtype != dst.dtype:
         raise InternalError(detail=f"{kernel.kind.value} of {src.size} x {src.dtype} into {dst.size} x {dst.dtype}")
 

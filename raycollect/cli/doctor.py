@@ -207,9 +207,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _with_one_library() -> list[tuple[str, ...]]:
     """The backends, those together that need the same libraries: a broken one ends the process that loads them."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for name in backends.names():
-        line = backends.BACKENDS.get(name)
-        found.setdefault((name,) if line is None or line.factory else line.libraries, []).append(name)
+    for name, line in backends.BACKENDS.items():
+        found.setdefault((name,) if line.factory else line.libraries, []).append(name)
     return [tuple(names) for names in found.values()]
 
 
@@ -236,12 +235,9 @@ print(json.dumps(lacks))
 
 
 def _backend(name: str, lacks: str) -> Row:
-    line = backends.BACKENDS.get(name)
+    line = backends.BACKENDS[name]
     if lacks:
-        cure = "correct or reinstall the package that offers it" if line is None else line.install
-        return Row(MISSING, lacks, cure, name, required=line is not None and not line.libraries and not line.factory)
-    if line is None:
-        return Row(OK, "offered by an installed package", check=name)
+        return Row(MISSING, lacks, line.install, name, required=not line.libraries and not line.factory)
     reach = "one process" if line.one_process else "several hosts" if line.cross_host else "one host"
     tested = "" if line.tested else "; not tested by this project"
     return Row(OK, f"{', '.join(sorted(line.devices))}; {reach}{tested}", check=name)

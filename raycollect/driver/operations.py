@@ -76,9 +76,8 @@ def allreduce_refs(
         FaultError: A participant died or came too late, or the plan could not be sent.
     """
     if inplace is True:
-        return known_calls.run(
-            OpKind.ALLREDUCE, group_name, timeout_s, tensor_refs, op=op, snapshot=snapshot, async_op=async_op
-        )
+        options: dict[str, Any] = {"op": op, "snapshot": snapshot, "async_op": async_op}
+        return known_calls.run(OpKind.ALLREDUCE, group_name, timeout_s, **options, tensor_refs=tensor_refs)
     call = Call(OpKind.ALLREDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
 
@@ -108,6 +107,9 @@ def reduce_refs(
     As `allreduce_refs`, but only for `dst_rank`: its tensor holds the result, or with ``inplace=False`` a new one does.
     Returns the ref of the result; or a `Work` of it.
     """
+    if inplace is True:
+        options: dict[str, Any] = {"op": op, "root": dst_rank, "snapshot": snapshot, "async_op": async_op}
+        return known_calls.run(OpKind.REDUCE, group_name, timeout_s, **options, tensor_refs=tensor_refs)
     call = Call(OpKind.REDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(root=dst_rank, async_op=async_op, inplace=inplace, snapshot=snapshot)
 
@@ -143,7 +145,9 @@ def broadcast_refs(
             raise refusal("broadcast", name_of(group_name), (wrong_argument("source", a_type(source), expected),))
         own = OwnSource(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(source, src_rank, async_op=async_op)
-    return known_calls.run(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, root=src_rank, async_op=async_op)
+    return known_calls.run(
+        OpKind.BROADCAST, group_name, timeout_s, root=src_rank, async_op=async_op, tensor_refs=tensor_refs
+    )
 
 
 # fmt: off
@@ -168,8 +172,8 @@ def allgather_refs(
     be overwritten; None: lists are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
     of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
-    return Call(OpKind.ALLGATHER, group_name, timeout_s, **lists).run(async_op=async_op)
+    lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    return known_calls.run(OpKind.ALLGATHER, group_name, timeout_s, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -196,8 +200,8 @@ def reducescatter_refs(
     `tensor_refs` are one per rank, to be overwritten by the rank's reduced piece; None: tensors are made. What is not
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
-    return Call(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, **lists).run(async_op=async_op)
+    lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    return known_calls.run(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -223,8 +227,8 @@ def gather_refs(
     be overwritten; None: a list is made there. What is not said here is as in `allreduce_refs`, errors too. Returns the
     ref of the list; or a `Work` of it.
     """
-    call = Call(OpKind.GATHER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
-    return call.run(root=dst_rank, async_op=async_op)
+    refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
+    return known_calls.run(OpKind.GATHER, group_name, timeout_s, root=dst_rank, async_op=async_op, **refs)
 
 
 # fmt: off
@@ -257,8 +261,7 @@ def scatter_refs(
         own = OwnSource(OpKind.SCATTER, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(tensor_list_ref, src_rank, async_op=async_op)
     refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
-    call = Call(OpKind.SCATTER, group_name, timeout_s, wait=wait, **refs)
-    return call.run(root=src_rank, async_op=async_op)
+    return known_calls.run(OpKind.SCATTER, group_name, timeout_s, root=src_rank, async_op=async_op, wait=wait, **refs)
 
 
 # fmt: off
@@ -284,8 +287,8 @@ def alltoall_refs(
     one per rank, to be overwritten, which may be the rank's input where sizes allow; None: lists are made. What is not
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
-    return Call(OpKind.ALLTOALL, group_name, timeout_s, **lists).run(async_op=async_op)
+    lists: dict[str, Any] = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
+    return known_calls.run(OpKind.ALLTOALL, group_name, timeout_s, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -309,6 +312,8 @@ def scan_refs(
 
     What is not said here is as in `allreduce_refs`, errors too.
     """
+    if inplace is True:
+        return known_calls.run(OpKind.SCAN, group_name, timeout_s, op=op, async_op=async_op, tensor_refs=tensor_refs)
     call = Call(OpKind.SCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(async_op=async_op, inplace=inplace)
 
@@ -335,6 +340,8 @@ def exscan_refs(
     The result of rank 0, which MPI leaves undefined, is what it gives. What is not said here is as in `allreduce_refs`,
     errors too.
     """
+    if inplace is True:
+        return known_calls.run(OpKind.EXSCAN, group_name, timeout_s, op=op, async_op=async_op, tensor_refs=tensor_refs)
     call = Call(OpKind.EXSCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(async_op=async_op, inplace=inplace)
 
@@ -361,8 +368,8 @@ def send_ref(
     there. The group has to hold both. What is not said here is as in `allreduce_refs`, errors too. Returns the
     destination's ref; or a `Work` of it.
     """
-    call = Call(OpKind.SEND, group_name, timeout_s, refs=[src_tensor_ref, dst_tensor_ref])
-    return call.send(async_op=async_op)
+    refs = [src_tensor_ref, dst_tensor_ref]
+    return known_calls.run(OpKind.SEND, group_name, timeout_s, async_op=async_op, refs=refs)
 
 
 # fmt: off

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 from raycollect import backends
-from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.core.protocols import Communicator, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError
 from raycollect.pos.segments import Segments
+from tests.pure.local_world import LocalCommunicator, LocalWorld
 
 FORKS = multiprocessing.get_context("forkserver")
 """Forks processes from one that has imported this: a process that imports torch itself takes 1.5 s of a core."""
@@ -37,6 +39,9 @@ FORKS.set_forkserver_preload(
 )
 
 _ids = itertools.count(1)
+
+for module in os.environ.get("RAYCOLLECT_TEST_MODULES", "").split():
+    import_module(module)  # it registers a backend
 
 
 class MemoryRendezvous:
@@ -170,7 +175,7 @@ class ThreadTeam(Team):
         super().__init__(backend, world_size, **more)
         self._segments = segments
         self.communicators: list[Communicator] = []
-        if backend == "local":
+        if backend == "local" and world_size > 1:
             world = LocalWorld(world_size, "team")
             self.communicators = [LocalCommunicator(world, rank) for rank in self.everyone]
         else:

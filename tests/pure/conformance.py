@@ -26,7 +26,7 @@ from tests.pure.communicators import Team
 from tests.pure.operands import LOCK, NARROW, left_fold, operand
 
 BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm tcp gloo torch:gloo").split())
-"""Which backends the suite runs on; the environment names others, which installed packages add."""
+"""Which backends the suite runs on; the environment names others, which `RAYCOLLECT_TEST_MODULES` register."""
 
 IN_THREADS = frozenset({"local", "shm", "tcp"})
 """Whose ranks can be threads of one process; the libraries of the others hold the GIL while they block."""

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
 from raycollect.core.protocols import Communicator, Completion, Faults, NoFaults
 from raycollect.engine.execution import Execution, Keep, Outcome
@@ -25,6 +24,7 @@ from raycollect.errors import KernelError, RefusedError
 from raycollect.observe import Recorder
 from raycollect.planner import Membership, Plan, Request, decode_program, encode_program, plan
 from raycollect.pos import Container, Store
+from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.meaning import REDUCTIONS
 
 WAIT_S = 20.0

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp
 from raycollect.core.protocols import Faults, NoFaults
 from raycollect.engine.instruments import Instruments
@@ -29,6 +28,7 @@ from raycollect.observe import Recorder
 from raycollect.planner import Plan, Program, Request, encode_program, plan
 from raycollect.pos import Container, Store
 from tests.pure.fleet import WAIT_S, contain
+from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.meaning import REDUCTIONS
 
 CAPTURE = bytes(range(16))

@@ -1,12 +1,9 @@
-"""Backends by name: those of the package, of torch, of installed packages and of the program."""
+"""Backends by name: those of the package, of torch, and of the program."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +15,6 @@ from raycollect.errors import BackendNotInstalledError, UnknownBackendError, Uns
 
 SCCL_LACKS = {OpKind.SEND, OpKind.RECV, OpKind.REDUCESCATTER, *PREFIXES}
 
-Install = Callable[..., None]
-
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,35 +22,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
 
 
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Installs a distribution with one module, as far as Python can tell."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def put(name: str, source: str, *entry_points: str, version: str = "1.0") -> None:
-        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
-        info = tmp_path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
-        lines = "\n".join(["[raycollect.backends]", *entry_points])
-        (info / "entry_points.txt").write_text(lines, encoding="utf-8")
-        importlib.invalidate_caches()
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-    return put
-
-
 MINE = Capabilities(name="mine", module="raycollect.backends.local", interruptible=True, bitwise=True, cross_host=True)
-
-PACKAGE = """
-from raycollect.backends import Capabilities
-
-LINE = Capabilities(name="pigeon", module="pigeon", interruptible=True, bitwise=True, cross_host=True)
-
-def create(spec, rank, rendezvous, exchange, *, host="", segments=None):
-    return "a communicator"
-"""
-
 
 # ------------------------------------------------------------------------------- names
 
@@ -153,57 +120,6 @@ def test_torch_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------- packages
 
 
-def test_an_installed_package_adds_a_backend(install: Install) -> None:
-    install("pigeon", PACKAGE, "Pigeon = pigeon:LINE")
-    assert backends.is_known("pigeon")
-    assert "pigeon" in backends.names()
-    assert "pigeon" not in sys.modules, "loaded before it was asked for"
-    assert backends.load("PIGEON")(None, 0, None, None) == "a communicator"  # type: ignore[arg-type]
-    assert backends.get("pigeon") is sys.modules["pigeon"].LINE
-    assert backends.names().count("pigeon") == 1
-
-
-def test_a_known_name_asks_no_package(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    install("pigeon", PACKAGE.replace('name="pigeon"', 'name="shm"'), "shm = pigeon:LINE")
-    monkeypatch.setattr(backends, "entry_points", lambda **kwargs: pytest.fail("asked"))
-    assert backends.get("shm").module == "raycollect.backends.shm.communicator"
-
-
-@pytest.mark.parametrize(
-    ("source", "points", "said"),
-    [
-        ("import no_such_thing", ["pigeon = pigeon:LINE"], "ModuleNotFoundError: No module named 'no_such_thing'"),
-        ("raise OSError('libpigeon.so')", ["pigeon = pigeon:LINE"], r"OSError: libpigeon\.so"),
-        ("", ["pigeon = pigeon:LINE"], "AttributeError"),
-        ("LINE = {}", ["pigeon = pigeon:LINE"], "TypeError: it gives {}, not the Capabilities of 'pigeon'"),
-        (PACKAGE.replace('name="pigeon"', 'name="dove"'), ["pigeon = pigeon:LINE"], "not the Capabilities of 'pigeon'"),
-        (PACKAGE, ["pigeon = pigeon:LINE", "PIGEON = pigeon:create"], "several packages offer one name"),
-    ],
-)
-def test_a_broken_entry_point_is_named(install: Install, source: str, points: list[str], said: str) -> None:
-    install("pigeon", source, *points)
-    with pytest.raises(BackendNotInstalledError, match=said) as caught:
-        backends.load("pigeon", "g")
-    assert "entry point" in str(caught.value)
-    assert "pigeon = pigeon:LINE (pigeon 1.0)" in str(caught.value)
-    assert caught.value.group_name == "g"
-    assert not backends.is_available("pigeon")
-    assert backends.is_known("pigeon"), "installed, though broken"
-    assert "pigeon" not in backends.BACKENDS
-
-
-def test_a_line_whose_module_is_not_there_is_named(install: Install) -> None:
-    install("pigeon", PACKAGE.replace('module="pigeon"', 'module="pigeon.loft"'), "pigeon = pigeon:LINE")
-    with pytest.raises(BackendNotInstalledError, match=r"backend 'pigeon': its module pigeon\.loft has no factory"):
-        backends.load("pigeon")
-
-
-def test_an_unknown_name_lists_what_packages_offer(install: Install) -> None:
-    install("pigeon", PACKAGE, "pigeon = pigeon:LINE")
-    with pytest.raises(UnknownBackendError, match=r"no backend 'owl'; there are local, .*pigeon.*torch:<any.*'auto'"):
-        backends.get("owl")
-
-
 # ------------------------------------------------------------------------------- the program
 
 
@@ -216,6 +132,18 @@ def test_a_program_registers_a_backend_once() -> None:
     for taken in ("shm", "torch_gloo", "torch:mine"):
         with pytest.raises(ValueError, match=r"is registered already|is taken"):
             backends.register(dataclasses.replace(MINE, name=taken))
+
+
+def test_a_line_whose_module_is_not_there_is_named() -> None:
+    backends.register(dataclasses.replace(MINE, name="pigeon", module="pigeon.loft"))
+    with pytest.raises(BackendNotInstalledError, match=r"backend 'pigeon': its module pigeon\.loft has no factory"):
+        backends.load("pigeon")
+
+
+def test_an_unknown_name_lists_what_is_registered() -> None:
+    backends.register(MINE)
+    with pytest.raises(UnknownBackendError, match=r"no backend 'owl'; there are local, .*mine.*torch:<any.*'auto'"):
+        backends.get("owl")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ __all__ = ["team"]  # a fixture
 
 
 def frame(seq: int, kind: int, step: int, body: bytes = b"", *, nbytes: int | None = None) -> bytes:
-    return struct.pack("<QHHIQ", seq, kind, 0, step, len(body) if nbytes is None else nbytes) + body
+    return struct.pack("<QHHII", seq, kind, 0, step, len(body) if nbytes is None else nbytes) + body
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_whoever_is_in_a_later_launch_has_left_this_one(line: tuple[Link, socket
     "words",
     [
         frame(1, ARRIVAL, 1, nbytes=FRAME_NBYTES + 1),
-        frame(0, DATA, 1, nbytes=1 << 63),
+        frame(0, DATA, 1, nbytes=(1 << 32) - 1),
         frame(1, 9, 1),
         frame(1, ARRIVAL, 2, b"x"),
         b"\xff" * 4096,

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -140,21 +139,17 @@ def _backends(said: Any) -> dict[str, Row]:
     return {row.check: row for row in doctor.examine(saying(said)) if row.section == "backends"}
 
 
-def test_a_backend_says_what_it_can_or_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = (EntryPoint(name="rocket", value="rockets:line", group=backends.ENTRY_POINTS),)
-    monkeypatch.setattr(backends, "_offered", lambda name=None: offered)
+def test_a_backend_says_what_it_can_or_what_it_lacks() -> None:
     rows = _backends(_lacks({"gloo": "pygloo: No module"}))
     assert list(rows) == list(backends.names())
     assert rows["shm"].found == "cpu; one host"
     assert rows["local"].found == "cpu; one process"
     assert rows["torch:nccl"].found == "cuda; several hosts; not tested by this project"
-    assert rows["rocket"].found == "offered by an installed package"
     assert (rows["gloo"].state, rows["gloo"].found) == (MISSING, "pygloo: No module")
     assert "pip install 'raycollect[gloo]'" in rows["gloo"].cure
     assert not any(row.required for row in rows.values())
     rows = _backends(_lacks(dict.fromkeys(backends.names(), "it burns")))
     assert {name for name, row in rows.items() if row.required} == {"local", "shm", "tcp"}
-    assert "reinstall" in rows["rocket"].cure
 
 
 def test_a_library_that_ends_its_process_takes_no_other_backend_along() -> None:

@@ -178,7 +178,6 @@ def test_the_list_is_whole() -> None:
         "record of a holder",
         "record of a version",
         "record of rank 0",
-        "run",
         "spans",
         "tensors of a handle",
         "token",

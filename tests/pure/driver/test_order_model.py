@@ -30,7 +30,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import Key, OpKind, ReduceOp
 from raycollect.driver import dispatch
 from raycollect.driver.controller import Controller
@@ -43,6 +42,7 @@ from raycollect.planner import Membership
 from raycollect.pos import Absence
 from tests.pure.driver.test_controller import declared
 from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
 from tests.waiting import wait_until
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival
@@ -28,6 +27,7 @@ from raycollect.observe.recorder import Event
 from raycollect.planner import Request, plan
 from raycollect.pos import Container
 from tests.pure.fleet import WAIT_S, FailAt, Fleet, MakeFleet, Ticks, numbers
+from tests.pure.local_world import LocalCommunicator, LocalWorld
 
 IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit"))
 """The points that plans come to which do not commit; of those that do, see `test_commit`."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.local import LocalWorld
 from raycollect.core.model import OpKind
 from raycollect.engine.step_actions import DETAIL_LENGTH
 from raycollect.engine.step_program import Collective
@@ -27,6 +26,7 @@ from raycollect.planner.program import Domain
 from raycollect.pos import Container
 from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.fleet import Star
+from tests.pure.local_world import LocalWorld
 from tests.pure.teams import WAIT_S, Gate, Script, full, given, pinned
 
 __all__ = ["team"]  # fixtures

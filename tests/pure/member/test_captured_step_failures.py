@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from raycollect import backends
-from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.channel.messages import Gone, Joined, Message, Run
 from raycollect.core.model import OpKind
 from raycollect.core.protocols import Launch
@@ -35,6 +34,7 @@ from raycollect.member.captured_steps import (
 )
 from raycollect.member.lease import Lease
 from raycollect.observe import Recorder
+from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
 from tests.pure.member.test_lease import _join, premises
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, given, pinned

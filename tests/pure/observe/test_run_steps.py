@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion
 from raycollect.observe import run_steps
 from raycollect.observe.run_steps import steps
 from tests.pure.fleet import WAIT_S, Fleet, MakeFleet
+from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.teams import Script, Team, full, pinned
 
 
