@@ -20,7 +20,7 @@ from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
 from raycollect.core import direct_transport, html, recorded_calls
 from raycollect.core.bound_to_process import BoundToProcess
-from raycollect.core.deadline import Deadline
+from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
 from raycollect.core.signals import Deferred, guarded
 from raycollect.core.submitted_calls import Recorder
@@ -43,8 +43,7 @@ from raycollect.errors import (
 )
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
-from raycollect.planner.explain import StepExplanation
-from raycollect.planner.render import step_html
+from raycollect.planner.report import StepExplanation
 from raycollect.planner.wording import counted
 
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
@@ -231,8 +230,9 @@ class Capture(BoundToProcess):
         installed = ready(self._installed, self._state)
         if timeout_s is not None or (async_op is not True and async_op is not False):
             refuse("run", [*wrong_time_limit(timeout_s), *wrong_flags(async_op=async_op)])
+        deadline = NEVER if timeout_s is None else Deadline.after(timeout_s)
         with Deferred():
-            tracker = installed.runs.begin(self._parameters.pack(arguments), Deadline.after(timeout_s))
+            tracker = installed.runs.begin(self._parameters.pack(arguments), deadline)
             return self._begun_run(installed, tracker, arguments, async_op=async_op)
 
     def _begun_run(
@@ -339,7 +339,7 @@ class Capture(BoundToProcess):
             f"{counted(calls, 'method call')}: {self._told_state}",
             html.pairs(facts),
             stages_html(stages, told),
-            "" if known is None else html.folded("what each run does", step_html(known)),
+            "" if known is None else html.folded("what each run does", known._repr_html_()),
         )
 
     def _known(self) -> StepExplanation | None:

@@ -67,24 +67,28 @@ class _Main:
         self.pending: list[int] = []
         self.open = 0
         self.handlers: dict[int, Any] = {}
-        self._seen: list[Any] = []  # the handlers of `_SIGNALS` at the last look
+        self._seen: list[Any] = []  # the handlers of `_SIGNALS` when they were last looked into
         self._to_swap: tuple[int, ...] = ()  # the signals among them that `_record` can handle
 
     def swap(self) -> None:
         """Replaces all handlers. Signals reach them all the same until `is_deferring` is set."""
-        seen = list(map(_get, _SIGNALS))
-        if seen != self._seen:  # inside of `Allowed` they are replaced already
-            seen = [self.handlers[at] if one is _record else one for at, one in zip(_SIGNALS, seen, strict=True)]
-        if seen != self._seen:
-            found = {number: one for number, one in zip(_SIGNALS, seen, strict=True) if _is_python(number, one)}
-            self.handlers.update(found)
-            self._seen, self._to_swap = seen, tuple(found)
+        if [*map(_get, _SIGNALS)] != self._seen:  # all of them, each time: a program may have set one meanwhile
+            self._look()
         try:
             for number in self._to_swap:
                 _set(number, _record)
         except BaseException:  # of a handler
             self.restore()
             raise
+
+    def _look(self) -> None:
+        """Finds the signals with handlers that are functions of Python."""
+        # Inside of `Allowed` they are replaced already
+        seen = [self.handlers[at] if (one := _get(at)) is _record else one for at in _SIGNALS]
+        if seen != self._seen:
+            found = {number: one for number, one in zip(_SIGNALS, seen, strict=True) if _is_python(number, one)}
+            self.handlers.update(found)
+            self._seen, self._to_swap = seen, tuple(found)
 
     def restore(self) -> None:
         """Puts the handlers back, but not over those that somebody has set meanwhile."""
@@ -119,8 +123,8 @@ class Deferred:
 
     def __enter__(self) -> None:
         main = _main
-        self._begins = get_ident() == main.ident and not main.is_deferring
-        if self._begins:
+        self._begins = begins = not main.is_deferring and get_ident() == main.ident
+        if begins:
             main.swap()
             main.is_deferring = True
 

@@ -104,9 +104,18 @@ class AllHeld:
 
     def __init__(self, calls: Sequence[SubmittedCalls]) -> None:
         self._calls = calls
-        self._held = 0
 
     def __enter__(self) -> None:
+        held = 0
+        for one in self._calls:
+            if not one.lock.acquire(blocking=False):
+                break
+            held += 1
+        self._held = held
+        if held < len(self._calls):
+            self._wait()
+
+    def _wait(self) -> None:
         calls = self._calls
         try:
             while self._held < len(calls):
@@ -122,10 +131,9 @@ class AllHeld:
             raise
 
     def __exit__(self, *exc: object) -> None:
-        calls = self._calls
-        while self._held:
-            self._held -= 1
-            calls[self._held].lock.release()
+        for one in self._calls[: self._held]:
+            one.lock.release()
+        self._held = 0
 
 
 _retried: OrderedDict[bytes, None] = OrderedDict()

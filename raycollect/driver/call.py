@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from raycollect.core import ray_internals
 from raycollect.core.deadline import Deadline
 from raycollect.core.driver_handle import is_handle
-from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
+from raycollect.core.model import PREFIXES, GroupLike, Key, OpKind, ReduceOp, name_of
 from raycollect.core.placeholder import Placeholder
 from raycollect.core.signals import Deferred
 from raycollect.driver import batch, operand_binding
@@ -59,18 +59,26 @@ def task_wait(op: str, group_name: GroupLike, timeout_s: Any) -> TaskWait:
     return TaskWait(op, name_of(group_name), Deadline.after(None if wrong_time_limit(limit_s) else limit_s))
 
 
+class Sent(NamedTuple):
+    """What a call sent: the request, the keys of its operands as the plan counts them, and its results."""
+
+    asked: RequestKey
+    keys: tuple[Key, ...]
+    results: Any
+
+
 class Call:
     """One call of an operation: reads its refs, finds its group, and binds the operands to ranks.
 
     Attributes:
         name: The operation in messages; empty: that of its kind.
         is_of_all: Whether a list of refs has one of each rank.
-        sent: What was sent, and for which group; None: nothing, or in a batch.
+        sent: What was sent; None: nothing, or in a batch.
     """
 
     name = ""
     is_of_all = True
-    sent: RequestKey | None = None
+    sent: Sent | None = None
 
     def __init__(
         self,
@@ -138,12 +146,13 @@ class Call:
         if self._batch is not None:
             result = request_list.results[-1]
             return list(result) if isinstance(result, list) else result  # the caller may change it
-        self.sent = request_list.asked[-1]
+        asked = request_list.asked[-1]
         with Deferred():
             tracker, submission = request_list.send(
                 self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
             )
             refs = request_list.results[0]
+            self.sent = Sent(asked, tuple(submission.refs), refs)
             if async_op:
                 return Work(self.controller, tracker, refs, submission)
             wait_or_abort(self.controller, tracker)

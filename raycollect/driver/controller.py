@@ -18,7 +18,7 @@ from typing import Any
 from raycollect.channel import CompletionBell
 from raycollect.core import limits, ray_internals
 from raycollect.core.model import GroupLike, name_of
-from raycollect.core.signals import Allowed
+from raycollect.core.signals import Allowed, Deferred
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.dispatch_lock import DispatchLock
 from raycollect.driver.driver_rank import DriverRank
@@ -193,7 +193,7 @@ class Controller:
 
     @contextmanager
     def _none_begins(self) -> Iterator[list[Membership]]:
-        with self.dispatching:
+        with Deferred(), self.dispatching:
             yield [group for tracker in self.trackers() if not tracker.resolved for group in tracker.groups]
             self.revision = object()  # as groups may have ended in the block
 

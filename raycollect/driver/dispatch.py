@@ -169,7 +169,8 @@ def send_plan(
             prepared = prepare(asked, staging)
     except RefusedError as exc:
         raise explained(exc, asked, tuple(refs)) from None
-    return send_prepared(controller, prepared, refs, deadline=deadline)
+    with Deferred():
+        return send_prepared(controller, prepared, refs, deadline=deadline)
 
 
 def send_prepared(
@@ -180,7 +181,7 @@ def send_prepared(
     *,
     deadline: Deadline = NEVER,
 ) -> PlanTracker:
-    """Sends each participant its part of a plan over these refs.
+    """Sends each participant its part of a plan over these refs, inside of `Deferred`.
 
     Args:
         controller: The controller.
@@ -190,24 +191,23 @@ def send_prepared(
         deadline: That of a call that began before; by default the calls' own limits count from now.
     """
     planned = prepared.plan
-    if deadline is NEVER:
+    if deadline is NEVER and prepared.limit_s is not None:
         deadline = Deadline.after(prepared.limit_s)
-    with Deferred():
-        while True:
-            revision, peers = controller.revision, controller.links(prepared.groups, planned.participants)
-            # All at once: another thread's call, of which one more may need the result, would else come behind the plan
-            # on one actor, and that call before it on another. First: who has one of them may make a call of ours, in a
-            # finalizer, and wait for the other lock.
-            with AllHeld(list(filter(None, map(_CALLS, peers)))), controller.dispatching:
-                tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs, deadline=deadline)
-                controller.register(tracker)
-                if controller.revision is not revision:  # who ended a group meanwhile has not seen this plan
-                    controller.under_way.pop(tracker.seq, None)
-                    continue
-                if bell is not None:
-                    tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
-                _send_parts(controller, prepared, tracker, peers)
-                return tracker
+    while True:
+        revision, peers = controller.revision, controller.links(prepared.groups, planned.participants)
+        # All at once: another thread's call, of which one more may need the result, would else come behind the plan
+        # on one actor, and that call before it on another. First: who has one of them may make a call of ours, in a
+        # finalizer, and wait for the other lock.
+        with AllHeld(list(filter(None, map(_CALLS, peers)))), controller.dispatching:
+            tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs, deadline=deadline)
+            controller.register(tracker)
+            if controller.revision is not revision:  # who ended a group meanwhile has not seen this plan
+                controller.under_way.pop(tracker.seq, None)
+                continue
+            if bell is not None:
+                tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
+            _send_parts(controller, prepared, tracker, peers)
+            return tracker
 
 
 def _send_parts(

@@ -18,13 +18,12 @@ INSIDE: set[int] = set()
 """The threads that have, or want, a lock of which no plan may wait: what they are doing has to end first."""
 
 
-class Inside(Deferred):
-    """A block in which no signal handler runs, and of a finalizer no call that waits."""
+class Inside:
+    """A block in which a finalizer makes no call that waits. Entered inside of `Deferred`."""
 
     __slots__ = ("_me",)
 
     def __enter__(self) -> None:
-        super().__enter__()
         me = get_ident()
         self._me = 0 if me in INSIDE else me
         INSIDE.add(me)
@@ -32,7 +31,6 @@ class Inside(Deferred):
     def __exit__(self, *exc: object) -> None:
         if self._me:
             INSIDE.discard(self._me)
-        super().__exit__()
 
 
 def answered(futures: Iterable[Future[Any] | None], timeout_s: float) -> set[Future[Any]]:
@@ -42,13 +40,13 @@ def answered(futures: Iterable[Future[Any] | None], timeout_s: float) -> set[Fut
     finalizer may keep it from giving them back.
     """
     asked = [one for one in futures if one is not None]
-    with Inside():
+    with Deferred(), Inside():
         waiting(lambda seconds: not wait(asked, seconds).not_done, timeout_s)
     return {one for one in asked if one.done()}
 
 
 class DispatchLock:
-    """A lock under which no signal handler runs: what is sent under it is sent to all, or to nobody.
+    """A lock that is entered inside of `Deferred`: what is sent under it is sent to all, or to nobody.
 
     Nobody waits under it. A thread that has it may be asked for more: the garbage collector may run a finalizer in it.
     So what must happen under the lock, and need not happen at once, is for `soon`; all else is refused.
@@ -56,31 +54,25 @@ class DispatchLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._deferred = Deferred()
         self._due: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> None:
         me = get_ident()
-        self.refuse_inside()
-        deferred = Deferred()
-        deferred.__enter__()
-        try:
-            INSIDE.add(me)  # first: a finalizer may run before anything else does
-            if not self._lock.acquire(blocking=False):
+        if me in INSIDE:
+            self.refuse_inside()
+        INSIDE.add(me)  # first: a finalizer may run before anything else does
+        if not self._lock.acquire(blocking=False):
+            try:
                 waiting(partial(self._lock.acquire, True))
-        except BaseException:  # of a signal's handler
-            INSIDE.discard(me)
-            deferred.__exit__()
-            raise
-        self._deferred = deferred
+            except BaseException:  # of a signal's handler
+                INSIDE.discard(me)
+                raise
 
     def __exit__(self, *exc: object) -> None:
-        deferred = self._deferred
         self._lock.release()
         INSIDE.discard(get_ident())
         if self._due:
             self._make_due_calls()
-        deferred.__exit__()
 
     def refuse_inside(self) -> None:
         """Raises ReentrantCallError in a thread that has the lock, or wants it: there nobody can wait for anything."""

@@ -14,7 +14,7 @@ batch as well, where results are `Pending`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 from ray import ObjectRef
@@ -40,10 +40,6 @@ def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: 
 @overload
 def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     inplace: bool = ..., snapshot: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
-    inplace: bool = ..., snapshot: bool = ..., async_op: bool,
-    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def allreduce_refs(
     tensor_refs: Sequence[Any],
@@ -80,9 +76,8 @@ def allreduce_refs(
         FaultError: A participant died or came too late, or the plan could not be sent.
     """
     if inplace is True:
-        return known_calls.run(
-            OpKind.ALLREDUCE, group_name, timeout_s, tensor_refs, op=op, snapshot=snapshot, async_op=async_op
-        )
+        options: dict[str, Any] = {"op": op, "snapshot": snapshot, "async_op": async_op}
+        return known_calls.run(OpKind.ALLREDUCE, group_name, timeout_s, **options, tensor_refs=tensor_refs)
     call = Call(OpKind.ALLREDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
 
@@ -95,10 +90,6 @@ def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: Gro
 @overload
 def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ...,
     *, inplace: bool = ..., snapshot: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ...,
-    *, inplace: bool = ..., snapshot: bool = ..., async_op: bool,
-    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def reduce_refs(
     tensor_refs: Sequence[Any],
@@ -116,6 +107,9 @@ def reduce_refs(
     As `allreduce_refs`, but only for `dst_rank`: its tensor holds the result, or with ``inplace=False`` a new one does.
     Returns the ref of the result; or a `Work` of it.
     """
+    if inplace is True:
+        options: dict[str, Any] = {"op": op, "root": dst_rank, "snapshot": snapshot, "async_op": async_op}
+        return known_calls.run(OpKind.REDUCE, group_name, timeout_s, **options, tensor_refs=tensor_refs)
     call = Call(OpKind.REDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(root=dst_rank, async_op=async_op, inplace=inplace, snapshot=snapshot)
 
@@ -127,9 +121,6 @@ def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: 
 @overload
 def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
-    async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def broadcast_refs(
     tensor_refs: Sequence[Any],
@@ -154,7 +145,9 @@ def broadcast_refs(
             raise refusal("broadcast", name_of(group_name), (wrong_argument("source", a_type(source), expected),))
         own = OwnSource(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(source, src_rank, async_op=async_op)
-    return known_calls.run(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, root=src_rank, async_op=async_op)
+    return known_calls.run(
+        OpKind.BROADCAST, group_name, timeout_s, root=src_rank, async_op=async_op, tensor_refs=tensor_refs
+    )
 
 
 # fmt: off
@@ -164,9 +157,6 @@ def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence
 @overload
 def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any], group_name: GroupLike = ..., *,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any], group_name: GroupLike = ..., *,
-    async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def allgather_refs(
     tensor_list_refs: Sequence[Any] | None,
@@ -182,8 +172,8 @@ def allgather_refs(
     be overwritten; None: lists are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
     of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
-    return Call(OpKind.ALLGATHER, group_name, timeout_s, **lists).run(async_op=async_op)
+    lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    return known_calls.run(OpKind.ALLGATHER, group_name, timeout_s, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -194,9 +184,6 @@ def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequ
 @overload
 def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any], group_name: GroupLike = ...,
     op: ReduceOp | str = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any], group_name: GroupLike = ...,
-    op: ReduceOp | str = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def reducescatter_refs(
     tensor_refs: Sequence[Any] | None,
@@ -213,8 +200,8 @@ def reducescatter_refs(
     `tensor_refs` are one per rank, to be overwritten by the rank's reduced piece; None: tensors are made. What is not
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
-    return Call(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, **lists).run(async_op=async_op)
+    lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    return known_calls.run(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -224,9 +211,6 @@ def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int 
 @overload
 def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., *,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., *,
-    async_op: bool, timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def gather_refs(
     tensor_list_ref: Any,
@@ -243,8 +227,8 @@ def gather_refs(
     be overwritten; None: a list is made there. What is not said here is as in `allreduce_refs`, errors too. Returns the
     ref of the list; or a `Work` of it.
     """
-    call = Call(OpKind.GATHER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
-    return call.run(root=dst_rank, async_op=async_op)
+    refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
+    return known_calls.run(OpKind.GATHER, group_name, timeout_s, root=dst_rank, async_op=async_op, **refs)
 
 
 # fmt: off
@@ -255,9 +239,6 @@ def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_ra
 @overload
 def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_rank: int = ...,
     group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_rank: int = ...,
-    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def scatter_refs(
     tensor_refs: Sequence[Any] | None,
@@ -280,8 +261,7 @@ def scatter_refs(
         own = OwnSource(OpKind.SCATTER, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(tensor_list_ref, src_rank, async_op=async_op)
     refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
-    call = Call(OpKind.SCATTER, group_name, timeout_s, wait=wait, **refs)
-    return call.run(root=src_rank, async_op=async_op)
+    return known_calls.run(OpKind.SCATTER, group_name, timeout_s, root=src_rank, async_op=async_op, wait=wait, **refs)
 
 
 # fmt: off
@@ -292,9 +272,6 @@ def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_ref
 @overload
 def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_refs: Sequence[Any],
     group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_refs: Sequence[Any],
-    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def alltoall_refs(
     tensor_list_out_refs: Sequence[Any] | None,
@@ -310,8 +287,8 @@ def alltoall_refs(
     one per rank, to be overwritten, which may be the rank's input where sizes allow; None: lists are made. What is not
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
-    return Call(OpKind.ALLTOALL, group_name, timeout_s, **lists).run(async_op=async_op)
+    lists: dict[str, Any] = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
+    return known_calls.run(OpKind.ALLTOALL, group_name, timeout_s, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -321,9 +298,6 @@ def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: Reduc
 @overload
 def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     inplace: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
-    inplace: bool = ..., async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def scan_refs(
     tensor_refs: Sequence[Any],
@@ -338,6 +312,8 @@ def scan_refs(
 
     What is not said here is as in `allreduce_refs`, errors too.
     """
+    if inplace is True:
+        return known_calls.run(OpKind.SCAN, group_name, timeout_s, op=op, async_op=async_op, tensor_refs=tensor_refs)
     call = Call(OpKind.SCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(async_op=async_op, inplace=inplace)
 
@@ -349,9 +325,6 @@ def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: Red
 @overload
 def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     inplace: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
-    inplace: bool = ..., async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def exscan_refs(
     tensor_refs: Sequence[Any],
@@ -367,6 +340,8 @@ def exscan_refs(
     The result of rank 0, which MPI leaves undefined, is what it gives. What is not said here is as in `allreduce_refs`,
     errors too.
     """
+    if inplace is True:
+        return known_calls.run(OpKind.EXSCAN, group_name, timeout_s, op=op, async_op=async_op, tensor_refs=tensor_refs)
     call = Call(OpKind.EXSCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(async_op=async_op, inplace=inplace)
 
@@ -378,9 +353,6 @@ def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = .
 @overload
 def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> Work: ...
-@overload
-def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def send_ref(
     src_tensor_ref: Any,
@@ -396,8 +368,8 @@ def send_ref(
     there. The group has to hold both. What is not said here is as in `allreduce_refs`, errors too. Returns the
     destination's ref; or a `Work` of it.
     """
-    call = Call(OpKind.SEND, group_name, timeout_s, refs=[src_tensor_ref, dst_tensor_ref])
-    return call.send(async_op=async_op)
+    refs = [src_tensor_ref, dst_tensor_ref]
+    return known_calls.run(OpKind.SEND, group_name, timeout_s, async_op=async_op, refs=refs)
 
 
 # fmt: off
@@ -407,9 +379,6 @@ def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = .
 @overload
 def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> Work: ...
-@overload
-def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def recv_ref(
     dst_tensor_ref: Any,
@@ -420,7 +389,8 @@ def recv_ref(
     timeout_s: float | None = None,
 ) -> ObjectRef[Any] | Work:
     """`send_ref`, said from the receiver's side: the same one call does both halves."""
-    return send_ref(src_tensor_ref, dst_tensor_ref, group_name, async_op=async_op, timeout_s=timeout_s)
+    call = Call(OpKind.SEND, group_name, timeout_s, refs=[src_tensor_ref, dst_tensor_ref])
+    return call.send(async_op=async_op)
 
 
 # fmt: off
@@ -429,9 +399,6 @@ def barrier(group_name: GroupLike = ..., *, async_op: Literal[False] = ..., time
 @overload
 def barrier(group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> Work | MemberWork: ...
-@overload
-def barrier(group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | MemberWork | None: ...
 # fmt: on
 def barrier(
     group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
@@ -447,4 +414,5 @@ def barrier(
         get_group_handle(group_name)
     except UnknownGroupError:
         return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
-    return imperative.barrier(group_name, async_op=async_op, timeout_s=timeout_s)
+    call: Callable[..., MemberWork | None] = imperative.barrier  # its overloads take no bool that is not known
+    return call(group_name, async_op=async_op, timeout_s=timeout_s)

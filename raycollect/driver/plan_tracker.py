@@ -56,6 +56,8 @@ ANSWER_NBYTES = 1 << 19  # how many bytes go into one message, which has to fit 
 
 _MAX_REASON_CHARS = 1000
 
+_RLock = type(threading.RLock())  # `threading.RLock` is a function around it
+
 _AgreementKey = tuple[int, int, str, tuple[int, ...]]  # (launch, round, group id, ranks)
 
 
@@ -127,20 +129,20 @@ class PlanTracker:
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
         self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []
-        self._lock = threading.RLock()  # a finalizer may ask, or end it, in a thread that has it
+        self._lock = _RLock()  # a finalizer may ask, or end it, in a thread that has it
 
     # ------------------------------------------------------------------------------------------ queries
 
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
-        return self.is_known or (self.runs is not None and self.look(self.runs))
+        return self.is_known or (self.runs is not None and self._look(self.runs))
 
     @property
     def has_ended(self) -> bool:
         """True when no participant runs it any more."""
         if self._pending and self.runs is not None:
-            self.look(self.runs)
+            self._look(self.runs)
         return not self._pending
 
     @property
@@ -178,16 +180,15 @@ class PlanTracker:
         if bell is None or not bell.is_mine:
             return self.wait_for_word(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with Deferred():
-            while not self.is_known:
-                left_s = until_s - time.monotonic()
-                if left_s > 0:
-                    bell.wait(left_s)  # or until a signal comes
-                    deliver()
-                if bell.has_rung(self.seq, self.bell_slots):
-                    self._ended(range(len(self.plan.participants)), None, ())
-                elif left_s <= 0:
-                    return self.is_known
+        while not self.is_known:
+            left_s = until_s - time.monotonic()
+            if left_s > 0:
+                bell.wait(left_s)  # or until a signal comes
+                deliver()
+            if bell.has_rung(self.seq, self.bell_slots):
+                self._ended(range(len(self.plan.participants)), None, ())
+            elif left_s <= 0:
+                return self.is_known
         return True
 
     def wait_for_word(self, timeout_s: float | None) -> bool:
@@ -197,8 +198,12 @@ class PlanTracker:
                 self._unresolved.release()
         return self.is_known
 
+    def _look(self, runs: StepRuns) -> bool:
+        with Deferred():
+            return self.look(runs)
+
     def look(self, runs: StepRuns) -> bool:
-        """Takes what participants have answered to a run; returns whether the outcome is known."""
+        """Takes what participants have answered to a run; returns whether the outcome is known. In a `Deferred`."""
         slots, doorbell = self.slots, runs.doorbell
         if slots and doorbell is not None:
             ended, left = [], {}
@@ -239,14 +244,16 @@ class PlanTracker:
         if self.runs is None:
             raise ProtocolError(detail=f"plan {self.seq} is no run of a captured step")
         if position in self._pending:
-            self.results[position] = payload
-            self._ended((position,), None, ())
+            with Deferred():
+                self.results[position] = payload
+                self._ended((position,), None, ())
 
     def done(
         self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
     ) -> Outgoing:
         """A participant has ended, and reports `others` that ran all of a plan."""
-        return self._ended((position, *others) if self.runs is None else (position,), error, story)
+        with Deferred():
+            return self._ended((position, *others) if self.runs is None else (position,), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
         with Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
@@ -277,7 +284,8 @@ class PlanTracker:
         if self.runs is not None:
             self.runs.hear(self, position)
         if self.bell is not None and position in self._pending and self.bell.has_rung(self.seq, self.bell_slots):
-            return self._ended(range(len(self.plan.participants)), None, ())
+            with Deferred():
+                return self._ended(range(len(self.plan.participants)), None, ())
         with self._lock:
             if position not in self._pending:
                 return []

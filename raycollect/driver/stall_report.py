@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from raycollect.channel.messages import Seen
 from raycollect.core import sockets, threads, timers
+from raycollect.core.deadline import NEVER
 from raycollect.core.model import Member
 from raycollect.driver import progress_bar
 from raycollect.driver.controller import Controller
@@ -38,19 +39,18 @@ def wait(
 
     A plan whose own deadline comes first fails then.
     """
-    limit_s = tracker.deadline.left_s()
+    limit_s = None if tracker.deadline is NEVER else tracker.deadline.left_s()
     left_s = min(math.inf if timeout_s is None else timeout_s, math.inf if limit_s is None else limit_s)
     if progress or (progress is None and progress_bar.around_s.get()):
         is_known = _wait_with_bar(controller, tracker, left_s)
     else:
-        is_known = _wait(controller, tracker, left_s)
+        first_s = min(FIRST_S, QUIET_S, left_s)
+        is_known = tracker.wait(first_s) or _wait_long(controller, tracker, first_s, left_s)
     return is_known or (limit_s is not None and controller.timeouts.expire(tracker))
 
 
-def _wait(controller: Controller, tracker: PlanTracker, left_s: float) -> bool:
-    first_s = min(FIRST_S, QUIET_S, left_s)
-    if tracker.wait(first_s):
-        return True
+def _wait_long(controller: Controller, tracker: PlanTracker, first_s: float, left_s: float) -> bool:
+    """Goes on with a wait that has lasted for `first_s`."""
     until_s = time.monotonic() - first_s + left_s
     with Attention(controller, tracker, first_s, left_s):
         return tracker.wait(_finite(max(until_s - time.monotonic(), 0.0)))

@@ -85,21 +85,20 @@ class StepRuns:
     # ------------------------------------------------------------------------------------------ beginning
 
     def begin(self, arguments: Sequence[bytes], deadline: Deadline = NEVER) -> PlanTracker:
-        """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
-        with Deferred():
-            while True:
-                calls = self._calls
-                # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
-                with AllHeld(calls), self.controller.dispatching:
-                    if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
-                        self._check()
-                    if self._calls is not calls:
-                        continue
-                    oldest = self._oldest() if self._under_way else None
-                    if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
-                        return self._send(arguments, deadline, self._calls_before())
-                if not oldest.wait(deadline.left_s()):
-                    raise self._crowded(oldest, deadline)
+        """Begins a run, inside of `Deferred`; waits for the oldest where `IN_FLIGHT` are under way."""
+        while True:
+            calls = self._calls
+            # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
+            with AllHeld(calls), self.controller.dispatching:
+                if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
+                    self._check()
+                if self._calls is not calls:
+                    continue
+                oldest = self._oldest() if self._under_way else None
+                if oldest is None or self.begun + 1 - oldest.place < IN_FLIGHT:
+                    return self._send(arguments, deadline, self._calls_before())
+            if not oldest.wait(deadline.left_s()):
+                raise self._crowded(oldest, deadline)
 
     def _crowded(self, oldest: PlanTracker, deadline: Deadline) -> CollectiveTimeoutError:
         """No run could begin in time, as as many as may be under way are."""

@@ -15,6 +15,21 @@ _LOOK_S = 0.1
 """How often a plan or run that waits for a method looks whether it was aborted, in seconds."""
 
 
+class Held:
+    """Around a plan, which has the lock; the arguments and errors are those of `acquire`."""
+
+    __slots__ = ("_aborted", "_lock", "_seq")
+
+    def __init__(self, lock: threading.Lock, seq: int, aborted: Callable[[], str | None]) -> None:
+        self._lock, self._seq, self._aborted = lock, seq, aborted
+
+    def __enter__(self) -> None:
+        acquire(self._lock, self._seq, self._aborted)
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
 def acquire(lock: threading.Lock, seq: int, aborted: Callable[[], str | None]) -> None:
     """Acquires the lock for a plan or run.
 

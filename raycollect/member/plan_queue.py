@@ -13,8 +13,8 @@ never begins, as a method that makes an operand has failed for good, waits for i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -138,14 +138,9 @@ class PlanQueue:
         if self._reached >= seq:  # what is behind the call as well need not ask again
             finished_calls.note(task, is_over=True)
 
-    @contextmanager
-    def without_methods(self, seq: int) -> Iterator[None]:
+    def without_methods(self, seq: int) -> AbstractContextManager[None]:
         """Keeps the methods that Ray calls from running; PlanAbortedError: the plan was aborted while one ran."""
-        method_lock.acquire(self._method_lock, seq, partial(self._sequencer.reason, seq))
-        try:
-            yield
-        finally:
-            self._method_lock.release()
+        return method_lock.Held(self._method_lock, seq, partial(self._sequencer.reason, seq))
 
     def wait_for_operands(self, seq: int, keys: Sequence[Key]) -> None:
         """Waits for the operands of a plan; PlanAbortedError: it was aborted meanwhile."""

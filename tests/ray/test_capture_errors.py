@@ -73,7 +73,7 @@ def test_refusal_reaches_participants_of_other_plans(trio):
         step.call(trio[0].note)
         col.allreduce_refs([step.call(worker.steady) for worker in trio])
     step.run()
-    with pytest.raises(errors.MismatchError, match=r"\[2\]") as caught:
+    with pytest.raises(errors.MismatchError, match=r"\[3\]") as caught:
         step.run()
     assert caught.value.group_name.startswith(("pair", "default"))
     assert {one.call for one in caught.value.violations} == {2}

@@ -268,12 +268,12 @@ def test_a_plan_takes_its_place_on_all_actors_at_once(pair, monkeypatch, is_capt
         keep(self, *args)
         come_between()
 
-    monkeypatch.setattr(ParticipantLink, "submit_in_order", submit_and_call)
+    col.barrier()  # what is called before is known from here on
     if is_captured:
-        step.run()
         monkeypatch.setattr(ParticipantLink, "keep_behind", keep_and_call)
         step.run()
     else:
+        monkeypatch.setattr(ParticipantLink, "submit_in_order", submit_and_call)
         col.allreduce_refs(refs, timeout_s=5)
     others[0].join()
     np.testing.assert_array_equal(ray.get(workers[1].value.remote())["its own"], np.full(3, 3 * (2 * 3 + 1) + 1))

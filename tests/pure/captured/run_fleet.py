@@ -10,6 +10,7 @@ import pytest
 
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Done
+from raycollect.core.signals import Deferred
 from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_plan import Stage, StepPlan
@@ -131,7 +132,8 @@ class Fleet:
         )
 
     def begin(self, *payloads: bytes, **options: Any) -> PlanTracker:
-        return self.runs.begin(payloads or (b"",) * 4, **options)
+        with Deferred():
+            return self.runs.begin(payloads or (b"",) * 4, **options)
 
     def tell(self, at: int, message: Any) -> None:
         self.controller.messages.received(self.peers[at], message)

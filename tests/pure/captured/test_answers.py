@@ -17,7 +17,7 @@ from raycollect.pos import tensors
 from tests.pure.closing import closing_all
 from tests.pure.engine.repeated_loops import Loop, Odd
 from tests.pure.engine.test_execution_loops import Rebound
-from tests.pure.member.step_bench import Bench, FakePost, echo
+from tests.pure.member.step_bench import Bench, FakePost
 from tests.pure.teams import WAIT_S, Gate, Script, Team, full, given, pinned
 from tests.pure.watched import WatchedCondition
 
@@ -83,12 +83,6 @@ def test_a_repeated_plan_is_answered_once_before_its_launch_is_left(
     _, told = loop(backend, [make(size) for _ in range(world)])
     for run in range(1, 7):
         assert told.run() == [EARLY if run >= REPEATED_FROM else LATE] * world
-
-
-def test_run_without_requested_answers_reports_nothing(loop: MakeLoop) -> None:
-    one, _ = loop("local", [np.ones(3)])
-    for _ in range(5):
-        assert one.run() == [None]
 
 
 @pytest.mark.parametrize("backend", ["local", "shm"])
@@ -373,22 +367,3 @@ def test_failed_run_is_reported_only_as_failed(step: Callable[..., Step], way: s
     one.over()
     assert isinstance(one.bench.failed[seq], KernelError)
     assert one.told == before
-
-
-def test_results_are_reported_once_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    post = Counting()
-    one = Bench(echo(), post, note=lambda value: value)
-    run, told = one.runner.run, list[int]()
-
-    def noted(*args: Any, **kwargs: Any) -> bytes:
-        results = run(*args, **kwargs)
-        told.append(len(post.told))
-        return results
-
-    monkeypatch.setattr(one.runner, "run", noted)
-    for seq in range(1, 6):
-        assert one.answered(post.ring(seq, seq - 1, pack_values([seq]))) == (seq,)
-    one.captured.close("the test is over")
-    assert one.captured.join(WAIT_S)
-    assert told == [0, 1, 2, 3, 4], "none before its run was over"
-    assert post.told == [1, 2, 3, 4, 5]

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from raycollect.channel.messages import Run
+from raycollect.core.model import Segment
 from raycollect.engine.value_codec import pack_values
-from raycollect.errors import (
-    CaptureError,
-)
+from raycollect.errors import CaptureError
 from raycollect.member import captured_steps
-from raycollect.member.captured_steps import (
-    CapturedSteps,
-)
+from raycollect.member.captured_steps import CapturedSteps, open_doorbell
 from tests.pure.member.step_bench import FakePost, MakeBench, bench
 from tests.pure.teams import CAPTURE, WAIT_S, Gate
 
@@ -140,6 +137,11 @@ def test_a_run_holds_the_turn_but_not_while_it_waits(bench: MakeBench, by_bell: 
     assert one.sequencer.start(3, 2) is None
     with turn:
         one.sequencer.end(3)
+
+
+def test_a_doorbell_out_of_reach_is_none() -> None:
+    assert open_doorbell(None, 0, keeps_core=True) is None
+    assert open_doorbell(Segment(1 << 22, 3, b"t" * 16, 4096), 0, keeps_core=True) is None
 
 
 class Fake:
