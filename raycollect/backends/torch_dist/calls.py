@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from raycollect.core import threads
 from raycollect.core.model import Launch, ReduceOp
 
 LOOK_S = 0.05  # How often a wait checks for an abort
+SETTLE_S = 10.0  # How long after its time limit a library call may take to end once its connections were shut down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Library:
     world_size: int
     group_name: str  # for errors
     is_patient: bool  # whether a collective goes on after a wait that was too short
+    # shuts down the library's connections, and so ends what runs in its threads; None: impossible
+    sever: Callable[[], None] | None = None
 
 
 class Calls:
@@ -36,6 +40,7 @@ class Calls:
         self.library = library
         self.has_begun: bool = False  # whether the library has accepted any call
         self.device: Any = None  # where the tensors are, if that is not CPU memory
+        self._open: list[Any] = []  # the works that have begun, and were not waited for to their end
         self._launch = launch
         self._look_outside = look
         self._until_s = time.monotonic() + launch.timeout_s
@@ -52,12 +57,38 @@ class Calls:
 
     def do(self, function: Callable[..., Any], *args: Any, is_pair: bool = False) -> None:
         """Calls the library and waits until this rank's part is done."""
+        with self.settled():
+            self.finish(self.begin(function, *args), is_pair=is_pair)
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls the library; the work goes on in its threads. Within `settled`."""
         work = function(*args)
         self.has_begun = True
-        if is_pair or self.device is not None or not self.library.is_patient:
+        self._open.append(work)
+        return work
+
+    def finish(self, work: Any, *, is_pair: bool = False) -> None:
+        """Waits until this rank's part of a work is done."""
+        if is_pair or not self._is_patient:
             self._wait_beside(work)
         else:
             self._wait(work)
+        self._open.remove(work)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Sees to it that a failure leaves no work under way in the user's arrays."""
+        try:
+            yield
+        except BaseException:
+            works, self._open = self._open, []
+            for work in works if self._is_patient else ():
+                self._settle(work)
+            raise
+
+    @property
+    def _is_patient(self) -> bool:
+        return self.library.is_patient and self.device is None
 
     def _wait(self, work: Any) -> None:
         # A work survives a wait that was too short.
@@ -71,6 +102,16 @@ class Calls:
                 self.look()
             else:
                 return
+
+    def _settle(self, work: Any) -> None:
+        # Waits until the library no longer uses the user's arrays; without its peers that is soon.
+        if self.library.sever is None or work.is_completed():
+            return
+        self.library.sever()
+        until_s = max(self._until_s, time.monotonic()) + SETTLE_S
+        while not work.is_completed() and time.monotonic() < until_s:
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=LOOK_S))
 
     def _wait_beside(self, work: Any) -> None:
         # gloo ends a send or receive with a wait that is too short, other libraries the whole group: waits in a thread.

@@ -6,8 +6,11 @@ bitwise ops), by gloo's ring with 2 (w - 1) / w x n, and BROADCAST. Everything e
 mesh (`meshed`), by the kernels of backend `tcp`. In device memory each operation is the library's own, on chunks of
 `CHUNK_NBYTES` of bytes, which every library moves; it reduces whatever the dtype.
 
-A kernel that timed out may still run in a thread of the library, and must not write to a tensor that belongs to the
-user again. So data in CPU memory is received in memory of our own, and copied out when complete.
+gloo works in the user's arrays: a copy there and back takes half as long as an allreduce. A kernel that timed out may
+still run in a thread of the library, and must not write to a tensor that belongs to the user again. So the library's
+connections are shut down, which ends the kernel, and the end is waited for. Where they can't be shut down, data is
+received in memory of our own and copied out when complete. A large array is reduced in parts (`PART_NBYTES`), several
+of them at the same time.
 
 Pieces of several sizes, in device memory: ALLTOALL moves exactly them; ALLGATHER moves up to the smallest size, and the
 rest by broadcasts; GATHER, SCATTER and REDUCESCATTER pad each chunk to the largest piece.
@@ -21,10 +24,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from raycollect.backends.completion import DONE, translated
 from raycollect.backends.in_use import InUse
 from raycollect.backends.meshed import Meshed, descriptors
+from raycollect.backends.severed import sever
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.backends.torch_dist.calls import Calls, Library
 from raycollect.backends.torch_dist.group import make
@@ -63,12 +68,14 @@ def create(
     check_descriptors(spec, rank, descriptors(spec.world_size))
     mesh = connect(spec, rank, rendezvous, host)
     try:
+        backend, published = make(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
         library = Library(
-            backend=make(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S),
+            backend=backend,
             rank=rank,
             world_size=spec.world_size,
             group_name=spec.name,
             is_patient=spec.backend in PATIENT,
+            sever=partial(sever, published) if published else None,
         )
         communicator = TorchCommunicator(library, spec, mesh)
         if OpKind.BARRIER.value in spec.ops:
@@ -123,6 +130,8 @@ class TorchCommunicator(Meshed):
                 expected = f"an operation that backend {self._backend!r} has for such tensors"
                 raise self._refused(kernel, "op", found, expected) from exc
             self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {exc}"
+            if calls.library.sever is not None:
+                calls.library.sever()  # wakes ranks that wait for this one inside the library
             raise self._failed(exc, launch, kernel) from exc.__cause__
 
 

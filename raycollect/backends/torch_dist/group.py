@@ -48,12 +48,16 @@ class _Store(c10d.Store):  # type: ignore[misc]
         super().__init__()
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
+        self.published: list[bytes] = []  # by whomever, as far as this rank knows
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._rendezvous.put(f"torch.key.{key}", value.encode() if isinstance(value, str) else bytes(value))
+        self.published.append(value.encode() if isinstance(value, str) else bytes(value))
+        self._rendezvous.put(f"torch.key.{key}", self.published[-1])
 
     def get(self, key: str) -> bytes:
-        return self._rendezvous.get(f"torch.key.{key}", self._timeout_s)
+        value = self._rendezvous.get(f"torch.key.{key}", self._timeout_s)
+        self.published.append(value)
+        return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -109,8 +113,13 @@ class _Request:
         return InvalidGroupError(group_name=self.spec.name, detail=f"backend {self.spec.backend!r}: {why}")
 
 
-def make(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> Any:
-    """Makes this rank's `torch.distributed` backend; most wait for the other members in their own way."""
+def make(
+    spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float
+) -> tuple[Any, Sequence[bytes]]:
+    """Makes this rank's `torch.distributed` backend; most wait for the other members in their own way.
+
+    Returns also the socket addresses that its ranks have published; empty where unknown.
+    """
     name = spec.backend.removeprefix(TORCH_PREFIX).lower()
     if not torch.distributed.is_available() or not torch.distributed.is_backend_available(name):
         line = BUILT_IN.get(TORCH_PREFIX + name) or torch_line(TORCH_PREFIX + name)
@@ -118,12 +127,13 @@ def make(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
         raise BackendNotInstalledError(group_name=spec.name, detail=detail)
     request = _Request(name, spec, rank, _Store(rendezvous, timeout_s), host, timedelta(seconds=timeout_s))
     try:
-        return _MAKERS.get(name, _make_plugin)(request)
+        made = _MAKERS.get(name, _make_plugin)(request)
     except RaycollectError:
         raise
     except Exception as exc:
         detail = f"backend {spec.backend!r}: rank {rank} can't join from {host}: {type(exc).__name__}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
+    return made, request.store.published if name == "gloo" else ()
 
 
 def _make_gloo(request: _Request) -> Any:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from raycollect.backends.arrays import DeviceArray, Flat
+from raycollect.backends.arrays import Array, DeviceArray, Flat
 from raycollect.backends.completion import chunks, clipped, metered, movement, one_each, reduce_op, reduction
 from raycollect.backends.folds import finish
 from raycollect.backends.torch_dist.calls import Calls
 from raycollect.backends.torch_dist.group import c10d
 from raycollect.backends.torch_dist.rows import Row, host_tensor
-from raycollect.core.model import Kernel, Launch, OpKind
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import InternalError
 
-CHUNK_NBYTES = 8 << 20  # How much one call of the library moves
+CHUNK_NBYTES = 8 << 20  # How much one call of the library moves of device tensors, or of our own copies
+LENT_NBYTES = 16 << 20  # The same where it works in the user's arrays; those with gaps are copied by so much
+# What it reduces there goes in parts of at least so much and less than twice that, `AHEAD` at a time: while one of its
+# threads reduces, the other moves. 1.1 to 1.2 times as fast as in one part, on 2 cores that were busy.
+PART_NBYTES = 4 << 20
+AHEAD = 4
 
 
 def run(calls: Calls, launch: Launch, kernel: Kernel) -> None:
@@ -39,6 +46,8 @@ class _Run:
         self._torch = calls.library.backend
         self._me = calls.library.rank
         self._ranks = range(calls.library.world_size)
+        # Whether the library works in the user's arrays: it does if it can be kept from writing there later.
+        self._lends = calls.library.sever is not None
 
 
 class _HostRun(_Run):
@@ -46,29 +55,65 @@ class _HostRun(_Run):
 
     def allreduce(self, kernel: Kernel) -> None:
         (src, dst), op = reduction(kernel), reduce_op(kernel)
+        if self._lends:
+            self._allreduce_within(src, dst, op)
+            return
         for lo, hi in self._spans(src):
             out = np.empty(hi - lo, dst.dtype)
             src.fill(out, lo, hi)
-            options = self._calls.options(c10d.AllreduceOptions, op=op)
-            self._calls.do(self._torch.allreduce, [host_tensor(out)], options)
+            self._calls.do(*self._reducing(out, op))
             finish(op, out, len(self._ranks))
             dst.write(lo, hi, out)
+
+    def _allreduce_within(self, src: Flat, dst: Flat, op: ReduceOp) -> None:
+        # In the user's array, or copies of what has gaps, in parts that the library's threads have at the same time.
+        # The parts are the same on all ranks: they follow from the size alone.
+        step = -(-dst.size // max(1, dst.size * dst.dtype.itemsize // PART_NBYTES))
+        ahead, under_way = chunks(dst.size, step), deque[tuple[Any, Array]]()
+        in_place = src.direct and dst.direct and src.address == dst.address
+        with self._calls.settled():
+            for lo, hi in metered(dst.size, step):
+                self._calls.look()
+                for start, stop in islice(ahead, AHEAD - len(under_way)):
+                    out = dst.target(start, stop)
+                    if not in_place:
+                        src.fill(out, start, stop)
+                    under_way.append((self._calls.begin(*self._reducing(out, op)), out))
+                work, out = under_way.popleft()
+                self._calls.finish(work)
+                finish(op, out, len(self._ranks))
+                dst.commit(lo, hi, out)
+
+    def _reducing(self, out: Array, op: ReduceOp) -> tuple[Any, ...]:
+        return self._torch.allreduce, [host_tensor(out)], self._calls.options(c10d.AllreduceOptions, op=op)
 
     def broadcast(self, kernel: Kernel) -> None:
         src, dst, whole = movement(kernel, is_root=self._me == kernel.peer)
         for lo, hi in self._spans(whole):
-            buffer = np.empty(hi - lo, whole.dtype)
             if src is not None:
-                src.fill(buffer, lo, hi)
+                buffer = src.read(lo, hi) if self._lends else src.read(lo, hi).copy()
+            else:
+                buffer = self._target(whole, lo, hi)
             options = self._calls.options(c10d.BroadcastOptions, root=kernel.peer)
             self._calls.do(self._torch.broadcast, [host_tensor(buffer.view(np.uint8))], options)
-            if dst is not None:
+            if src is None:
+                self._commit(whole, lo, hi, buffer)
+            elif dst is not None:
                 dst.write(lo, hi, buffer)
 
     def _spans(self, flat: Flat) -> Iterator[tuple[int, int]]:
-        for lo, hi in metered(flat.size, CHUNK_NBYTES // flat.dtype.itemsize):
+        for lo, hi in metered(flat.size, (LENT_NBYTES if self._lends else CHUNK_NBYTES) // flat.dtype.itemsize):
             self._calls.look()
             yield lo, hi
+
+    def _target(self, dst: Flat, lo: int, hi: int) -> Array:
+        return dst.target(lo, hi) if self._lends else np.empty(hi - lo, dst.dtype)
+
+    def _commit(self, dst: Flat, lo: int, hi: int, out: Array) -> None:
+        if self._lends:
+            dst.commit(lo, hi, out)
+        else:
+            dst.write(lo, hi, out)
 
 
 class _DeviceRun(_Run):

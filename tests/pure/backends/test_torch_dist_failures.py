@@ -1,10 +1,11 @@
-"""torch.distributed's kernels that end early: aborts, large arrays, and peers that stay away or die."""
+"""torch.distributed's kernels that end early: aborts, large arrays in parts, and peers that stay away or die."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +23,10 @@ if importlib.util.find_spec("torch") is None or not backends.is_available("torch
 from raycollect.backends.meshed import MESH_UP_TO_NBYTES
 from raycollect.backends.torch_dist import run as _torch_run
 from raycollect.backends.torch_dist.calls import Calls
-from tests.pure.backends.torch_teams import OptionsTeam, body_sum, teams
+from tests.pure.backends.torch_teams import OptionsTeam, body_sum, gloo_of, plugin, teams
 from tests.waiting import wait_until
 
-__all__ = ["teams"]  # a fixture
+__all__ = ["plugin", "teams"]  # fixtures
 
 
 def started(communicator: Communicator, launch: Launch, kernel: Kernel) -> None:
@@ -63,14 +64,25 @@ LARGE = MESH_UP_TO_NBYTES[0][1] // 8 + 1
 def test_an_abort_wakes_a_rank_in_mid_kernel_and_what_comes_late_is_not_written(
     teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch, kind: OpKind
 ) -> None:
-    """The library's kernel goes on, in memory of our own."""
+    """The library works in the user's array, so its connections are ended, and with them its kernel."""
     team = teams(world_size=3)
     in_kernel = wait_for_kernel(team, monkeypatch)
     array, launch = np.ones(LARGE), team.launch(timeout_s=60)
     waiting = team.start(0, started, launch, kernel_of(kind, array))
     in_kernel()
+    was_under_way, ended = list[bool](), list[bool]()
+    settle = Calls._settle
+
+    def recorded(calls: Calls, work: Any) -> None:
+        was_under_way.append(not work.is_completed())
+        settle(calls, work)
+        ended.append(work.is_completed())
+
+    monkeypatch.setattr(Calls, "_settle", recorded)
     team.communicators[0].abort(launch.seq)
     assert isinstance(waiting.result(5), PlanAbortedError)
+    assert any(was_under_way)
+    assert all(ended), "no thread of the library is in the array"
     left = array.copy()
     for late in team.run(started, launch, kernel_of(kind, np.full(LARGE, 7.0)), ranks=(1, 2)):
         assert isinstance(late, PlanAbortedError | None)  # the root of a broadcast need not see that nobody takes it
@@ -80,8 +92,11 @@ def test_an_abort_wakes_a_rank_in_mid_kernel_and_what_comes_late_is_not_written(
         assert isinstance(team.run(body, *args, ranks=(0,))[0], GroupBrokenError)
 
 
-def test_the_library_gets_memory_of_its_own(teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch) -> None:
-    team = teams()
+def test_where_connections_can_not_be_ended_the_library_gets_memory_of_its_own(
+    plugin: Callable[..., None], teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin("mine", lambda store, rank, size, timeout: gloo_of(store, rank, size), extended_api=False)
+    team = teams("torch:mine")
     given: list[int] = []
     lend = _torch_run.host_tensor
     monkeypatch.setattr(_torch_run, "host_tensor", lambda array: given.append(array.ctypes.data) or lend(array))
@@ -113,10 +128,60 @@ def body_gaps(communicator: Communicator, launches: list[Launch]) -> list[float]
     return [float(each) for each in (gaps.max(), wide[:, 1].min(), out.min(), fixed.max(), moved.min())]
 
 
-def test_large_arrays_of_every_kind(teams: Callable[..., OptionsTeam]) -> None:
+def test_large_arrays_of_every_kind_are_worked_in(teams: Callable[..., OptionsTeam]) -> None:
     team = teams()
     found = team.must(body_gaps, [team.launch() for _ in range(3)])
     assert found == [[1.5, 1.0, 3.0, 1.0, 1.0], [1.5, 2.0, 3.0, 2.0, 1.0]]
+
+
+def body_parts(communicator: Communicator, launches: list[Launch], size: int) -> list[bool]:
+    """Arrays of several parts: in place, and averaged from one array into another, which has gaps on one rank."""
+    own = np.arange(size, dtype=np.float64) * (communicator.rank + 1)
+    out = np.zeros((size, 2))[:, 0] if communicator.rank == 1 else np.zeros(size)
+    communicator.launch(launches[0], Kernel(kind=OpKind.ALLREDUCE, src=own, dst=out, op=ReduceOp.AVG))
+    is_kept = bool((own == np.arange(size) * (communicator.rank + 1.0)).all())
+    communicator.launch(launches[1], Kernel(kind=OpKind.ALLREDUCE, src=own, dst=own, op=ReduceOp.SUM))
+    return [is_kept, bool((out == np.arange(size) * 2.0).all()), bool((own == np.arange(size) * 6.0).all())]
+
+
+def test_large_arrays_are_reduced_in_parts_at_the_same_time(
+    teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_run, "PART_NBYTES", MESH_UP_TO_NBYTES[0][1] // 6)  # 7 parts
+    team, begin = teams(world_size=3), Calls.begin
+    open_at_once: list[int] = []
+
+    def recorded(calls: Calls, *args: Any) -> Any:
+        work = begin(calls, *args)
+        open_at_once.append(len(calls._open))
+        return work
+
+    monkeypatch.setattr(Calls, "begin", recorded)
+    found = team.must(body_parts, [team.launch() for _ in range(2)], LARGE + LARGE // 6)
+    assert found == [[True] * 3] * 3
+    assert len(open_at_once) == 3 * 2 * 7
+    assert max(open_at_once) == _torch_run.AHEAD
+
+
+def test_an_abort_ends_all_parts_that_are_under_way(
+    teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_run, "PART_NBYTES", MESH_UP_TO_NBYTES[0][1] // 6)
+    team = teams(world_size=2)
+    in_kernel, works, settle = wait_for_kernel(team, monkeypatch), [], Calls._settle
+
+    def recorded(calls: Calls, work: Any) -> None:
+        settle(calls, work)
+        works.append(work)
+
+    monkeypatch.setattr(Calls, "_settle", recorded)
+    launch = team.launch(timeout_s=60)
+    waiting = team.start(0, started, launch, kernel_of(OpKind.ALLREDUCE, np.ones(LARGE)))
+    in_kernel()
+    team.communicators[0].abort(launch.seq)
+    assert isinstance(waiting.result(5), PlanAbortedError)
+    assert len(works) == _torch_run.AHEAD
+    assert all(work.is_completed() for work in works), "no thread of the library is in the array"
 
 
 def test_close_wakes_a_rank_in_mid_kernel(teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch) -> None:
