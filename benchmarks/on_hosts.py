@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -68,72 +68,36 @@ class Placed(Contestant):
 
 
 class Refs(Placed):
-    """A driver's call on refs to the actors' buffers.
+    """A driver's call on refs to the actors' buffers; `more` are arguments of the declaration."""
 
-    Args:
-        name: The contender's name.
-        op: The operation.
-        root: The root of a broadcast.
-        fresh: Whether the links are measured again.
-        actors: Actors that outlive the contender; by default it has its own.
-        more: Arguments of the declaration.
-    """
-
-    def __init__(
-        self, name: str, op: str, *, root: int = 0, fresh: bool = False, actors: Sequence[Any] = (), **more: Any
-    ) -> None:
-        self._shared = list(actors)
+    def __init__(self, name: str, op: str, **more: Any) -> None:
         super().__init__(name, RANKS)
-        self._op, self._root = op, root
+        self._op = op
         self.declared = col.declare_collective_group(self.actors, group_name=f"{name} {self.group}", **more)
-        if fresh:
-            self.declared.rebuild(self.actors)  # which measures the links anew
         self._refs: list[Any] = []
-        self._made: Any = None
-
-    def start(self) -> list[Any]:
-        """The shared actors, or new ones."""
-        return self._shared or super().start()
 
     def prepare(self, nbytes: int) -> None:
         """Makes the buffers, and takes refs to them."""
         super().prepare(nbytes)
         self._refs = [actor.get_array.remote(self.name) for actor in self.actors]
         self.fill()
-        self._made = col.allgather_refs(None, self._refs, self.declared.name) if self._op == "allgather" else None
-
-    @property
-    def _call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        group = {"group_name": self.declared.name, "timeout_s": 120}
-        if self._op == "allgather":
-            return col.allgather_refs, (self._made, self._refs), group
-        if self._op == "broadcast":
-            return col.broadcast_refs, (self._refs,), {**group, "src_rank": self._root}
-        return col.allreduce_refs, (self._refs,), group
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm of the call."""
-        call, args, kwargs = self._call
-        return str(col.plan(call, *args, **kwargs).rows[0].algorithm)
 
     def operate(self) -> None:
         """One call."""
-        call, args, kwargs = self._call
-        call(*args, **kwargs)
+        call = col.broadcast_refs if self._op == "broadcast" else col.allreduce_refs
+        call(self._refs, group_name=self.declared.name, timeout_s=120)
 
     def check(self, runs: int) -> None:
         """Raises unless the operands hold what they must."""
         if self._op == "allreduce":
             super().check(runs)
-        elif self._op == "broadcast":
-            self.must_hold(self._root + 1)
+        else:
+            self.must_hold(1.0)
 
     def close(self) -> None:
         """Ends the group."""
         self.declared.destroy()
-        if not self._shared:
-            super().close()
+        super().close()
 
 
 class Theirs(Placed, RayGroup):
@@ -183,7 +147,7 @@ def even(choice: Choice) -> Iterator[Record]:
         _shape([rate] * HOSTS)
         for op, least in (("allreduce", 2 * (HOSTS - 1) / HOSTS), ("broadcast", 1.0)):
             makers = [
-                entry(names.TCP, Refs, op, fresh=True),
+                entry(names.TCP, Refs, op),
                 entry(names.GLOO, Refs, op, backend="gloo"),
             ]
             makers.append(entry(names.RAY, Theirs, op))

@@ -100,12 +100,12 @@ if TYPE_CHECKING:
     from raycollect.member.runtime import mark_written as mark_written
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
-    from raycollect.planner.explain import Explanation as Explanation
     from raycollect.planner.joined import join_layouts as join_layouts
     from raycollect.planner.layout import Layout as Layout
     from raycollect.planner.layout import Region as Region
     from raycollect.planner.layout import fused_layouts as fused_layouts
     from raycollect.planner.layout import layout as layout
+    from raycollect.planner.report import Explanation as Explanation
     from raycollect.pos.handle import Handle as Handle
     from raycollect.pos.tensors import arena_statistics as arena_statistics
     from raycollect.pos.tensors import array as array
@@ -135,7 +135,7 @@ _HOMES: dict[str, str] = {
     "CapturedRun": "captured.captured_run",
     "CollectiveParticipant": "member.participant",
     "DirectoryBulletin": "group.bootstrap_store",
-    "Explanation": "planner.explain",
+    "Explanation": "planner.report",
     "Group": "driver.group",
     "GroupStatistics": "driver.group_status",
     "GroupStatus": "driver.group_status",

@@ -13,7 +13,7 @@ a kernel that fails    unresponsive ranks are found (`silent`): the library does
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
@@ -78,10 +78,6 @@ class Meshed(Exchanged):
         """Leaves the launch; tells the others if this rank has not run all of it."""
         self._mesh.end(launch, ok)
         return super().end(launch, ok)
-
-    def probe(self, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float, float]]:
-        """Measures links to other ranks; see `Probing`."""
-        return self._mesh.probe(turns)
 
     def lost(self, rank: int) -> None:
         """Ends waits on the mesh for a rank whose process has ended; the library notices by itself."""

@@ -14,8 +14,8 @@ from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
-from raycollect.planner.explain import Planned, StepExplanation, explain_step
-from raycollect.planner.report import Invoked, Methods, Report
+from raycollect.planner.explain import Planned, explain_step
+from raycollect.planner.report import Explanation, Invoked, Methods, StepExplanation
 from raycollect.planner.sizes import Infos
 from raycollect.planner.wording import nbytes_words, op_words, seconds_words
 
@@ -90,7 +90,7 @@ def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[ob
         return at, words, len(stage), "", ""
     kinds = Counter((op_words(one), one.group.name) for one in stage.plan.requests)
     what = ", ".join(f"{op} on group {name!r}{f' (x {n})' if n > 1 else ''}" for (op, name), n in kinds.items())
-    if not isinstance(told, Report):
+    if not isinstance(told, Explanation):
         return at, what, len(stage.plan.requests), "", ""
     nbytes = nbytes_words(sum(row.nbytes for row in told.rows))
     return at, what, len(stage.plan.requests), nbytes, seconds_words(told.time_s)

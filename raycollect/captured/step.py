@@ -43,8 +43,7 @@ from raycollect.errors import (
 )
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
-from raycollect.planner.explain import StepExplanation
-from raycollect.planner.render import step_html
+from raycollect.planner.report import StepExplanation
 from raycollect.planner.wording import counted
 
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
@@ -340,7 +339,7 @@ class Capture(BoundToProcess):
             f"{counted(calls, 'method call')}: {self._told_state}",
             html.pairs(facts),
             stages_html(stages, told),
-            "" if known is None else html.folded("what each run does", step_html(known)),
+            "" if known is None else html.folded("what each run does", known._repr_html_()),
         )
 
     def _known(self) -> StepExplanation | None:

@@ -72,36 +72,25 @@ def pairs(items: Iterable[tuple[object, object]]) -> Markup:
 
 def table(
     head: Sequence[str],
-    rows: Iterable[Sequence[object] | Markup],
+    rows: Iterable[Sequence[object]],
     *,
     right: Collection[str] = (),
     count: int = 0,
     most: int = MOST_ROWS,
 ) -> Markup:
-    """A table: the column titles, and the cells of each row, or the row as `across` makes it.
+    """A table: the column titles, and the cells of each row.
 
     The columns named in `right` are aligned to the right. At most `most` of `count` rows are shown; a last row counts
     the others.
     """
     top = "".join(_cell("th", name, name in right) for name in head)
     shown = list(islice(rows, most))
-    body = [
-        row
-        if isinstance(row, Markup)
-        else "".join(_cell("td", cell, name in right) for cell, name in zip(row, head, strict=True))
-        for row in shown
-    ]
+    body = ["".join(_cell("td", cell, name in right) for cell, name in zip(row, head, strict=True)) for row in shown]
     if count > len(shown):
-        body.append(across(f"... {count - len(shown)} more", len(head)))
+        lead, span = "<td></td>" * (len(head) > 1), max(len(head) - 1, 1)
+        body.append(f'{lead}<td colspan="{span}" style="text-align:left">... {count - len(shown)} more</td>')
     made = "\n".join(f"<tr>{row}</tr>" for row in body)
     return Markup(f"<table>\n<thead><tr>{top}</tr></thead>\n<tbody>\n{made}\n</tbody>\n</table>\n")
-
-
-def across(value: object, columns: int) -> Markup:
-    """A row of a table with one text from the second column on."""
-    spanned = f' colspan="{columns - 1}"' if columns > 1 else ""
-    first = "<td></td>" if columns > 1 else ""
-    return Markup(f'{first}<td{spanned} style="text-align:left">{text(value)}</td>')
 
 
 def block(kind: str, title: object, *parts: str) -> Markup:

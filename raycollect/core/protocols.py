@@ -233,24 +233,6 @@ class Surviving(Protocol):
         ...
 
 
-@runtime_checkable
-class Probing(Protocol):
-    """An option of a `Communicator` whose ranks can measure the links between them."""
-
-    def probe(self, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float, float]]:
-        """Measures links before the first launch, in bounded time.
-
-        Args:
-            turns: (turn from 1 on, other rank), ascending. Both ranks of a pair name the same turn, and no rank is in
-                two pairs of a turn.
-
-        Returns:
-            (other rank, latency in seconds, bytes per second), by one rank of a pair. What is not known is left out;
-            what took too long is said to be as slow as its time.
-        """
-        ...
-
-
 class Faults(Protocol):
     """Fault injection for tests; the default does nothing."""
 

@@ -22,7 +22,8 @@ from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, RefusedError, Violation, refusal
 from raycollect.planner import Made, Plan, Role, Source
-from raycollect.planner.explain import Explanation, explain
+from raycollect.planner.explain import explain
+from raycollect.planner.report import Explanation
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import faults_of, made_of
 from raycollect.pos.handle import Handle

@@ -17,7 +17,7 @@ from raycollect.driver import member_discovery
 from raycollect.driver.coordinators import Coordinators
 from raycollect.driver.participants import Participants
 from raycollect.errors import CollectiveTimeoutError
-from raycollect.group import cluster_registry, link_costs, measured_links
+from raycollect.group import cluster_registry, link_costs
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import membership_of, placed
 from raycollect.planner import Membership
@@ -55,7 +55,6 @@ class Formation:
         self._claims = Claims()  # names, the actors of derived groups, and groups that are being dissolved
         self._broken: dict[str, str] = {}  # group id -> why
         self._ended: list[Membership] = []  # groups that are gone here, whose members may not know it yet
-        self._links = measured_links.MeasuredLinks()
 
     def _form(
         self,
@@ -83,7 +82,7 @@ class Formation:
             if old is not None:
                 self._retire(old, deadline_s, drains=drains)
             replaces = "" if old is None else old.spec.group_id
-            membership = self._joined(membership, deadline_s, replaces)
+            self._peers.join([membership], deadline_s, replaces)
             by_rank = tuple([actors[one.actor_id] for one in membership.members])
             formed = membership, replace(declaration, actors=by_rank, is_by_rank=True)
             deliver()  # a signal that has come by now leaves no group
@@ -106,17 +105,6 @@ class Formation:
         self.coordinators.close(old)
         self._ending(old, "its group was formed again")
         cluster_registry.remove(old)
-
-    def _joined(self, membership: Membership, deadline_s: float, replaces: str) -> Membership:
-        """Has all members join, which measure what nobody knows of the links between their hosts."""
-        links = self._links
-        with Allowed():
-            known = {} if membership.epoch else links.of(membership)  # rebuilt: there was trouble
-        probe = measured_links.turns(membership, known)
-        told = self._peers.join([membership], deadline_s, probe, replaces)
-        links.add(membership, told)
-        with Allowed():
-            return replace(membership, topology=membership.topology.on_links(links.of(membership)))
 
     def _dissolve_ended(self, name: str = "", deadline_s: float = 0.0) -> None:
         """Tells the members of groups that have ended here; waits for another thread that does that with one `name`."""

@@ -14,7 +14,7 @@ batch as well, where results are `Pending`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 from ray import ObjectRef
@@ -40,10 +40,6 @@ def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: 
 @overload
 def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     inplace: bool = ..., snapshot: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
-    inplace: bool = ..., snapshot: bool = ..., async_op: bool,
-    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def allreduce_refs(
     tensor_refs: Sequence[Any],
@@ -94,10 +90,6 @@ def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: Gro
 @overload
 def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ...,
     *, inplace: bool = ..., snapshot: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ...,
-    *, inplace: bool = ..., snapshot: bool = ..., async_op: bool,
-    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def reduce_refs(
     tensor_refs: Sequence[Any],
@@ -129,9 +121,6 @@ def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: 
 @overload
 def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, source: Any = ...,
-    async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def broadcast_refs(
     tensor_refs: Sequence[Any],
@@ -168,9 +157,6 @@ def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence
 @overload
 def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any], group_name: GroupLike = ..., *,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any], group_name: GroupLike = ..., *,
-    async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def allgather_refs(
     tensor_list_refs: Sequence[Any] | None,
@@ -186,7 +172,7 @@ def allgather_refs(
     be overwritten; None: lists are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
     of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return known_calls.run(OpKind.ALLGATHER, group_name, timeout_s, async_op=async_op, **lists)
 
 
@@ -198,9 +184,6 @@ def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequ
 @overload
 def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any], group_name: GroupLike = ...,
     op: ReduceOp | str = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any], group_name: GroupLike = ...,
-    op: ReduceOp | str = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def reducescatter_refs(
     tensor_refs: Sequence[Any] | None,
@@ -217,7 +200,7 @@ def reducescatter_refs(
     `tensor_refs` are one per rank, to be overwritten by the rank's reduced piece; None: tensors are made. What is not
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return known_calls.run(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, async_op=async_op, **lists)
 
 
@@ -228,9 +211,6 @@ def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int 
 @overload
 def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., *,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., *,
-    async_op: bool, timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def gather_refs(
     tensor_list_ref: Any,
@@ -259,9 +239,6 @@ def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_ra
 @overload
 def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_rank: int = ...,
     group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_rank: int = ...,
-    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def scatter_refs(
     tensor_refs: Sequence[Any] | None,
@@ -295,9 +272,6 @@ def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_ref
 @overload
 def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_refs: Sequence[Any],
     group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_refs: Sequence[Any],
-    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def alltoall_refs(
     tensor_list_out_refs: Sequence[Any] | None,
@@ -313,7 +287,7 @@ def alltoall_refs(
     one per rank, to be overwritten, which may be the rank's input where sizes allow; None: lists are made. What is not
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
-    lists = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
+    lists: dict[str, Any] = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
     return known_calls.run(OpKind.ALLTOALL, group_name, timeout_s, async_op=async_op, **lists)
 
 
@@ -324,9 +298,6 @@ def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: Reduc
 @overload
 def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     inplace: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
-    inplace: bool = ..., async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def scan_refs(
     tensor_refs: Sequence[Any],
@@ -354,9 +325,6 @@ def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: Red
 @overload
 def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     inplace: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
-    inplace: bool = ..., async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def exscan_refs(
     tensor_refs: Sequence[Any],
@@ -385,9 +353,6 @@ def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = .
 @overload
 def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> Work: ...
-@overload
-def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def send_ref(
     src_tensor_ref: Any,
@@ -414,9 +379,6 @@ def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = .
 @overload
 def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> Work: ...
-@overload
-def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
 # fmt: on
 def recv_ref(
     dst_tensor_ref: Any,
@@ -427,7 +389,8 @@ def recv_ref(
     timeout_s: float | None = None,
 ) -> ObjectRef[Any] | Work:
     """`send_ref`, said from the receiver's side: the same one call does both halves."""
-    return send_ref(src_tensor_ref, dst_tensor_ref, group_name, async_op=async_op, timeout_s=timeout_s)
+    call = Call(OpKind.SEND, group_name, timeout_s, refs=[src_tensor_ref, dst_tensor_ref])
+    return call.send(async_op=async_op)
 
 
 # fmt: off
@@ -436,9 +399,6 @@ def barrier(group_name: GroupLike = ..., *, async_op: Literal[False] = ..., time
 @overload
 def barrier(group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> Work | MemberWork: ...
-@overload
-def barrier(group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> Work | MemberWork | None: ...
 # fmt: on
 def barrier(
     group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
@@ -454,4 +414,5 @@ def barrier(
         get_group_handle(group_name)
     except UnknownGroupError:
         return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
-    return imperative.barrier(group_name, async_op=async_op, timeout_s=timeout_s)
+    call: Callable[..., MemberWork | None] = imperative.barrier  # its overloads take no bool that is not known
+    return call(group_name, async_op=async_op, timeout_s=timeout_s)

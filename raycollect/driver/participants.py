@@ -67,7 +67,6 @@ class _Joining:
         self.group_id = group_id
         self.settled = threading.Event()
         self.error: RaycollectError | None = None
-        self.links: tuple[tuple[float, ...], ...] = ()
 
 
 class Participants:
@@ -279,13 +278,11 @@ class Participants:
         self,
         memberships: Sequence[Membership],
         deadline_s: float,
-        probe: Mapping[int, tuple[int, ...]] | None = None,
         replaces: str = "",
-    ) -> dict[int, tuple[tuple[float, ...], ...]]:
+    ) -> None:
         """Makes all members join groups, and waits until they have; `deadline_s` is by `time.monotonic`.
 
-        `probe` has by rank what a member of the one group shall measure, and `replaces` is the id of the group in whose
-        place it comes, as in `Join`. Returns by rank what they found.
+        `replaces` is as in `Join`.
         """
         asked: dict[int, _Joining] = {}
         try:
@@ -297,7 +294,7 @@ class Participants:
             for membership in memberships:
                 mine = {request: one for request, one in asked.items() if one.group_id == membership.spec.group_id}
                 with self.inviting:
-                    for member, invitation in _invitations(membership, mine, probe or {}, replaces):
+                    for member, invitation in _invitations(membership, mine, replaces):
                         self.joining(member).send(invitation)
             late = [one for one in together if not waiting(one.settled.wait, deadline_s - monotonic())]
         finally:
@@ -314,7 +311,6 @@ class Participants:
                 detail=f"these have not joined in time: {names}; an actor that is pending or busy can't join",
                 missing=tuple(one.member.rank for one in late),
             )
-        return {one.member.rank: one.links for one in together if one.links}
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""
@@ -323,7 +319,6 @@ class Participants:
             return
         if message.error is not None:
             _fail(together, located(from_wire(message.error), joining.member.rank, joining.member.actor))
-        joining.links = message.links
         joining.settled.set()
 
     def give_up(self, peer: ParticipantLink, reason: str) -> None:
@@ -382,18 +377,15 @@ def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[
     return [one.result() if one in done else None for one in futures]
 
 
-def _invitations(
-    membership: Membership, asked: Mapping[int, _Joining], probe: Mapping[int, tuple[int, ...]], replaces: str
-) -> Iterator[tuple[Member, Join]]:
+def _invitations(membership: Membership, asked: Mapping[int, _Joining], replaces: str) -> Iterator[tuple[Member, Join]]:
     """What each member is told that is to join a group; the arguments are those of `Participants.join`."""
     spec = asdict(membership.spec)
     members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
     for request, joining in asked.items():
         rank = joining.member.rank
-        found = probe.get(rank, ())
         yield (
             joining.member,
-            Join(request=request, group=spec, rank=rank, members=members, replaces=replaces, probe=found),
+            Join(request=request, group=spec, rank=rank, members=members, replaces=replaces),
         )
 
 

@@ -36,10 +36,6 @@ def reshard_refs(src_refs: Sequence[Any], dst_refs: Sequence[Any], group_name: G
 def reshard_refs(src_refs: Sequence[Any], dst_refs: Sequence[Any], group_name: GroupLike = ..., *,
     src: Layouts | None = ..., dst: Layouts | None = ..., inplace: bool = ..., snapshot: bool = ...,
     async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
-@overload
-def reshard_refs(src_refs: Sequence[Any], dst_refs: Sequence[Any], group_name: GroupLike = ..., *,
-    src: Layouts | None = ..., dst: Layouts | None = ..., inplace: bool = ..., snapshot: bool = ..., async_op: bool,
-    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
 # fmt: on
 def reshard_refs(
     src_refs: Sequence[Any],

@@ -125,28 +125,6 @@ def post(membership: Membership) -> None:
         _soon(_put, client, membership, GroupRecord.of(membership).to_bytes())
 
 
-def keep(entries: Mapping[bytes, bytes]) -> None:
-    """Stores entries for `look_up` in another thread; they last as long as the cluster."""
-    client = ray_internals.cluster_client()
-    if client is not None:
-        for key, entry in entries.items():
-            with contextlib.suppress(RuntimeError):  # this process is ending
-                _posting.submit(threads.survives, _put_entry, client, key, entry)
-
-
-def look_up(keys: Sequence[bytes]) -> dict[bytes, bytes]:
-    """The entries of these keys, as far as there are any and the store answers in time."""
-    client = ray_internals.cluster_client()
-    if client is None or not keys:
-        return {}
-    try:
-        found = client.internal_kv_multi_get(list(keys), _NAMESPACE, timeout=POST_TIMEOUT_S)
-    except (RayError, RuntimeError, OSError) as exc:
-        _log.info("the cluster's store does not say what is known: %s", exc)
-        return {}
-    return {key: entry for key, entry in found.items() if entry}
-
-
 def remove(membership: Membership) -> None:
     """Removes a record in another thread. If the store does not answer, the next `post` or `remove` tries again."""
     client = ray_internals.cluster_client()
@@ -168,13 +146,6 @@ def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
     with _told(name):
         client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
         _delete_overdue(client)
-
-
-def _put_entry(client: Any, key: bytes, entry: bytes) -> None:
-    try:
-        client.internal_kv_put(key, entry, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
-    except (RayError, RuntimeError, OSError) as exc:
-        _log.info("the cluster's store takes nothing: %s", exc)
 
 
 def _delete(client: Any, name: str, key: bytes) -> None:

@@ -30,9 +30,6 @@ ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
 FILE = "from the file"
 """`Link.source` of what the file of costs says."""
 
-MEASURED = "measured"
-"""`Link.source` of what members measured when a group was declared."""
-
 VERSION = 1
 
 MOST_NBYTES = 1 << 20

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Message, Publish
 from raycollect.core import threads
-from raycollect.core.protocols import Communicator, Probing, Surviving
+from raycollect.core.protocols import Communicator, Surviving
 from raycollect.errors import ConnectionLostError, GroupBrokenError, RaycollectError, anew, kept
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator_init import make_communicator
@@ -27,7 +26,6 @@ class PlanCommunicator:
     Attributes:
         exchange: The agreement through the controller.
         communicator: The backend's; None before `connect` has made it, and after `refuse` or `close`: see `why_none`.
-        links: What `connect` has measured, as in `Joined`.
     """
 
     def __init__(self, owner: ProcessGroup) -> None:
@@ -39,30 +37,20 @@ class PlanCommunicator:
 
         self.exchange: ChannelExchange = ChannelExchange(owner.spec.group_id, owner.rank, tell)
         self.communicator: Communicator | None = None
-        self.links: tuple[tuple[float, ...], ...] = ()
         self._owner = owner
         self._actor_ids = owner.actor_ids
         self._group_name = owner.name
         self._hub = HubClient(owner, PLANS)
         self._hub.generation = owner.spec.group_id  # the only one
 
-    def connect(self, probe: Sequence[int] = ()) -> RaycollectError | None:
-        """Makes the communicator, which waits for the other members. Returns the error if that fails.
-
-        `probe` is as in `Join`: what was found is in `links`.
-        """
+    def connect(self) -> RaycollectError | None:
+        """Makes the communicator, which waits for the other members. Returns the error if that fails."""
         owner, hub = self._owner, self._hub
         rendezvous = HubRendezvous(hub, hub.generation)
         try:
             made = make_communicator(owner.spec, owner.rank, rendezvous, self.exchange, owner.host)
         except RaycollectError as exc:
             return kept(exc)
-        if probe and isinstance(made, Probing):
-            try:
-                self.links = tuple(made.probe([(turn, other) for turn, other in enumerate(probe, 1) if other >= 0]))
-            except BaseException:
-                made.close()
-                raise
         with hub.changed:
             if hub.stop is None:
                 self.communicator = made

@@ -65,11 +65,11 @@ def _made(spec: GroupSpec, controller: str, reporter: Reporter, message: Join) -
 
 def _connect(group: ProcessGroup, reporter: Reporter, message: Join) -> None:
     try:
-        error = group.plans.connect(message.probe)
+        error = group.plans.connect()
     except Exception as exc:  # noqa: BLE001 - the library is not ours
         error = threads.failed(f"joining group {group.name!r}", exc)
     failed = None if error is None else to_wire(error)
-    reporter.tell(Joined(request=message.request, error=failed, links=group.plans.links))
+    reporter.tell(Joined(request=message.request, error=failed))
 
 
 def _read_spec(message: Join) -> GroupSpec:
@@ -80,6 +80,4 @@ def _read_spec(message: Join) -> GroupSpec:
     named = [isinstance(member.get("actor"), str) and "ordered" in member for member in message.members]
     if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
         raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
-    if not all(-1 <= other < spec.world_size and other != message.rank for other in message.probe):
-        raise ProtocolError(detail=f"rank {message.rank} of {spec.world_size} can't measure links to {message.probe}")
     return spec

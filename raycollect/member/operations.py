@@ -28,9 +28,6 @@ def allreduce(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ...
 @overload
 def allreduce(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def allreduce(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def allreduce(
     tensor: Any,
@@ -66,9 +63,6 @@ def reduce(tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., op: Re
 @overload
 def reduce(tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def reduce(tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def reduce(
     tensor: Any,
@@ -94,9 +88,6 @@ def broadcast(tensor: Any, src_rank: int = ..., group_name: GroupLike = ..., *, 
 @overload
 def broadcast(tensor: Any, src_rank: int = ..., group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def broadcast(tensor: Any, src_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def broadcast(
     tensor: Any,
@@ -118,9 +109,6 @@ def allgather(tensor_list: Any, tensor: Any, group_name: GroupLike = ..., *, asy
 @overload
 def allgather(tensor_list: Any, tensor: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def allgather(tensor_list: Any, tensor: Any, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def allgather(
     tensor_list: Any,
@@ -146,9 +134,6 @@ def reducescatter(tensor: Any, tensor_list: Any, group_name: GroupLike = ..., op
 @overload
 def reducescatter(tensor: Any, tensor_list: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
     async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def reducescatter(tensor: Any, tensor_list: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
-    async_op: bool, timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def reducescatter(
     tensor: Any,
@@ -175,9 +160,6 @@ def gather(tensor_list: Any, tensor: Any, dst_rank: int = ..., group_name: Group
 @overload
 def gather(tensor_list: Any, tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def gather(tensor_list: Any, tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def gather(
     tensor_list: Any,
@@ -205,9 +187,6 @@ def scatter(tensor: Any, tensor_list: Any = ..., src_rank: int = ..., group_name
 @overload
 def scatter(tensor: Any, tensor_list: Any = ..., src_rank: int = ..., group_name: GroupLike = ..., *,
     async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def scatter(tensor: Any, tensor_list: Any = ..., src_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def scatter(
     tensor: Any,
@@ -235,9 +214,6 @@ def alltoall(tensor_list_out: Any, tensor_list_in: Any, group_name: GroupLike = 
 @overload
 def alltoall(tensor_list_out: Any, tensor_list_in: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def alltoall(tensor_list_out: Any, tensor_list_in: Any, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def alltoall(
     tensor_list_out: Any,
@@ -264,9 +240,6 @@ def scan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, 
 @overload
 def scan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def scan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def scan(
     tensor: Any,
@@ -288,9 +261,6 @@ def exscan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *
 @overload
 def exscan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def exscan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def exscan(
     tensor: Any,
@@ -315,9 +285,6 @@ def send(tensor: Any, dst_rank: int, group_name: GroupLike = ..., *, async_op: L
 @overload
 def send(tensor: Any, dst_rank: int, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def send(tensor: Any, dst_rank: int, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def send(
     tensor: Any,
@@ -339,9 +306,6 @@ def recv(tensor: Any, src_rank: int, group_name: GroupLike = ..., *, async_op: L
 @overload
 def recv(tensor: Any, src_rank: int, group_name: GroupLike = ..., *, async_op: Literal[True],
     timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def recv(tensor: Any, src_rank: int, group_name: GroupLike = ..., *, async_op: bool,
-    timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def recv(
     tensor: Any,
@@ -361,8 +325,6 @@ def recv(
 def barrier(group_name: GroupLike = ..., *, async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
 @overload
 def barrier(group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
-@overload
-def barrier(group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
 def barrier(
     group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None

@@ -25,9 +25,6 @@ goes on inside the hosts happens meanwhile.
 Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. The ranks of one host share its link
 to other hosts: what they send at the same time takes as long as if one of them sent all of it. The model assumes that a
 binomial tree enters each host once; that is exact where hosts hold equal powers of two of consecutive ranks.
-
-Links between hosts may differ (`Paths`): a ring goes at the speed of its slowest link, and so does a level of a
-tree.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from raycollect.core.model import OpKind
-from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology, slowest
+from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology
 
 MESSAGE_S = 3e-6
 """What a message of any size costs the process that sends or receives it."""
@@ -97,31 +94,6 @@ FREE = Cost()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
-    """Links between hosts that differ, as algorithms go over them; hosts are in the order of their lowest ranks."""
-
-    ring: Link  # the slowest one between a host and its successor
-    tree: tuple[Link, ...]  # the slowest one of each level of a binomial tree from the root's host
-
-    @classmethod
-    def of(cls, topology: Topology, root: int) -> Paths | None:
-        """The paths of a topology; None where its links are all the same."""
-        if topology.pairs is None:
-            return None
-        count, link = topology.pairs.hosts, topology.pairs.of
-        chain = tuple(link(at, at + 1) for at in range(count - 1))
-        first = topology.hosts[root]
-        levels = [
-            [
-                link((first + at) % count, (first + at + (1 << level)) % count)
-                for at in range(min(1 << level, count - (1 << level)))
-            ]
-            for level in range(depth(count))
-        ]
-        return cls(ring=slowest((*chain, link(count - 1, 0))), tree=tuple(map(slowest, levels)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How many ranks are on how many hosts: all that costs depend on."""
 
@@ -131,7 +103,6 @@ class Layout:
     rank_order: bool = False  # whether reductions are folded in rank order, whatever hosts the ranks are on
     inside: Link = INSIDE
     between: Link = BETWEEN
-    paths: Paths | None = None  # the links between hosts, where they differ
 
     @classmethod
     def of(cls, topology: Topology, root: int = -1, *, rank_order: bool = False) -> Layout:
@@ -145,7 +116,6 @@ class Layout:
             rank_order=rank_order,
             inside=topology.inside,
             between=topology.between,
-            paths=Paths.of(topology, max(root, 0)),
         )
 
     @classmethod
@@ -183,16 +153,6 @@ class Layout:
     def farthest(self) -> Link:
         """The slowest link."""
         return self.between if self.host_count > 1 else self.inside
-
-    @property
-    def ring(self) -> Link:
-        """The slowest link of a ring over all ranks."""
-        return self.farthest if self.paths is None else self.paths.ring
-
-    @property
-    def tree(self) -> tuple[Link, ...]:
-        """The slowest links of the levels of a binomial tree over the hosts."""
-        return (self.between,) * depth(self.host_count) if self.paths is None else self.paths.tree
 
     def one_host(self, ranks: int) -> Layout:
         """The layout of some ranks of one of these hosts."""
@@ -250,14 +210,14 @@ def _at_root(share: float, layout: Layout) -> Cost:
 def _ring(share: float, rounds: int, layout: Layout) -> Cost:
     """Every rank sends to its successor, round after round; a share in all."""
     world = layout.world
-    link, beside_ = layout.ring, max(1.0, layout.crossings / layout.host_count)
+    link, beside_ = layout.farthest, max(1.0, layout.crossings / layout.host_count)
     line = Line(rounds * (link.latency_s + MESSAGE_S), share * beside_ / link.bandwidth)
     return Cost(line=line, inside=(world - layout.crossings) * share, between=layout.crossings * share)
 
 
 def _tree(layout: Layout) -> Cost:
     """A binomial tree over the hosts, then one inside each."""
-    links = (*layout.tree, *(layout.inside,) * depth(layout.largest))
+    links = (*(layout.between,) * depth(layout.host_count), *(layout.inside,) * depth(layout.largest))
     hops = (Line(link.latency_s + MESSAGE_S, 1 / link.bandwidth) for link in links)
     return Cost(line=sum(hops, Line()), inside=layout.world - layout.host_count, between=layout.host_count - 1)
 

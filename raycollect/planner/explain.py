@@ -7,82 +7,31 @@ chooses algorithms.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from raycollect.core.model import PREFIXES, GroupSpec
-from raycollect.planner.acts import acts
-from raycollect.planner.algorithms import rivals
-from raycollect.planner.ir import Made, Plan, Source, Together
-from raycollect.planner.pricing import packing, price
-from raycollect.planner.render import html, step_html, step_text, text
+from raycollect.core.model import PIECES, PREFIXES, GroupSpec, OpKind
+from raycollect.planner.algorithms import ALGORITHMS, cost_of, rivals
+from raycollect.planner.cost import FREE, Cost, Layout, priced
+from raycollect.planner.fusion import buckets, offered
+from raycollect.planner.ir import Made, Part, Plan, Source, Together
+from raycollect.planner.membership import Membership
 from raycollect.planner.report import (
     Act,
-    Bar,
     Brought,
-    Lane,
+    Explanation,
     LinkCost,
     Memory,
     Methods,
     Moved,
-    Report,
     Row,
-    StepReport,
+    StepExplanation,
     Way,
 )
 from raycollect.planner.sizes import Infos, Sizes
-from raycollect.planner.template import NATIVE
+from raycollect.planner.template import NATIVE, Local, Step, Template
 from raycollect.planner.topology import Topology
-from raycollect.planner.wording import counted, nbytes_words, numbered, op_words, seconds_words
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation(Report):
-    """What a call or a batch will do, and how to show it; a notebook shows it as a table."""
-
-    def explain(self) -> str:
-        """The explanation as text, in ASCII."""
-        return text(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The explanation as values that JSON gives back as they are."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
-
-    def _repr_html_(self) -> str:
-        return html(self)
-
-    def __str__(self) -> str:
-        return self.explain()
-
-    def __repr__(self) -> str:
-        calls = counted(len(self.rows), "call")
-        ways = ", ".join(dict.fromkeys(row.algorithm for row in self.rows))
-        return f"<Explanation of {self.name}: {calls}, {self.participants} participants, {ways}; .explain() tells all>"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepExplanation(StepReport):
-    """What each run of a captured step will do, and how to show it; a notebook shows it as tables."""
-
-    def explain(self) -> str:
-        """The explanation as text, in ASCII but for what the user named."""
-        return step_text(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The explanation as values that JSON gives back as they are."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
-
-    def _repr_html_(self) -> str:
-        return step_html(self)
-
-    def __str__(self) -> str:
-        return self.explain()
-
-    def __repr__(self) -> str:
-        what = f"{counted(self.calls, 'call')} in {counted(len(self.stages), 'stage')}"
-        who = counted(self.participants, "participant")
-        return f"<StepExplanation of a captured step: {what}, {who}; .explain() tells all>"
+from raycollect.planner.wording import PEER, nbytes_words, op_words, ranks_words, reduce_op_words, seconds_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +52,7 @@ def explain_step(stages: Sequence[Planned | Methods], participants: int) -> Step
         ValueError: An operand can't be cut into a piece per rank.
     """
     found = [stage if isinstance(stage, Methods) else explain(stage.plan, stage.given, stage.first) for stage in stages]
-    plans = [stage for stage in found if isinstance(stage, Report)]
+    plans = [stage for stage in found if isinstance(stage, Explanation)]
     return StepExplanation(
         participants=participants,
         calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage in found),
@@ -128,10 +77,9 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
     """
     sizes = Sizes(plan, given)
     bundles = [_Bundle(plan, sizes, together, first) for together in plan.order]
-    lanes, begins = _lanes(bundles, len(plan.participants))
     after = _after(plan)
     rows = [
-        _row(sizes, bundle, place, number, after[number], begins[place])
+        _row(sizes, bundle, place, number, after[number])
         for place, bundle in enumerate(bundles)
         for number in bundle.calls
     ]
@@ -144,9 +92,8 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
         launches=len({launch for row in rows for launch in row.launches} | {0}),
         staging=plan.staging,
         rows=tuple(rows),
-        lanes=lanes,
         memory=_memory(plan, sizes, bundles),
-        time_s=max((lane.bars[-1].ends_s for lane in lanes), default=0.0),
+        time_s=_time_s(bundles),
         nbytes_inside=sum(row.way.nbytes_inside for row in rows),
         nbytes_between=sum(row.way.nbytes_between for row in rows),
         links=tuple(dict.fromkeys(link for membership in plan.memberships for link in _links(membership.topology))),
@@ -159,22 +106,8 @@ def _links(topology: Topology) -> Iterator[LinkCost]:
         inside = topology.inside
         yield LinkCost(place="inside", latency_s=inside.latency_s, bandwidth=inside.bandwidth, source=inside.source)
     if topology.host_count > 1:
-        between, slowest = topology.between, ""
-        if topology.pairs is not None:
-            slowest = " and ".join(f"rank {topology.on(host)[0]}" for host in topology.pairs.slowest())
-        yield LinkCost(
-            place="between",
-            latency_s=between.latency_s,
-            bandwidth=between.bandwidth,
-            source=between.source,
-            slowest=slowest,
-        )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
-    return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+        far = topology.between
+        yield LinkCost(place="between", latency_s=far.latency_s, bandwidth=far.bandwidth, source=far.source)
 
 
 class _Bundle:
@@ -183,7 +116,6 @@ class _Bundle:
     def __init__(self, plan: Plan, sizes: Sizes, together: Together, first: int) -> None:
         self.calls = together.requests  # places in the plan
         self.first = first
-        self.numbers = tuple(first + number for number in self.calls)  # for the user
         self.part, self.membership = plan.parts[self.calls[0]], plan.memberships[self.calls[0]]
         self.nbytes = sum(sizes.nbytes(number) for number in self.calls)  # given by a rank to all of them
         infos = [info for number in self.calls for info in sizes.given(number)]
@@ -198,15 +130,11 @@ class _Bundle:
         staging = 0 if on_device else plan.staging
         self.packing = packing(self.part.request.kind, self.membership.spec.backend, staged, staging)
         self.tensors = len(staged)  # per rank, in pieces: per piece
-        self.costs = tuple(price(self.part, self.membership, choice.name) for choice in self.part.choices)
+        self.costs = tuple(_price(self.part, self.membership, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
         begun = max(alone + self.packing.kernels + min(self.packing.together, 1), 1) - 1  # kernels after the first one
         more_s = begun * self.costs[0].line.fixed_s
         self.times_s = tuple(cost.line.time_s(self.nbytes) + more_s for cost in self.costs)  # by each of the algorithms
-
-    @property
-    def label(self) -> str:
-        return f"{numbered(self.numbers)}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
 
     @cached_property
     def launches(self) -> tuple[int, ...]:
@@ -232,7 +160,15 @@ class _Bundle:
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
-        return acts(self.part, self.taken, self.base)
+        several = any(step.at for template in self.part.templates for step in template.ways[self.taken])
+        found: dict[tuple[str, ...], list[int]] = {}
+        for rank, index in zip(self.part.ranks, self.part.parts, strict=True):
+            template = self.part.templates[index]
+            steps = template.ways[self.taken]
+            launches = [f" (launch {self.base + step.at})" if several or self.base else "" for step in steps]
+            words = (_step_words(template, step) + launch for step, launch in zip(steps, launches, strict=True))
+            found.setdefault(tuple(words), []).append(rank)
+        return tuple(Act(ranks=tuple(ranks), steps=steps) for steps, ranks in found.items())
 
     @property
     def bits(self) -> str:
@@ -270,7 +206,7 @@ class _Bundle:
         return f"backend {request.group.backend} has no {request.kind.value}: {instead} instead"
 
 
-def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[int, ...], begins_s: float) -> Row:
+def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[int, ...]) -> Row:
     part, membership = bundle.part, bundle.membership
     given, nbytes = sizes.given(number), sizes.nbytes(number)
     made, scratch = sizes.extra(number)
@@ -298,7 +234,6 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         made_nbytes=made,
         scratch_nbytes=scratch,
         brought=_brought(sizes, bundle, number),
-        begins_s=begins_s,
         time_s=bundle.times_s[bundle.taken],
         moved=moved,
     )
@@ -338,24 +273,13 @@ def _after(plan: Plan) -> list[tuple[int, ...]]:
     return found
 
 
-def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], list[float]]:
-    free = [0.0] * count
-    bars: list[list[int]] = [[] for _ in range(count)]
-    drawn = []
-    for at, bundle in enumerate(bundles):
-        begins_s = max((free[member] for member in bundle.members), default=0.0)
-        ends_s = begins_s + bundle.times_s[bundle.taken]
-        drawn.append(Bar(label=bundle.label, calls=bundle.numbers, begins_s=begins_s, ends_s=ends_s))
-        for member in bundle.members:
-            free[member] = ends_s
-            bars[member].append(at)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for position, mine in enumerate(bars):
-        alike.setdefault(tuple(mine), []).append(position)
-    lanes = tuple(
-        Lane(participants=tuple(positions), bars=tuple(drawn[at] for at in mine)) for mine, positions in alike.items()
-    )
-    return lanes, [bar.begins_s for bar in drawn]
+def _time_s(bundles: Sequence[_Bundle]) -> float:
+    """When the last bundle ends: each begins when all of its participants have ended those before it."""
+    free: dict[int, float] = {}
+    for bundle in bundles:
+        ends_s = max((free.get(member, 0.0) for member in bundle.members), default=0.0) + bundle.times_s[bundle.taken]
+        free.update(dict.fromkeys(bundle.members, ends_s))
+    return max(free.values(), default=0.0)
 
 
 _CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 12 << 20, "torch:": 32 << 20}
@@ -401,3 +325,83 @@ def _memory_of_all(parts: Sequence[Memory]) -> Memory:
         stand_ins=max((one.stand_ins for one in parts), default=0),
         chunks=tuple({name: nbytes for one in parts for name, nbytes in one.chunks}.items()),
     )
+
+
+def _step_words(template: Template, step: Step) -> str:
+    """One step, such as ``"reduce sum to rank 0, in place"``."""
+    if step.kind is Local.COMMIT:
+        return "wait until all ranks have come so far"
+    if step.kind is Local.COPY:
+        whole = " its place" if step.dst == template.src else " the output"
+        return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or whole}"
+    words = [step.kind.value, *reduce_op_words(step.op)]
+    piece = max(step.src_piece, step.dst_piece)
+    if piece >= 0:
+        words.append(f"piece {piece}")
+    if step.peer >= 0 and step.kind in PEER:
+        words.append(f"{PEER[step.kind]} rank {step.peer}")
+    if step.ranks and step.kind not in (OpKind.SEND, OpKind.RECV):
+        words.append(f"over ranks {ranks_words(step.ranks)}")
+    return " ".join(words) + _target(template, step)
+
+
+def _target(template: Template, step: Step) -> str:
+    if step.dst < 0:
+        return ""
+    if step.dst == step.src:
+        return ", in place"
+    buffer = template.buffers[step.dst]
+    return ", into a new tensor" if buffer.is_output else ", into scratch" if buffer.scratch else ""
+
+
+def _piece(piece: int) -> str:
+    return "" if piece < 0 else f" piece {piece}"
+
+
+_TOGETHER = frozenset({"shm"})
+"""The backends that run kernels together (`raycollect.core.protocols.Together`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Which tensors of a bundle travel together."""
+
+    tensors: int = 0  # how many tensors are packed
+    kernels: int = 0  # in how many kernels
+    nbytes: int = 0  # the most staging that a kernel takes on a rank
+    together: int = 0  # how many tensors the backend runs with one synchronization of the ranks
+
+
+def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
+    """Predicts what travels together (`fusion`), from the dtype and the staging bytes of each tensor of a bundle."""
+    runs_together = backend in _TOGETHER and kind not in PIECES
+    large = set(offered([nbytes for _, nbytes in sizes])) if runs_together else set[int]()
+    rest = [one for at, one in enumerate(sizes) if at not in large]
+    packed = [[rest[at][1] for at in bucket] for bucket in buckets(rest, staging) if len(bucket) > 1]
+    return Packing(
+        tensors=sum(map(len, packed)),
+        kernels=len(packed),
+        nbytes=max(map(sum, packed), default=0),
+        together=len(large),
+    )
+
+
+def _price(part: Part, membership: Membership, name: str) -> Cost:
+    """The cost of one of a part's algorithms."""
+    if name == NATIVE.name:
+        return _own(part, membership)
+    return cost_of(ALGORITHMS[name], part, membership)
+
+
+def _own(part: Part, membership: Membership) -> Cost:
+    """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
+    hosts = membership.topology.hosts
+    place = replace(membership.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
+    layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=membership.bitwise)
+    kinds = dict.fromkeys(
+        OpKind.SEND if step.kind is OpKind.RECV else step.kind
+        for template in part.templates
+        for step in template.steps
+        if isinstance(step.kind, OpKind)
+    )
+    return sum((priced(kind, membership.spec.backend, layout) for kind in kinds), FREE)

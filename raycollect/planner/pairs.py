@@ -98,8 +98,7 @@ def _binomial(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def tree_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
     """The cost of a tree."""
     line = _hops(backend, layout.one_host(2), depth(layout.largest))
-    for link in layout.tree:
-        line += _hops(backend, layout.pair(link), 1)
+    line += _hops(backend, layout.pair(layout.between), depth(layout.host_count))
     return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
 
 
@@ -132,7 +131,7 @@ def ring_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
     if world == 1:
         return FREE
     far = layout.host_count if layout.host_count > 1 else 0
-    pair = layout.pair(layout.ring) if far else layout.one_host(2)
+    pair = layout.pair(layout.between) if far else layout.one_host(2)
     line = _hops(backend, pair, len(_phases(world)) * (world - 1))
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
 

@@ -19,7 +19,7 @@ from raycollect.core.submitted_calls import recording
 from raycollect.driver.batch import check_arguments
 from raycollect.errors import CaptureBrokenError, CaptureError, GroupError, refuse, wrong_argument
 from raycollect.planner import STAGING_NBYTES
-from raycollect.planner.explain import StepExplanation
+from raycollect.planner.report import StepExplanation
 from raycollect.traced.eager import EndedRun, run_eagerly
 from raycollect.traced.forms import CacheInfo, Forms
 from raycollect.traced.kept import unkept

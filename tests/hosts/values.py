@@ -10,11 +10,8 @@ import numpy as np
 import ray
 
 import raycollect as col
-from raycollect.backends.tcp.probe import BURST_NBYTES
 from raycollect.core.model import RANK_ORDER
-from raycollect.driver.controller import Controller
 from raycollect.group import link_costs
-from raycollect.group.measured_links import MeasuredLinks
 from tests.hosts.cluster import outside
 from tests.ray.three_nodes import every_call
 from tests.ray.workers import Buffers, buffers
@@ -143,21 +140,10 @@ def sends_little(name, run, least):
 
 
 def links(workers):
-    """What the links cost is measured once for each pair of hosts, also for other controllers, and told."""
-    group = col.declare_collective_group(workers)
+    """What the file of costs says of links between hosts is what the planner reckons with, and tells."""
+    col.declare_collective_group(workers)
     refs = buffers(workers)
-    first = _between(refs)
-    assert first.source == "measured", first
-    assert first.bandwidth < 1.6 * 125e6, "no link carries more, but for what a burst hides"
-    group.destroy()
-    before = outside("counters")
-    col.declare_collective_group(list(reversed(workers)))
-    sent = [new[0] - old[0] for old, new in zip(before, outside("counters"), strict=True)]
-    assert max(sent) < BURST_NBYTES, "nothing is measured again"
-    second = _between(refs)
-    assert (second.latency_s, second.bandwidth) == (first.latency_s, first.bandwidth), second
-    membership = Controller.current().groups.named("default")
-    assert len(MeasuredLinks().of(membership)) == 3, "in the cluster's store"
+    assert _between(refs).source == "assumed"
     os.environ["RAYCOLLECT_COSTS"] = tempfile.mkstemp()[1]
     link_costs.write(os.environ["RAYCOLLECT_COSTS"], [link_costs.given(latency_s=1.0, bandwidth=2.0)])
     col.destroy_collective_group()

@@ -42,7 +42,6 @@ from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp.by_host import HostRun, Hosts
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.probe import probe
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import RANK_ORDER, GroupSpec, Kernel, Launch
@@ -147,11 +146,6 @@ class TcpCommunicator:
             return Run(link, launch, self._staging)
         order, between = self._in_rank_order, self._between
         return HostRun(link, launch, self._staging, between=between, hosts=hosts, in_rank_order=order)
-
-    def probe(self, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float, float]]:
-        """Measures links to other ranks; see `probe.probe`, and `Probing`."""
-        with self._use as link:
-            return probe(link, turns)
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""

@@ -28,11 +28,10 @@ class Refused(Message):
 
 @message
 class Joined(Message):
-    """Answers `Join`; `links` are (other rank, latency in seconds, bytes per second)."""
+    """Answers `Join`."""
 
     request: int
     error: Error | None = None
-    links: tuple[tuple[float, ...], ...] = ()
 
 
 @message

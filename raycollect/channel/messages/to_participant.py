@@ -12,7 +12,6 @@ class Join(Message):
     """Become `rank` of a group; answered by `Joined` with the same `request`.
 
     `replaces` is the id of the group of this name in whose place it comes, as its members have changed; "": none.
-    `probe` asks for the links to other ranks: by turn, a rank or -1 (`Probing`).
     """
 
     request: int
@@ -20,7 +19,6 @@ class Join(Message):
     rank: int
     members: list[dict[str, Any]]
     replaces: str = ""
-    probe: tuple[int, ...] = ()
 
 
 @message

@@ -29,7 +29,7 @@ from raycollect.core.placement import Placement
 from raycollect.engine import agreement, batch_agreement, step_program
 from raycollect.engine.agreement import Side, Spec
 from raycollect.errors import ProtocolError, RaycollectError
-from raycollect.group import bootstrap, bootstrap_store, cluster_registry, measured_links
+from raycollect.group import bootstrap, bootstrap_store, cluster_registry
 from raycollect.observe import trace
 from raycollect.planner import layout, wire
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
@@ -52,7 +52,6 @@ MODULES = (
     ipc_memory,
     nccl_group,
     layout,
-    measured_links,
     halves,
     shm_directory,
     shm_segment,
@@ -168,7 +167,6 @@ def test_the_list_is_whole() -> None:
         "holder of tensors",
         "layout",
         "layouts",
-        "link",
         "listing",
         "listing of GPU memory",
         "member's word",

@@ -53,7 +53,7 @@ def test_user_given_names_are_escaped(words):
             html.line(words),
             html.lines([words, words]),
             html.pairs([(words, words)]),
-            html.table([words, "b"], [(words, 1), (2, words), html.across(words, 2)], right={words}),
+            html.table([words, "b"], [(words, 1), (2, words)], right={words}),
         ),
         html.folded(words, words),
         html.failure(KernelError(detail=words)),

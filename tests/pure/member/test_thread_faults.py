@@ -78,7 +78,7 @@ def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tupl
         here.received(_join())
         joined = heard.next(Joined)
     assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
-    monkeypatch.setattr(PlanCommunicator, "connect", lambda plans, probe: None)
+    monkeypatch.setattr(PlanCommunicator, "connect", lambda plans: None)
     here.received(_join(name="h", group_id="id of h"))
     assert heard.next(Joined) == Joined(request=1, error=None)
 

@@ -166,34 +166,6 @@ def test_a_topology_may_stand_for_its_layout() -> None:
         assert priced(kind, "tcp", topology).line == priced(kind, "tcp", Layout.of(topology)).line
 
 
-def on_links(places: str, *slow: tuple[int, int]) -> Layout:
-    """Ranks on hosts whose links are as by default, but for slow ones of a tenth of that."""
-    link = Link(latency_s=BETWEEN.latency_s, bandwidth=BETWEEN.bandwidth / 10)
-    return Layout.of(Topology.of(places).on_links(dict.fromkeys(slow, link) or {(0, 1): BETWEEN}))
-
-
-def test_links_that_are_alike_cost_what_one_link_for_all_costs() -> None:
-    for places in ("aabbcc", "abcd", "aab"):
-        for backend in ("tcp", "gloo", "torch:nccl"):
-            for kind in COLLECTIVES:
-                assert priced(kind, backend, on_links(places)) == priced(kind, backend, Topology.of(places))
-
-
-def test_each_algorithm_is_as_slow_as_the_links_that_it_takes() -> None:
-    """Four hosts: a ring goes 0-1-2-3-0, a tree 0-1, then 0-2 and 1-3, a chain 0-1-2-3; a mesh all."""
-    plain = on_links("aabbccdd")
-    ring, chain, tree = on_links("aabbccdd", (0, 3)), on_links("aabbccdd", (1, 2)), on_links("aabbccdd", (1, 3))
-    assert [one.ring.bandwidth < BETWEEN.bandwidth for one in (plain, ring, chain, tree)] == [False, True, True, False]
-    assert [link.bandwidth < BETWEEN.bandwidth for link in tree.tree] == [False, True]
-    assert [link.bandwidth < BETWEEN.bandwidth for link in ring.tree] == [False, False]
-    for kind, one in ((OpKind.ALLREDUCE, ring), (OpKind.BROADCAST, tree)):
-        assert priced(kind, "torch:nccl", one).line.per_byte_s > priced(kind, "torch:nccl", plain).line.per_byte_s
-        other = tree if one is ring else ring
-        assert priced(kind, "torch:nccl", other).line == priced(kind, "torch:nccl", plain).line
-    assert plain.between == BETWEEN
-    assert ring.between.bandwidth == pytest.approx(BETWEEN.bandwidth * 3 / 10), "a third of what a host sends"
-
-
 # ---------------------------------------------------------------------------------------------- predictions
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner import Request, plan
+from raycollect.planner.explain import packing
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
-from raycollect.planner.pricing import packing
 from raycollect.planner.sizes import Sizes
 from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
 from tests.pure.planner.explained import allreduce, info, membership, told

@@ -54,10 +54,9 @@ def steps(trainer: Trainer) -> None:
     trainer.iteration(None)  # type: ignore[arg-type]
 
 
-def program(refs: list[ray.ObjectRef[float]], step: col.Capture, choice: bool) -> None:
+def program(refs: list[ray.ObjectRef[float]], step: col.Capture) -> None:
     assert_type(col.allreduce_refs(refs), list[ray.ObjectRef[Any]])
     assert_type(col.allreduce_refs(refs, async_op=True), col.Work)
-    assert_type(col.allreduce_refs(refs, async_op=choice), list[ray.ObjectRef[Any]] | col.Work)
     assert_type(col.send_ref(refs[0], refs[1]), ray.ObjectRef[Any])
     assert_type(col.barrier(async_op=True), col.Work | MemberWork)
     assert_type(col.allreduce(refs, async_op=True), MemberWork)
