@@ -61,7 +61,7 @@ class DispatchLock:
         if me in INSIDE:
             self.refuse_inside()
         INSIDE.add(me)  # first: a finalizer may run before anything else does
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             try:
                 waiting(partial(self._lock.acquire, True))
             except BaseException:  # of a signal's handler

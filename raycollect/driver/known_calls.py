@@ -19,7 +19,6 @@ from raycollect.driver import batch
 from raycollect.driver.call import Call, Sent
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, prepare, send_prepared
-from raycollect.driver.operand_binding import TaskWait
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.planner import STAGING_NBYTES
 
@@ -62,7 +61,7 @@ def run(
     root: Any = -1,
     snapshot: Any = False,
     async_op: Any,
-    wait: TaskWait | None = None,
+    wait: Any = None,
     **given: Any,
 ) -> Any:
     """Calls an operation in place; the arguments are those of `Call`, and of its `run` or `send`."""
