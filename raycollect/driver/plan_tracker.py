@@ -56,8 +56,6 @@ ANSWER_NBYTES = 1 << 19  # how many bytes go into one message, which has to fit 
 
 _MAX_REASON_CHARS = 1000
 
-_RLock = type(threading.RLock())  # `threading.RLock` is a function around it
-
 _AgreementKey = tuple[int, int, str, tuple[int, ...]]  # (launch, round, group id, ranks)
 
 
@@ -129,20 +127,24 @@ class PlanTracker:
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
         self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []
-        self._lock = _RLock()  # a finalizer may ask, or end it, in a thread that has it
+        self._lock = threading.RLock()  # a finalizer may ask, or end it, in a thread that has it
 
     # ------------------------------------------------------------------------------------------ queries
 
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
-        return self.is_known or (self.runs is not None and self._look(self.runs))
+        if self.is_known or self.runs is None:
+            return self.is_known
+        with Deferred():
+            return self.look(self.runs)
 
     @property
     def has_ended(self) -> bool:
         """True when no participant runs it any more."""
         if self._pending and self.runs is not None:
-            self._look(self.runs)
+            with Deferred():
+                self.look(self.runs)
         return not self._pending
 
     @property
@@ -153,8 +155,8 @@ class PlanTracker:
     @cached_property
     def location(self) -> ErrorLocator:
         """Maps positions and sources to what users know."""
-        homes = None if self.runs is None else self.runs.step_plan.homes
-        return ErrorLocator(self.plan, self._memberships, self._keys, homes)
+        runs = self.runs
+        return ErrorLocator(self.plan, self._memberships, self._keys, None if runs is None else runs.step_plan.homes)
 
     def is_pending(self, position: int) -> bool:
         """True while that participant has not ended it."""
@@ -169,8 +171,7 @@ class PlanTracker:
         """Key -> whether it writes the tensor, for each ref that it uses."""
         if self.runs is not None:
             return self.runs.writes
-        keys = self._keys
-        return {keys[source]: written for source, written in self.plan.uses().items()}  # type: ignore[call-overload]
+        return {self._keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False where it is not known in time."""
@@ -197,10 +198,6 @@ class PlanTracker:
             if not self.is_known and waiting(partial(self._unresolved.acquire, True), timeout_s):
                 self._unresolved.release()
         return self.is_known
-
-    def _look(self, runs: StepRuns) -> bool:
-        with Deferred():
-            return self.look(runs)
 
     def look(self, runs: StepRuns) -> bool:
         """Takes what participants have answered to a run; returns whether the outcome is known. In a `Deferred`."""
@@ -290,10 +287,8 @@ class PlanTracker:
             if position not in self._pending:
                 return []
             self._pending.discard(position)
-        error = ParticipantDiedError(
-            detail=f"its process, or the connection to it, ended while the collective was under way ({reason})"
-        )
-        return self._failed(position, error, ())
+        detail = f"its process, or the connection to it, ended while the collective was under way ({reason})"
+        return self._failed(position, ParticipantDiedError(detail=detail), ())
 
     def arrive(self, position: int, message: Arrive) -> Outgoing:
         """A participant arrives at an agreement that no group of all gathers; the last arrival completes it."""
@@ -305,8 +300,7 @@ class PlanTracker:
                 raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
             rounds = plan.rounds_at(at, in_group=bool(message.group_id))
             if not 0 <= message.round < rounds:
-                detail = f"launch {message.seq} has no round {message.round} in its consistency check"
-                raise ProtocolError(detail=detail)
+                raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} to agree in")
             key = (message.seq, message.round, message.group_id, ranks)
             blobs = self._gathers.setdefault(key, ArrivalGather(ranks)).arrive(message.rank, message.blob)
             if blobs is None:

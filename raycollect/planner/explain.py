@@ -16,18 +16,8 @@ from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
 from raycollect.planner.membership import Membership
-from raycollect.planner.report import (
-    Act,
-    Brought,
-    Explanation,
-    LinkCost,
-    Memory,
-    Methods,
-    Moved,
-    Row,
-    StepExplanation,
-    Way,
-)
+from raycollect.planner.report import Explanation, StepExplanation
+from raycollect.planner.report_rows import Act, Brought, LinkCost, Memory, Methods, Moved, Row, Way
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Local, Step, Template
 from raycollect.planner.topology import Topology

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from raycollect.core.model import PIECES, OpKind, TensorInfo
 from raycollect.planner.ir import Made, Part, Plan, Source
-from raycollect.planner.report import Moved
+from raycollect.planner.report_rows import Moved
 from raycollect.planner.reshard.bounds import moved_by
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import made_of

@@ -10,7 +10,8 @@ import ray
 
 import raycollect as col
 from raycollect.errors import CaptureError
-from raycollect.planner.report import Explanation, Methods
+from raycollect.planner.report import Explanation
+from raycollect.planner.report_rows import Methods
 from tests.lives import lasting
 from tests.ray.workers import Buffers, Worker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raycollect.planner.boxes import volume
-from raycollect.planner.report import Moved, MovedLink, MovedRank
+from raycollect.planner.report_rows import Moved, MovedLink, MovedRank
 from raycollect.planner.reshard.halves import Half
 from raycollect.planner.reshard.matching import matched
 from raycollect.planner.reshard.request import Reshard

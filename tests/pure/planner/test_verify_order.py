@@ -11,18 +11,27 @@ from hypothesis import strategies as st
 
 from raycollect.core.model import OpKind
 from raycollect.errors import InternalError
-from raycollect.planner import Made, Membership, Plan, Request, plan
+from raycollect.planner import Link, Made, Membership, Plan, Request, plan
 from raycollect.planner.ir import Together
 from raycollect.planner.verify_order import verify_order
-from tests.pure.batches import SLOW, random_plan, sums
+from tests.pure.batches import random_plan, sums
 from tests.pure.memberships import membership, request
 
 
 def _good() -> Plan:
     """Dependent and independent requests over overlapping groups, with alternatives and learned shapes."""
-    wide = membership("aaaabbbb", group_id="wide", members=tuple("stuvwxyz"), between=SLOW)
+    links = {"inside": Link(latency_s=1e-3, bandwidth=8e9), "between": Link(latency_s=1e-3, bandwidth=1e9)}
+    wide = membership("aab", group_id="wide", members=tuple("stu"), backend="gloo", bitwise=False, **links)
     few = membership("aa", group_id="few", members=("t", "s"))
-    first, second = sums(wide, 2)
+    first, second = (
+        Request(
+            kind=OpKind.BROADCAST,
+            group=wide.spec,
+            root=0,
+            operands=((0, f"0.{tag}", None), (1, None, f"1.{tag}"), (2, None, f"2.{tag}")),
+        )
+        for tag in (0, 1)
+    )
     learn = Request(kind=OpKind.ALLGATHER, group=few.spec, operands=((0, "1.0", None), (1, "0.0", None)))
     turn = Request(kind=OpKind.ALLTOALL, group=few.spec, operands=tuple((rank, Made(3), None) for rank in range(2)))
     barrier = request(OpKind.BARRIER, few)
@@ -72,9 +81,9 @@ BAD: dict[str, tuple[Plan, str]] = {
     ),
     "a reader before the last writer": (_reorder(GOOD, (0, 1), (3,), (2,), (4,), (5,)), "use the same memory"),
     "what is made is used before": (_reorder(GOOD, (0, 1), (2,), (4,), (3,), (5,)), "whose output it uses"),
-    "a launch for each of the algorithms but one": (_rebased(GOOD, 0, (0,)), "1 places for the algorithms"),
-    "the consistency check's launch, after others": (_rebased(GOOD, 1, (0, 99)), "has launch 0"),
-    "the consistency check's launch, for an algorithm of several": (_rebased(GOOD, 0, (0, 0)), "has launch 0"),
+    "a launch for each of the algorithms but one": (_rebased(GOOD, 0, (0, 1)), "2 places for the algorithms"),
+    "the consistency check's launch, after others": (_rebased(GOOD, 1, (0, 99, 99)), "has launch 0"),
+    "the consistency check's launch, for an algorithm of several": (_rebased(GOOD, 0, (0, 0, 0)), "has launch 0"),
     "the consistency check's launch, for some of those in the consistency check": (
         _rebased(_reorder(GOOD, (3,), (0, 1), (2,), (4,), (5,)), 0, (0,)),
         "use the same memory",

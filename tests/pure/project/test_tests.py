@@ -41,7 +41,7 @@ MOST_PATCHES = {
     "": 1,
     "faults": 4,
     "pure": 3,
-    "pure/backends": 95,
+    "pure/backends": 100,
     "pure/captured": 11,
     "pure/channel": 20,
     "pure/cli": 7,
