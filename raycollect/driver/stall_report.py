@@ -27,7 +27,7 @@ FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
 
 # The step of a rank that waits for others, and those of one that has not come to the collective yet.
 _WAITING = "in the consistency check"
-_NOT_READY = ("waits for the methods before it", "waits for an operand's method")
+_NOT_READY = ("waits for the methods before it", "waits for an operand's method", "begins")
 
 LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds
 
@@ -221,7 +221,7 @@ def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
     some_wait = any(one.step.endswith(_WAITING) for one in reports)
 
     def is_here(one: RankReport) -> bool:
-        if not one.answers or not one.has_begun or one.step.endswith(_NOT_READY):
+        if not one.answers or not one.has_begun or not one.step or one.step.endswith(_NOT_READY):
             return False
         return one.step.endswith(_WAITING) or not some_wait
 
