@@ -7,6 +7,7 @@ only waits for others in a kernel leaves at the abort; where all are in one, tho
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from raycollect.channel.messages import Seen
 from raycollect.core import threads, timers
 from raycollect.core.model import Member
+from raycollect.core.signals import Deferred
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError
 
@@ -47,6 +49,7 @@ class PlanTimeouts(timers.Watcher):
     def __init__(self, controller: Controller) -> None:
         super().__init__()
         self._controller = controller
+        self._expiring = threading.RLock()  # a finalizer may come in the middle
 
     def watch(self, tracker: PlanTracker) -> None:
         """Fails a plan at its deadline, whether anybody waits for it or not."""
@@ -67,12 +70,17 @@ class PlanTimeouts(timers.Watcher):
         """Fails a plan if its time is over; returns whether its outcome is known."""
         if tracker.resolved or not tracker.deadline.is_over:
             return tracker.resolved
+        with Deferred(), self._expiring:  # else a second thread would ask after the first one's abort
+            if tracker.overdue is None:
+                self._fail(tracker)
+        return tracker.resolved
+
+    def _fail(self, tracker: PlanTracker) -> None:
         positions = range(len(tracker.plan.participants))
         homes = [tracker.location.home(at) for at in positions if tracker.is_pending(at)]
         late = tuple([member for _, member in homes])
-        if tracker.overdue is None:
-            everyone = self._controller.participants.begin_look(map(tracker.member, positions))
-            tracker.overdue = Overdue(late, everyone, Future())
+        everyone = self._controller.participants.begin_look(map(tracker.member, positions))
+        tracker.overdue = Overdue(late, everyone, Future())
         error = CollectiveTimeoutError(
             op=tracker.plan.name,
             group_name=tracker.group_name,
@@ -82,7 +90,6 @@ class PlanTimeouts(timers.Watcher):
         error.detail = error.unfinished([f"rank {one.rank} ({one.actor})" for one in late])
         self._controller.send(tracker, tracker.fail(error))
         self._look_for_stuck(tracker, tracker.overdue.stuck, time.monotonic() + LEAVE_S)
-        return tracker.resolved
 
     def _look_for_stuck(self, tracker: PlanTracker, stuck: Future[tuple[int, ...]], until_s: float) -> None:
         """Finds out who does not leave an aborted plan, in the hub's thread."""
