@@ -12,6 +12,7 @@ Such a plan is refused, and changes nothing. `tests/ray/test_random_programs.py`
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import threading
@@ -362,7 +363,11 @@ class Machine(RuleBasedStateMachine):
     def calls_of_threads(self, seeds: list[int], count: int) -> None:
         with ThreadPoolExecutor(len(seeds)) as threads:
             for future in [threads.submit(self.fleet.act, random.Random(seed), count) for seed in seeds]:
-                future.result(WAIT_S)
+                try:
+                    future.result(WAIT_S)
+                except TimeoutError:
+                    faulthandler.dump_traceback()  # of all threads: which of them waits for which
+                    raise
 
     @precondition(lambda self: self.fleet.sent)
     @rule()
