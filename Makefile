@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made and filled on first use, and again when pyproject.toml changes.
 #
 #   make demo    the main job on real input, under a minute once installed
-#   make test    the tests, JOBS=3 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
+#   make test    the tests, JOBS=2 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
 #   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (an hour)
 #   make real-cupy   the fake of cupy and the kernels for GPUs against the real cupy 13 and 14, NCCL and nvrtc (no GPU)
 #   make test-hosts   all tests of groups over several hosts, in network namespaces: as root (5 minutes)
@@ -17,7 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 # Files in the order given. Those without Ray come first: they need not run in a process that has it, and nothing that
 # computes much runs beside Ray's workers, whose priority is low. Those of faults, which take longest, are not left to the
 # end. Those of hosts come alone: they count what links carry, and beside others a broadcast has sent twice of it.

@@ -113,6 +113,7 @@ def test_a_producer_that_never_ran_on_a_threaded_actor(actors):
 def test_a_wait_whose_time_is_over_looks(trio):
     """Callers subtract now from a deadline."""
     refs = buffers(trio)
+    ray.wait(refs, num_returns=3)
     work = col.allreduce_refs(refs, async_op=True)
     assert work.wait(30) == work.wait(-0.5)
     assert len(col.get(refs, timeout_s=-0.5)) == 3
