@@ -55,9 +55,14 @@ class LentTokens:
             for at in range(0, len(keys), fetch.FREED_AT_ONCE):
                 self._link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
         except ConnectionLostError:  # the participant may live: then it holds them until it hears
-            threads.apart(threads.survives, self._free, keys)
+            threads.apart(threads.survives, _free, self._info, keys)
 
-    def _free(self, keys: list[Key]) -> None:
-        info = self._info
-        with suppress(RaycollectError):  # it is gone
-            fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"])
+
+def _free(info: dict[str, Any], keys: list[Key]) -> None:
+    """Frees values over a connection of its own.
+
+    Not a method: the thread would hold the tokens, and the last to let go of refs while `ray.shutdown()` runs ends the
+    process.
+    """
+    with suppress(RaycollectError):  # it is gone
+        fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"])
