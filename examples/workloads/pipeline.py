@@ -180,9 +180,12 @@ def by_sends(stages: list[Any], batches: int, async_op: bool) -> None:
     for at in range(batches):
         for stage, pair in zip(stages[:-1], ends, strict=True):
             stage.compute.remote(at)
-            under_way.append(col.send_ref(*pair[at % SLOTS], GROUP, async_op=async_op))
+            if async_op:
+                under_way.append(col.send_ref(*pair[at % SLOTS], GROUP, async_op=True))
+            else:
+                col.send_ref(*pair[at % SLOTS], GROUP)
         done = stages[-1].compute.remote(at)
-    for work in under_way if async_op else ():
+    for work in under_way:
         work.wait()
     ray.get(done)
 

@@ -29,4 +29,4 @@ def _load() -> Any:
     return pygloo
 
 
-gloo = _load()
+gloo: Any = _load()
