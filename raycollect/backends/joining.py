@@ -15,16 +15,19 @@ _Told = TypeVar("_Told")
 
 
 def gathered(
-    codec: Codec[_Told], rendezvous: Rendezvous, name: str, ranks: Iterable[int], until_s: float
-) -> tuple[dict[int, _Told], list[int]]:
-    """Returns what each rank has published under a name, and the ranks that have not in time."""
+    codec: Codec[_Told], rendezvous: Rendezvous, spec: GroupSpec, name: str, ranks: Iterable[int], timeout_s: float
+) -> dict[int, _Told]:
+    """Returns what each rank has published under a name; CollectiveTimeoutError names those that have not in time."""
+    until_s = time.monotonic() + timeout_s
     found, missing = {}, []
     for rank in ranks:
         try:
             found[rank] = codec.decode(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
         except CollectiveTimeoutError:
             missing.append(rank)
-    return found, missing
+    if missing:
+        raise not_joined(spec, missing, timeout_s)
+    return found
 
 
 def not_joined(spec: GroupSpec, missing: Sequence[int], timeout_s: float, trouble: str = "") -> CollectiveTimeoutError:

@@ -28,7 +28,7 @@ from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.completion import DONE, chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
-from raycollect.backends.joining import gathered, not_joined
+from raycollect.backends.joining import gathered
 from raycollect.backends.meshed import Meshed, descriptors, is_as_numpy
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.core.codec import Codec
@@ -94,10 +94,7 @@ def create(
 
 def check_libraries(spec: GroupSpec, rendezvous: Rendezvous) -> None:
     """Refuses ranks with different libraries: pygloo and its fork write addresses differently, and crash or hang."""
-    until_s = time.monotonic() + JOIN_TIMEOUT_S
-    found, missing = gathered(_NAME, rendezvous, "gloo.library", range(spec.world_size), until_s)
-    if missing:
-        raise not_joined(spec, missing, JOIN_TIMEOUT_S)
+    found = gathered(_NAME, rendezvous, spec, "gloo.library", range(spec.world_size), JOIN_TIMEOUT_S)
     if len(set(found.values())) > 1:
         said = listed((f"rank {rank} has {name}" for rank, name in found.items()), "; ")
         detail = f"backend 'gloo': all members need the same library, but {said}. Install the same one for all of them"

@@ -74,10 +74,7 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     here = _Place(gpu=gpu, version=version, may_share=may_share(), capability=capability)
     rendezvous.put(f"nccl.place.{rank}", _PLACES.encode(here))
     until_s = time.monotonic() + timeout_s
-    told, missing = gathered(_PLACES, rendezvous, "nccl.place", range(spec.world_size), until_s)
-    if missing:
-        raise not_joined(spec, missing, timeout_s)
-    places = list(told.values())
+    places = list(gathered(_PLACES, rendezvous, spec, "nccl.place", range(spec.world_size), timeout_s).values())
     least = min(place.capability for place in places)
     if why := _check(spec, places):
         return Joined(communicator=None, device=device, version=version, capability=least, shared=why)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raycollect.backends.joining import gathered, not_joined
+from raycollect.backends.joining import gathered
 from raycollect.core import shared_memory
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec, Segment
@@ -46,10 +45,7 @@ def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: i
         BackendUnavailableError: There is none, or no access to it.
         CollectiveTimeoutError: Rank 0 did not come.
     """
-    offers, missing = gathered(_OFFERS, rendezvous, _OFFER, (0,), time.monotonic() + JOIN_TIMEOUT_S)
-    if missing:
-        raise not_joined(spec, missing, JOIN_TIMEOUT_S)
-    offer = offers[0]
+    offer = gathered(_OFFERS, rendezvous, spec, _OFFER, (0,), JOIN_TIMEOUT_S)[0]
     if offer.segment is None:
         raise _unavailable(spec, offer.error)
     try:
@@ -87,9 +83,7 @@ def server_segment(
         prepare(memory)
         if others:
             rendezvous.put(f"{_OFFER}.0", _OFFERS.encode(_Offer(own.segment)))
-            answers, missing = gathered(_ANSWERS, rendezvous, _ANSWER, others, time.monotonic() + JOIN_TIMEOUT_S)
-            if missing:
-                raise not_joined(spec, missing, JOIN_TIMEOUT_S)
+            answers = gathered(_ANSWERS, rendezvous, spec, _ANSWER, others, JOIN_TIMEOUT_S)
             if any(answers.values()):
                 raise _unavailable(spec, listed(filter(None, answers.values()), "; "))
     finally:

@@ -80,9 +80,7 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
         rendezvous.put(f"tcp.at.{rank}", _ADDRESSES.encode(_Address(host, listener.getsockname()[1], name)))
         if rank == 0:
             rendezvous.put("tcp.key", secrets.token_bytes(_TAG_NBYTES))
-        where, missing = gathered(_ADDRESSES, rendezvous, "tcp.at", range(rank), until_s)
-        if missing:
-            raise not_joined(spec, missing, timeout_s)
+        where = gathered(_ADDRESSES, rendezvous, spec, "tcp.at", range(rank), timeout_s)
         key = rendezvous.get("tcp.key", max(until_s - time.monotonic(), 0.0))
         joining = _Joining(spec, rank, key, listeners, where, host)
         try:
