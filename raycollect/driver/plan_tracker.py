@@ -174,7 +174,7 @@ class PlanTracker:
         return {self._keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for the outcome; False where it is not known in time."""
+        """Waits for the outcome, inside of `Deferred` for who has claimed the bell; False: it is not known in time."""
         if self.runs is not None:
             return self.runs.wait(self, timeout_s)
         bell = self.bell

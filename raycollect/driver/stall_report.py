@@ -20,15 +20,13 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
 from raycollect.group.watchdog import QUIET_S, report_of
+from raycollect.observe.run_steps import BEGINS, BEHIND_METHODS, FOR_AN_OPERAND, IN_CHECK
 
 _log = logging.getLogger("raycollect")
 
 FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
 
-# The step of a rank that waits for others, and those of one that has not come to the collective yet.
-_WAITING = "in the consistency check"
-_NOT_READY = ("waits for the methods before it", "waits for an operand's method", "begins")
-
+_NOT_READY = (BEGINS, BEHIND_METHODS, FOR_AN_OPERAND)  # the steps of a rank that has not come to the collective yet
 LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds
 
 
@@ -218,12 +216,12 @@ def _stuck(tracker: PlanTracker, overdue: Overdue, timeout_s: float) -> list[Mem
 
 def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
     """Who did not come, of those who have not ended a plan in time; empty where all are in its kernels."""
-    some_wait = any(one.step.endswith(_WAITING) for one in reports)
+    some_wait = any(one.step.endswith(IN_CHECK) for one in reports)
 
     def is_here(one: RankReport) -> bool:
         if not one.answers or not one.has_begun or not one.step or one.step.endswith(_NOT_READY):
             return False
-        return one.step.endswith(_WAITING) or not some_wait
+        return one.step.endswith(IN_CHECK) or not some_wait
 
     return tuple([one for one in reports if not is_here(one)])
 

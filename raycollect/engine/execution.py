@@ -305,7 +305,7 @@ class Execution:
         if type(found) is Absence and found.state is State.ABSENT and self._waiting:
             self._waiting(key)
             self._instruments.recorder.add("waiting", self._launches.seq, key.hex())
-            self._step.at = "waits for an operand's method"
+            self._step.at = run_steps.FOR_AN_OPERAND
             with self._timed.waiting():
                 found = store.wait(key, lambda: self._launches.aborted() is not None)
             self._step.at = _PREPARES
@@ -316,7 +316,7 @@ class Execution:
         return missing(found)
 
     def _agree(self) -> KernelSchedule:
-        self._step.at = "in the consistency check"
+        self._step.at = run_steps.IN_CHECK
         clock, program, launches = self._instruments.clock, self.program, self._launches
         brought: tuple[bytes, ...] | None = None
         blobs: tuple[bytes, ...] = ()

@@ -126,7 +126,7 @@ class FastPath:
                 raise PlanAbortedError(detail=reason)
             reach("start", seq, me)
             reach("before_check", seq, me)
-            step.at = "in the consistency check"
+            step.at = run_steps.IN_CHECK
             try:
                 brought = meet_again(communicator, launch, self.first, self.known.arrival, self.known.blobs)
                 full = None if brought is None else self._in_full(brought)

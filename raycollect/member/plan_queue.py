@@ -116,7 +116,7 @@ class PlanQueue:
         finished_calls = self._finished_calls
         if not task or finished_calls.is_over(task):
             return
-        run_steps.here().at = "waits for the methods before it"
+        run_steps.here().at = run_steps.BEHIND_METHODS
 
         def goes_on() -> bool:
             return self._reached >= seq or self._sequencer.reason(seq) is not None
@@ -150,7 +150,7 @@ class PlanQueue:
             found = self._store.look(key)
             if isinstance(found, Absence) and found.state is State.ABSENT:
                 tell(Waiting(seq=seq, key=key))
-                step.at = "waits for an operand's method"
+                step.at = run_steps.FOR_AN_OPERAND
                 self._store.wait(key, lambda: sequencer.reason(seq) is not None)
         reason = sequencer.reason(seq)
         if reason is not None:

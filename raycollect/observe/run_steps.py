@@ -12,6 +12,12 @@ from typing import Protocol
 
 from raycollect.core import kernel_progress
 
+# Steps before the kernels. In the last one a rank waits for others; in the others it has not come to them yet.
+BEGINS = "begins"
+BEHIND_METHODS = "waits for the methods before it"
+FOR_AN_OPERAND = "waits for an operand's method"
+IN_CHECK = "in the consistency check"
+
 MOST_CALLS = 6
 """How many calls of a bundle are named."""
 
@@ -46,7 +52,7 @@ class RunStep:
         if action is not None and action.is_method:
             return told
         place = at if isinstance(at, str) else at(0 if action is None else action.step, action is None)
-        return ", ".join(filter(None, (told, place))) or "begins"
+        return ", ".join(filter(None, (told, place))) or BEGINS
 
 
 _local: threading.local = threading.local()

@@ -1,4 +1,4 @@
-"""What an explanation says, as plain values, and the same as text; `explain` works it out.
+"""Explanations of plans and steps, and their text; `explain` works them out, of the values of `report_rows`.
 
 In the text, calls that differ only in their number share a row, and so do those of one method. Notebooks show the table
 of the calls, which unfolds to the text.
