@@ -71,13 +71,15 @@ class Candidate:
         """The file's source with the change."""
         for owner in ast.walk(self.tree):
             for name, value in ast.iter_fields(owner):
-                if value is self.node or (isinstance(value, list) and any(one is self.node for one in value)):
-                    others = [self.other if one is self.node else one for one in value] if value is not self.node else 0
-                    setattr(owner, name, others or self.other)
-                    try:
-                        return ast.unparse(ast.fix_missing_locations(self.tree))
-                    finally:
-                        setattr(owner, name, value)
+                nodes = value if isinstance(value, list) else [value]
+                if all(one is not self.node for one in nodes):
+                    continue
+                changed = [self.other if one is self.node else one for one in nodes]
+                setattr(owner, name, changed if nodes is value else self.other)
+                try:
+                    return ast.unparse(ast.fix_missing_locations(self.tree))
+                finally:
+                    setattr(owner, name, value)
         raise ValueError(f"no {ast.unparse(self.node)!r} in {self.mutant.file}")
 
 

@@ -20,7 +20,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
 from tests.lives import lasting
-from tests.ray.workers import Gate
+from tests.ray.gates import gate  # noqa: F401 - a fixture
 
 SLOW_S = 0.02  # how long a method takes: whoever does not wait for it sees what was before
 
@@ -218,9 +218,8 @@ def test_no_actor_task_is_needed(actors, tasks):
         assert tasks == [], name
 
 
-def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks, actors):
+def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks, gate):  # noqa: F811
     workers, refs = pair()
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.barrier()
     tasks.clear()
     workers[0].change.remote(gate.wait.remote())
