@@ -18,9 +18,7 @@ from raycollect.errors import (
     NotATensorError,
     PlanAbortedError,
     ProducerFailedError,
-    ReadOnlyError,
     RefusedError,
-    TensorDirtyError,
     TensorFreedError,
     TensorLostError,
     UnsupportedError,
@@ -153,37 +151,6 @@ def test_an_output_that_cannot_be_made_is_refused_on_all(fleet: MakeFleet, monke
             assert type(outcome.error) is AllocationError
             assert {v.rank for v in outcome.error.violations} == {1}, "only the destination had to make one"
     one.works_on()
-
-
-def test_the_source_of_a_send_to_nowhere_may_be_refused(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    for outcome in one.run(OpKind.SEND, {0: one.new_key(), 1: None}, root=0, peer=1):
-        assert type(outcome.error) is TensorLostError
-        assert [v.rank for v in outcome.error.violations] == [0]
-    one.works_on()
-
-
-def test_an_operand_that_became_read_only_is_refused_the_next_time(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    one.must(OpKind.ALLREDUCE, keys)
-    values[1].flags.writeable = False
-    before = values[0].copy()
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is ReadOnlyError
-        assert [v.rank for v in outcome.error.violations] == [1]
-    np.testing.assert_array_equal(values[0], before)
-
-
-def test_an_operand_that_became_dirty_is_refused_the_next_time(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    one.must(OpKind.ALLREDUCE, keys)
-    one.stores[0].mark_dirty([arrays.byte_range(values[0])], [values[0]])
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is TensorDirtyError
 
 
 # ---------------------------------------------------------------------------------------------- waiting

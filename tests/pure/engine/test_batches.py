@@ -28,8 +28,8 @@ from raycollect.errors import (
     TensorFreedError,
 )
 from raycollect.planner import Made, Request, plan
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy
-from tests.pure.planner.convoys import allreduces, convoy_of
 
 SIZE = 6
 
