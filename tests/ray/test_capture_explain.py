@@ -10,8 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import CaptureError
-from raycollect.planner.report import Explanation
-from raycollect.planner.report_rows import Methods
+from raycollect.planner.report import Explanation, Methods
 from tests.lives import lasting
 from tests.ray.workers import Buffers, Worker
 

@@ -20,7 +20,7 @@ from raycollect.errors import AliasError, LayoutError, ReadOnlyError
 from raycollect.planner import Reshard, plan
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
-from raycollect.planner.reshard.bounds import least_between
+from raycollect.planner.sizes import least_between
 from raycollect.pos import tensors
 from tests.pure.engine.reshard_runs import convoy_of, must, run
 from tests.pure.fleet import FailAt, contain
