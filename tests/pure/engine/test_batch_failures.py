@@ -70,21 +70,6 @@ def _calls(convoy: Convoy, kind: OpKind, keys: Sequence[Sequence[Key]]) -> list[
     ]
 
 
-def test_a_fault_in_a_fused_kernel_makes_all_of_its_tensors_dirty() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[np.ones(3), np.ones(3)] for _ in range(4)]
-        convoy.faults = fault = FailAt(point="after_kernel", rank=0)
-        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 4)
-        assert fault.consumed == 1
-        assert isinstance(outcomes[0].error, KernelError)
-        for of_call in values:
-            assert convoy.stores[0].is_dirty([arrays.byte_range(of_call[0])])
-        convoy.faults = FailAt(point="start", rank=9)
-        again = [[np.full(3, 2.0), np.full(3, 3.0)] for _ in range(4)]
-        assert all(one.error is None for one in convoy.run(allreduces(convoy, again), convoy.memberships * 4).values())
-        np.testing.assert_array_equal(again, np.full((4, 2, 3), 5.0))
-
-
 def test_an_abort_between_two_launches_is_not_lost() -> None:
     """Who is aborted after a kernel, and before the next launch, begins none."""
     with convoy_of([[0, 1], [1, 2]]) as convoy:

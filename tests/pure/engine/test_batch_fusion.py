@@ -140,18 +140,6 @@ def test_independent_calls_of_one_form_are_one_kernel(count: int) -> None:
             np.testing.assert_array_equal(of_call, [right] * 2)
 
 
-def test_hidden_aliases_on_one_participant_end_the_fusion_on_all() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        shared, mine = np.ones(4), [np.ones(4), np.ones(4)]
-        kernels = _heard(convoy, 0)
-        values = [[mine[0], shared], [mine[1], shared]]
-        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2)
-        assert all(outcome.error is None for outcome in outcomes.values())
-        assert len(kernels) == 2
-        np.testing.assert_array_equal(mine, [[2] * 4, [3] * 4])
-        np.testing.assert_array_equal(shared, [3] * 4)
-
-
 def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -> None:
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(3), np.ones(3)] for _ in range(3)]
@@ -270,10 +258,6 @@ class _Ending:
 )
 def test_arrivals_of_a_batch_are_read_as_they_were_written(arrivals: dict[int, bytes], conflict: bool) -> None:
     assert decode_arrivals(encode_arrivals(arrivals, conflict=conflict)) == (conflict, arrivals)
-
-
-def test_two_hundred_equal_arrivals_are_small() -> None:
-    assert len(encode_arrivals(dict.fromkeys(range(200), bytes(100)), conflict=False)) < 1000
 
 
 @pytest.mark.parametrize("data", [b"", b"\x90", b"\xc1abc", encode_arrivals({1: b"x"}, conflict=True)[:-1]])

@@ -127,21 +127,3 @@ def test_a_list_may_hold_tensors_of_both_kinds_that_travel_packed_or_not(
     one.fleet.must(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
     for rank in range(WORLD):
         same(tensors[rank], [sum(values[r][at] for r in range(WORLD)) for at in range(len(sizes))])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_written_again_and_again_is_brought_again_each_time(
-    backend: str, mixed: Callable[[str], Mixed]
-) -> None:
-    one = mixed(backend)
-    tensors = [one.put(np.full(5, rank + 1.0), (None, 1, None)[rank]) for rank in range(WORLD)]
-    keys = one.fleet.keep_all(tensors)
-    expected = 0.0
-    for turn in range(4):
-        for rank, tensor in enumerate(tensors):
-            with one.cupy.cuda.Device(rank):
-                tensor[...] = float(rank + turn)
-        expected = sum(rank + turn for rank in range(WORLD))
-        one.fleet.must(OpKind.ALLREDUCE, keys)
-        for tensor in tensors:
-            same(tensor, np.full(5, expected))

@@ -100,29 +100,6 @@ def test_what_is_only_written_is_not_loaded_and_what_is_only_read_not_unloaded(f
     assert made.staging_copies([(np.ones(1), np.ones(1))]) is None
 
 
-def test_on_a_gpu_what_lies_in_the_host_or_on_another_gpu_has_a_stand_in_there(fake: Fake) -> None:
-    made, domain = _stand_ins("cuda:1")
-    with fake.cupy.cuda.Device(1):
-        here = arrays.memory(fake.cupy.ones(3))
-    with fake.cupy.cuda.Device(0):
-        there = arrays.memory(fake.cupy.arange(4.0))
-    swapped = np.arange(5, dtype=">i4")
-    assert made.side(here, domain) is here
-    for real, expected in ((there, [0, 1, 2, 3]), (swapped, [0, 1, 2, 3, 4])):
-        stand_in = made.side(real, domain)
-        assert stand_in.device == "cuda:1"
-        assert stand_in.library == "cupy"
-        staging_copies = made.staging_copies([(stand_in, stand_in)])
-        staging_copies.load(lambda: None)
-        with fake.cupy.cuda.Device(1):
-            assert stand_in.tensor.get().tolist() == expected
-            stand_in.tensor[...] = stand_in.tensor + stand_in.tensor
-        staging_copies.unload(lambda: None)
-    assert swapped.tolist() == [0, 2, 4, 6, 8]
-    with fake.cupy.cuda.Device(0):
-        assert there.tensor.get().tolist() == [0, 2, 4, 6]
-
-
 @seeds
 @pytest.mark.parametrize("dtype", [*DTYPES, "complex128", "int64"])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 3), (7, 2, 3)])

@@ -31,27 +31,6 @@ from tests.pure.mixed import HOMES, PEER, ROOT, WORLD, Mixed, same, seeds
 
 
 @seeds
-def test_a_tensor_is_read_after_all_that_its_owner_has_enqueued(fake: Fake, mixed: Callable[[str], Mixed]) -> None:
-    one = mixed("local")
-    stream = fake.cupy.cuda.Stream(non_blocking=True)
-    tensor = one.put(np.zeros(999), 0)
-    fake.drain()
-    for seed in range(5):
-        with fake.cupy.cuda.Device(0), stream:
-            tensor.fill(seed)
-            tensor += 1
-            target = np.zeros(999)
-            transfer(target, arrays.memory(tensor), lambda: None)
-            back = fake.cupy.zeros(999)
-            back.fill(-1)
-            transfer(arrays.memory(back), target, lambda: None)
-        same(target, np.full(999, seed + 1.0))
-        with fake.cupy.cuda.Device(0):  # on another stream: the copy has ended
-            same(back, np.full(999, seed + 1.0))
-    assert fake.counts["deviceSynchronize"] == 0
-
-
-@seeds
 @pytest.mark.parametrize("where", ["the same GPU", "another GPU", "the host"])
 def test_a_copy_in_another_thread_follows_what_its_caller_had_enqueued(where: str, fake: Fake) -> None:
     cupy = fake.cupy

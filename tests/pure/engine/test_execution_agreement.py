@@ -11,6 +11,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import Key, OpKind, ReduceOp
+from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     AliasError,
     AllocationError,
@@ -245,3 +246,13 @@ def test_who_does_not_come_to_the_check_is_named_when_time_is_up(fleet: MakeFlee
     hold.go.set()
     assert isinstance(futures[1].result(WAIT_S).error, PlanAbortedError), "the others have gone home"
     one.works_on()
+
+
+def test_a_barrier_lets_nobody_through_before_all_have_come(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    one.faults = hold = HoldAt(point="before_check", rank=2)
+    futures = one.start(OpKind.BARRIER, dict.fromkeys(range(3)))
+    assert hold.came.wait(WAIT_S)
+    assert not any(future.done() for future in futures)
+    hold.go.set()
+    assert [future.result(WAIT_S) for future in futures] == [Outcome()] * 3

@@ -106,19 +106,6 @@ def test_a_broadcast_that_overwrites_a_dirty_tensor_whole_cleans_it(fleet: MakeF
     np.testing.assert_array_equal(values[1], 3 * intact)
 
 
-def test_mark_written_cleans_a_dirty_tensor(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    for rank, value in enumerate(values):
-        value[:] = rank
-        one.stores[rank].mark_written([arrays.byte_range(value)])
-    one.must(OpKind.ALLREDUCE, keys)
-    for value in values:
-        np.testing.assert_array_equal(value, np.ones(5))
-
-
 def test_a_write_of_every_other_element_does_not_clean_the_rest(fleet: MakeFleet) -> None:
     one = fleet(2)
     values = numbers(0, 2)
@@ -141,17 +128,6 @@ def test_an_operand_that_is_only_read_is_not_dirty_after_a_failure(fleet: MakeFl
         assert not one.stores[rank].is_dirty([arrays.byte_range(value)])
         np.testing.assert_array_equal(value, before[rank])
     one.must(OpKind.ALLREDUCE, keys)
-
-
-def test_dirt_is_forgotten_with_the_tensor(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    for rank in range(2):
-        one.stores[rank].free([keys[rank]])
-    del values
-    assert one.dirty == [0, 0]
 
 
 def test_a_failure_after_the_check_but_before_the_kernels_dirties_only_the_others(fleet: MakeFleet) -> None:

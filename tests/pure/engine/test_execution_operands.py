@@ -14,7 +14,7 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import NoFaults
-from raycollect.errors import KernelError, NotATensorError, ReadOnlyError, TensorDirtyError, UnsupportedError
+from raycollect.errors import KernelError, NotATensorError, TensorDirtyError, UnsupportedError
 from tests.pure.fleet import FailAt, Fleet, MakeFleet, numbers, refused_alike
 
 torch = pytest.importorskip("torch")
@@ -152,23 +152,6 @@ def test_outputs_that_are_overwritten_whole_may_be_dirty_before(lacking: bool, f
 
 
 # ---------------------------------------------------------------------------------------------- what is remembered
-
-
-def test_a_root_that_was_none_before_reads_and_need_not_be_writable(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = [np.full(3, 1.0), np.full(3, 2.0)]
-    keys = one.keep_all(values)
-    for root in (0, 1, 0, 1, 1):
-        values[root][:] += 1
-        expected = values[root].copy()
-        one.must(OpKind.BROADCAST, keys, root=root)
-        for value in values:
-            np.testing.assert_array_equal(value, expected)
-    values[1].flags.writeable = False
-    one.must(OpKind.BROADCAST, keys, root=1)
-    error = refused_alike(one.run(OpKind.BROADCAST, keys, root=0))
-    assert isinstance(error, ReadOnlyError)
-    assert [v.rank for v in error.violations] == [1]
 
 
 def test_memory_of_programs_is_bounded(fleet: MakeFleet) -> None:

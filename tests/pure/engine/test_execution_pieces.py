@@ -23,15 +23,6 @@ def test_a_contiguous_tensor_is_a_list_of_equal_pieces(shape: tuple[int, ...], f
         np.testing.assert_array_equal(take, np.concatenate([np.split(give, 3)[rank] for give in gives]))
 
 
-def test_a_contiguous_tensor_and_a_list_meet_where_pieces_have_as_many_elements(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    gives = [np.full((2, 2), rank + 1.0) for rank in range(2)]
-    takes = [np.zeros(8), [np.zeros((2, 2)), np.zeros((2, 2))]]
-    one.must(OpKind.ALLGATHER, one.keep_all(gives), one.keep_all(takes))
-    np.testing.assert_array_equal(takes[0], [1] * 4 + [2] * 4)
-    np.testing.assert_array_equal(takes[1][1], gives[1])
-
-
 def test_pieces_of_one_tensor_make_outputs_of_their_shape(fleet: MakeFleet) -> None:
     one = fleet(2)
     for value, shape in ((np.arange(8.0).reshape(2, 4), (4,)), (np.arange(8.0).reshape(4, 2), (2, 2))):

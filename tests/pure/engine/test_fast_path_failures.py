@@ -98,30 +98,6 @@ def test_a_wait_for_a_reader_can_be_ended(loop: MakeLoop, monkeypatch: pytest.Mo
     assert (error and error[0]) is ends.get(how, PlanAbortedError)
 
 
-@pytest.mark.parametrize("backend", ["local", "shm"])
-def test_who_does_not_come_to_the_check_is_named(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    def scenario() -> Any:
-        one = loop(backend, [np.ones(5) for _ in range(3)], timeout_s=0.5)
-        one.hold(2)
-        one.gates[2].go.set()
-        one.must()
-        one.gates[2].came.clear()
-        one.gates[2].go.clear()
-        _, futures = one.team.start()
-        errors = [future.exception(WAIT_S) for future in futures[:2]]
-        one.gates[2].go.set()
-        late = futures[2].exception(WAIT_S)
-        assert one.dirty == [0, 0, 0]
-        one.must()
-        named = [error.missing for error in errors if isinstance(error, CollectiveTimeoutError)]
-        assert named
-        assert isinstance(late, PlanAbortedError)
-        return set(named)
-
-    # Whoever gives up first is not there any more for the other, who is told so, or gives up too.
-    assert same(monkeypatch, scenario) == {(2,)}
-
-
 # ---------------------------------------------------------------------------------------------- what a backend hears
 
 

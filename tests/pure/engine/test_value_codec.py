@@ -61,15 +61,11 @@ _VALUES = st.recursive(
 @given(_VALUES)
 def test_plain_values_come_out_as_they_went_in(value: Any) -> None:
     assert same(unpack_value(pack_value(value)), value)
-
-
-@MANY
-@given(st.lists(_VALUES, max_size=4))
-def test_so_do_several(values: list[Any]) -> None:
-    packed = pack_values(values)
-    assert bool(packed) == bool(values), "none take nothing"
-    assert same(unpack_values(packed), tuple(values))
-    assert pack_values(tuple(values)) == packed
+    packed = pack_values([value, value])
+    assert same(unpack_values(packed), (value, value))
+    assert pack_values((value, value)) == packed
+    assert pack_values([]) == b"", "none take nothing"
+    assert unpack_values(b"") == ()
 
 
 DTYPES = [

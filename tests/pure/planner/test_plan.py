@@ -23,27 +23,6 @@ LEARNED = Buffer(role=Role.LEARNED)
 # ---------------------------------------------------------------------------------------------- what becomes of it
 
 
-def test_ranks_with_the_same_part_share_one_template() -> None:
-    made = plan_part(allreduce(64))
-    assert len(made.templates) == 1
-    assert made.parts == (0,) * 64
-
-
-def test_a_program_carries_the_ranks_half() -> None:
-    request = broadcast(5, 3, timeout_s=2.5)
-    part, whole = plan_part(request), plan([request])
-    for rank in range(5):
-        program = whole.program(rank)
-        (share,) = program.shares
-        assert (share.op, share.rank, program.agreement.rank) == ("broadcast", rank, rank)
-        assert (share.ranks, share.root, share.reduce_op) == ((0, 1, 2, 3, 4), 3, None)
-        assert (share.group_id, program.timeout_s, program.rounds) == ("0123", 2.5, 1)
-        assert whole.sources(rank) == (key_of(rank),)
-        assert program.keys == 1
-        assert share.template is part.template(rank)
-        assert program == plan([request]).program(rank), "the same whenever the same request is planned again"
-
-
 def test_the_plan_of_one_call_runs_in_the_checks_launch() -> None:
     """The consistency check is the group's own, and there is nothing but its launch."""
     for request in (allreduce(5), broadcast(3, 1), barrier(4), send(6, 4, 2)):
