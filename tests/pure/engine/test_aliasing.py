@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.errors import AliasError, ReadOnlyError
+from raycollect.errors import AliasError
 from raycollect.planner import Request
 from tests.pure.fleet import WAIT_S, Convoy, MakeFleet
 from tests.pure.meaning import ROOTED
@@ -190,24 +190,6 @@ def test_elements_at_one_address_are_read_but_never_written(name: str, mix: str,
     outcomes = one.run(OpKind.BROADCAST, keys, root=1)  # what the root has is only read
     assert [outcome.error for outcome in outcomes] == [None, None]
     np.testing.assert_array_equal(apart, cut(was[1]))
-
-
-def test_read_only_memory_is_read_by_any_view_and_written_by_none(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values, shut = [memory(rank) for rank in range(2)], []
-    for value in values:
-        shut.append(value[::2])
-        shut[-1].flags.writeable = False
-    keys = one.keep_all(shut)
-    expected = shut[0] + shut[1]
-    for outcome in one.must(OpKind.ALLREDUCE, keys, inplace=False):
-        np.testing.assert_array_equal(outcome.outputs[0].value, expected)
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is ReadOnlyError
-    open_keys = one.keep_all([value[1::2] for value in values])
-    one.must(OpKind.ALLREDUCE, open_keys)  # the same memory, other elements
-    np.testing.assert_array_equal(shut, [memory(rank)[::2] for rank in range(2)])
-    np.testing.assert_array_equal(values[0][1::2], memory(0)[1::2] + memory(1)[1::2])
 
 
 # ---------------------------------------------------------------------------------------------- what is given and taken

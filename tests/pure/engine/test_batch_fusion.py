@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import Key, OpKind, ReduceOp, task_key
+from raycollect.core.model import Key, OpKind, ReduceOp
 from raycollect.engine.batch_agreement import decode_arrivals, encode_arrivals
 from raycollect.errors import (
     KernelError,
     MismatchError,
-    PlanAbortedError,
     ProtocolError,
     TensorFreedError,
 )
@@ -208,22 +206,6 @@ def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
         fresh = [[np.ones(3), np.ones(3)] for _ in range(4)]
         assert all(one.error is None for one in convoy.run(allreduces(convoy, fresh), convoy.memberships * 4).values())
         assert len(sizes) > 2
-
-
-def test_an_abort_ends_the_wait_for_a_method() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        requests = allreduces(convoy, [[np.ones(2), np.ones(2)]] * 2)
-        absent = task_key(bytes(23) + b"x", 1)
-        operands = ((0, absent, None), requests[1].operands[1])
-        requests[1] = replace(requests[1], operands=operands)
-        waits = threading.Event()
-        planned = plan(requests, convoy.memberships * 2)
-        convoy.waiting = lambda key: waits.set()
-        futures = convoy.start(planned)
-        assert waits.wait(WAIT_S)
-        convoy.abort(0)
-        for future in futures.values():
-            assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
 
 
 def test_who_ended_is_told_by_places_only_where_all_ran_in_the_checks_launch() -> None:

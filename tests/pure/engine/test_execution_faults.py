@@ -62,21 +62,6 @@ def _fail_in_kernel(one: Fleet, values: list[Any], keys: list[Key], point: str =
     one.faults = NoFaults()
 
 
-def test_using_a_dirty_tensor_is_refused_on_all_naming_who_has_it(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = numbers(0, 3)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is TensorDirtyError
-        assert {v.rank for v in outcome.error.violations} == {0, 1, 2}
-    fresh = one.keep_all(numbers(1, 3))
-    for outcome in one.run(OpKind.ALLREDUCE, [fresh[0], keys[1], fresh[2]]):
-        assert type(outcome.error) is TensorDirtyError
-        assert {v.rank for v in outcome.error.violations} == {1}
-    one.works_on()
-
-
 def test_dirt_belongs_to_the_memory_not_to_the_key(fleet: MakeFleet) -> None:
     one = fleet(2)
     values = numbers(0, 2, (6,))
