@@ -23,32 +23,23 @@ from raycollect.planner.topology import Topology
 from raycollect.planner.wording import PEER, nbytes_words, op_words, ranks_words, reduce_op_words, seconds_words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan that is a stage of a captured step."""
-
-    plan: Plan
-    given: Mapping[Source, Infos]  # the tensors of each operand; see `explain`
-    first: int  # the number of its first call among all calls of the step
-    fixed: int = 0  # how many of the operands are refs
-
-
-def explain_step(stages: Sequence[Planned | Methods], participants: int) -> StepExplanation:
-    """Explains what each run of a captured step will do.
-
-    Raises:
-        KeyError: An operand's tensors are not known.
-        ValueError: An operand can't be cut into a piece per rank.
-    """
-    found = [stage if isinstance(stage, Methods) else explain(stage.plan, stage.given, stage.first) for stage in stages]
-    plans = [stage for stage in found if isinstance(stage, Explanation)]
+def explain_step(stages: Sequence[tuple[Explanation | Methods, int]], participants: int) -> StepExplanation:
+    """Explains what each run of a captured step will do: its stages, each with how many refs are its operands."""
+    plans = [stage for stage, _ in stages if isinstance(stage, Explanation)]
+    memories = [one.memory for one in plans]
     return StepExplanation(
         participants=participants,
-        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage in found),
-        stages=tuple(found),
-        fixed=tuple(stage.fixed for stage in stages),
+        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage, _ in stages),
+        stages=tuple(stage for stage, _ in stages),
+        fixed=tuple(fixed for _, fixed in stages),
         launches=sum(one.launches for one in plans),
-        memory=_memory_of_all([one.memory for one in plans]),
+        memory=Memory(
+            outputs=sum(one.outputs for one in memories),
+            scratch=max((one.scratch for one in memories), default=0),
+            packing=max((one.packing for one in memories), default=0),
+            stand_ins=max((one.stand_ins for one in memories), default=0),
+            chunks=tuple({name: nbytes for one in memories for name, nbytes in one.chunks}.items()),
+        ),
         time_s=sum(one.time_s for one in plans),
         nbytes_inside=sum(one.nbytes_inside for one in plans),
         nbytes_between=sum(one.nbytes_between for one in plans),
@@ -279,16 +270,6 @@ def _chunks_of(spec: GroupSpec) -> int:
     if spec.hosts:
         return _BY_HOST_NBYTES
     return _CHUNKS.get("torch:" if spec.backend.startswith("torch:") else spec.backend, -1)
-
-
-def _memory_of_all(parts: Sequence[Memory]) -> Memory:
-    return Memory(
-        outputs=sum(one.outputs for one in parts),
-        scratch=max((one.scratch for one in parts), default=0),
-        packing=max((one.packing for one in parts), default=0),
-        stand_ins=max((one.stand_ins for one in parts), default=0),
-        chunks=tuple({name: nbytes for one in parts for name, nbytes in one.chunks}.items()),
-    )
 
 
 def _step_words(template: Template, step: Step) -> str:
