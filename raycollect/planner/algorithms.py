@@ -119,7 +119,7 @@ def rivals(part: Part, membership: Membership) -> tuple[str, ...]:
 def cost_of(algorithm: Algorithm, part: Part, membership: Membership) -> Cost:
     """The cost of a part by one algorithm."""
     layout = Layout.of(membership.topology, part.request.root, rank_order=membership.bitwise)
-    return algorithm.cost(part.request.kind, membership.spec.backend, layout)
+    return algorithm.cost(part.request.kind, membership.pricing, layout)
 
 
 def _others(part: Part, membership: Membership) -> list[Algorithm]:

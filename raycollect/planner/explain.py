@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from raycollect.core.model import PIECES, PREFIXES, GroupSpec, OpKind
+from raycollect.core.model import PIECES, PREFIXES, OpKind
 from raycollect.planner.algorithms import ALGORITHMS, cost_of, rivals
 from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
@@ -108,7 +108,7 @@ class _Bundle:
         staged = [one for number in self.calls for one in sizes.staged(number)]
         on_device = self.membership.spec.memory not in ("", "cpu")  # where nothing is packed
         staging = 0 if on_device else plan.staging
-        self.packing = packing(self.part.request.kind, self.membership.spec.backend, staged, staging)
+        self.packing = packing(self.part.request.kind, staged, staging, coalesces=self.membership.coalesces)
         self.tensors = len(staged)  # per rank, in pieces: per piece
         self.costs = tuple(_price(self.part, self.membership, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
@@ -237,10 +237,7 @@ def _time_s(bundles: Sequence[_Bundle]) -> float:
     return max(free.values(), default=0.0)
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 12 << 20, "torch:": 32 << 20}
-"""Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
-the same."""
-_BY_HOST_NBYTES = 34 << 20  # the same where the backend goes host by host
+_BY_HOST_NBYTES = 34 << 20  # the most bytes of the chunks on a rank where the backend goes host by host
 
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
@@ -255,8 +252,8 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
                 stand_ins[member] += sizes.stand_ins(number, rank)
     moves = [sizes.moved(number) for bundle in bundles for number in bundle.calls]
     boxes = max((one.staging for moved in moves if moved is not None for one in moved.ranks), default=0)
-    specs = [bundle.membership.spec for bundle in bundles]
-    chunks = {one.name: _chunks_of(one) for one in specs}
+    groups = [bundle.membership for bundle in bundles]
+    chunks = {one.spec.name: _BY_HOST_NBYTES if one.spec.hosts else one.chunk_nbytes for one in groups}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
@@ -264,12 +261,6 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
         stand_ins=max(stand_ins, default=0),
         chunks=tuple(chunks.items()),
     )
-
-
-def _chunks_of(spec: GroupSpec) -> int:
-    if spec.hosts:
-        return _BY_HOST_NBYTES
-    return _CHUNKS.get("torch:" if spec.backend.startswith("torch:") else spec.backend, -1)
 
 
 def _step_words(template: Template, step: Step) -> str:
@@ -303,10 +294,6 @@ def _piece(piece: int) -> str:
     return "" if piece < 0 else f" piece {piece}"
 
 
-_TOGETHER = frozenset({"shm"})
-"""The backends that run kernels together (`raycollect.core.protocols.Together`)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Which tensors of a bundle travel together."""
@@ -317,10 +304,9 @@ class Packing:
     together: int = 0  # how many tensors the backend runs with one synchronization of the ranks
 
 
-def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
+def packing(kind: OpKind, sizes: Sequence[tuple[str, int]], staging: int, *, coalesces: bool) -> Packing:
     """Predicts what travels together (`fusion`), from the dtype and the staging bytes of each tensor of a bundle."""
-    runs_together = backend in _TOGETHER and kind not in PIECES
-    large = set(offered([nbytes for _, nbytes in sizes])) if runs_together else set[int]()
+    large = set(offered([nbytes for _, nbytes in sizes])) if coalesces and kind not in PIECES else set[int]()
     rest = [one for at, one in enumerate(sizes) if at not in large]
     packed = [[rest[at][1] for at in bucket] for bucket in buckets(rest, staging) if len(bucket) > 1]
     return Packing(
@@ -349,4 +335,4 @@ def _own(part: Part, membership: Membership) -> Cost:
         for step in template.steps
         if isinstance(step.kind, OpKind)
     )
-    return sum((priced(kind, membership.spec.backend, layout) for kind in kinds), FREE)
+    return sum((priced(kind, membership.pricing, layout) for kind in kinds), FREE)

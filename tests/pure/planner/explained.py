@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 
+from raycollect.backends.capabilities import BUILT_IN
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
 from raycollect.planner.explain import explain, explain_step
@@ -24,7 +25,9 @@ def membership(hosts, *, name="default", backend="shm", bitwise=True, ops=None, 
     )
     spec = group(name, len(hosts), backend, ops)
     participants = tuple(f"member {first + rank}" for rank in range(len(hosts)))
-    return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise)
+    known = BUILT_IN.get(backend)
+    told = {} if known is None else {"coalesces": known.coalesces, "chunk_nbytes": known.chunk_nbytes}
+    return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise, **told)
 
 
 def distant():
