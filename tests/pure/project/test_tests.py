@@ -44,7 +44,7 @@ MOST_PATCHES = {
     "pure/backends": 100,
     "pure/captured": 11,
     "pure/channel": 20,
-    "pure/cli": 7,
+    "pure/cli": 5,
     "pure/core": 22,
     "pure/driver": 17,
     "pure/engine": 24,
