@@ -25,7 +25,6 @@ IMPORTED = frozenset(
         "tests.pure.driver.test_controller",
         "tests.pure.driver.test_html",
         "tests.pure.driver.test_order_model",
-        "tests.pure.driver.test_plan_tracker_batches",
         "tests.pure.group.test_thread_faults",
         "tests.pure.member.test_lease",
         "tests.pure.member.test_thread_faults",
