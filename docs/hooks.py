@@ -123,9 +123,7 @@ def public_names() -> dict[str, str]:
     files = sorted((ROOT / "raycollect/errors").glob("_*.py"))
     bodies = (node for path in files for node in _parsed(path.relative_to(ROOT).as_posix()).body)
     raised = (node.name for node in bodies if isinstance(node, ast.ClassDef))
-    return {name: f"raycollect.{name}" for name in top} | {
-        name: f"raycollect.errors.{name}" for name in raised
-    }
+    return {name: f"raycollect.{name}" for name in top} | {name: f"raycollect.errors.{name}" for name in raised}
 
 
 def _assigned(file: str, name: str) -> Any:

@@ -23,7 +23,6 @@ IMPORTED = frozenset(
         "tests.pure.backends.test_nccl_join",
         "tests.pure.channel.test_message_faults",
         "tests.pure.driver.test_controller",
-        "tests.pure.driver.test_html",
         "tests.pure.driver.test_order_model",
         "tests.pure.group.test_thread_faults",
         "tests.pure.member.test_lease",
