@@ -23,8 +23,7 @@ from raycollect.captured import step as captured
 from raycollect.captured.step import SHOWN_S
 from raycollect.driver import group as declared
 from raycollect.driver.step_runs import StepRuns
-from tests.pure.driver.shown_html import read
-from tests.pure.driver.test_html import progress
+from tests.pure.driver.shown_html import progress, read
 from tests.ray.capturing import Learner
 from tests.ray.workers import Gate, Worker, block
 from tests.waiting import interrupt_in, stopped, wait_until

@@ -21,8 +21,7 @@ from nbclient.exceptions import CellExecutionError
 
 from examples.notebooks import refresh
 from raycollect.driver.group_status import GroupStatus
-from tests.pure.driver.shown_html import read
-from tests.pure.driver.test_html import status
+from tests.pure.driver.shown_html import read, status
 
 TIMEOUT_S = 60
 SOON_S = 8
