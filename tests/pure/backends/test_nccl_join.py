@@ -128,17 +128,6 @@ def test_staging_on_a_gpu_warns_as_well(monkeypatch: pytest.MonkeyPatch) -> None
         transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
 
 
-@pytest.mark.parametrize("name", ["local", "shm", "tcp"])
-def test_what_is_tested_does_not_warn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(experimental, "_has_warned", False)
-    assert callable(backends.load(name))
-
-
-def test_it_is_there_where_there_is_a_gpu() -> None:
-    with gpus(1):
-        assert backends.is_available("nccl")
-
-
 # ------------------------------------------------------------------------------- who is with whom
 
 
@@ -222,12 +211,6 @@ def test_ranks_share_no_gpu_where_the_environment_forbids_it(monkeypatch: pytest
     assert os.environ[SHARING] == "0"
 
 
-def test_the_environment_is_left_alone_where_each_rank_has_a_gpu() -> None:
-    with gpus(2, nccl_version=23000):
-        GpuTeam(2).close()
-    assert SHARING not in os.environ
-
-
 @pytest.mark.parametrize("theirs", [22802, 22703])
 def test_members_with_different_releases_are_refused(theirs: int) -> None:
     """NCCL compares the last digit as well."""
@@ -252,13 +235,6 @@ def test_gpus_of_two_hosts_are_not_the_same() -> None:
 
 
 # ------------------------------------------------------------------------------- who does not come
-
-
-def test_a_member_that_never_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.05)
-    with gpus(2), pytest.raises(CollectiveTimeoutError, match=r"'nccl': ranks \[1\] did not come") as caught:
-        create(0, 2)
-    assert caught.value.missing == (1,)
 
 
 def test_rank_0_that_never_tells_the_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
