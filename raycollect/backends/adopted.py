@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from types import new_class
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -101,7 +101,7 @@ def _overrides(group_cls: type[Any], method: str) -> bool:
 @cache
 def _factory(group_cls: type[Any]) -> CommunicatorFactory:
     """The same for a class each time, so that it may be registered again."""
-    return partial(_create, group_cls)
+    return cast("CommunicatorFactory", partial(_create, group_cls))
 
 
 def _missing(group_cls: type[Any]) -> str:

@@ -142,9 +142,6 @@ BROKEN = {
     "no number": json.dumps(
         {"version": 1, "links": [{"place": "inside", "backend": "shm", "latency_s": "fast", "bandwidth": 1}]}
     ),
-    "one twice": json.dumps(
-        {"version": 1, "links": [{"place": "inside", "backend": "shm", "latency_s": 1, "bandwidth": 1}] * 2}
-    ),
     "too deep": "[" * 100_000,
 }
 
@@ -188,13 +185,9 @@ LINK = '{"place": "inside", "backend": "shm", "latency_s": 1e-6, "bandwidth": 1e
         '{"version": "' + "x" * 100_000 + '"}',
         '{"version": 1, "links": [' + LINK.replace("1e9", "1" * 400) + "]}",
         '{"version": 1, "links": [' + LINK.replace("inside", "x" * 100_000) + "]}",
-        '{"version": 1, "links": [' + LINK.replace('"so"', '"' + "x" * 100_000 + '"') + "]}",
-        '{"version": 1, "links": [' + LINK.replace('"shm"', "[]") + "]}",
-        '{"version": 1, "links": [' + ", ".join([LINK] * 50) + "]}",
-        '{"version": 1, "links": [' + ", ".join([LINK] * 5000) + "]}",
         " " * (1 << 20) + "{}",
     ],
-    ids=range(10),
+    ids=range(6),
 )
 def test_whatever_is_in_a_file_of_costs_its_error_is_typed_and_short(tmp_path, text):
     path = tmp_path / "costs.json"
