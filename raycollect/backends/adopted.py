@@ -99,7 +99,7 @@ def _overrides(group_cls: type[Any], method: str) -> bool:
 
 
 @cache
-def _factory(group_cls: type[Any]) -> CommunicatorFactory:
+def _factory(group_cls: Any) -> CommunicatorFactory:
     """The same for a class each time, so that it may be registered again."""
     return cast("CommunicatorFactory", partial(_create, group_cls))
 

@@ -142,7 +142,7 @@ def read(path: str | os.PathLike[str], *, source: str = "the file of costs") -> 
     except OSError as exc:
         found = f"a file that can't be read ({exc.strerror})"
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as exc:
-        found = f"not a file of costs ({type(exc).__name__}: {str(exc)[:MOST_TEXT]})"
+        found = f"not a file of costs ({type(exc).__name__}: {str(exc)[:_MOST_TEXT]})"
     violation = Violation(
         kind="argument",
         rank=-1,
