@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from types import new_class
 from typing import Any, cast
 
@@ -79,7 +79,7 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
         )
     return Capabilities(
         name=backends.canonical(name),
-        factory=_factory(group_cls),
+        factory=_factories.setdefault(group_cls, cast("CommunicatorFactory", partial(_create, group_cls))),
         probe=partial(_missing, group_cls),
         ops=ops,
         reduce_ops=REDUCE_OPS,
@@ -98,10 +98,7 @@ def _overrides(group_cls: type[Any], method: str) -> bool:
     return callable(found) and not getattr(found, "__isabstractmethod__", False)
 
 
-@cache
-def _factory(group_cls: Any) -> CommunicatorFactory:
-    """The same for a class each time, so that it may be registered again."""
-    return cast("CommunicatorFactory", partial(_create, group_cls))
+_factories: dict[Any, CommunicatorFactory] = {}  # the same for a class each time, so that it may be registered again
 
 
 def _missing(group_cls: type[Any]) -> str:
