@@ -119,12 +119,8 @@ def _own_address(store: Any) -> str:
         return str(route.getsockname()[0])
 
 
-class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch whose calls are those of a member of a group. Any thread may call it.
-
-    Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
-    a receive from any rank. `member_group` is the name of raycollect's group, which this process has joined.
-    """
+class _Named(distributed.ProcessGroup):  # type: ignore[misc]
+    """What torch asks of a process group besides calls; `member_group` is the name of raycollect's group."""
 
     def __init__(self, rank: int, size: int, member_group: str) -> None:
         super().__init__(rank, size)
@@ -194,6 +190,14 @@ class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
             queue.close()
         with suppress(RaycollectError):  # it has left before
             destroy_collective_group(self._member_group)
+
+
+class TorchProcessGroup(_Named):
+    """A process group of torch whose calls are those of a member of a group. Any thread may call it.
+
+    Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
+    a receive from any rank.
+    """
 
     # ------------------------------------------------------------------------------------------ collectives
 
