@@ -3,7 +3,7 @@
 Each of their numbered defects and where it has its test; `tests/` is left out, and a test below has no file.
 
  1  a call's reduce op becomes the default
-        pure/member/test_joining.py::test_defect_1_an_op_does_not_become_the_default
+        pure/backends/test_adopted.py::test_one_calls_reduce_op_is_not_the_next_calls_default
  2  gloo_timeout reaches nothing
         pure/member/test_joining.py::test_defect_2_the_timeout_reaches_every_operation
  3  a second group has the first one's ranks
@@ -22,20 +22,19 @@ Each of their numbered defects and where it has its test; `tests/` is left out, 
  7  nothing waits for what NCCL has enqueued
         none: needs a GPU
  8  a tensor with gaps reduces other memory
-        pure/member/test_joining.py::test_defect_8_a_tensor_with_gaps_is_reduced_where_it_is
+        contract/test_values.py::test_every_rank_holds_what_numpy_makes
         test_defect_8_a_transfer_into_a_tensor_with_gaps
     32 streams per call; cupy's send raises
         none: needs a GPU
  9  looking up a group blocks
         pure/member/test_joining.py::test_defect_9_group_lookup_does_not_block
 10  four reduce ops
-        pure/member/test_joining.py::test_defect_10_more_reduce_ops
+        contract/test_values.py::test_every_rank_holds_what_numpy_makes
     no gather, scatter, all-to-all
         contract/test_values.py::test_every_rank_holds_what_numpy_makes
     nothing of uneven sizes
         contract/test_values.py::test_every_rank_holds_what_numpy_makes
 11  one tensor twice in a list
-        pure/member/test_joining.py::test_defect_11_one_tensor_twice_in_a_list_is_refused
         ray/test_tensors.py::test_defect_11_a_list_of_one_tensor_twice
         contract/test_mismatches.py::test_a_mismatch_is_one_error_for_all_who_called
 12  MAX and MIN on the CPU raise
