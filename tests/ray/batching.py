@@ -20,11 +20,6 @@ def spread(workers, value=lambda rank: [rank]):
     return [hold(worker, value(rank)) for rank, worker in enumerate(workers)]
 
 
-def pieces_of(self, rank):
-    """A tensor list of three pieces."""
-    return [np.full(2, 10.0 * rank + piece) for piece in range(3)]
-
-
 def found(refs):
     return [np.asarray(one).tolist() for one in col.get(refs)]
 

@@ -41,27 +41,6 @@ def mailed(monkeypatch):
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
-def test_collectives_of_refs_run_again_and_again(actors, submits, backend):
-    workers = actors(Worker, 3)
-    col.declare_collective_group(workers, backend=backend)
-    a, b = spread(workers, lambda rank: [rank + 1, 2]), spread(workers, lambda rank: [3 * rank])
-    with col.capture() as step:
-        assert col.allreduce_refs(a) == a
-        assert col.broadcast_refs(b, src_rank=2) == b
-        made = col.allgather_refs(None, b)
-        assert [type(one) for one in made] == [col.Pending] * 3
-        step.returns(made[1])
-    assert found(a) == [[1, 2], [2, 2], [3, 2]], "captured, not run"
-    submits.clear()
-    assert [one.tolist() for one in step.run()] == [[6], [6], [6]]
-    assert found(a) == [[6, 6]] * 3
-    assert found(b) == [[6]] * 3
-    step.run()
-    assert found(a) == [[18, 18]] * 3
-    assert submits == []
-
-
 def test_outputs_of_collectives_are_operands_of_later_plans(trio):
     refs = spread(trio, lambda rank: [rank, 10 * rank])
     with col.capture() as step:

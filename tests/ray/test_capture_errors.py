@@ -101,19 +101,6 @@ def test_a_participant_that_dies_between_runs(trio, submits):
     other.run()
 
 
-def test_a_destroyed_group_is_refused_before_anything_is_sent(trio, submits):
-    refs = spread(trio[:2])
-    with col.capture() as step:
-        col.allreduce_refs(refs, "pair")
-    step.run()
-    col.destroy_collective_group("pair")
-    for _ in range(2):
-        with nothing_sent(submits), pytest.raises(errors.CaptureBrokenError, match="destroyed"):
-            step.run()
-    step.close()
-    assert works_on(trio)
-
-
 @pytest.mark.parametrize("end", ["cancelled", "closed"])
 def test_runs_under_way_end_with_the_step(trio, pipe, end):
     path, let_go = pipe

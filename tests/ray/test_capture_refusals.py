@@ -103,24 +103,6 @@ def test_refused_returns(trio):
     refused(errors.CaptureError, "nothing was recorded", lambda step: None)
 
 
-def test_refused_calls_of_operations(trio):
-    refs = spread(trio)
-    refused(errors.InvalidArgumentError, "the whole of it", lambda step: col.allreduce_refs(refs, async_op=True))
-    refused(errors.MissingMemberError, "rank 2", lambda step: col.allreduce_refs(refs[:2]))
-    error = refused(
-        errors.InvalidArgumentError,
-        "src_rank is 7",
-        lambda step: (col.allreduce_refs(refs), step.call(trio[0].loss), col.broadcast_refs(refs, 7)),
-    )
-    assert [violation.call for violation in error.violations] == [2], "among operations and methods"
-    assert "call 2 of the step" in str(error)
-    refused(
-        errors.ForeignRefError,
-        "ClassMethodNode",
-        lambda step: col.allreduce_refs([worker.gradient.bind() for worker in trio]),
-    )
-
-
 def test_actors_that_can_not_take_part(actors, trio):
     plain, dead = actors(Plain, 1)[0], actors(Worker, 1)[0]
     ray.get(dead.read.remote())
@@ -149,21 +131,6 @@ def test_refs_of_failed_methods_are_refused(trio):
     freed = hold(trio[0], [1])
     col.free(freed)
     refused(errors.TensorFreedError, "freed", lambda step: step.call(trio[0].note, freed))
-    assert wait_until(lambda: ray.get([worker.call.remote(captured_here) for worker in trio]) == [0] * 3)
-    assert works_on(trio)
-
-
-def test_a_participant_that_is_not_ready_in_time(trio, pipe):
-    ref, (path, let_go) = hold(trio[0], [1]), pipe
-    ray.get(ref)
-    blocked = trio[1].stall.remote(path)
-    with pytest.raises(errors.CollectiveTimeoutError, match="Learning") as caught, col.capture(timeout_s=5) as step:
-        step.call(trio[0].note, ref)
-        col.barrier("pair")
-        step.call(trio[1].note)
-    assert caught.value.missing == (1,)
-    let_go()
-    ray.get(blocked)
     assert wait_until(lambda: ray.get([worker.call.remote(captured_here) for worker in trio]) == [0] * 3)
     assert works_on(trio)
 

@@ -71,26 +71,6 @@ def test_methods_are_checked_when_they_are_recorded(pair, submits):
         refused(errors.InvalidArgumentError, "called already", lambda step: step.call(ref))
 
 
-def test_unserializable_argument_error_gives_advice(pair):
-    ref = hold(pair[0], [1])
-    advice = {
-        "as an argument of its own": [
-            lambda step: step.call(pair[0].echo, {1}),
-            lambda step: step.call(pair[0].echo, [ref]),
-            lambda step: step.call(pair[0].echo, {"a": step.call(pair[0].loss)}),
-            lambda step: step.call(pair[0].echo, [step.argument("a")]),
-        ],
-        "by an ordinary method before the run": [
-            lambda step: step.argument("a", ref),
-            lambda step: step.argument("a", step.argument("b")),
-        ],
-        "what a call gave, a ref, an argument, or a plain value": [lambda step: step.returns([{1}])],
-    }
-    for text, records in advice.items():
-        for record in records:
-            assert str(refused(errors.InvalidArgumentError, text, record)).count("expected") == 1
-
-
 # ---------------------------------------------------------------------------------------------- results
 
 
@@ -180,16 +160,3 @@ def test_violations_on_several_participants_are_one_error(pair):
     before = found(refs)
     col.allreduce_refs(refs)
     assert found(refs) == [[sum(one[0] for one in before)]] * 2, "nothing was touched, and all go on"
-
-
-def test_explain_shows_refs_as_fixed(pair):
-    refs = spread(pair)
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-        step.call(pair[0].echo, refs[0])
-        col.allreduce_refs([step.call(one.steady) for one in pair])
-    step.run()
-    told = step.plan()
-    assert told.fixed == (2, 1, 0)
-    assert told.explain().count("fixed when captured") == 2
-    assert "2 refs, each the same value" in str(told)

@@ -117,14 +117,6 @@ def test_two_controllers_may_have_a_group_of_one_name_and_one_that_dies_leaves_n
     col.destroy_collective_group("twice")
 
 
-def test_derived_groups_are_not_posted(actors, reader):
-    _settled()  # what a test before has ended is gone
-    before = len(reader.groups())
-    col.allreduce_refs([worker.get_buffer.remote() for worker in actors(Worker, 2)])
-    _settled()
-    assert len(reader.groups()) == before
-
-
 def test_status_is_watched_until_ctrl_c(cluster):
     process = _start("status", "--watch", "0.1", "--json")
     lines = [process.stdout.readline() for _ in range(3)]

@@ -150,15 +150,6 @@ class Meeting(Buffers):
         return self.buffer
 
 
-@pytest.mark.parametrize("transport", [False, True])
-def test_actor_whose_concurrency_groups_only_calls_name_is_not_ordered(actors, transport):
-    """Ray's own concurrency groups, which tensor transport brings, take no order from an actor."""
-    cls = ray.remote(concurrency_groups=None if transport else {"io": 2}, enable_tensor_transport=transport)(Meeting)
-    workers = actors(cls, 2)
-    group = col.declare_collective_group(workers)
-    assert [member.ordered for member in group.status().members] == [transport] * 2
-
-
 def test_methods_in_a_concurrency_group_that_a_call_names_overlap(actors):
     workers = actors(ray.remote(concurrency_groups={"io": 2})(Meeting), 2)
     (gate,) = actors(Gate, 1, max_concurrency=8)

@@ -39,44 +39,6 @@ def test_a_producer_that_raises(crew, gate, when):
     assert_works(refs, workers)
 
 
-def test_timeout_names_a_participant_that_is_not_ready(crew, gate):
-    workers, refs = crew(3, THREADS)
-    late = workers[1].make.remote(wait_in, gate)
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        col.allreduce_refs([refs[0], late, refs[2]], timeout_s=3)  # in which the others are ready
-    assert caught.value.missing == (1,)
-    assert "rank 1 (Buffers(" in str(caught.value)
-    assert "after 3 s" in str(caught.value)
-    assert col.get(refs[0])[0] == 1
-    ray.get(gate.open.remote())
-    assert_works(refs, workers)
-    assert_works([refs[0], late, refs[2]], workers)
-
-
-def test_call_without_a_ready_participant_ends_at_its_limit(crew, gate):
-    workers, _ = crew(2, THREADS)
-    late = [worker.make.remote(wait_in, gate) for worker in workers]
-    work = col.allreduce_refs(late, async_op=True, timeout_s=3)  # in which both have come to it
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        work.wait()
-    assert (caught.value.timeout_s, [one.rank for one in caught.value.reports]) == (3, [0, 1])
-    ray.get(gate.open.remote())
-    col.allreduce_refs(late)
-    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
-
-
-@pytest.mark.full
-def test_call_without_a_limit_of_its_own_waits_for_participants(crew, gate):
-    workers, _ = crew(2, THREADS, timeout_s=3)
-    late = [worker.make.remote(wait_in, gate) for worker in workers]
-    work = col.allreduce_refs(late, async_op=True)
-    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
-        work.wait(timeout_s=4)
-    ray.get(gate.open.remote())
-    work.wait()
-    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
-
-
 def test_cancel(crew, gate, occupy):
     workers, refs = crew(2, THREADS)
     blocked = occupy(workers[1])

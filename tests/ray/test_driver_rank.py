@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.driver import driver_rank
 from tests.ray.refusing import refused
 from tests.ray.workers import Gate, Worker, block
 from tests.waiting import wait_until
@@ -115,20 +112,6 @@ def test_all_operations_with_the_driver_at_each_place(actors, backend, at):
             check([col.send_ref(source, target)], [rows[giver]])
             check([col.send_ref(source, trio.members[taker])], [rows[giver]])
     col.barrier()
-
-
-def test_what_is_made_on_the_driver_is_there_when_a_call_returns(actors, monkeypatch):
-    """Also where another rank has ended last, and told for all."""
-    trio, keep = Trio(actors, 0), driver_rank._Runtime.keep_output
-
-    def slowly(*args):
-        time.sleep(0.05)  # the other rank ends meanwhile
-        return keep(*args)
-
-    monkeypatch.setattr(driver_rank._Runtime, "keep_output", slowly)
-    for n in range(10):
-        row = np.full(3, float(n))
-        check([col.send_ref(trio.operands([row] * WORLD)[1], trio.members[0])], [row])
 
 
 def test_sources_layouts_batches_and_plans(trio):
@@ -236,25 +219,6 @@ def test_death_timeout_and_retry(actors):
     trio.group.add(col.this_process())
     assert trio.group.get_rank(col.this_process()) == 2
     col.barrier()
-
-
-def test_a_failure_in_its_thread_is_raised_and_the_next_program_runs(actors, monkeypatch):
-    trio = Trio(actors, 0)
-    given = trio.operands([np.ones(3)] * WORLD)
-    lease = type(col.driver.controller.Controller.current().driver_rank().runtime.leased())
-    before, told = lease._run, []
-
-    def fails(self, *args):
-        assert threading.current_thread().name == "raycollect-order"
-        told.append(self)
-        raise TypeError("injected")
-
-    monkeypatch.setattr(lease, "_run", fails)
-    with pytest.raises(errors.InternalError, match="injected"):
-        col.allreduce_refs(given)
-    assert told
-    monkeypatch.setattr(lease, "_run", before)
-    check(col.allreduce_refs(given), [np.full(3, 3.0)] * WORLD)
 
 
 def test_status_statistics_members_calls_timeline_and_lifetime(actors):

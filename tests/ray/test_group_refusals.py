@@ -18,18 +18,6 @@ from tests.waiting import wait_until
 WRONG_NAMES = ["", "\ud800", "x" * 1001, b"x", None, 3]
 
 
-def test_versions_of_weights_are_not_published_or_subscribed_to_under_such_names(actors):
-    a, b = actors(Worker, 2)
-    source, target = buffers([a, b])
-    for name in WRONG_NAMES:
-        with pytest.raises(errors.InvalidArgumentError) as caught:
-            col.publish([source], name=name)
-        assert caught.value.violations[0].field == "name"
-        with pytest.raises(errors.InvalidArgumentError) as caught:
-            col.subscribe(name, [target])
-        assert caught.value.violations[0].field == "name"
-
-
 def test_group_errors(actors):
     a, b = actors(Worker, 2)
     with refused(errors.UnknownGroupError, "'nope'"):

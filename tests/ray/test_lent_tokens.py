@@ -16,7 +16,6 @@ import ray
 import raycollect as col
 from raycollect.core import call_tokens, submitted_calls
 from raycollect.driver.controller import Controller
-from raycollect.errors import TensorFreedError
 from raycollect.member import token_lenders
 from tests.lives import lasting
 from tests.ray.workers import Buffers, Gate, Plain
@@ -114,15 +113,6 @@ def test_a_result_lives_as_long_as_somebody_holds_it(maker):
     assert is_empty(maker)
 
 
-def test_only_methods_that_return_tensors_are_lent_tokens(maker):
-    ready = tokens_of(maker)._ready
-    before = len(ready)
-    ray.get([maker.number.remote(), maker.values.remote(), maker.static.remote(1)])
-    assert len(ready) == before
-    ray.wait([maker.make.remote()])
-    assert len(ready) == before - 1
-
-
 def test_discarded_results_are_freed(maker):
     for _ in range(3 * call_tokens.BATCH):  # more than there are tokens
         maker.make.remote()
@@ -154,14 +144,6 @@ def wait_and_add(handle, gate):
 @pytest.fixture
 def gate(actors):
     return actors(Gate, 1, max_concurrency=8)[0]
-
-
-def test_a_task_that_got_it_in_its_arguments_holds_it(maker, gate):
-    total = wait_and_add.remote(maker.make.remote(2, 3), gate)
-    assert not wait_until(lambda: lent(maker)[1] == 0, 0.3)
-    ray.get(gate.open.remote())
-    assert ray.get(total) == 5
-    assert is_empty(maker)
 
 
 def test_an_actor_holds_it_longer_than_its_method_runs(maker):
@@ -249,15 +231,6 @@ def test_a_connection_that_is_cut_frees_nothing(maker, is_destroyed):
     assert col.get(ref).tolist() == [3]
     del ref
     assert wait_until(lambda: lent(maker) == (0, 0, 0))
-
-
-def test_free_and_use_after_free(maker):
-    ref = maker.make.remote(3)
-    assert col.free(ref) == 1
-    with pytest.raises(TensorFreedError):
-        col.get(ref)
-    del ref
-    assert is_empty(maker)
 
 
 def test_calls_while_the_actor_is_busy_do_without(maker, gate):

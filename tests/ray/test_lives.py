@@ -10,23 +10,14 @@ import ray
 import raycollect as col
 from raycollect.driver.controller import Controller
 from tests import lives
-from tests.ray.workers import Gate, Worker, filled
+from tests.ray.workers import Gate, Worker
 from tests.waiting import wait_until
 
 TIMEOUT_S = 40.0
 """How long it may take here, where one that is late is no good news: a busy machine is no reason."""
 
 
-def _declared(backend):
-    def use(workers, path):
-        group = col.declare_collective_group(workers, backend=backend)
-        col.allreduce_refs(filled(workers, (1, 2)))
-        group.destroy()
-
-    return use
-
-
-def _captured(workers, path):
+def _captured(workers):
     col.declare_collective_group(workers)
     with col.capture() as step:
         col.allreduce_refs([step.call(worker.get_buffer) for worker in workers])
@@ -35,24 +26,17 @@ def _captured(workers, path):
     step.close()
 
 
-def _recorded(workers, path):
-    with col.timeline(path):
-        col.declare_collective_group(workers)
-        col.allreduce_refs(filled(workers, (1, 2)))
-
-
 def _join(self, rank):
     col.init_collective_group(2, rank, "shm", "own")
     col.allreduce(self.buffer, "own")
     col.destroy_collective_group("own")
 
 
-def _own(workers, path):
+def _own(workers):
     ray.get([worker.call.remote(_join, rank) for rank, worker in enumerate(workers)])
 
 
-USES = {"shm": _declared("shm"), "tcp": _declared("tcp"), "gloo": _declared("gloo")}
-USES |= {"captured": _captured, "recorded": _recorded, "a group of their own": _own}
+USES = {"captured": _captured, "a group of their own": _own}
 
 
 def _started():
@@ -78,14 +62,10 @@ def _end_test():
     Controller._current = None
 
 
-def _marked(name):
-    return pytest.param(name, marks=[pytest.mark.full] * (name not in ("captured", "a group of their own")))
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in USES])
-def test_used_actors_are_reusable(used, name, tmp_path):
+@pytest.mark.parametrize("name", USES)
+def test_used_actors_are_reusable(used, name):
     for _ in range(2):
-        USES[name](used, tmp_path / "t.json")
+        USES[name](used)
         _end_test()
         assert lives.begin_again(used, (), TIMEOUT_S) == used
 

@@ -220,31 +220,6 @@ def test_async_actors(actors):
     assert not ray.get(other.is_my_buffer.remote(ref))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint16", "float16", "float64", "bool", "complex64", ">f4"])
-def test_fetching_any_array(kinds, dtype):
-    for shape in ((1,), (0,), (3, 0), (2, 3)):
-        expected = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-        ref = kinds.make.remote(lambda self, array: np.array(array), expected)
-        found = col.get(ref)
-        assert found.shape == shape
-        assert found.dtype == expected.dtype.newbyteorder("=")
-        np.testing.assert_array_equal(found, expected)
-
-
-def test_fetching_views(kinds):
-    base = np.arange(24.0).reshape(4, 6)
-    for view in (base[::2], base.T, base[:, ::-1], base[1:3, 2:5]):
-        ref = kinds.make.remote(lambda self, array: array, view)
-        np.testing.assert_array_equal(np.asarray(ray.get(ref)), view)
-
-
-def test_a_handle_explains_itself(kinds):
-    text = repr(ray.get(kinds.get_buffer.remote()))
-    for part in ("float32[10]", "Kinds(", "raycollect.get", "numpy.asarray"):
-        assert part in text
-    assert "dict of" in repr(ray.get(kinds.named.remote()))
-
-
 def test_an_ordered_get_waits_for_the_actors_queue(kinds):
     ref = kinds.get_buffer.remote()
     ray.wait([ref])

@@ -189,19 +189,6 @@ def test_a_ref_of_a_task_is_waited_for_within_the_limit(actors, gate, timed, nam
     col.allreduce_refs(refs)
 
 
-def test_a_ref_of_a_task_in_a_batch_is_waited_for_within_the_limit_of_the_batch(actors, gate, timed):
-    workers = actors(Worker, 2)
-    col.declare_collective_group(workers)
-    refs = buffers(workers)
-
-    def call():
-        with col.batch(timeout_s=LIMIT_S):
-            col.broadcast_refs(refs, source=late.remote(gate))
-
-    assert timed(call).timeout_s == LIMIT_S
-    ray.get(gate.open.remote())
-
-
 def test_a_group_is_derived_within_the_limit(actors, gate, block, timed):
     workers = actors(Worker, 2)
     refs = buffers(workers)

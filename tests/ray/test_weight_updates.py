@@ -14,7 +14,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.weight_actors import SHAPES, Weights, held_by, looks, replicas, spoil
+from tests.ray.weight_actors import SHAPES, Weights, held_by, looks, replicas
 from tests.ray.workers import Gate, Worker
 from tests.waiting import has_ended, stopped, wait_until
 
@@ -48,16 +48,6 @@ def test_a_version_that_several_rounds_show_is_held_once_and_can_be_gone_back_to
         sub.update(first, timeout_s=20.0)
         assert looks([rollout], sub) == [([1.0], 1)]
         assert held_by(rollout) == held
-
-
-def test_a_subscription_that_is_named_twice_is_refused(actors, name):
-    trainer, rollout = actors(Weights, 2)
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
-        pub.put()
-        for call in (pub.push, pub.stream):
-            with pytest.raises(errors.InvalidArgumentError) as raised:
-                call([sub, sub])
-            assert [one.field for one in raised.value.violations] == ["subscriptions"]
 
 
 def test_an_update_that_fails_leaves_the_version_before_shown_and_served(actors, name):
@@ -134,25 +124,6 @@ def test_what_one_group_of_several_lacks_is_told_beside_the_receipts_of_the_othe
         with pytest.raises(errors.PushError) as raised:
             stream.commit()
         assert [one and one.version.number for one in raised.value.receipts] == [2, None]
-
-
-def test_a_rank_that_is_late_is_named_with_its_stack(actors, name):
-    trainer, rollout, gate = actors(Weights, 1)[0], actors(Worker, 1)[0], actors(Gate, 1, max_concurrency=2)[0]
-
-    def sits_here(self, gate):
-        ray.get(gate.wait.remote())
-
-    refs = [rollout.make.remote(lambda self: {key: np.zeros(shape, np.float32) for key, shape in SHAPES.items()})]
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, refs) as sub:
-        pub.put()
-        busy = rollout.call.remote(sits_here, gate)
-        with pytest.raises(errors.VersionTimeoutError) as raised:
-            sub.update(timeout_s=3.0)
-        (report,) = raised.value.reports
-        assert (raised.value.missing, report.rank, report.answers, report.has_begun) == ((0,), 0, True, False)
-        assert any("sits_here" in line for line in report.stack)
-        ray.get([gate.open.remote(), busy])
-        assert sub.update().version.number == 1
 
 
 def test_threads_that_share_a_subscription_take_turns(actors, name):
@@ -236,17 +207,3 @@ def control_store():
     """The process id of the control store of this Ray."""
     (server,) = ray._private.worker._global_node.all_processes["gcs_server"]
     return server.process.pid
-
-
-def test_bits_that_changed_at_a_holder_leave_the_receiver_as_it_was(actors, name):
-    trainer, rollout = actors(Weights, 2)
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
-        ray.get(trainer.fill.remote(1))
-        pub.put()
-        sub.update()
-        ray.get(trainer.fill.remote(2))
-        pub.put()
-        ray.get(trainer.__ray_call__.remote(spoil))
-        with pytest.raises(errors.VersionNotWholeError):
-            sub.update()
-        assert looks([rollout], sub) == [([1.0], 1)]
