@@ -245,17 +245,6 @@ def test_a_group_that_ends_leaves_nothing_mapped(actors):
     assert_alone(workers)
 
 
-def test_an_actor_that_exits_takes_its_memory_along(actors):
-    workers = actors(Worker, 3)
-    group, refs = formed(workers)
-    pid = group.status().members[2].pid
-    workers[2].__ray_terminate__.remote()
-    assert wait_until(lambda: has_ended(pid))
-    assert_alone(workers[:2])
-    again = col.declare_collective_group(workers[:2], group_name="again")
-    assert_works(again, refs[:2])
-
-
 # ---------------------------------------------------------------------------------------------- the driver
 
 DRIVER = """

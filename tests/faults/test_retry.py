@@ -129,16 +129,6 @@ def test_retry_after_a_rebuild(actors):
         work.retry()
 
 
-def test_a_derived_group_is_derived_again(actors):
-    workers = actors(Worker, 2)
-    refs = filled(workers, (1, 2))
-    ray.get(workers[1].call.remote(inject.put, "after_check", "raise"))
-    work = col.allreduce_refs(refs, inplace=False, async_op=True)
-    with pytest.raises(errors.KernelError):
-        work.wait()
-    assert_hold(work.retry().wait(), 3)
-
-
 def test_successful_work_holds_no_operands(actors):
     """Nobody else has a ref of the operands: they are freed as soon as the outcome is known (P5)."""
     workers = actors(Worker, 2)

@@ -38,7 +38,7 @@ def in_threads(self, sizes, rounds, timeout_s):
     return None if any(thread.is_alive() for thread in threads) else [found[at] for at in range(len(sizes))]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in BACKENDS[1:])])
 def test_threads_of_members_that_call_at_once(actors, backend):
     """They are told so, or their calls have met by luck; nobody waits for ever, and the group works on."""
     pair = actors(Worker, 2)

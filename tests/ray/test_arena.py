@@ -15,7 +15,6 @@ from raycollect.backends import arrays
 from raycollect.errors import ArenaFullError
 from raycollect.pos.segments import Segments
 from tests.ray.workers import Plain, Worker
-from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -144,20 +143,6 @@ def test_reductions(ranks, size):
     ranks.check(col.reducescatter_refs(None, pieces), sums)
     blank = ranks.blank(lambda rank: sums[rank])
     ranks.check(col.reducescatter_refs(blank, pieces), sums, blank)
-
-
-def test_members_map_the_arenas_that_they_work_in_as_long_as_the_group_lasts(crew, tidy):
-    group = col.declare_collective_group(crew)
-    ranks = Ranks(crew, PLACES["all"], "numpy")
-    refs = ranks.hold(lambda rank: values(rank, 0, 1 << 16))
-    watching = col.declare_collective_group(crew, group_name="watching")
-    assert [member.arena.mapped for member in watching.statistics().members] == [0, 0, 0]
-    col.allreduce_refs(refs)
-    arenas = [member.arena for member in watching.statistics().members]
-    everybody = sum(arena.limit for arena in arenas)
-    assert [arena.mapped for arena in arenas] == [everybody - arena.limit for arena in arenas]
-    group.destroy()
-    assert wait_until(lambda: not any(member.arena.mapped for member in watching.statistics().members))
 
 
 # ---------------------------------------------------------------------------------------------- reads
