@@ -19,8 +19,8 @@ from raycollect.backends.shm import in_place
 from raycollect.pos.arena import NAME
 from raycollect.pos.segments import Segments
 from tests.faults import inject
-from tests.ray.workers import Gate, Worker
-from tests.waiting import has_ended, wait_until
+from tests.support.actors import Gate, Worker
+from tests.support.waiting import has_ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2 << 20
@@ -254,7 +254,7 @@ DRIVER = """
 
     import raycollect as col
     from tests.faults.test_arena_faults import formed
-    from tests.ray.workers import Worker
+    from tests.support.actors import Worker
 
     ray.init(address=sys.argv[1], namespace="killed", log_to_driver=False, configure_logging=False)
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"TMPDIR": sys.argv[2]}}}

@@ -13,9 +13,9 @@ from raycollect import errors
 from tests.faults import elastic_soak, growth
 from tests.faults.elastic_soak import Loop
 from tests.faults.groups import assert_sums, kill
-from tests.ray.capturing import Learner
-from tests.ray.workers import Gate, Plain, Worker, filled
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Plain, Worker, filled
+from tests.support.steps import Learner
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))])

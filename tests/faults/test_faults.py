@@ -9,7 +9,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.ray.workers import Gate, Plain, Worker, buffers
+from tests.support.actors import Gate, Plain, Worker, buffers
 
 BACKENDS = ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))]
 

@@ -19,7 +19,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works, refs_of
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 
 def in_child(self, function, *args):

@@ -11,7 +11,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.groups import assert_sums, kill
-from tests.ray.workers import Gate, Worker, block, filled
+from tests.support.actors import Gate, Worker, block, filled
 
 BACKENDS = ["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"]
 

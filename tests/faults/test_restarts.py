@@ -11,8 +11,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.groups import process_of, restart
-from tests.ray.workers import Buffers, Gate, Worker, block
-from tests.waiting import wait_until
+from tests.support.actors import Buffers, Gate, Worker, block
+from tests.support.waiting import wait_until
 
 PATIENT_S = 20.0
 

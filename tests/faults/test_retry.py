@@ -11,8 +11,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.ray.workers import Gate, Worker, block, filled
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker, block, filled
+from tests.support.waiting import wait_until
 
 
 def other_buffer(self):

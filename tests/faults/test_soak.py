@@ -13,7 +13,7 @@ import raycollect as col
 from tests.faults import growth, soak
 from tests.faults.growth import Look, by_class, grown, rising, slope
 from tests.faults.soak import PHASES, Phase
-from tests.ray.batching import spread
+from tests.support.actors import spread
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from raycollect.driver import stall_report
 from raycollect.group import watchdog
 from tests.faults import inject
 from tests.faults.user_errors import refs_of
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Gate, Plain, Worker
-from tests.waiting import stopped, wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Gate, Plain, Worker
+from tests.support.waiting import stopped, wait_until
 
 
 def inner(gate, begun):
@@ -153,7 +153,7 @@ def test_timeout_ends_the_wait_for_a_rank_stuck_after_the_others(actors):
     assert report.has_begun
 
 
-@lasting
+@reusable
 @ray.remote
 class Stepping(Buffers):
     """Waits in a method of a captured step."""

@@ -12,9 +12,9 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Worker
-from tests.waiting import wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Worker
+from tests.support.waiting import wait_until
 
 
 def in_threads(self, sizes, rounds, timeout_s):
@@ -121,7 +121,7 @@ class Streams(Buffers):
         raise ValueError("half-way")
 
 
-Stream = lasting(ray.remote(Streams))
+Stream = reusable(ray.remote(Streams))
 
 
 def assert_half(streams):

@@ -13,7 +13,7 @@ import raycollect as col
 from raycollect.core.model import RANK_ORDER
 from raycollect.group import link_costs
 from tests.hosts.cluster import outside
-from tests.ray.workers import Buffers, buffers
+from tests.support.actors import Buffers, buffers
 
 PER_HOST = 2
 FAR = 1 << 21  # elements: enough that what else is on the links does not count

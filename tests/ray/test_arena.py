@@ -14,7 +14,7 @@ import raycollect as col
 from raycollect.backends import arrays
 from raycollect.errors import ArenaFullError
 from raycollect.pos.segments import Segments
-from tests.ray.workers import Plain, Worker
+from tests.support.actors import Plain, Worker
 
 torch = pytest.importorskip("torch")
 

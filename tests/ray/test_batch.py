@@ -11,19 +11,11 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.batching import found, hold, nothing_sent, spread
-from tests.ray.workers import Plain, Worker
-from tests.waiting import wait_until
+from tests.support.actors import Plain, Worker, found, hold, spread
+from tests.support.checks import nothing_sent
+from tests.support.waiting import wait_until
 
 WAIT_S = 60
-
-
-@pytest.fixture
-def trio(actors):
-    """Three actors in a declared group."""
-    workers = actors(Worker, 3)
-    col.declare_collective_group(workers)
-    return workers
 
 
 # ---------------------------------------------------------------------------------------------- results

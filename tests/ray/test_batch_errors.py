@@ -16,19 +16,11 @@ from raycollect.driver import batch as batches
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from tests.faults import inject
-from tests.ray.batching import found, nothing_sent, spread
-from tests.ray.workers import Gate, Worker
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker, found, spread
+from tests.support.checks import nothing_sent
+from tests.support.waiting import wait_until
 
 WAIT_S = 60
-
-
-@pytest.fixture
-def trio(actors):
-    """Three actors in a declared group."""
-    workers = actors(Worker, 3)
-    col.declare_collective_group(workers)
-    return workers
 
 
 # ---------------------------------------------------------------------------------------------- refused
@@ -140,18 +132,6 @@ def test_a_block_that_is_left_in_another_context_sends_nothing(actors, submits, 
     context.run(col.allreduce_refs, refs)
     assert len(submits) == 3
     assert found(refs) == [[3]] * 3
-
-
-def test_an_exception_that_leaves_a_block_in_another_context_is_passed_on(trio, submits):
-    refs, seen = spread(trio), []
-    block = _block(refs, seen)
-    with nothing_sent(submits):
-        contextvars.copy_context().run(next, block)
-        with pytest.raises(ZeroDivisionError):
-            block.throw(ZeroDivisionError())
-        with pytest.raises(errors.BatchError, match="failed"):
-            seen[0].wait()
-    assert not Controller.current().groups.held.ids
 
 
 # ---------------------------------------------------------------------------------------------- faults

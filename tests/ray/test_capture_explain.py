@@ -7,14 +7,13 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import CaptureError
 from raycollect.planner.report import Explanation
 from raycollect.planner.report_rows import Methods
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Worker
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Worker
 
 
-@lasting
+@reusable
 @ray.remote
 class Trainer(Buffers):
     """Counts what it is asked for."""
@@ -97,15 +96,4 @@ def test_stages_are_methods_and_plans_in_order(trainers):
     assert len({one.actor for one in first.calls}) == 2
     assert all("Trainer" in one.actor for one in first.calls)
     assert (found.participants, found.calls, found.launches) == (2, 5, 1)
-    step.close()
-
-
-def test_explain_needs_a_run_to_know_method_results_and_runs_nothing(trainers):
-    step = training(trainers)
-    with pytest.raises(CaptureError, match="run it once"):
-        step.plan()
-    step.run()
-    for _ in range(3):
-        assert step.plan().stages[1].rows[0].nbytes == 800
-    assert ray.get([one.count.remote() for one in trainers]) == [1, 1]
     step.close()

@@ -8,9 +8,10 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.lives import lasting
-from tests.ray.batching import found, hold, nothing_sent, spread
-from tests.ray.capturing import Learning
+from tests.support.actor_pool import reusable
+from tests.support.actors import hold
+from tests.support.checks import nothing_sent
+from tests.support.steps import Learning
 
 
 class Odd(Learning):
@@ -26,7 +27,7 @@ class Odd(Learning):
         return {1, 2}
 
 
-Odd_ = lasting(ray.remote(Odd))
+Odd_ = reusable(ray.remote(Odd))
 
 
 @pytest.fixture
@@ -135,28 +136,3 @@ def test_a_failure_names_the_calls_and_values_of_the_step(pair):
     assert len(text.splitlines()) == 2
     assert "MismatchError" in text
     assert "call 3 of the step" in text
-
-
-def test_violations_on_several_participants_are_one_error(pair):
-    freed = [hold(one, [1]) for one in pair]
-    col.free(freed)
-
-    def record(step):
-        for one, ref in zip(pair, freed, strict=True):
-            step.call(one.echo, ref)
-
-    error = refused(errors.TensorFreedError, "freed", record)
-    assert {one.ref for one in error.violations} == {ref.hex() for ref in freed}
-    assert all(one.call == -1 for one in error.violations)
-    refs = spread(pair)
-
-    def two_plans(step):
-        col.broadcast_refs(refs, 7)
-        step.call(pair[0].loss)
-        col.broadcast_refs(refs, 9)
-
-    error = refused(errors.InvalidArgumentError, "call 2 of the step", two_plans)
-    assert [one.call for one in error.violations] == [0, 2]
-    before = found(refs)
-    col.allreduce_refs(refs)
-    assert found(refs) == [[sum(one[0] for one in before)]] * 2, "nothing was touched, and all go on"

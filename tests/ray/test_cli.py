@@ -15,7 +15,7 @@ import ray
 import raycollect as col
 from raycollect.cli import doctor
 from raycollect.group import cluster_registry
-from tests.ray.workers import Plain, Worker
+from tests.support.actors import Plain, Worker
 
 ROOT = Path(col.__file__).parents[1]
 

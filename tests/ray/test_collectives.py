@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.refusing import refused
-from tests.ray.workers import Gate, Worker, block
+from tests.support.actors import Worker
+from tests.support.checks import refused
 
 
 def inputs(world, shape, dtype, seed=0):
@@ -204,35 +203,3 @@ def test_await_needs_no_thread_of_the_default_pool_of_the_loop(actors):
         return found
 
     np.testing.assert_array_equal(asyncio.run(main()), np.ones(10))
-
-
-def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, monkeypatch):
-    """The refs of outputs hold it as well, and Ray logs errors that nobody asked for: the last call shows that."""
-    workers = actors(Worker, 2)
-    logged, unhandled = [], threading.Event()
-
-    def note(message, *args, **options):
-        logged.append(message)
-        unhandled.set()
-
-    monkeypatch.setattr(ray._private.worker.logger, "error", note)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
-    col.allgather_refs(None, make(workers, part))  # while both can join a group
-    busy = block(workers[1], gate)
-    work = col.gather_refs(None, make(workers, part), async_op=True)
-    assert work.cancel(), "as Ctrl-C does"
-    del work
-    ray.get([gate.open.remote(), busy])
-    with pytest.raises(
-        errors.InvalidArgumentError, match=r"int64\[5\] on cpu, expected .* whose first dimension 2 divides"
-    ):
-        col.alltoall_refs(None, make(workers, part))
-    col.allgather_refs(None, make(workers, part))  # the refused one has landed on all ranks
-    gc.collect()  # its traceback holds its refs
-    work = col.reducescatter_refs(None, make(workers, part), async_op=True)
-    resolved = threading.Event()
-    work._tracker.when_resolved(resolved.set)
-    assert resolved.wait(60)
-    del work
-    assert unhandled.wait(60)
-    assert all("reducescatter" in message for message in logged), logged

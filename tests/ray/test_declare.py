@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 import types
 
@@ -18,37 +17,19 @@ from raycollect.core.model import GroupSpec
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
 from raycollect.group.declaration import Declaration
-from tests.lives import lasting
-from tests.ray.refusing import refused
-from tests.ray.workers import Plain, Worker, filled
-from tests.waiting import has_ended, wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Plain, Worker, filled
+from tests.support.checks import refused
+from tests.support.waiting import has_ended, wait_until
 
 
-@lasting
+@reusable
 @ray.remote
 class AsyncPlain:
     """An async actor without the mixin."""
 
     async def get_buffer(self):
         return np.ones(10, np.float32)
-
-
-@ray.remote(concurrency_groups={"gate": 1})
-class Gated(col.CollectiveParticipant):
-    """An actor with a method that lasts until it is let go."""
-
-    def __init__(self):
-        self.gate = threading.Event()
-
-    def ready(self):
-        pass
-
-    def hold(self):
-        assert self.gate.wait(60)
-
-    @ray.method(concurrency_group="gate")
-    def let_go(self):
-        self.gate.set()
 
 
 @ray.remote
@@ -221,19 +202,6 @@ def test_the_names_of_rays_experimental_module(actors):
     assert experimental.get_collective_groups() == []
     with pytest.raises(AttributeError, match=r"Compiled Graphs\. Call allreduce_refs in a captured step"):
         _ = experimental.allreduce
-
-
-def test_timeout_distinguishes_pending_from_busy_actors(actors):
-    (busy,), unmade = actors(Gated, 1), Worker.options(num_cpus=1000).remote()
-    ray.get(busy.ready.remote())
-    held = busy.hold.remote()
-    with refused(
-        errors.CollectiveTimeoutError, "still busy with a method", "Gated(", "still waiting to be made"
-    ) as told:
-        col.declare_collective_group([busy, unmade], timeout_s=1.0)
-    assert told.value.missing == (0, 1)
-    ray.kill(unmade)
-    ray.get([busy.let_go.remote(), held])
 
 
 def test_a_group_stands_for_its_name(actors):

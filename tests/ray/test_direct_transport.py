@@ -11,8 +11,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import direct_transport
-from tests.ray.workers import Buffers, Gate, held
-from tests.waiting import wait_until
+from tests.support.actors import Buffers, Gate, held
+from tests.support.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 

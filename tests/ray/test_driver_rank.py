@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.refusing import refused
-from tests.ray.workers import Gate, Worker, block
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker, block
+from tests.support.checks import refused
+from tests.support.waiting import wait_until
 
 WORLD = 3
 
@@ -266,51 +262,3 @@ def test_an_actor_that_drives_is_a_rank_too(actors):
     mine, name = ray.get(trainer.call.remote(drive, workers))
     np.testing.assert_array_equal(mine, np.full(10, 21, np.float32))
     assert "the driver Buffers(" in name
-
-
-_TWO_SESSIONS = """
-import signal, threading
-import numpy as np, ray, raycollect as col
-from raycollect import errors
-from tests.ray.workers import Worker, Gate, block
-before = None
-for number in range(2):
-    ray.init(address="local", num_cpus=2, log_to_driver=False)
-    actor = Worker.remote()
-    if before is not None:
-        try:
-            col.create_collective_group([before, actor])
-        except errors.InvalidGroupError as exc:
-            assert "call it again" in str(exc), exc
-        else:
-            raise AssertionError("a rank of another Ray")
-    before = col.this_process()
-    col.create_collective_group([actor, before])
-    mine = np.ones(10, np.float32)
-    for _ in range(3):
-        col.allreduce_refs([actor.get_buffer.remote(), mine])
-    np.testing.assert_array_equal(mine, np.full(10, 8))
-    gate = Gate.options(max_concurrency=2).remote()
-    busy = block(actor, gate)
-    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
-    try:
-        col.allreduce_refs([actor.get_buffer.remote(), mine])
-    except KeyboardInterrupt:
-        pass
-    else:
-        raise AssertionError("it was not interrupted")
-    ray.get([gate.open.remote(), busy])
-    np.testing.assert_array_equal(mine, np.full(10, 8))
-    col.allreduce_refs([actor.get_buffer.remote(), mine])
-    np.testing.assert_array_equal(mine, np.full(10, 16))
-    ray.shutdown()
-left = [one.name for one in threading.enumerate() if one.name.startswith("raycollect-order")]
-print("done", left)
-"""
-
-
-def test_two_sessions_of_ray_and_ctrl_c():
-    run = subprocess.run([sys.executable, "-c", _TWO_SESSIONS], capture_output=True, text=True, timeout=150)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "done" in run.stdout
-    assert signal.SIGINT.name not in run.stderr

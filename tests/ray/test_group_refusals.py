@@ -11,9 +11,9 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
-from tests.ray.refusing import refused
-from tests.ray.workers import Gate, Worker
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker
+from tests.support.checks import refused
+from tests.support.waiting import wait_until
 
 WRONG_NAMES = ["", "\ud800", "x" * 1001, b"x", None, 3]
 

@@ -14,8 +14,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import threads
 from raycollect.driver import member_discovery
-from tests.ray.workers import Gate, Worker, block, filled, groups_here
-from tests.waiting import is_in, wait_until
+from tests.support.actors import Gate, Worker, block, filled, groups_here
+from tests.support.waiting import is_in, wait_until
 
 WAIT_S = 20.0
 LONG_S = 60.0  # far more than anything here takes

@@ -19,12 +19,12 @@ from raycollect.errors import (
     MismatchError,
     UnknownGroupError,
 )
-from tests.lives import lasting
-from tests.ray.workers import Plain, Worker, told
-from tests.waiting import wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Plain, Worker, told
+from tests.support.waiting import wait_until
 
 
-@lasting
+@reusable
 @ray.remote
 class Bare:
     """Code as it is written for `ray.util.collective`: no mixin, the group is made inside."""

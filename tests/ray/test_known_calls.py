@@ -14,13 +14,13 @@ from raycollect.driver import known_calls
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import send_prepared
 from raycollect.errors import RefusedError
-from tests.lives import lasting
-from tests.ray.workers import Buffers
-from tests.waiting import wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
-BufferActor = lasting(ray.remote(num_cpus=0)(Buffers))
+BufferActor = reusable(ray.remote(num_cpus=0)(Buffers))
 
 TENS = 1, 10, 100
 

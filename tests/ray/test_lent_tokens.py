@@ -17,9 +17,9 @@ import raycollect as col
 from raycollect.core import call_tokens, submitted_calls
 from raycollect.driver.controller import Controller
 from raycollect.member import token_lenders
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Gate, Plain
-from tests.waiting import has_ended, wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Plain
+from tests.support.waiting import has_ended, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,7 +58,7 @@ class Maker(Buffers):
         return here.store.statistics().held, sum(map(len, keys.values())), len(keys)
 
 
-MakerActor = lasting(ray.remote(num_cpus=0)(Maker))
+MakerActor = reusable(ray.remote(num_cpus=0)(Maker))
 
 
 @pytest.fixture
@@ -139,11 +139,6 @@ def test_each_method_gets_its_arguments(maker):
 def wait_and_add(handle, gate):
     ray.get(gate.wait.remote())
     return float(np.asarray(handle).sum())
-
-
-@pytest.fixture
-def gate(actors):
-    return actors(Gate, 1, max_concurrency=8)[0]
 
 
 def test_an_actor_holds_it_longer_than_its_method_runs(maker):

@@ -12,7 +12,7 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     UnknownGroupError,
 )
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 pytestmark = pytest.mark.usefixtures("tidy")
 

@@ -12,8 +12,8 @@ import ray
 import tqdm.auto
 
 import raycollect as col
-from tests.ray.workers import Worker
-from tests.waiting import wait_until
+from tests.support.actors import Worker
+from tests.support.waiting import wait_until
 
 MB = 1 << 20
 

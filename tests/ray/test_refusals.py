@@ -8,11 +8,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.refusing import refused, trio
-from tests.ray.workers import Plain, Worker, buffers
-
-__all__ = ["trio"]  # a fixture
-
+from tests.support.actors import Plain, Worker, buffers
+from tests.support.checks import refused
 
 # ---------------------------------------------------------------------------------------------- refs
 

@@ -9,7 +9,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.pure.resharding import empty_of, held_by, whole_tensors
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 SRC = {
     "norm": col.layout([6], mesh={"tp": 2}),

@@ -8,8 +8,8 @@ import ray
 import raycollect as col
 from raycollect.errors import KernelError
 from tests.faults import inject
-from tests.ray.workers import Gate, Plain, Worker
-from tests.waiting import stopped, wait_until
+from tests.support.actors import Gate, Plain, Worker
+from tests.support.waiting import stopped, wait_until
 
 LIMITS = (64 << 20, 96 << 20)
 NBYTES = 1 << 20

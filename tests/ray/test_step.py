@@ -13,8 +13,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.capturing import Coroutines, Learner, captured_here
-from tests.waiting import wait_until
+from tests.support.steps import Coroutines, Learner, captured_here
+from tests.support.waiting import wait_until
 
 
 class Report(NamedTuple):

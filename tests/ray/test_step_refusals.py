@@ -8,7 +8,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.capturing import Learner
+from tests.support.steps import Learner
 
 
 @pytest.fixture

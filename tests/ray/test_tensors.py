@@ -9,8 +9,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.refusing import refused
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
+from tests.support.checks import refused
 
 torch = pytest.importorskip("torch")
 

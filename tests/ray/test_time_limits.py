@@ -12,8 +12,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.channel.doorbell import IN_FLIGHT
-from tests.ray.workers import Gate, Worker, buffers
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker, buffers
+from tests.support.waiting import wait_until
 
 LIMIT_S = 0.4
 """The limit of calls that can't end."""
@@ -22,11 +22,6 @@ WHOLE = col.layout((10,), mesh={"rank": 1})
 
 WITHIN_S = 20.0
 """Far less than a wait without a limit: gates stay closed for 60 s."""
-
-
-@pytest.fixture
-def gate(actors):
-    return actors(Gate, 1, max_concurrency=32)[0]
 
 
 def hold(self, gate, begun):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import pytest
@@ -14,12 +13,6 @@ from tests.ray.weight_actors import Weights, looks, replicas
 
 SHAPES = {f"layer{at}": (4, 6) for at in range(6)}
 NBYTES = 6 * 4 * 6 * 4
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"parts/{os.getpid()}/{next(_numbers)}"
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
 import threading
 import time
 
@@ -15,15 +12,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.ray.weight_actors import SHAPES, Weights, held_by, looks, replicas
-from tests.ray.workers import Gate, Worker
-from tests.waiting import has_ended, stopped, wait_until
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"updates/{os.getpid()}/{next(_numbers)}"
+from tests.support.actors import Gate, Worker
+from tests.support.waiting import has_ended, stopped, wait_until
 
 
 def end(actor):
@@ -149,40 +139,6 @@ def test_threads_that_share_a_subscription_take_turns(actors, name):
         assert sub.update().version.number == 1
         thread.join(20)
         assert [one.version.number for one in receipts] == [1]
-
-
-def test_an_update_inside_another_one_of_its_thread_is_refused(actors, name):
-    trainer, rollout = actors(Weights, 2)
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
-        pub.put()
-        found = []
-
-        def handle(number, frame):
-            try:
-                sub.update()
-            except errors.VersionError as exc:
-                found.append(type(exc))
-
-        before = signal.signal(signal.SIGUSR1, handle)
-        try:
-            pid = ray.get(rollout.pid.remote())
-            with stopped(pid):
-                waker = threading.Thread(target=interrupt_update, args=(sub, found, pid))
-                waker.start()
-                assert sub.update(timeout_s=60.0).version.number == 1
-                waker.join(20)
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-        assert found == [errors.VersionError]
-        assert sub.update().version.number == 1
-
-
-def interrupt_update(sub, found, pid):
-    """Sends a signal to the main thread once it is in an update, and lets the receiver go on when it was handled."""
-    assert wait_until(lambda: sub._turns.is_taken)
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-    wait_until(lambda: found)
-    os.kill(pid, signal.SIGCONT)
 
 
 def test_without_the_clusters_store_put_and_update_end_in_time(actors, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -16,14 +15,7 @@ from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.weights.directory import Directory
 from tests.ray.weight_actors import SHAPES, Weights, looks, replicas, spoil
-from tests.waiting import has_ended, stop, wait_until
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"policy/{os.getpid()}/{next(_numbers)}"
+from tests.support.waiting import has_ended, stop, wait_until
 
 
 @pytest.fixture
@@ -365,23 +357,6 @@ def test_pain_5_another_process_takes_no_name_of_one_that_lives(actors, name):
     end(driver)
     with col.publish(replicas([other]), name) as pub:
         assert pub.put().number == 1
-
-
-def test_who_is_refused_replaces_nobody(actors, name):
-    """Its other ranks are parts of what goes on."""
-    trainer, rollout, threaded = *actors(Weights, 2), actors(Weights, 1, max_concurrency=2)[0]
-    published, received, other = replicas([trainer]), replicas([rollout]), replicas([threaded])
-    with col.publish(published, name) as pub, col.subscribe(name, received) as sub:
-        for refused in (
-            lambda: col.publish([*published, *other], name),
-            lambda: col.subscribe(name, [*received, *other]),
-        ):
-            with pytest.raises(errors.UnsupportedError, match="methods overlap"):
-                refused()
-        ray.get(trainer.fill.remote(1))
-        assert pub.put().number == 1
-        assert sub.update().version.epoch == pub.epoch
-        assert looks([rollout], sub) == [([1.0], 1)]
 
 
 def test_what_is_refused(actors, name):

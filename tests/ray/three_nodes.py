@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 import raycollect as col
 from raycollect.driver.controller import Controller
 from tests.faults import inject
-from tests.ray.workers import Worker, buffers
+from tests.support.actors import Worker, buffers
 
 
 def across_nodes():

@@ -26,7 +26,7 @@ from tests.pure.conformance import (
     left_fold,
     run_launch,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["team"]  # a fixture
 

@@ -47,7 +47,7 @@ from raycollect.planner import Program, Ticket, decode_order, encode_order, enco
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
 from tests.pure.driver.tracked_plans import key_of
 from tests.pure.thread_faults import apart
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 10.0
 

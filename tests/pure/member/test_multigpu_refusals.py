@@ -24,7 +24,7 @@ from raycollect.errors import (
 from raycollect.member import operations as imperative
 from tests.fake_cupy import installed
 from tests.pure.member.gpu_ranks import DEVICES, host, ranks
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["ranks"]  # a fixture
 

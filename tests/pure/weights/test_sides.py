@@ -11,7 +11,6 @@ import ray
 from ray.exceptions import RayTaskError
 
 from raycollect.backends import arrays
-from raycollect.core.model import Address, Key
 from raycollect.errors import (
     LayoutError,
     PublisherReplacedError,
@@ -25,20 +24,22 @@ from raycollect.errors import (
 from raycollect.member.runtime import Runtime
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, Store, fetch
-from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Holder, Member
-from raycollect.weights.protocol import Version
+from raycollect.weights import agent
 from raycollect.weights.ranks import Ranks
-from raycollect.weights.receiver import Receiver
-from raycollect.weights.source import Source
-
-NAMES = ("a", "b", "c")
-LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
-AMONG = atoms.cut(LAYOUTS, [])
-NBYTES = 4 * 6 * 4
-HERE = Member(address=Address(host="", port=0, secret=b"here"), actor="T", incarnation="1", machine="M")
-KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
-V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
+from tests.pure.weights.sides import (
+    AMONG,
+    HERE,
+    KEY,
+    LAYOUTS,
+    NAMES,
+    NBYTES,
+    OTHER,
+    V1,
+    holder,
+    receiver,
+    source,
+    tensors,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,23 +49,6 @@ def runtime(monkeypatch):
     monkeypatch.setattr(Runtime, "_current", made)
     monkeypatch.setitem(fetch._clients.local, b"here", made.store)
     return made
-
-
-def tensors(value):
-    return {name: np.full((4, 6), value, np.float32) for name in NAMES}
-
-
-def source(held):
-    return Source(Container.of(held, arrays.is_tensor), LAYOUTS, 0)
-
-
-def receiver(held, **kwargs):
-    return Receiver("policy", Container.of(held, arrays.is_tensor), LAYOUTS, 0, **{"inplace": False, **kwargs})
-
-
-def holder(key):
-    places = atoms.held_places(LAYOUTS, 0, AMONG)
-    return Holder(member=HERE, key=key, signature=b"", rank=0, is_publisher=True), places
 
 
 def part_of(name):

@@ -18,7 +18,7 @@ from raycollect.weights.protocol import Phase
 from raycollect.weights.publication import Publication
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription
-from tests.pure.weights.test_sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
+from tests.pure.weights.sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
 
 
 class Items:

@@ -9,9 +9,9 @@ import ray
 
 import raycollect as col
 from raycollect.driver.controller import Controller
-from tests import lives
-from tests.ray.workers import Gate, Worker
-from tests.waiting import wait_until
+from tests.support import actor_pool
+from tests.support.actors import Gate, Worker
+from tests.support.waiting import wait_until
 
 TIMEOUT_S = 40.0
 """How long it may take here, where one that is late is no good news: a busy machine is no reason."""
@@ -40,7 +40,7 @@ USES = {"captured": _captured, "a group of their own": _own}
 
 
 def _started():
-    started = lives.start(Worker, 2, ())
+    started = actor_pool.start(Worker, 2, ())
     yield started
     for worker in started:
         ray.kill(worker)
@@ -67,7 +67,7 @@ def test_used_actors_are_reusable(used, name):
     for _ in range(2):
         USES[name](used)
         _end_test()
-        assert lives.begin_again(used, (), TIMEOUT_S) == used
+        assert actor_pool.reset(used, (), TIMEOUT_S) == used
 
 
 def _patch(self):
@@ -81,10 +81,10 @@ def _set(self):
 
 
 def test_busy_actor_is_not_reused(cluster):
-    gates = lives.start(Gate, 2, (), max_concurrency=2)
+    gates = actor_pool.start(Gate, 2, (), max_concurrency=2)
     waiting = gates[0].wait.remote()
-    assert ray.get(gates[0].__ray_call__.remote(lambda _: wait_until(lives._is_busy)))  # in another thread
-    assert lives.begin_again(gates, (), TIMEOUT_S) == gates[1:]
+    assert ray.get(gates[0].__ray_call__.remote(lambda _: wait_until(actor_pool._is_busy)))  # in another thread
+    assert actor_pool.reset(gates, (), TIMEOUT_S) == gates[1:]
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(waiting)
     ray.kill(gates[1])
@@ -93,4 +93,4 @@ def test_busy_actor_is_not_reused(cluster):
 @pytest.mark.parametrize("leave", [_patch, pytest.param(_set, marks=pytest.mark.full)])
 def test_actor_with_leftovers_is_not_reused(workers, leave):
     ray.get(workers[0].call.remote(leave))
-    assert lives.begin_again(workers, (), TIMEOUT_S) == workers[1:]
+    assert actor_pool.reset(workers, (), TIMEOUT_S) == workers[1:]
