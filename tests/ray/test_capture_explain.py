@@ -7,8 +7,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.planner.report import Explanation
-from raycollect.planner.report_rows import Methods
+from raycollect.planner.report import Explanation, Methods
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, Worker
 
