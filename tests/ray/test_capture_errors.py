@@ -108,7 +108,7 @@ def test_a_destroyed_group_is_refused_before_anything_is_sent(trio, submits):
     step.run()
     col.destroy_collective_group("pair")
     for _ in range(2):
-        with nothing_sent(submits), pytest.raises(errors.CaptureBrokenError, match="destroyed"):
+        with nothing_sent(submits), pytest.raises(errors.UnknownGroupError, match="destroyed"):
             step.run()
     step.close()
     assert works_on(trio)

@@ -32,8 +32,8 @@ from raycollect.errors import (
     refusal,
 )
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
-from tests.pure.driver.test_controller import said
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.test_controller import declared, said
+from tests.pure.driver.tracked_plans import group, key_of
 from tests.waiting import wait_until
 
 __all__ = ["controller", "fleet"]  # fixtures
@@ -120,6 +120,9 @@ def test_groups_are_looked_at_before_anything_is_sent(fleet: Fleet) -> None:
     with pytest.raises(GroupBrokenError, match=r"Worker\(8\) died"):
         fleet.begin()
     fleet.controller.groups.destroy("right")
+    with pytest.raises(UnknownGroupError, match="'right': it was destroyed"):
+        fleet.begin()
+    fleet.controller.groups.add(declared(group("right", (9, 7))))
     with pytest.raises(CaptureBrokenError, match=r"(?s)destroyed, or its members have changed.*capture the step again"):
         fleet.begin()
     assert not fleet.bell.rung
