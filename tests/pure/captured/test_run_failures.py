@@ -294,7 +294,7 @@ def test_close_ends_running_runs(fleet: Fleet) -> None:
 def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
     controller = fleet.controller
     tracker = fleet.begin()
-    controller.groups.held.hold(fleet.left)
+    controller.groups.held.append(fleet.left.spec.group_id)
     looked = threading.Event()
 
     def let_go() -> bool:
@@ -305,11 +305,11 @@ def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
     controller.abandon(let_go, (fleet.left,))
     assert looked.wait(WAIT_S)
     assert not fleet.runs.is_closed, "a run is under way"
-    assert controller.groups.held.ids == {fleet.left.spec.group_id}
+    assert controller.groups.held == [fleet.left.spec.group_id]
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     assert wait_until(lambda: fleet.runs.is_closed)
-    assert wait_until(lambda: controller.groups.held.ids == set())
+    assert wait_until(lambda: controller.groups.held == [])
     assert tracker.error is None
 
 
