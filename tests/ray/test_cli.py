@@ -16,7 +16,7 @@ import raycollect as col
 from raycollect import backends
 from raycollect.cli import doctor
 from raycollect.group import cluster_registry
-from tests.ray.workers import Plain, Worker
+from tests.support.actors import Plain, Worker
 
 ROOT = Path(col.__file__).parents[1]
 
@@ -116,14 +116,6 @@ def test_two_controllers_may_have_a_group_of_one_name_and_one_that_dies_leaves_n
     [left] = _named(reader, "twice")
     assert left.pid == os.getpid()
     col.destroy_collective_group("twice")
-
-
-def test_derived_groups_are_not_posted(actors, reader):
-    _settled()  # what a test before has ended is gone
-    before = len(reader.groups())
-    col.allreduce_refs([worker.get_buffer.remote() for worker in actors(Worker, 2)])
-    _settled()
-    assert len(reader.groups()) == before
 
 
 def test_status_is_watched_until_ctrl_c(cluster):

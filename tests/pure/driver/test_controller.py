@@ -35,7 +35,7 @@ from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.declaration import Declaration
 from raycollect.planner import Membership
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
-from tests.waiting import interrupt_in
+from tests.support.waiting import interrupt_in
 
 WAIT_S = 20.0
 

@@ -45,7 +45,7 @@ from tests.pure.driver.test_controller import declared
 from tests.pure.driver.tracked_plans import group
 from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 MUCH = int(os.environ.get("RAYCOLLECT_TEST_ORDER", "1"))
 FOLDS: dict[ReduceOp, Callable[[Any, Any], Any]] = {

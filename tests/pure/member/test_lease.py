@@ -46,7 +46,7 @@ from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.thread_faults import apart
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 10.0
 
