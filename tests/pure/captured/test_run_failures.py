@@ -228,22 +228,6 @@ def test_a_signal_after_the_last_answer_costs_nothing(
     assert fleet.runs.is_idle
 
 
-def test_a_signal_after_the_last_failure_keeps_the_error(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = fleet.begin()
-    fleet.fail(0, tracker, PlanAbortedError(detail="rank 1 has left"))
-    for at in (1, 2, 3):
-        fleet.bell.give(at, tracker.number)
-    with monkeypatch.context() as patch:
-        patch.setattr(PlanTracker, "_resolve", interrupting(PlanTracker._resolve))
-        with pytest.raises(KeyboardInterrupt):
-            tracker.wait(WAIT_S)
-    assert tracker.wait(WAIT_S)
-    assert isinstance(tracker.error, PlanAbortedError)
-    with pytest.raises(CaptureBrokenError):
-        fleet.begin()
-    fleet.land(tracker)
-
-
 def test_a_signal_while_one_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = fleet.begin()
     with monkeypatch.context() as patch:
