@@ -16,7 +16,7 @@ from tests.contract.cases import WORLD, Call, Part
 from tests.contract.conftest import BACKENDS, Crews, end, join, started, table
 from tests.contract.mismatches import ODD
 from tests.contract.ways import BY_DRIVER, BY_MEMBERS, WAYS, Crew, Operands, operate, works
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 OTHERS = [rank for rank in range(WORLD) if rank != ODD]
 

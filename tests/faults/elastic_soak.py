@@ -30,8 +30,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.growth import Look, by_class, grown, look, prepare, rising
-from tests.ray.workers import Buffers
-from tests.waiting import has_ended
+from tests.support.actors import Buffers
+from tests.support.waiting import has_ended
 
 SIZE = 4096
 """The elements of a gradient."""

@@ -9,8 +9,8 @@ import numpy as np
 import ray
 
 import raycollect as col
-from tests.ray.workers import filled
-from tests.waiting import wait_until
+from tests.support.actors import filled
+from tests.support.waiting import wait_until
 
 
 def assert_sums(group):

@@ -191,12 +191,6 @@ def put(actor_self: Any, point: str, action: str, way: str = "exit") -> None:
     runtime.instruments = replace(runtime.instruments, faults=_OfAnyRank(fault))
 
 
-def was_consumed(actor_self: Any) -> bool:
-    """True once the fault has struck. Runs inside the actor."""
-    here = getattr(sys, "_raycollect_fault", None) or Runtime.current().instruments.faults
-    return bool(here.consumed)
-
-
 def take_back(actor_self: Any) -> None:
     """Undoes what a fault has patched. Runs inside the actor."""
     here = vars(sys).pop("_raycollect_fault", None) or Runtime.current().instruments.faults

@@ -28,7 +28,7 @@ import ray
 
 import raycollect as col
 from raycollect.driver.controller import Controller
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WORLD, ELEMENTS = 3, 33
 IN_PLACE, IN_BATCH, IN_STEP = range(3)

@@ -19,8 +19,8 @@ from raycollect.backends.shm import in_place
 from raycollect.pos.arena import NAME
 from raycollect.pos.segments import Segments
 from tests.faults import inject
-from tests.ray.workers import Gate, Worker
-from tests.waiting import has_ended, wait_until
+from tests.support.actors import Gate, Worker
+from tests.support.waiting import has_ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2 << 20
@@ -245,17 +245,6 @@ def test_a_group_that_ends_leaves_nothing_mapped(actors):
     assert_alone(workers)
 
 
-def test_an_actor_that_exits_takes_its_memory_along(actors):
-    workers = actors(Worker, 3)
-    group, refs = formed(workers)
-    pid = group.status().members[2].pid
-    workers[2].__ray_terminate__.remote()
-    assert wait_until(lambda: has_ended(pid))
-    assert_alone(workers[:2])
-    again = col.declare_collective_group(workers[:2], group_name="again")
-    assert_works(again, refs[:2])
-
-
 # ---------------------------------------------------------------------------------------------- the driver
 
 DRIVER = """
@@ -265,7 +254,7 @@ DRIVER = """
 
     import raycollect as col
     from tests.faults.test_arena_faults import formed
-    from tests.ray.workers import Worker
+    from tests.support.actors import Worker
 
     ray.init(address=sys.argv[1], namespace="killed", log_to_driver=False, configure_logging=False)
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"TMPDIR": sys.argv[2]}}}

@@ -16,8 +16,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.plan_tracker import PlanTracker
-from tests.ray.workers import Gate, Worker, block, filled
-from tests.waiting import interrupt_in, wait_until
+from tests.support.actors import Gate, Worker, block, filled
+from tests.support.waiting import interrupt_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,8 +80,7 @@ DRIVER = """
 import sys, os
 import numpy as np, ray
 import raycollect as col
-from tests.ray.workers import Buffers
-from tests.waiting import interrupt_in
+from tests.support.waiting import interrupt_in
 
 ray.init(address=sys.argv[1], namespace="apart", log_to_driver=False)
 options = dict(num_cpus=0, lifetime="detached")

@@ -15,8 +15,8 @@ from raycollect.channel import OrderBell
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.driver.controller import Controller
 from tests.faults.groups import restart
-from tests.ray.workers import Worker
-from tests.waiting import stop, wait_until
+from tests.support.actors import Worker
+from tests.support.waiting import stop, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

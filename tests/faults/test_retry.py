@@ -11,8 +11,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.ray.workers import Gate, Worker, block, filled
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker, block, filled
+from tests.support.waiting import wait_until
 
 
 def other_buffer(self):
@@ -127,16 +127,6 @@ def test_retry_after_a_rebuild(actors):
     group.destroy()
     with pytest.raises(errors.UnknownGroupError):
         work.retry()
-
-
-def test_a_derived_group_is_derived_again(actors):
-    workers = actors(Worker, 2)
-    refs = filled(workers, (1, 2))
-    ray.get(workers[1].call.remote(inject.put, "after_check", "raise"))
-    work = col.allreduce_refs(refs, inplace=False, async_op=True)
-    with pytest.raises(errors.KernelError):
-        work.wait()
-    assert_hold(work.retry().wait(), 3)
 
 
 def test_successful_work_holds_no_operands(actors):

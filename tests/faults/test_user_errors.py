@@ -12,7 +12,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.user_errors import PATIENT_S, assert_works, refs_of
-from tests.ray.workers import Worker, told
+from tests.support.actors import Worker, told
 
 
 def resize(self):

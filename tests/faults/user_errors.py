@@ -6,7 +6,7 @@ import numpy as np
 import ray
 
 import raycollect as col
-from tests.ray.workers import buffers
+from tests.support.actors import buffers
 
 BACKENDS = ("shm", "tcp", "gloo")
 

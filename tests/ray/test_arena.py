@@ -14,8 +14,7 @@ import raycollect as col
 from raycollect.backends import arrays
 from raycollect.errors import ArenaFullError
 from raycollect.pos.segments import Segments
-from tests.ray.workers import Plain, Worker
-from tests.waiting import wait_until
+from tests.support.actors import Plain, Worker
 
 torch = pytest.importorskip("torch")
 
@@ -144,64 +143,6 @@ def test_reductions(ranks, size):
     ranks.check(col.reducescatter_refs(None, pieces), sums)
     blank = ranks.blank(lambda rank: sums[rank])
     ranks.check(col.reducescatter_refs(blank, pieces), sums, blank)
-
-
-@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
-def test_movements(ranks, size):
-    world, last = ranks.world, ranks.world - 1
-    sizes = [size + rank for rank in range(world)]
-    given = [values(rank, 0, sizes[rank]) for rank in range(world)]
-    refs = ranks.hold(lambda rank: given[rank])
-
-    ranks.check(col.allgather_refs(None, refs), [given] * world)
-    lists = ranks.blank(lambda rank: given)
-    ranks.check(col.allgather_refs(lists, refs), [given] * world, lists)
-    for root in (0, last):
-        assert col.gather_refs(lists[root], refs, root) == lists[root]
-    ranks.check(lists, [given] * world, lists)
-    gathered = col.gather_refs(None, refs, last)
-    assert [np.asarray(found).tolist() for found in col.get(gathered)] == [array.tolist() for array in given]
-
-    ranks.check(col.scatter_refs(None, gathered, last), given)
-    blank = ranks.blank(lambda rank: given[rank])
-    ranks.check(col.scatter_refs(blank, lists[0], 0), given, blank)
-
-    pieces = ranks.hold(lambda rank: [values(rank, taker, sizes[taker]) for taker in range(world)])
-    turned = [[values(giver, rank, sizes[rank]) for giver in range(world)] for rank in range(world)]
-    ranks.check(col.alltoall_refs(None, pieces), turned)
-    blank = ranks.blank(lambda rank: turned[rank])
-    ranks.check(col.alltoall_refs(blank, pieces), turned, blank)
-    square = ranks.hold(lambda rank: [values(rank, taker, size) for taker in range(world)])
-    expected = [[values(giver, rank, size) for giver in range(world)] for rank in range(world)]
-    ranks.check(col.alltoall_refs(square, square), expected, square)
-
-
-@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
-def test_from_one_to_others(ranks, size):
-    world, last = ranks.world, ranks.world - 1
-    given = [values(rank, 0, size) for rank in range(world)]
-    refs = ranks.hold(lambda rank: given[rank])
-
-    made = col.send_ref(refs[0], ranks.actors[last])
-    np.testing.assert_array_equal(np.asarray(col.get(made)), given[0])
-    assert ray.get(ranks.actors[last].call.remote(lambda self, tensor: lies_in_arena(tensor), made))
-    assert col.send_ref(refs[last], refs[0]) == refs[0]
-    ranks.check(refs, [given[last], *given[1:]], refs)
-    ranks.check(col.broadcast_refs(refs, last), [given[last]] * world, refs)
-
-
-def test_members_map_the_arenas_that_they_work_in_as_long_as_the_group_lasts(crew, tidy):
-    group = col.declare_collective_group(crew)
-    ranks = Ranks(crew, PLACES["all"], "numpy")
-    refs = ranks.hold(lambda rank: values(rank, 0, 1 << 16))
-    watching = col.declare_collective_group(crew, group_name="watching")
-    assert [member.arena.mapped for member in watching.statistics().members] == [0, 0, 0]
-    col.allreduce_refs(refs)
-    arenas = [member.arena for member in watching.statistics().members]
-    everybody = sum(arena.limit for arena in arenas)
-    assert [arena.mapped for arena in arenas] == [everybody - arena.limit for arena in arenas]
-    group.destroy()
-    assert wait_until(lambda: not any(member.arena.mapped for member in watching.statistics().members))
 
 
 # ---------------------------------------------------------------------------------------------- reads

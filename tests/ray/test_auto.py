@@ -10,7 +10,7 @@ import pytest
 import raycollect as col
 from raycollect.backends import Gpu
 from raycollect.driver import groups, member_discovery
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
@@ -26,15 +26,6 @@ def owners(actors, monkeypatch):
     own = {"accelerators": (("GPU", ("0",)),)}
     monkeypatch.setattr(member_discovery, "describe", lambda *args: [info | own for info in described(*args)])
     return actors(Worker, 2)
-
-
-def test_auto_considers_no_gpu_backend_without_gpus(actors, monkeypatch):
-    monkeypatch.setattr("raycollect.member.runtime.gpu", None)
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    assert group.backend == "shm"
-    refs = [worker.get_buffer.remote() for worker in workers]
-    assert "chosen" not in col.plan(col.allreduce_refs, refs).explain()
 
 
 def test_actors_with_gpus_that_can_not_be_used_meet_as_before(owners):

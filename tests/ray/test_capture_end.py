@@ -9,32 +9,31 @@ import pytest
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.controller import Controller
-from tests.ray.batching import nothing_sent, spread
-from tests.ray.capturing import Learner, held_by, trio
-from tests.waiting import wait_until
+from tests.support.actors import spread
+from tests.support.checks import nothing_sent
+from tests.support.steps import Learner, held_by
+from tests.support.waiting import wait_until
 
-__all__ = ["trio"]  # a fixture
 
-
-def test_close_releases_everything(trio, submits):
-    group = col.declare_collective_group(trio, group_name="other")
+def test_close_releases_everything(learners, submits):
+    group = col.declare_collective_group(learners, group_name="other")
 
     def held():
         return [member.store.held for member in col.Group.statistics(group).members]
 
     before = held()
-    refs = spread(trio)
+    refs = spread(learners)
     with col.capture() as step:
         made = col.allreduce_refs(refs, inplace=False)
         step.returns(made[0])
     assert step.run().tolist() == [3]
-    assert held_by(trio) == [1] * 3
+    assert held_by(learners) == [1] * 3
     del refs, made
     gc.collect()
     assert [now - then for now, then in zip(held(), before, strict=True)] == [1] * 3
     for _ in range(2):
         step.close()
-    assert wait_until(lambda: held_by(trio) == [0] * 3)
+    assert wait_until(lambda: held_by(learners) == [0] * 3)
     assert wait_until(lambda: held() == before)
     assert not Controller.current().groups.held.ids
     with nothing_sent(submits):
@@ -44,18 +43,10 @@ def test_close_releases_everything(trio, submits):
     assert "closed" in repr(step)
 
 
-def test_a_step_that_never_ran_is_closed_everywhere(trio):
-    with col.capture() as step:
-        col.allreduce_refs([step.call(worker.gradient) for worker in trio])
-    assert held_by(trio) == [1] * 3
-    step.close()
-    assert wait_until(lambda: held_by(trio) == [0] * 3)
-
-
 def test_unreferenced_step_is_closed(actors):
-    trio = [actors(Learner, 1, seed)[0] for seed in range(3)]
-    col.declare_collective_group(trio, group_name="other")
-    refs = spread(trio)
+    learners = [actors(Learner, 1, seed)[0] for seed in range(3)]
+    col.declare_collective_group(learners, group_name="other")
+    refs = spread(learners)
     with col.capture() as step:
         col.allreduce_refs(refs, op="max")
     work = step.run(async_op=True)
@@ -63,10 +54,10 @@ def test_unreferenced_step_is_closed(actors):
     gc.collect()
     work.wait()
     col.barrier("other")
-    assert held_by(trio) == [1] * 3, "a run that somebody has keeps its step"
+    assert held_by(learners) == [1] * 3, "a run that somebody has keeps its step"
     del work
     gc.collect()
     col.barrier("other")
-    assert wait_until(lambda: held_by(trio) == [0] * 3)
+    assert wait_until(lambda: held_by(learners) == [0] * 3)
     col.allreduce_refs(refs[:2])
     assert not Controller.current().groups.held.ids

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import CaptureError
 from raycollect.planner.report import Explanation
 from raycollect.planner.report_rows import Methods
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Worker
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Worker
 
 
-@lasting
+@reusable
 @ray.remote
 class Trainer(Buffers):
     """Counts what it is asked for."""
@@ -99,56 +96,4 @@ def test_stages_are_methods_and_plans_in_order(trainers):
     assert len({one.actor for one in first.calls}) == 2
     assert all("Trainer" in one.actor for one in first.calls)
     assert (found.participants, found.calls, found.launches) == (2, 5, 1)
-    step.close()
-
-
-def test_explain_needs_a_run_to_know_method_results_and_runs_nothing(trainers):
-    step = training(trainers)
-    with pytest.raises(CaptureError, match="run it once"):
-        step.plan()
-    step.run()
-    for _ in range(3):
-        assert step.plan().stages[1].rows[0].nbytes == 800
-    assert ray.get([one.count.remote() for one in trainers]) == [1, 1]
-    step.close()
-
-
-def test_outputs_of_earlier_stages_are_operands_of_later_ones(trainers):
-    with col.capture() as step:
-        parts = [step.call(one.parts) for one in trainers]
-        pieces = col.allgather_refs(None, parts, group_name="digits")
-        for one in trainers:
-            step.call(one.gradient)
-        col.allreduce_refs(pieces, group_name="digits")
-    step.run()
-
-    found = step.plan()
-
-    gathered, summed = (stage for stage in found.stages if isinstance(stage, Explanation))
-    assert [(row.call, row.tensors, row.nbytes) for row in gathered.rows] == [(2, 2, 64)]
-    assert [(row.call, row.tensors, row.nbytes) for row in summed.rows] == [(5, 4, 128)]
-    assert found.memory.outputs == gathered.rows[0].made_nbytes == 128
-    step.close()
-
-
-def test_a_step_of_methods_alone_is_explained_at_once(actors):
-    (trainer,) = actors(Trainer, 1)
-    with col.capture() as step:
-        step.call(trainer.gradient)
-        step.call(trainer.count)
-    found = step.plan()
-    (stage,) = found.stages
-    assert [one.method for one in stage.calls] == ["gradient", "count"]
-    assert (found.participants, found.launches, found.time_s) == (1, 0, 0.0)
-    step.close()
-
-
-def test_explanation_has_all_its_forms(trainers):
-    step = training(trainers)
-    step.run()
-    found = step.plan()
-    assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
-    assert str(found) == found.explain()
-    assert "gradient of" in found._repr_html_()
-    assert "5 calls in 3 stages, 2 participants" in repr(found)
     step.close()

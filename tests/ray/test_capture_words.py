@@ -8,9 +8,10 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.lives import lasting
-from tests.ray.batching import found, hold, nothing_sent, spread
-from tests.ray.capturing import Learning
+from tests.support.actor_pool import reusable
+from tests.support.actors import hold
+from tests.support.checks import nothing_sent
+from tests.support.steps import Learning
 
 
 class Odd(Learning):
@@ -26,7 +27,7 @@ class Odd(Learning):
         return {1, 2}
 
 
-Odd_ = lasting(ray.remote(Odd))
+Odd_ = reusable(ray.remote(Odd))
 
 
 @pytest.fixture
@@ -69,26 +70,6 @@ def test_methods_are_checked_when_they_are_recorded(pair, submits):
             assert error.violations[0].expected == "named(first, *, second=2)"
             assert "the call: list of arguments is not what named of Odd(" in str(error)
         refused(errors.InvalidArgumentError, "called already", lambda step: step.call(ref))
-
-
-def test_unserializable_argument_error_gives_advice(pair):
-    ref = hold(pair[0], [1])
-    advice = {
-        "as an argument of its own": [
-            lambda step: step.call(pair[0].echo, {1}),
-            lambda step: step.call(pair[0].echo, [ref]),
-            lambda step: step.call(pair[0].echo, {"a": step.call(pair[0].loss)}),
-            lambda step: step.call(pair[0].echo, [step.argument("a")]),
-        ],
-        "by an ordinary method before the run": [
-            lambda step: step.argument("a", ref),
-            lambda step: step.argument("a", step.argument("b")),
-        ],
-        "what a call gave, a ref, an argument, or a plain value": [lambda step: step.returns([{1}])],
-    }
-    for text, records in advice.items():
-        for record in records:
-            assert str(refused(errors.InvalidArgumentError, text, record)).count("expected") == 1
 
 
 # ---------------------------------------------------------------------------------------------- results
@@ -155,41 +136,3 @@ def test_a_failure_names_the_calls_and_values_of_the_step(pair):
     assert len(text.splitlines()) == 2
     assert "MismatchError" in text
     assert "call 3 of the step" in text
-
-
-def test_violations_on_several_participants_are_one_error(pair):
-    freed = [hold(one, [1]) for one in pair]
-    col.free(freed)
-
-    def record(step):
-        for one, ref in zip(pair, freed, strict=True):
-            step.call(one.echo, ref)
-
-    error = refused(errors.TensorFreedError, "freed", record)
-    assert {one.ref for one in error.violations} == {ref.hex() for ref in freed}
-    assert all(one.call == -1 for one in error.violations)
-    refs = spread(pair)
-
-    def two_plans(step):
-        col.broadcast_refs(refs, 7)
-        step.call(pair[0].loss)
-        col.broadcast_refs(refs, 9)
-
-    error = refused(errors.InvalidArgumentError, "call 2 of the step", two_plans)
-    assert [one.call for one in error.violations] == [0, 2]
-    before = found(refs)
-    col.allreduce_refs(refs)
-    assert found(refs) == [[sum(one[0] for one in before)]] * 2, "nothing was touched, and all go on"
-
-
-def test_explain_shows_refs_as_fixed(pair):
-    refs = spread(pair)
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-        step.call(pair[0].echo, refs[0])
-        col.allreduce_refs([step.call(one.steady) for one in pair])
-    step.run()
-    told = step.plan()
-    assert told.fixed == (2, 1, 0)
-    assert told.explain().count("fixed when captured") == 2
-    assert "2 refs, each the same value" in str(told)

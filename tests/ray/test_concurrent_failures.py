@@ -8,18 +8,29 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.gates import assert_works, crew, gate, occupy, wait_and_leave, wait_in
-from tests.ray.workers import buffers
-from tests.waiting import has_ended, wait_until
-
-__all__ = ["crew", "gate", "occupy"]  # fixtures
+from tests.support.actors import Gate, buffers, wait_and_leave, wait_in
+from tests.support.checks import assert_works
+from tests.support.waiting import has_ended, wait_until
 
 THREADS = 4
 
 
+@pytest.fixture
+def occupy(actors, gate):
+    """Lets a method of a worker run until the gate opens: gives its ref, once it has begun."""
+
+    def begin(worker, wait=wait_in):
+        (begun,) = actors(Gate, 1, max_concurrency=8)
+        ref = worker.make.remote(wait, gate, begun)
+        ray.get(begun.wait.remote())
+        return ref
+
+    return begin
+
+
 @pytest.mark.parametrize("when", ["before", "while it is waited for"])
-def test_a_producer_that_raises(crew, gate, when):
-    workers, refs = crew(2, THREADS)
+def test_a_producer_that_raises(make_group, gate, when):
+    workers, refs = make_group(2, THREADS)
 
     def fail(self, gate):
         ray.get(gate.wait.remote())
@@ -36,66 +47,28 @@ def test_a_producer_that_raises(crew, gate, when):
         work.wait()
     assert caught.value.violations[0].rank == 1
     np.testing.assert_array_equal(ray.get(workers[0].read.remote()), np.ones(10))
-    assert_works(refs, workers)
+    assert_works(refs)
 
 
-def test_timeout_names_a_participant_that_is_not_ready(crew, gate):
-    workers, refs = crew(3, THREADS)
-    late = workers[1].make.remote(wait_in, gate)
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        col.allreduce_refs([refs[0], late, refs[2]], timeout_s=3)  # in which the others are ready
-    assert caught.value.missing == (1,)
-    assert "rank 1 (Buffers(" in str(caught.value)
-    assert "after 3 s" in str(caught.value)
-    assert col.get(refs[0])[0] == 1
-    ray.get(gate.open.remote())
-    assert_works(refs, workers)
-    assert_works([refs[0], late, refs[2]], workers)
-
-
-def test_call_without_a_ready_participant_ends_at_its_limit(crew, gate):
-    workers, _ = crew(2, THREADS)
-    late = [worker.make.remote(wait_in, gate) for worker in workers]
-    work = col.allreduce_refs(late, async_op=True, timeout_s=3)  # in which both have come to it
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        work.wait()
-    assert (caught.value.timeout_s, [one.rank for one in caught.value.reports]) == (3, [0, 1])
-    ray.get(gate.open.remote())
-    col.allreduce_refs(late)
-    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
-
-
-@pytest.mark.full
-def test_call_without_a_limit_of_its_own_waits_for_participants(crew, gate):
-    workers, _ = crew(2, THREADS, timeout_s=3)
-    late = [worker.make.remote(wait_in, gate) for worker in workers]
-    work = col.allreduce_refs(late, async_op=True)
-    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
-        work.wait(timeout_s=4)
-    ray.get(gate.open.remote())
-    work.wait()
-    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
-
-
-def test_cancel(crew, gate, occupy):
-    workers, refs = crew(2, THREADS)
+def test_cancel(make_group, gate, occupy):
+    workers, refs = make_group(2, THREADS)
     blocked = occupy(workers[1])
     work = col.allreduce_refs([refs[0], blocked], async_op=True)
     follower = col.allreduce_refs(refs, async_op=True)
     assert work.cancel()
     with pytest.raises(errors.PlanAbortedError, match="cancelled"):
         work.wait()
-    crew.group.statistics()  # what has answered has heard of it
+    make_group.group.statistics()  # what has answered has heard of it
     ray.get(gate.open.remote())
     follower.wait()
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
+def test_a_participant_that_dies_while_one_waits(make_group, gate, victim):
     """If the rank that makes the operand dies, Ray may tell of the operand before the connection tells of the rank."""
-    workers, refs = crew(3, THREADS)
-    pid = crew.group.status().members[victim].pid
+    workers, refs = make_group(3, THREADS)
+    pid = make_group.group.status().members[victim].pid
     late = workers[1].make.remote(wait_in, gate)
     work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)
     ray.kill(workers[victim])
@@ -111,11 +84,11 @@ def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
     ray.get(gate.open.remote())
     living = [worker for rank, worker in enumerate(workers) if rank != victim]
     col.declare_collective_group(living, group_name="living")
-    assert_works(buffers(living), living, group_name="living")
+    assert_works(buffers(living), group_name="living")
 
 
-def test_a_group_that_is_destroyed_while_one_waits(crew, gate, occupy):
-    workers, refs = crew(2, THREADS)
+def test_a_group_that_is_destroyed_while_one_waits(make_group, gate, occupy):
+    workers, refs = make_group(2, THREADS)
     blocked = occupy(workers[1], wait_and_leave)
     work = col.allreduce_refs([refs[0], blocked], async_op=True)
     col.destroy_collective_group()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 
 def seen(self):

@@ -63,7 +63,7 @@ def test_ray_starts_by_itself():
 _STALE = """
 import numpy as np, ray
 import raycollect as col
-from tests.ray.workers import Buffers
+from tests.support.actors import Buffers
 
 def start():
     ray.init(address="local", num_cpus=2, include_dashboard=False)

@@ -12,8 +12,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import operand_binding
 from raycollect.driver.controller import Controller
-from tests.ray.workers import Plain, Worker, filled
-from tests.waiting import wait_until
+from tests.support.actors import Plain, Worker, filled
+from tests.support.waiting import wait_until
 
 ROWS = np.arange(14.0).reshape(2, 7)
 

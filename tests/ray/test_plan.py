@@ -10,11 +10,9 @@ import raycollect as col
 from raycollect.errors import (
     BatchError,
     CollectiveTimeoutError,
-    GroupBrokenError,
     UnknownGroupError,
 )
-from tests.ray.workers import Worker
-from tests.waiting import wait_until
+from tests.support.actors import Worker
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
@@ -82,44 +80,6 @@ def test_a_function_is_explained_as_one_batch(pair):
     assert unchanged([*refs, *others])
 
 
-def test_a_batch_inside_is_joined_with_its_staging(pair):
-    refs = [[made(worker, 10) for worker in pair] for _ in range(2)]
-
-    def step():
-        with col.batch(staging_nbytes=0):
-            for each in refs:
-                col.allreduce_refs(each)
-
-    found = col.plan(step)
-
-    assert found.staging == 0
-    assert [row.packed for row in found.rows] == [(0, 2, 0)] * 2
-
-
-def test_lists_and_dicts_of_tensors_are_counted(pair):
-    refs = [made(worker, 10, count=7) for worker in pair]
-    (row,) = col.plan(col.allreduce_refs, refs).rows
-    assert (row.tensors, row.nbytes) == (7, 280)
-
-
-def test_pieces_are_lists_or_one_tensor_that_is_cut(pair):
-    for refs in ([made(worker, 6, count=2) for worker in pair], [made(worker, (2, 6)) for worker in pair]):
-        (row,) = col.plan(col.reducescatter_refs, None, refs).rows
-        assert (row.nbytes, row.made_nbytes) == (48, 24)
-
-
-def test_a_group_is_derived_from_the_refs(actors):
-    workers = actors(Worker, 3)
-    found = col.plan(col.allreduce_refs, [made(worker, 4) for worker in workers])
-    assert found.rows[0].ranks == (0, 1, 2)
-
-
-def test_sends_name_their_ends(pair):
-    found = col.plan(col.send_ref, made(pair[1], 5), made(pair[0], 5))
-    assert found.rows[0].op == "send from rank 1 to rank 0"
-    assert found.participants == 2
-
-
 # ---------------------------------------------------------------------------------------------- refusals
 
 
@@ -128,29 +88,9 @@ def test_an_unknown_group_is_an_error(pair):
         col.plan(col.allreduce_refs, [made(worker, 4) for worker in pair], group_name="nobody")
 
 
-def test_a_group_that_can_not_communicate_is_an_error(actors):
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    refs = [made(worker, 4) for worker in workers]
-    ray.wait(refs, num_returns=2)
-    ray.kill(workers[1])
-    assert wait_until(lambda: group.status(timeout_s=0).state == "broken")
-    with pytest.raises(GroupBrokenError):
-        col.plan(col.allreduce_refs, refs)
-
-
 def test_a_function_without_calls_is_an_error(pair):
     with pytest.raises(BatchError, match="'len' called no operation"):
         col.plan(len, "")
-
-
-def test_an_exception_of_the_function_is_passed_on(pair):
-    def step():
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        col.plan(step)
-    assert unchanged([made(pair[0], 3)])
 
 
 def test_a_method_that_does_not_return_in_time_is_named(pair, tmp_path):

@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.workers import Gate, Worker, block, told
+from tests.support.actors import Gate, Worker, block, told
 
 WORLD, ODD = 3, 1
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-
 import numpy as np
 import pytest
 import ray
@@ -12,13 +9,6 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.ray.weight_actors import Weights, replicas, spoil
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"in place/{os.getpid()}/{next(_numbers)}"
 
 
 def run(actor, function, *args):

@@ -26,7 +26,7 @@ from raycollect.errors import (
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker, Workers
 from tests.pure.conformance import body_arrive, body_peak, check_allreduce
 from tests.pure.mixed import body_staged
-from tests.waiting import stopped
+from tests.support.waiting import stopped
 
 library = pytest.importorskip("raycollect.backends.gloo.library", reason="no gloo is installed", exc_type=ImportError)
 

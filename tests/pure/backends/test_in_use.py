@@ -17,7 +17,7 @@ from raycollect.backends.tcp.communicator import connect
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import GroupBrokenError
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 LARGE = 65 << 20

@@ -28,7 +28,7 @@ from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, patient, sums
 from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
 from tests.pure.on_one_gpu import OLD, SharingTeam, sharing
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, patient, stream_of, sums
 from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
 from tests.pure.thread_faults import apart
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

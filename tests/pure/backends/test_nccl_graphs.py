@@ -25,7 +25,7 @@ from tests.pure.conformance import KINDS, REDUCTIONS, Case
 from tests.pure.mixed import WORLD, faked, mixing, same
 from tests.pure.on_gpu import GpuTeam, gpus, team_on_gpus
 from tests.pure.teams import Script, Team, pinned
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["crew"]  # a fixture
 

@@ -35,7 +35,7 @@ from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemorySta
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere
 from tests.pure.thread_faults import apart
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

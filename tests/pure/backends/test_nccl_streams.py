@@ -25,7 +25,7 @@ from tests.pure.backends.streams import WAIT_S, info, stream_of, sums
 from tests.pure.conformance import bits, run_launch
 from tests.pure.on_gpu import STREAMS, Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
 from tests.pure.operands import left_fold, operand
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # ------------------------------------------------------------------------------- before
 

@@ -24,7 +24,7 @@ from tests.pure.conformance import (
     every_case,
     run_launch,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["team"]  # a fixture
 

@@ -24,7 +24,7 @@ from raycollect.backends.meshed import MESH_UP_TO_NBYTES
 from raycollect.backends.torch_dist import run as _torch_run
 from raycollect.backends.torch_dist.calls import Calls
 from tests.pure.backends.torch_teams import OptionsTeam, body_sum, gloo_of, plugin, teams
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["plugin", "teams"]  # fixtures
 

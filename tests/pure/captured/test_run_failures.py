@@ -34,7 +34,7 @@ from raycollect.errors import (
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.test_controller import said
 from tests.pure.driver.tracked_plans import key_of
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["controller", "fleet"]  # fixtures
 

@@ -12,7 +12,7 @@ from raycollect.errors import ConcurrentCallError, FaultError
 from raycollect.group.call_queue import Callers
 from raycollect.member import init
 from raycollect.member import operations as col
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 30.0
 BACKENDS = ("shm", "tcp", "gloo")

@@ -19,7 +19,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
-from tests.waiting import stopped, wait_until
+from tests.support.waiting import stopped, wait_until
 
 __all__ = ["backend"]  # fixtures
 

@@ -20,7 +20,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, exchange, summed
 from tests.pure.processes import join, outcome
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["backend"]  # fixtures
 

@@ -23,7 +23,7 @@ from raycollect.observe import Recorder
 from raycollect.planner import Ticket
 from raycollect.pos import Store
 from tests.pure.member.test_lease import WAIT_S, _join, _plan, premises
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["premises"]  # a fixture
 

@@ -18,7 +18,7 @@ from raycollect.weights.protocol import Phase
 from raycollect.weights.publication import Publication
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription
-from tests.pure.weights.test_sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
+from tests.pure.weights.sides import AMONG, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
 
 
 class Items:
@@ -151,7 +151,7 @@ def world(monkeypatch):
         _one_at_a_time=lambda *_: nullcontext(),
         _count=0,
         _places_on=lambda rank: atoms.held_places(LAYOUTS, 0, AMONG),
-        _holder=lambda rank, key, places: holder(key),
+        _holder=lambda rank, key: holder(key)[0],
         _forget_overwritten=lambda: None,
         _finish=lambda job, *_: made.finished.append(job),
     )
@@ -210,12 +210,13 @@ def test_a_receiver_that_is_slow_gets_several_parts_at_once(world, monkeypatch):
 
 def test_a_part_is_asked_of_those_who_have_sealed_it(world):
     world.publication._ranks = [None, None]  # replicas
-    world.publication._holder = lambda rank, key, places: (rank, [name for name, _ in places])
+    world.publication._holder = lambda rank, key: rank
     made = Stream(world.publication, [], V1, AMONG)
     for rank, names in enumerate((NAMES, NAMES[:1])):
         sealed = {atom: b"digest" for atom in AMONG if atom[0] in names}
         made._heard(rank, Ref(None, value=(b"key", sealed)), is_all=False)
-    assert made._holders(dict.fromkeys(AMONG, b"digest")) == [(0, list(NAMES)), (1, ["a"])]
+    holders = made._holders(dict.fromkeys(AMONG, b"digest"))
+    assert [(rank, [name for name, _ in places]) for rank, places in holders] == [(0, list(NAMES)), (1, ["a"])]
     world.publication._places_on = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
     assert made._holders(dict.fromkeys(AMONG, b"digest")) == []
 

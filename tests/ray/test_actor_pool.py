@@ -9,24 +9,15 @@ import ray
 
 import raycollect as col
 from raycollect.driver.controller import Controller
-from tests import lives
-from tests.ray.workers import Gate, Worker, filled
-from tests.waiting import wait_until
+from tests.support import actor_pool
+from tests.support.actors import Gate, Worker
+from tests.support.waiting import wait_until
 
 TIMEOUT_S = 40.0
 """How long it may take here, where one that is late is no good news: a busy machine is no reason."""
 
 
-def _declared(backend):
-    def use(workers, path):
-        group = col.declare_collective_group(workers, backend=backend)
-        col.allreduce_refs(filled(workers, (1, 2)))
-        group.destroy()
-
-    return use
-
-
-def _captured(workers, path):
+def _captured(workers):
     col.declare_collective_group(workers)
     with col.capture() as step:
         col.allreduce_refs([step.call(worker.get_buffer) for worker in workers])
@@ -35,28 +26,21 @@ def _captured(workers, path):
     step.close()
 
 
-def _recorded(workers, path):
-    with col.timeline(path):
-        col.declare_collective_group(workers)
-        col.allreduce_refs(filled(workers, (1, 2)))
-
-
 def _join(self, rank):
     col.init_collective_group(2, rank, "shm", "own")
     col.allreduce(self.buffer, "own")
     col.destroy_collective_group("own")
 
 
-def _own(workers, path):
+def _own(workers):
     ray.get([worker.call.remote(_join, rank) for rank, worker in enumerate(workers)])
 
 
-USES = {"shm": _declared("shm"), "tcp": _declared("tcp"), "gloo": _declared("gloo")}
-USES |= {"captured": _captured, "recorded": _recorded, "a group of their own": _own}
+USES = {"captured": _captured, "a group of their own": _own}
 
 
 def _started():
-    started = lives.start(Worker, 2, ())
+    started = actor_pool.start(Worker, 2, ())
     yield started
     for worker in started:
         ray.kill(worker)
@@ -78,16 +62,12 @@ def _end_test():
     Controller._current = None
 
 
-def _marked(name):
-    return pytest.param(name, marks=[pytest.mark.full] * (name not in ("captured", "a group of their own")))
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in USES])
-def test_used_actors_are_reusable(used, name, tmp_path):
+@pytest.mark.parametrize("name", USES)
+def test_used_actors_are_reusable(used, name):
     for _ in range(2):
-        USES[name](used, tmp_path / "t.json")
+        USES[name](used)
         _end_test()
-        assert lives.begin_again(used, (), TIMEOUT_S) == used
+        assert actor_pool.reset(used, (), TIMEOUT_S) == used
 
 
 def _patch(self):
@@ -101,10 +81,10 @@ def _set(self):
 
 
 def test_busy_actor_is_not_reused(cluster):
-    gates = lives.start(Gate, 2, (), max_concurrency=2)
+    gates = actor_pool.start(Gate, 2, (), max_concurrency=2)
     waiting = gates[0].wait.remote()
-    assert ray.get(gates[0].__ray_call__.remote(lambda _: wait_until(lives._is_busy)))  # in another thread
-    assert lives.begin_again(gates, (), TIMEOUT_S) == gates[1:]
+    assert ray.get(gates[0].__ray_call__.remote(lambda _: wait_until(actor_pool._is_busy)))  # in another thread
+    assert actor_pool.reset(gates, (), TIMEOUT_S) == gates[1:]
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(waiting)
     ray.kill(gates[1])
@@ -113,4 +93,4 @@ def test_busy_actor_is_not_reused(cluster):
 @pytest.mark.parametrize("leave", [_patch, pytest.param(_set, marks=pytest.mark.full)])
 def test_actor_with_leftovers_is_not_reused(workers, leave):
     ray.get(workers[0].call.remote(leave))
-    assert lives.begin_again(workers, (), TIMEOUT_S) == workers[1:]
+    assert actor_pool.reset(workers, (), TIMEOUT_S) == workers[1:]
