@@ -76,12 +76,11 @@ def strike(self, reached=None, gate=None, blocks=3):
 
 
 def put(actor, point):
-    """Lets an actor die at a point of the next plan; between check and kernel, once the others wait for it there."""
+    """Lets an actor die at a point of the next plan."""
     if point == "in_kernel":
         ray.get(actor.call.remote(strike))
     else:
-        way = "once awaited" if point in ("after_check", "before_kernel") else "exit"
-        ray.get(actor.call.remote(inject.put, point, "die", way))
+        ray.get(actor.call.remote(inject.put, point, "die", "exit"))
 
 
 # What the tests ask -------------------------------------------------------------------------------------------
@@ -144,10 +143,9 @@ def is_sum_or_dirty(ref):
 @pytest.mark.parametrize(
     "point",
     [
-        "before_check",
-        *(pytest.param(point, marks=pytest.mark.full) for point in ("after_check", "before_kernel")),
+        pytest.param("before_check", marks=pytest.mark.full),
         "in_kernel",
-        "after_kernel",
+        pytest.param("after_kernel", marks=pytest.mark.full),
     ],
 )
 def test_a_member_that_is_killed(actors, point):
@@ -268,6 +266,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.full
 def test_a_driver_that_is_killed(tidy, tmp_path):
     """Its actors end, and their memory with them; one that is detached lives on, with its own arena alone."""
     folder = tmp_path / "t"

@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults.user_errors import PATIENT_S, assert_works, refs_of
+from tests.faults.groups import PATIENT_S, assert_works, refs_of
 from tests.support.actors import Worker, told
 
 
