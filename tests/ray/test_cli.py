@@ -13,6 +13,7 @@ import pytest
 import ray
 
 import raycollect as col
+from raycollect import backends
 from raycollect.cli import doctor
 from raycollect.group import cluster_registry
 from tests.support.actors import Plain, Worker
@@ -106,8 +107,16 @@ def test_status_is_watched_until_ctrl_c(cluster):
     assert all(isinstance(json.loads(line), list) for line in lines)
 
 
-def test_doctor_sees_the_cluster(cluster):
-    address = ray.get_runtime_context().gcs_address
-    found = doctor.cluster(doctor.run_child, {"RAY_ADDRESS": address})
-    assert found.state == doctor.OK
-    assert found.found.startswith(f"{address}: 1 node, ")
+def test_doctor_has_what_is_required_and_sees_the_cluster(cluster):
+    code, out, err = _run("doctor", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["ok"] is True
+    rows = {row["check"]: row for row in said["findings"]}
+    assert [row["check"] for row in said["findings"] if row["section"] == "backends"] == list(backends.names())
+    required = {check for check, row in rows.items() if row["required"]}
+    assert required == {"Python", "raycollect", "memfd", *doctor.requirements()}
+    assert not any(row["found"].startswith("the check failed") for row in rows.values())
+    found = rows["Ray cluster"]
+    assert found["state"] == doctor.OK
+    assert found["found"].startswith(f"{ray.get_runtime_context().gcs_address}: 1 node, ")

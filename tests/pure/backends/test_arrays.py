@@ -86,11 +86,6 @@ def test_a_numpy_array_is_its_own_view(value: np.ndarray) -> None:
     assert arrays.library(value) == "numpy"
 
 
-def test_a_memmap_is_a_tensor(tmp_path: Any) -> None:
-    mapped = np.memmap(tmp_path / "f", np.float32, "w+", shape=(4,))
-    assert arrays.view(mapped) is mapped
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -122,6 +117,9 @@ def test_a_memmap_is_a_tensor(tmp_path: Any) -> None:
 def test_what_is_no_tensor(value: object) -> None:
     assert arrays.view(value) is None
     assert not arrays.is_tensor(value)
+    for function in (arrays.memory, arrays.describe):
+        with pytest.raises(TypeError, match=type(value).__name__):
+            function(value)
     assert arrays.library(value) == "numpy"
 
 
@@ -261,12 +259,6 @@ def test_restore_shares_the_memory(dtype: str) -> None:
     assert arrays.restore(values, "numpy") is values
 
 
-def test_memory_and_describe_refuse_what_is_no_tensor() -> None:
-    for function in (arrays.memory, arrays.describe):
-        with pytest.raises(TypeError, match="str"):
-            function("text")
-
-
 # ------------------------------------------------------------------------------- memory of a device
 
 
@@ -319,21 +311,6 @@ def test_a_device_array_is_cut_by_its_library() -> None:
     assert arrays.split(DeviceArray(base.t()), 3) is None
 
 
-@pytest.mark.gpu
-def test_a_tensor_on_a_gpu_is_a_device_array() -> None:
-    if torch is None or not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    tensor = torch.zeros(4, 6, dtype=torch.float16, device="cuda", requires_grad=True)
-    seen = arrays.view(tensor.t()[1:])
-    assert isinstance(seen, DeviceArray)
-    assert seen.shadow.ctypes.data == tensor.t()[1:].data_ptr()
-    wanted = TensorInfo(shape=(5, 4), dtype="float16", itemsize=2, device="cuda:0", library="torch")
-    assert arrays.info(seen, "torch") == wanted
-    assert arrays.describe(arrays.empty(wanted)) == wanted
-    with pytest.raises(MemoryError):
-        arrays.empty(TensorInfo(shape=(1 << 50,), dtype="int8", itemsize=1, device="cuda:0", library="torch"))
-
-
 # ------------------------------------------------------------------------------- pieces
 
 
@@ -362,11 +339,8 @@ def test_split(shape: tuple[int, ...], count: int, piece: tuple[int, ...] | None
     assert [part.shape for part in pieces] == [piece] * count
     np.testing.assert_array_equal(np.concatenate([part.reshape(-1) for part in pieces]), whole.reshape(-1))
     assert all(np.shares_memory(part, whole) for part in pieces if part.size)
-
-
-def test_split_leaves_what_is_not_contiguous() -> None:
-    assert arrays.split(np.zeros((4, 6)).T, 3) is None
-    assert arrays.split(np.zeros(12)[::2], 3) is None
+    if count > 1 and whole.ndim > 1 and whole.size:
+        assert arrays.split(np.asfortranarray(whole), count) is None
 
 
 # ------------------------------------------------------------------------------- storage, and chunks

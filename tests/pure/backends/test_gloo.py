@@ -52,29 +52,6 @@ def mortals() -> Iterator[ProcessTeam]:
 # ------------------------------------------------------------------------------- reductions
 
 
-def body_nan(communicator: Communicator, launch: Launch, op: ReduceOp, dtype: str, holder: int) -> list[np.ndarray]:
-    """An allreduce and a reduce to rank 1 where one rank holds NaN in every other place."""
-    src = np.arange(10_000).astype(dtype)
-    if communicator.rank == holder:
-        src[::2] = np.nan
-    everywhere, root = np.zeros_like(src), np.zeros_like(src)
-    communicator.launch(launch, Kernel(kind=OpKind.ALLREDUCE, src=src, dst=everywhere, op=op))
-    dst = root if communicator.rank == 1 else None
-    communicator.launch(launch, Kernel(kind=OpKind.REDUCE, src=src, dst=dst, op=op, peer=1))
-    return [everywhere, root] if communicator.rank == 1 else [everywhere]
-
-
-@pytest.mark.parametrize("holder", [0, 3])
-@pytest.mark.parametrize(("op", "dtype"), [(ReduceOp.MAX, "float32"), (ReduceOp.MIN, "float64")])
-def test_a_nan_stays_wherever_it_is(team: ProcessTeam, op: ReduceOp, dtype: str, holder: int) -> None:
-    """gloo's own MAX of [1, nan] is 1 or nan, as the place in its ring has it."""
-    expected = np.arange(10_000).astype(dtype)
-    expected[::2] = np.nan
-    for result in team.must(body_nan, team.launch(), op, dtype, holder):
-        for array in result:
-            np.testing.assert_array_equal(array, expected)
-
-
 def body_half_error(communicator: Communicator, launch: Launch) -> float:
     """The error of a float16 sum, in units of the last place."""
     parts = [np.random.default_rng(rank).uniform(0.5, 1.5, 50_000).astype(np.float16) for rank in launch.ranks]

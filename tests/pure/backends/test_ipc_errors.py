@@ -73,12 +73,6 @@ def check_works(team: SharingTeam) -> None:
 # ------------------------------------------------------------------------------- how they come together
 
 
-def test_why_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), sharing(3) as (_, team):
-        assert [team.of(rank).device for rank in team.everyone] == ["cuda:0"] * 3
-    assert caplog.text.count("all of ranks [0, 1, 2] share the GPU 127.0.0.1/0000:10:00.0") == 3
-
-
 def test_processes_that_can_not_open_each_others_memory_are_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in containers that don't share their IPC namespace; all ranks hear it at once."""
     with gpus(1, nccl_version=OLD) as fake:
@@ -115,18 +109,6 @@ def test_a_rank_that_does_not_come_to_the_kernel(three: tuple[Fake, SharingTeam]
         found = one.result(WAIT_S)
         assert isinstance(found, CollectiveTimeoutError | PlanAbortedError), repr(found)
     assert any(isinstance(one.result(), CollectiveTimeoutError) and one.result().missing == (1,) for one in running)
-    check_works(team)
-
-
-def test_a_rank_that_leaves_behind_the_check(three: tuple[Fake, SharingTeam]) -> None:
-    _, team = three
-    launch = team.launch(timeout_s=WAIT_S)
-    running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
-    team.must(body_leave, launch, ranks=(1,))
-    for one in running:
-        found = one.result(WAIT_S)
-        assert isinstance(found, PlanAbortedError), repr(found)
-        assert found.group_name == "team"
     check_works(team)
 
 
@@ -173,14 +155,6 @@ def test_an_abort(three: tuple[Fake, SharingTeam], held: bool) -> None:
         found = one.result(WAIT_S)
         assert isinstance(found, PlanAbortedError), repr(found)
     check_works(team)
-
-
-def test_an_abort_of_another_launch_is_not_this_ones(three: tuple[Fake, SharingTeam]) -> None:
-    _, team = three
-    launch = team.launch()
-    for communicator in team.communicators:
-        communicator.abort(launch.seq + 1)
-    assert team.must(body_sum, launch) == [[6] * 50] * 3
 
 
 # ------------------------------------------------------------------------------- whose memory it is

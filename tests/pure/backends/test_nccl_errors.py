@@ -114,19 +114,6 @@ def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
     assert fake.counts["nccl.abort"] == 3
 
 
-def test_a_deadline_is_that_of_the_launch(three: tuple[Fake, GpuTeam]) -> None:
-    """A slow caller is waited for."""
-    fake, team = three
-    slow = stream_of(team.communicators[1])
-    fake.hold(slow)
-    launch = team.launch(timeout_s=WAIT_S)
-    waits = is_waiting(fake, team.communicators[0])
-    running = [team.start(rank, body_sum, launch) for rank in team.everyone]
-    assert wait_until(waits)
-    fake.release(slow)
-    assert [one.result(WAIT_S) for one in running] == [[6] * 50] * 3
-
-
 # ------------------------------------------------------------------------------- aborts
 
 
@@ -148,14 +135,6 @@ def test_an_abort_while_ranks_wait(three: tuple[Fake, GpuTeam]) -> None:
         assert isinstance(found, PlanAbortedError)
         assert found.group_name == "team"
     check_broken(fake, team, (0, 2), f"allreduce of launch {launch.seq} failed in mid-kernel")
-
-
-def test_an_abort_of_another_launch_is_not_this_ones(three: tuple[Fake, GpuTeam]) -> None:
-    _, team = three
-    launch = team.launch()
-    for communicator in team.communicators:
-        communicator.abort(launch.seq + 1)
-    assert team.must(body_sum, launch) == [[6] * 50] * 3
 
 
 class Blocking:

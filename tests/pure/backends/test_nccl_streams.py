@@ -192,22 +192,6 @@ def test_two_groups_on_the_same_gpus_at_once(seed: int) -> None:
             team.close()
 
 
-def test_ranks_of_a_larger_group_send_both_ways() -> None:
-    with team_on_gpus(3) as (_, team):
-
-        def body(communicator: Communicator, launch: Launch, sender: int, receiver: int) -> np.ndarray:
-            array = pending(np.full(7, communicator.rank))
-            kind, peer = (OpKind.SEND, receiver) if communicator.rank == sender else (OpKind.RECV, sender)
-            sides = {"src": array} if kind is OpKind.SEND else {"dst": array}
-            run_launch(communicator, launch, Kernel(kind=kind, peer=peer, **sides))
-            return read_elsewhere(array, Caller().other)
-
-        for sender, receiver in ((0, 2), (2, 0), (1, 2), (0, 1)):
-            ranks = tuple(sorted((sender, receiver)))
-            for found in team.must(body, team.launch(ranks), sender, receiver, ranks=ranks):
-                assert found.tolist() == [sender] * 7
-
-
 def test_a_collective_leaves_the_stream_in_use_as_it_was() -> None:
     """What a thread has chosen by `use` is forgotten at the end of any block of cupy's."""
     with team_on_gpus(1) as (fake, team):
@@ -230,17 +214,6 @@ def test_a_collective_leaves_the_stream_in_use_as_it_was() -> None:
             return kept
 
         assert team.must(body, [team.launch() for _ in range(2)]) == [[True] * 3]
-
-
-def test_a_stream_of_a_block_is_still_that_of_the_block() -> None:
-    with team_on_gpus(1) as (fake, team):
-
-        def body(communicator: Communicator, launch: Launch) -> bool:
-            with fake.cupy.cuda.Stream(non_blocking=True) as own:
-                run_launch(communicator, launch, sums(pending(np.ones(100, np.float32))))
-                return bool(fake.cupy.cuda.get_current_stream() == own)
-
-        assert team.must(body, team.launch()) == [True]
 
 
 # ------------------------------------------------------------------------------- without cupy

@@ -18,7 +18,7 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import ActorGoneError, CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
 from tests.pure.captured.run_fleet import CAPTURE, WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.test_controller import lease
-from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.driver.tracked_plans import group
 
 __all__ = ["controller", "fleet"]  # fixtures
 

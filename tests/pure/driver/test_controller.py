@@ -34,8 +34,7 @@ from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.declaration import Declaration
 from raycollect.planner import Membership
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.support.waiting import interrupt_in
 
 WAIT_S = 20.0

@@ -240,20 +240,6 @@ def test_calls_that_are_queued_are_refused_as_well(crew, backend):
     assert group.must(_sum) == [3.0] * 2
 
 
-def _nobody_comes(name, rank):
-    first = _in_thread(name, "first", _summed, 1, timeout_s=0.3)
-    assert wait_until(_is_at_check(name))
-    return [_in_thread(name, "second", _summed, 2, timeout_s=0.3).result(WAIT_S), first.result(WAIT_S)]
-
-
-def test_concurrent_calls_are_refused_without_another_rank(crew):
-    group = crew.group(2)
-    group.must(_sum)
-    [said] = group.must(_nobody_comes, ranks=[0])
-    assert all(map(_is_told, said)), said
-    assert group.must(_sum) == [3.0] * 2
-
-
 def _handed_over(name, rank):
     """Each call in another thread than the one before, and not in the same ones on all ranks."""
     found = []

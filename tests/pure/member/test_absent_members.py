@@ -143,22 +143,6 @@ def test_a_rank_that_dies_while_others_wait_is_named_at_once(crew, backend, vict
     assert "What to do" in str(later[0])
 
 
-def test_a_rank_that_dies_in_the_middle_of_things_is_named(crew, backend):
-    group = crew.group(3, backend)
-    group.must(summed)
-    working = [group.start(rank, _sum_for_ever, 1 << 20) for rank in range(3)]
-    time.sleep(0.3)  # not to wait for anything: only that it be somewhere in the middle
-    group.processes[1].kill()
-    errors = [outcome(working[rank]) for rank in (0, 2)]
-    assert all(isinstance(one, (ParticipantDiedError, GroupBrokenError)) for one in errors), errors
-    assert all("rank 1" in str(one) for one in errors), errors
-
-
-def _sum_for_ever(name, rank, n):
-    while True:
-        summed(name, rank, n)
-
-
 @pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_completed_receive_succeeds_though_the_sender_has_died(crew, backend, victim):

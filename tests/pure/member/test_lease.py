@@ -44,8 +44,7 @@ from raycollect.member.runtime import Runtime, run_in_thread
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.thread_faults import apart
 from tests.support.waiting import wait_until
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -329,6 +334,29 @@ def test_parts_fit_into_frames() -> None:
     from raycollect.channel.protocol import MAX_FRAME_NBYTES
 
     assert len(encode(Collected(request=2**40, payload=bytes(PART_NBYTES), more=True))) <= MAX_FRAME_NBYTES
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_process_that_makes_calls_of_its_own_is_recorded_to_the_file_that_the_environment_names(
+    tmp_path: Path, writable: bool
+) -> None:
+    """A program without a cluster: a group of one process, and one allreduce of it."""
+    path = tmp_path / ("t.json" if writable else "absent/t.json")
+    program = f"""
+import numpy as np
+import raycollect as col
+col.init_collective_group(1, 0, "local", "alone", rendezvous="file://{tmp_path}/meeting")
+col.allreduce(np.ones(1000), "alone")
+col.destroy_collective_group("alone")
+"""
+    environ = {**os.environ, timeline_session.ENVIRONMENT_VARIABLE: str(path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert ("the timeline can't be written to" in run.stderr) == (not writable)
+    if writable:
+        (row,) = json.loads(path.read_text())["otherData"]["raycollect"]["summary"]["rows"]
+        found = [row[name] for name in ("group", "op", "backend", "calls", "nbytes")]
+        assert found == ["alone", "allreduce", "local", 1, 8000]
 
 
 # ---------------------------------------------------------------------------------------------- metrics
