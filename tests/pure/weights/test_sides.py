@@ -221,6 +221,15 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime)
         seal(3, 0)
 
 
+@pytest.mark.usefixtures("held_here")
+def test_small_parts_are_told_together(monkeypatch):
+    monkeypatch.setattr(agent, "TOLD_NBYTES", 2 * NBYTES)
+    agent.attach_source(None, "policy", 1, KEY, LAYOUTS, 0)
+    trainer = SimpleNamespace(layers=lambda: iter(NAMES))
+    told = agent.seal_parts(trainer, "policy", 0, V1, AMONG, b"1", "layers")
+    assert [[name for name, _ in found] for _, found in told] == [["a", "b"], ["c"]]
+
+
 def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
     held_here["none"] = pytest.importorskip("torch").empty(0, 4)  # of which numpy has another address each time
     layouts = LAYOUTS | {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
