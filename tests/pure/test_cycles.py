@@ -35,7 +35,7 @@ from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import run_launch
 from tests.pure.processes import join, leave_all, outcome
 from tests.support import cycles
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # ---------------------------------------------------------------------------------------------- how it is seen
 

@@ -13,6 +13,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from raycollect import backends
 from raycollect.backends import folds
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
@@ -31,6 +32,7 @@ from tests.pure.conformance import (
     WORLDS,
     Case,
     allowed,
+    bits,
     body_arrive,
     check_allreduce,
     check_cases,
@@ -155,6 +157,35 @@ def body_sum_of_halves(communicator: Communicator, launch: Launch, dtype: str) -
     src = np.ones(1, dtype) if communicator.rank == 0 else _half_step(dtype)
     run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=src, dst=src, op=ReduceOp.SUM))
     return src.astype(np.float64).item()
+
+
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0], np.float32)
+
+
+def special_values(rank: int, size: int) -> np.ndarray:
+    return np.random.default_rng([rank, size]).choice(SPECIAL, size)
+
+
+def body_special_values(communicator: Communicator, launch: Launch, op: ReduceOp, size: int) -> np.ndarray:
+    array = special_values(communicator.rank, size)
+    run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op))
+    return array
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("world", [2, 5])
+def test_zeros_infinities_and_nans_are_those_of_the_left_fold(team_of: TeamOf, op: ReduceOp, world: int) -> None:
+    """Whatever the algorithm, and wherever a chunk or a slice begins."""
+    team = team_of(world)
+    is_bitwise = backends.get(team.backend).bitwise
+    for size in (7, 600_001):
+        results = team.must(body_special_values, team.launch(timeout_s=60), op, size)
+        expected = left_fold(op, [special_values(rank, size) for rank in team.everyone])
+        number = ~np.isnan(expected)
+        for result in results:
+            np.testing.assert_array_equal(result, expected)
+            assert bits(result) == bits(results[0])
+            assert not is_bitwise or bits(result[number]) == bits(expected[number])
 
 
 @pytest.mark.parametrize("inplace", [True, False])

@@ -30,8 +30,7 @@ from tests.pure.communicators import (
     Worker,
     Workers,
 )
-from tests.pure.conformance import DTYPES, Case, bits, body_arrive, check_allreduce, check_cases, every_case, run_launch
-from tests.pure.operands import left_fold
+from tests.pure.conformance import DTYPES, Case, body_arrive, check_allreduce, check_cases, every_case, run_launch
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
 
@@ -154,30 +153,6 @@ def test_a_closed_communicator_gives_its_memory_back() -> None:
     gc.collect()
     assert mapped() == before
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
-
-
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
-@pytest.mark.parametrize("world", [2, 4])
-def test_zeros_infinities_and_nans_have_the_bits_of_the_left_fold(op: ReduceOp, world: int) -> None:
-    """Whatever the algorithm, and wherever a chunk or a slice begins."""
-    rng = np.random.default_rng(world)
-    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0], np.float32)
-    parts = [rng.choice(special, 600_001) for _ in range(world)]
-    results = [np.empty_like(part) for part in parts]
-    team = ThreadTeam("shm", world)
-    launch = team.launch()
-
-    def body(communicator: Communicator) -> None:
-        rank = communicator.rank
-        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=parts[rank], dst=results[rank], op=op))
-
-    team.must(body)
-    team.close()
-    expected = left_fold(op, parts)
-    np.testing.assert_array_equal(results[0], expected)
-    number = ~np.isnan(expected)
-    assert bits(results[0][number]) == bits(expected[number])
-    assert all(bits(result) == bits(results[0]) for result in results)
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE])

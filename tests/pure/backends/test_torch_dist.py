@@ -209,24 +209,6 @@ def body_moves(communicator: Communicator, pair: Launch, everyone: Launch) -> bo
 # ------------------------------------------------------------------------------- reductions
 
 
-def body_nan(communicator: Communicator, launch: Launch, op: ReduceOp, holder: int) -> np.ndarray:
-    array = np.arange(10_000).astype(np.float32)
-    if communicator.rank == holder:
-        array[::2] = np.nan
-    run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op))
-    return array
-
-
-@pytest.mark.parametrize("op", [ReduceOp.MAX, ReduceOp.MIN])
-def test_a_nan_stays_wherever_it_is(teams: Callable[..., OptionsTeam], op: ReduceOp) -> None:
-    expected = np.arange(10_000).astype(np.float32)
-    expected[::2] = np.nan
-    team = teams(world_size=3)
-    for holder in team.everyone:
-        for result in team.must(body_nan, team.launch(), op, holder):
-            np.testing.assert_array_equal(result, expected)
-
-
 def test_pieces_larger_than_agreed_are_our_bug_and_no_hang() -> None:
     communicator = alone("torch:gloo")
     launch = Launch(seq=1, ranks=(0,), timeout_s=5)

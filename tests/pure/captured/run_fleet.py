@@ -21,8 +21,7 @@ from raycollect.errors import (
 )
 from raycollect.planner import plan
 from tests.pure.driver.test_controller import declared, lease
-from tests.pure.driver.test_plan_tracker_batches import asked, group
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.tracked_plans import asked, group, key_of
 
 CAPTURE = bytes(range(16))
 

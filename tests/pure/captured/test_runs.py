@@ -23,8 +23,7 @@ from raycollect.errors import (
 )
 from tests.pure.captured.run_fleet import CAPTURE, SHORT, WAIT_S, Fleet, controller, fleet
 from tests.pure.driver.test_controller import said
-from tests.pure.driver.test_plan_tracker_batches import asked
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.tracked_plans import asked, key_of
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -92,7 +91,7 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     assert not tracker.resolved
     assert len(tracker._pending) == 4
     from tests.pure.driver.test_controller import registered_anew
-    from tests.pure.driver.test_plan_tracker_batches import flying
+    from tests.pure.driver.tracked_plans import flying
 
     other = flying(asked(fleet.left, (0, 1, 2)))
     taken = registered_anew(fleet.controller, other)

@@ -34,9 +34,8 @@ from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.declaration import Declaration
 from raycollect.planner import Membership
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
-from tests.pure.driver.tracked_plans import key_of
-from tests.waiting import interrupt_in
+from tests.pure.driver.tracked_plans import asked, flying, group, key_of
+from tests.support.waiting import interrupt_in
 
 WAIT_S = 20.0
 
@@ -348,17 +347,6 @@ def test_the_plans_of_a_group_go_with_it(controller):
     assert prepare(calls, 0) is first
     controller.groups.destroy("team")
     assert prepare(calls, 0) is not first
-
-
-def test_deferred_release_does_not_wait_for_a_derived_group(controller):
-    membership = group("team", (5, 6))
-    controller.groups.add(declared(membership))
-    for _ in range(3):
-        controller.groups.held.hold(membership)
-        controller.groups.held.release_later([membership])
-    assert len(controller.groups.held._unheld) == 1
-    assert not controller.groups.held.ids
-    assert not controller.groups.held._unheld
 
 
 def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their_place(

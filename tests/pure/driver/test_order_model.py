@@ -42,10 +42,10 @@ from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.planner import Membership
 from raycollect.pos import Absence
 from tests.pure.driver.test_controller import declared
-from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.driver.tracked_plans import group
 from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 MUCH = int(os.environ.get("RAYCOLLECT_TEST_ORDER", "1"))
 FOLDS: dict[ReduceOp, Callable[[Any, Any], Any]] = {

@@ -16,7 +16,7 @@ from raycollect.planner import Local, Plan, decode_program, encode_program, plan
 from raycollect.planner.passes import plan_part
 from raycollect.planner.template import Role
 from raycollect.planner.verify import verify
-from tests.pure.driver.test_plan_tracker_batches import SEQ, asked, flying, group
+from tests.pure.driver.tracked_plans import SEQ, asked, flying, group
 
 
 def snapshot(count: int, **changes: Any) -> PlanTracker:

@@ -12,7 +12,7 @@ from raycollect.errors import ConcurrentCallError, FaultError
 from raycollect.group.call_queue import Callers
 from raycollect.member import init
 from raycollect.member import operations as col
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 30.0
 BACKENDS = ("shm", "tcp", "gloo")
@@ -237,20 +237,6 @@ def test_calls_that_are_queued_are_refused_as_well(crew, backend):
     group = crew.group(2, backend)
     results = group.must(_second_while_queued)
     assert all(_is_told(said) for rank in results for said in rank), results
-    assert group.must(_sum) == [3.0] * 2
-
-
-def _nobody_comes(name, rank):
-    first = _in_thread(name, "first", _summed, 1, timeout_s=0.3)
-    assert wait_until(_is_at_check(name))
-    return [_in_thread(name, "second", _summed, 2, timeout_s=0.3).result(WAIT_S), first.result(WAIT_S)]
-
-
-def test_concurrent_calls_are_refused_without_another_rank(crew):
-    group = crew.group(2)
-    group.must(_sum)
-    [said] = group.must(_nobody_comes, ranks=[0])
-    assert all(map(_is_told, said)), said
     assert group.must(_sum) == [3.0] * 2
 
 

@@ -25,11 +25,11 @@ def a_slice(kind: str, begin_ms: float, end_ms: float, thread: int = 1, **more: 
 
 def a_process(name: str, pid: int, slices: list[Slice], **more: Any) -> Process:
     threads = {one.thread: Thread(pid + one.thread - 1, f"thread {one.thread}") for one in slices}
-    return Process(name=name, host="h", pid=pid, clock="c", leader="L", threads=threads, slices=tuple(slices), **more)
+    return Process(name=name, host="h", pid=pid, leader="L", threads=threads, slices=tuple(slices), **more)
 
 
 def a_trace(*processes: Process, missing: tuple[Missing, ...] = ()) -> Trace:
-    return Trace(began_s=50.0, ended_s=51.0, clock="c", processes=processes, missing=missing)
+    return Trace(began_s=50.0, ended_s=51.0, processes=processes, missing=missing)
 
 
 OF_G = {"op": "allreduce", "group_id": "g", "ranks": 2, "group": "default", "backend": "shm"}

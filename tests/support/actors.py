@@ -1,4 +1,4 @@
-"""Actors that the tests share."""
+"""Actors that the tests share, tensors on them, and methods that wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import ray
 
 import raycollect as col
-from tests.lives import lasting
+from raycollect.member.runtime import Runtime
+from tests.support.actor_pool import reusable
 
 
 class Buffers(col.CollectiveParticipant):
@@ -38,7 +39,7 @@ class Buffers(col.CollectiveParticipant):
         return function(self, *args)
 
 
-Worker = lasting(ray.remote(Buffers))
+Worker = reusable(ray.remote(Buffers))
 
 
 def buffers(workers):
@@ -57,7 +58,7 @@ def block(worker, gate):
     return worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
 
 
-@lasting
+@reusable
 @ray.remote
 class Plain:
     """An actor without the mixin."""
@@ -69,7 +70,7 @@ class Plain:
         return function(self, *args)
 
 
-@lasting
+@reusable
 @ray.remote
 class Gate:
     """Lets a test decide when a method goes on."""
@@ -95,6 +96,35 @@ def told(refs):
     return found
 
 
+def hold(actor, value):
+    """Keeps an array on an actor; returns its ref."""
+    return actor.make.remote(lambda self, array: array.copy(), np.array(value, np.float32))
+
+
+def spread(workers, value=lambda rank: [rank]):
+    """Keeps an array on each actor, by its place; returns their refs."""
+    return [hold(worker, value(rank)) for rank, worker in enumerate(workers)]
+
+
+def found(refs):
+    return [np.asarray(one).tolist() for one in col.get(refs)]
+
+
+def wait_in(actor_self, gate, begun=None):
+    """Waits in its body; what it returns says whether the buffer was left alone meanwhile."""
+    before = actor_self.buffer.copy()
+    if begun is not None:
+        ray.get(begun.open.remote())
+    ray.get(gate.wait.remote())
+    assert (actor_self.buffer == before).all()
+    return actor_self.buffer
+
+
+def opened(actor_self, gate):
+    """Waits for its argument, not in its body, so that it stands in the actor's queue, and others behind it."""
+    return actor_self.buffer
+
+
 class Kinds(Buffers):
     """Every kind of method that Ray can call."""
 
@@ -111,13 +141,6 @@ class Kinds(Buffers):
 
     def listed(self):
         return [np.zeros(3), np.ones(4)]
-
-    def named(self):
-        return {"a": np.zeros(3), "b": np.ones(4), 7: np.arange(2)}
-
-    def stream(self):
-        for i in range(3):
-            yield np.full(3, i)
 
     def plain_values(self):
         return {
@@ -196,8 +219,8 @@ class Async(col.CollectiveParticipant):
         return self.buffer.copy()
 
 
-KindsActor = lasting(ray.remote(Kinds))
-AsyncActor = lasting(ray.remote(Async))
+KindsActor = reusable(ray.remote(Kinds))
+AsyncActor = reusable(ray.remote(Async))
 
 
 def groups_here(self):
@@ -208,7 +231,6 @@ def groups_here(self):
 
 def held(actor):
     def count(self):
-        from raycollect.member.runtime import Runtime
 
         return Runtime.current().store.statistics().held
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from raycollect.member.torch_process_group import TorchProcessGroup
+from raycollect.member.torch.process_group import TorchProcessGroup
 from raycollect.pos.segments import Segments
 
 torch: Any = import_module("torch")

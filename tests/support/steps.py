@@ -12,9 +12,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.member.runtime import Runtime
-from tests.lives import lasting
-from tests.ray.batching import found, spread
-from tests.ray.workers import Buffers
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, found, spread
 
 
 class Learning(Buffers):
@@ -73,15 +72,14 @@ class Learning(Buffers):
             pipe.read(1)
 
     def die(self):
-        import os
 
         os._exit(1)
 
 
-Learner = lasting(ray.remote(Learning))
+Learner = reusable(ray.remote(Learning))
 
 
-@lasting
+@reusable
 @ray.remote
 class Coroutines(col.CollectiveParticipant):
     """An async actor."""
@@ -103,25 +101,6 @@ class Coroutines(col.CollectiveParticipant):
 def captured_here(self):
     """How many captured steps a participant has."""
     return len(Runtime.current()._lease._captures._living)
-
-
-@pytest.fixture
-def trio(actors):
-    """Three actors in a declared group, and in one of the first two."""
-    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
-    col.declare_collective_group(workers)
-    col.declare_collective_group(workers[:2], group_name="pair")
-    return workers
-
-
-@pytest.fixture
-def pipe(tmp_path):
-    """A named pipe; the function ends the stalls of all who read it, now or later, or so many of them."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    fd = os.open(path, os.O_RDWR)  # with both ends here no open waits
-    yield str(path), lambda count=100: os.write(fd, bytes(count))
-    os.close(fd)
 
 
 def is_broken(step, match="one of its runs failed", **arguments):

@@ -2,29 +2,42 @@
 
 torch's classes for backends can't be derived from in Python, only `ProcessGroup`; the group that
 `torch.distributed.init_process_group` makes is therefore replaced by the one here, as torch does it for such classes.
-Each call of torch is one call of a member, with the same agreement and the same errors (`torch_calls`).
+Each call of torch is one call of a member, with the same agreement and the same errors.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
+from time import monotonic
 from typing import Any
 
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
-from raycollect.group.coordinator import ALL
-from raycollect.member.call import ME
-from raycollect.member.init import init_collective_group
-from raycollect.member.torch_calls import TorchCalls, TorchWork
+from raycollect.engine.execution import Outcome
+from raycollect.errors import RaycollectError, Violation, refusal
+from raycollect.group.call_queue import Callers, CallQueue
+from raycollect.group.coordinator import ALL, name_of_ranks
+from raycollect.member.call import ME, MemberCall
+from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
+from raycollect.member.torch.work import TorchWork
+from raycollect.member.work import MemberWork
+
+_log = logging.getLogger("raycollect")
 
 torch: Any = import_module("torch")
 distributed: Any = import_module("torch.distributed")
 
 NAME = "raycollect"
+
+_Values = Sequence[tuple[str, Any]]
+"""The operands of a member's call, by name."""
 
 Tensors = Sequence[Any]
 """Tensors of torch."""
@@ -59,7 +72,7 @@ def create(given: Any, options: Any) -> TorchProcessGroup:
         pg_options=passed,
         rendezvous=TorchStore(given.store),
     )
-    return TorchProcessGroup(given.group_rank, given.group_size, TorchCalls(name))
+    return TorchProcessGroup(given.group_rank, given.group_size, name)
 
 
 class TorchStore:
@@ -107,13 +120,15 @@ def _own_address(store: Any) -> str:
 
 
 class _Named(distributed.ProcessGroup):  # type: ignore[misc]
-    """What torch asks of a process group besides calls."""
+    """What torch asks of a process group besides calls; `member_group` is the name of raycollect's group."""
 
-    def __init__(self, rank: int, size: int, calls: TorchCalls) -> None:
+    def __init__(self, rank: int, size: int, member_group: str) -> None:
         super().__init__(rank, size)
         self._rank = rank
         self._size = size
-        self._calls = calls
+        self._member_group = member_group
+        self._place = get_group_handle(member_group)
+        self._queues: dict[str, CallQueue] = {}  # by communicator
         self._group_name = self._group_desc = ""
 
     def size(self) -> int:
@@ -153,23 +168,32 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
     @property
     def shares_memory(self) -> bool:
         """Whether its ranks work on each other's tensors in shared memory."""
-        return self._calls.shares_memory
+        return self._place.backend == "shm"
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long later calls wait for the other ranks."""
-        self._calls.set_timeout(timeout)
+        self._place.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leaves the group once its calls have ended; may be called twice."""
-        self._calls.close(drains=True)
+        """Leaves the group once its calls have ended, such as a send that nobody waits for; may be called twice."""
+        until_s = monotonic() + self._place.timeout_s
+        for queue in self._queues.values():
+            queue.close()
+        for queue in self._queues.values():
+            if not queue.drain(until_s - monotonic()):
+                _log.warning("group %r: destroyed while %d calls were under way", self._member_group, queue.pending)
+        self.abort()
 
     def abort(self) -> None:
         """Leaves the group at once: calls under way fail."""
-        self._calls.close(drains=False)
+        for queue in self._queues.values():
+            queue.close()
+        with suppress(RaycollectError):  # it has left before
+            destroy_collective_group(self._member_group)
 
 
 class TorchProcessGroup(_Named):
-    """A process group of torch whose calls are those of a member of a group.
+    """A process group of torch whose calls are those of a member of a group. Any thread may call it.
 
     Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
     a receive from any rank.
@@ -180,22 +204,20 @@ class TorchProcessGroup(_Named):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Reduces tensors over all ranks, in place."""
         opts = opts or distributed.AllreduceOptions()
-        call = self._calls.call(OpKind.ALLREDUCE, [("tensor", _one(tensors))], opts, op=_op(opts))
-        return self._calls.start("allreduce", ALL, [call], list(tensors), opts)
+        return self._start(OpKind.ALLREDUCE, [[("tensor", _one(tensors))]], tensors, opts, op=_op(opts))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Reduces a tensor over all ranks into that of one rank."""
         opts = opts or distributed.ReduceOptions()
-        call = self._calls.call(OpKind.REDUCE, [("tensor", _one(tensors))], opts, op=_op(opts), root=opts.rootRank)
-        return self._calls.start("reduce", ALL, [call], list(tensors), opts)
+        values = [("tensor", _one(tensors))]
+        return self._start(OpKind.REDUCE, [values], tensors, opts, op=_op(opts), root=opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Overwrites every rank's tensor with that of one rank."""
         opts = opts or distributed.BroadcastOptions()
-        call = self._calls.call(OpKind.BROADCAST, [("tensor", _one(tensors))], opts, root=opts.rootRank)
-        return self._calls.start("broadcast", ALL, [call], list(tensors), opts)
+        return self._start(OpKind.BROADCAST, [[("tensor", _one(tensors))]], tensors, opts, root=opts.rootRank)
 
     def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> TorchWork:
         """Gives every rank the tensors of all ranks, whose sizes may differ."""
@@ -233,19 +255,19 @@ class TorchProcessGroup(_Named):
         opts = opts or distributed.GatherOptions()
         outputs = list(output_tensors[0]) if self._rank == opts.rootRank else []
         values = [("tensor", input_tensors[0]), *([("tensor_list", outputs)] if outputs else [])]
-        call = self._calls.call(OpKind.GATHER, values, opts, root=opts.rootRank)
-        return self._calls.start("gather", ALL, [call], outputs, opts)
+        return self._start(OpKind.GATHER, [values], outputs, opts, root=opts.rootRank)
 
     def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> TorchWork:
         """Gives each rank its item of one rank's list."""
         opts = opts or distributed.ScatterOptions()
         given = [("tensor_list", list(input_tensors[0]))] if self._rank == opts.rootRank else []
-        call = self._calls.call(OpKind.SCATTER, [*given, ("tensor", output_tensors[0])], opts, root=opts.rootRank)
-        return self._calls.start("scatter", ALL, [call], list(output_tensors), opts)
+        values = [*given, ("tensor", output_tensors[0])]
+        return self._start(OpKind.SCATTER, [values], output_tensors, opts, root=opts.rootRank)
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> TorchWork:
         """Gives each rank its item of every rank's list."""
-        return self._alltoall(list(output_tensors), list(input_tensors), list(output_tensors), opts)
+        values = [("tensor_list_in", list(input_tensors)), ("tensor_list_out", list(output_tensors))]
+        return self._start(OpKind.ALLTOALL, [values], output_tensors, opts)
 
     def all_to_all_single(
         self,
@@ -257,27 +279,27 @@ class TorchProcessGroup(_Named):
     ) -> TorchWork:
         """Gives each rank its part of every rank's tensor, which is cut along its first dimension."""
         taken, given = _cut(output, output_split_sizes), _cut(input, input_split_sizes)
-        return self._alltoall(taken, given, [output], opts)
+        return self._start(OpKind.ALLTOALL, [[("tensor_list_in", given), ("tensor_list_out", taken)]], [output], opts)
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to one rank."""
-        call = self._calls.call(OpKind.SEND, [("tensor", _one(tensors))], root=ME, peer=dst_rank)
-        communicator = self._calls.pair("send", self._rank, dst_rank, tag)
-        return self._calls.start("send", communicator, [call], list(tensors))
+        self._check_tag("send", tag)
+        values, pair = [("tensor", _one(tensors))], name_of_ranks(self._rank, dst_rank)
+        return self._start(OpKind.SEND, [values], tensors, communicator=pair, root=ME, peer=dst_rank)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> TorchWork:
         """Overwrites a tensor with what one rank sends."""
-        call = self._calls.call(OpKind.SEND, [("tensor", _one(tensors))], root=src_rank, peer=ME)
-        communicator = self._calls.pair("recv", src_rank, self._rank, tag)
-        return self._calls.start("recv", communicator, [call], list(tensors), source=src_rank)
+        self._check_tag("recv", tag)
+        values, pair = [("tensor", _one(tensors))], name_of_ranks(src_rank, self._rank)
+        return self._start(OpKind.SEND, [values], tensors, communicator=pair, source=src_rank, root=src_rank, peer=ME)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
         """Refuses: a rank receives from a rank that it names."""
-        raise self._calls.unsupported("recv", "source rank", "missing", "the rank to receive from")
+        raise self._unsupported("recv", "source rank", "missing", "the rank to receive from")
 
     def barrier(self, opts: Any = None) -> TorchWork:
         """Waits until all ranks have called it."""
-        return self._calls.start("barrier", ALL, [self._calls.call(OpKind.BARRIER, [], opts)], [], opts)
+        return self._start(OpKind.BARRIER, [[]], [], opts)
 
     # what torch called them before 2.10
     _allgather_base = all_gather_single
@@ -288,24 +310,58 @@ class TorchProcessGroup(_Named):
 
     # ------------------------------------------------------------------------------------------ one call
 
-    def _allgather(self, pairs: Sequence[tuple[Any, Any]], result: list[Any], opts: Any) -> TorchWork:
-        calls = [
-            self._calls.call(OpKind.ALLGATHER, [("tensor", given), ("tensor_list", taken)], opts)
-            for taken, given in pairs
-        ]
-        return self._calls.start("all_gather", ALL, calls, result, opts)
+    def _allgather(self, pairs: Sequence[tuple[Any, Any]], result: Tensors, opts: Any) -> TorchWork:
+        calls = [[("tensor", given), ("tensor_list", taken)] for taken, given in pairs]
+        return self._start(OpKind.ALLGATHER, calls, result, opts)
 
     def _reduce_scatter(self, pairs: Sequence[tuple[Any, Any]], opts: Any) -> TorchWork:
         opts = opts or distributed.ReduceScatterOptions()
-        calls = [
-            self._calls.call(OpKind.REDUCESCATTER, [("tensor_list", given), ("tensor", taken)], opts, op=_op(opts))
-            for taken, given in pairs
-        ]
-        return self._calls.start("reduce_scatter", ALL, calls, [taken for taken, _ in pairs], opts)
+        calls = [[("tensor_list", given), ("tensor", taken)] for taken, given in pairs]
+        return self._start(OpKind.REDUCESCATTER, calls, [taken for taken, _ in pairs], opts, op=_op(opts))
 
-    def _alltoall(self, taken: Any, given: Any, result: list[Any], opts: Any) -> TorchWork:
-        values = [("tensor_list_in", given), ("tensor_list_out", taken)]
-        return self._calls.start("all_to_all", ALL, [self._calls.call(OpKind.ALLTOALL, values, opts)], result, opts)
+    def _start(
+        self,
+        kind: OpKind,
+        calls: Sequence[_Values],
+        tensors: Tensors,
+        opts: Any = None,
+        *,
+        communicator: str = ALL,
+        source: int = -1,
+        **arguments: Any,
+    ) -> TorchWork:
+        """Makes calls one after the other: in this thread if the caller is going to wait, and none is under way.
+
+        `opts` are torch's options, `arguments` those of `MemberCall`, and `tensors` what the work gives.
+        """
+        given_s = opts.timeout.total_seconds() if opts is not None else 0.0
+        timeout_s = given_s if given_s > 0 else None  # torch gives -1 ms where nobody said
+
+        def run() -> Outcome:
+            for values in calls:
+                MemberCall.of(kind, self._member_group, **arguments).run(values, async_op=False, timeout_s=timeout_s)
+            return Outcome()
+
+        queue, place = self._queues.get(communicator), self._place
+        future: Future[Outcome] = Future()
+        if not getattr(opts, "asyncOp", True) and (queue is None or not queue.pending):
+            future.set_result(run())
+        else:
+            if queue is None:
+                name = f"{self._member_group}-{communicator}"
+                made = CallQueue(name, Callers(place.rank), partial(place.why_not, ()))
+                queue = self._queues.setdefault(communicator, made)
+            future = queue.submit(run, 0)
+        op = kind.value if source < 0 else OpKind.RECV.value
+        return TorchWork(MemberWork(place, op, future, is_heard=True), future, tensors, source)
+
+    def _check_tag(self, op: str, tag: int) -> None:
+        if tag:
+            raise self._unsupported(op, "tag", str(tag), "0: calls between two ranks match by their order")
+
+    def _unsupported(self, op: str, field: str, found: str, expected: str) -> RaycollectError:
+        wrong = Violation(kind="unsupported", rank=self._rank, field=field, found=found, expected=expected)
+        return refusal(op, self._member_group, (wrong,))
 
 
 def _one(tensors: Tensors) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 
 import ray
 
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
-LASTING: list[Any] = []
+REUSABLE: list[Any] = []
 """The classes whose actors go on."""
 
 MOST_IDLE = int(os.environ.get("RAYCOLLECT_TEST_IDLE_ACTORS", "5"))
@@ -24,21 +24,21 @@ RESET_TIMEOUT_S = 5.0
 METHOD_TIMEOUT_S = 0.5
 """How long the methods of a test may go on after it."""
 
-MOST_LIVES = 60
+MOST_USES = 60
 """Each leaves a few idle threads behind."""
 
 _MADE_ANEW = (types.MethodType, staticmethod, classmethod)
 
 
-def lasting(cls: Any) -> Any:
+def reusable(cls: Any) -> Any:
     """Marks an actor class of a module, one that is there all the time and holds nothing outside of itself."""
-    LASTING.append(cls)
+    REUSABLE.append(cls)
     return cls
 
 
-def may_last(cls: Any, options: dict[str, Any]) -> bool:
+def may_be_reused(cls: Any, options: dict[str, Any]) -> bool:
     """Whether an actor of a class that was started with options can go on in another test."""
-    return cls in LASTING and options.keys() <= {"max_concurrency"}
+    return cls in REUSABLE and options.keys() <= {"max_concurrency"}
 
 
 def start(cls: Any, count: int, args: tuple[Any, ...], **options: Any) -> list[Any]:
@@ -50,9 +50,9 @@ def start(cls: Any, count: int, args: tuple[Any, ...], **options: Any) -> list[A
     return made
 
 
-def begin_again(actors: list[Any], args: tuple[Any, ...], timeout_s: float = RESET_TIMEOUT_S) -> list[Any]:
+def reset(actors: list[Any], args: tuple[Any, ...], timeout_s: float = RESET_TIMEOUT_S) -> list[Any]:
     """Makes actors as good as new; returns those with which it went well in time. The others are killed."""
-    asked = {actor.__ray_call__.remote(_begin_again, args, timeout_s / 2): actor for actor in actors}
+    asked = {actor.__ray_call__.remote(_reset, args, timeout_s / 2): actor for actor in actors}
     done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     well = [asked[ref] for ref in done if _is_true(ref)]
     for actor in set(actors) - set(well):
@@ -77,13 +77,13 @@ def _note(actor: Any) -> None:
     sys._raycollect_first = (dict(os.environ), _look(), 0)  # type: ignore[attr-defined]
 
 
-def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
+def _reset(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     """Whether the process, less what is taken back here, is as it was at first: no patch, no variable is left."""
     from raycollect.group.process_groups import ProcessGroups
     from raycollect.member.runtime import Runtime
     from raycollect.observe import Tracer
 
-    environment, looked, lives = sys._raycollect_first  # type: ignore[attr-defined]
+    environment, looked, uses = sys._raycollect_first  # type: ignore[attr-defined]
     if not wait_until(lambda: not _is_busy(), METHOD_TIMEOUT_S):
         return False
     runtime, process_groups = Runtime._current, ProcessGroups._current
@@ -105,9 +105,9 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     Runtime._current = ProcessGroups._current = Tracer._current = (
         None  # the arena stays: it is empty once nobody uses it
     )
-    if dict(os.environ) != environment or not _is_same(looked) or lives == MOST_LIVES:
+    if dict(os.environ) != environment or not _is_same(looked) or uses == MOST_USES:
         return False
-    sys._raycollect_first = (environment, looked, lives + 1)  # type: ignore[attr-defined]
+    sys._raycollect_first = (environment, looked, uses + 1)  # type: ignore[attr-defined]
     vars(actor).clear()
     actor.__init__(*args)
     return True
