@@ -324,25 +324,6 @@ def test_empty_pieces_are_in_place_wherever_they_are(fleet: MakeFleet) -> None:
     assert [[piece.tolist() for piece in take] for take in takes] == [[[0, 1, 2], []], [[0, 1], [5, 5, 5]]]
 
 
-@pytest.mark.parametrize("kind", [OpKind.ALLTOALL, OpKind.ALLGATHER, OpKind.SCATTER, OpKind.REDUCESCATTER])
-def test_a_list_of_one_tensor_many_times(kind: OpKind, fleet: MakeFleet) -> None:
-    """As what is given it is one value for all; as what is taken it would be one place for all."""
-    one = fleet(3)
-    values = [memory(rank) for rank in range(3)]
-    if kind is not OpKind.ALLGATHER:
-        root = {"root": 0} if kind is OpKind.SCATTER else {}
-        gives = {rank: one.keep(rank, [value] * 3) for rank, value in enumerate(values) if not (root and rank)}
-        for outcome in one.must(kind, gives, **root):
-            for made in outcome.outputs[0].tensors:
-                assert made.shape == (SIZE,)
-    if kind in (OpKind.ALLTOALL, OpKind.ALLGATHER):
-        gives = one.keep_all([[one_value.copy() for one_value in values] if kind is OpKind.ALLTOALL else values[0]] * 3)
-        outcomes = one.run(kind, gives, [one.keep(rank, [value] * 3) for rank, value in enumerate(values)])
-        assert {type(outcome.error) for outcome in outcomes} == {AliasError}
-    np.testing.assert_array_equal(values, [memory(rank) for rank in range(3)])
-    one.works_on()
-
-
 # ---------------------------------------------------------------------------------------------- plans of many calls
 
 

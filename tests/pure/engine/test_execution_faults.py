@@ -18,7 +18,6 @@ from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     InternalError,
     KernelError,
-    PlanAbortedError,
     StoreFullError,
     TensorDirtyError,
 )
@@ -33,25 +32,6 @@ IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit")
 """The points that plans come to which do not commit; of those that do, see `test_commit`."""
 
 # ---------------------------------------------------------------------------------------------- faults
-
-
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("point", ["start", "before_check"])
-def test_a_failure_before_the_check_touches_nothing_and_nobody_hangs(point: str, rank: int, fleet: MakeFleet) -> None:
-    one = fleet(3)
-    one.faults = fault = FailAt(point=point, rank=rank)
-    values = numbers(rank, 3)
-    before = [value.copy() for value in values]
-    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
-    assert fault.consumed == 1
-    for at, outcome in enumerate(outcomes):
-        assert isinstance(outcome.error, KernelError if at == rank else PlanAbortedError)
-        assert outcome.error.op == "allreduce"
-        assert at == rank or "has left" in str(outcome.error)
-    for value, was in zip(values, before, strict=True):
-        np.testing.assert_array_equal(value, was)
-    assert one.dirty == [0, 0, 0]
-    one.works_on()
 
 
 def _fail_in_kernel(one: Fleet, values: list[Any], keys: list[Key], point: str = "before_kernel") -> None:

@@ -43,7 +43,7 @@ MOST_PATCHES = {
     "pure/cli": 5,
     "pure/core": 22,
     "pure/driver": 17,
-    "pure/engine": 24,
+    "pure/engine": 21,
     "pure/group": 28,
     "pure/member": 33,
     "pure/observe": 4,
