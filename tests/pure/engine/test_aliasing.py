@@ -16,6 +16,7 @@ import pytest
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import AliasError
 from raycollect.planner import Request
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, MakeFleet
 from tests.pure.meaning import ROOTED
 from tests.pure.teams import Team, pinned
@@ -329,9 +330,8 @@ def test_empty_pieces_are_in_place_wherever_they_are(fleet: MakeFleet) -> None:
 
 @pytest.fixture
 def convoy() -> Iterator[Convoy]:
-    made = Convoy([[0, 1]])
-    yield made
-    made.close()
+    with convoy_of(2) as made:
+        yield made
 
 
 def _calls(chance: random.Random, count: int) -> list[tuple[OpKind, Cut]]:

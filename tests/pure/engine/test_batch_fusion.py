@@ -24,7 +24,6 @@ from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
 from raycollect.planner.schedule import schedule
 from raycollect.planner.template import NATIVE
-from tests.pure.communicators import ThreadTeam
 from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
@@ -43,9 +42,7 @@ def _with_choice(request: Request, membership: Membership, name: str, at_least: 
 @pytest.mark.parametrize(("size", "kinds"), [(3, {OpKind.BROADCAST}), (4, {OpKind.SEND, OpKind.RECV})])
 def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle(size: int, kinds: set[OpKind]) -> None:
     """Two calls of 4 x 8 bytes reach the 64 from which on a tree is taken."""
-    team = ThreadTeam("tcp", 4)
-    convoy = Convoy([range(4)], lambda world_size: team.communicators)
-    try:
+    with convoy_of(4, "tcp") as convoy:
         (membership,) = convoy.memberships
         values = [[np.full(size, 10 * call + rank) for rank in range(4)] for call in range(2)]
         requests = [
@@ -71,18 +68,13 @@ def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle(size: int, kinds: set[Op
                 np.testing.assert_array_equal(of_call[rank], np.full(size, 10 * call))
         assert {kernel.kind for kernel in kernels} <= kinds
         assert kernels
-    finally:
-        convoy.close()
-        team.close()
 
 
 @pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> None:
     """Over `tcp`, where pairs of one launch don't see each other; each call is repeated on other tensors."""
-    team = ThreadTeam("tcp", world)
-    convoy = Convoy([range(world)], lambda world_size: team.communicators)
-    try:
+    with convoy_of(world, "tcp") as convoy:
         spec = replace(convoy.memberships[0].spec, ops=("send", "recv"))
         membership = replace(convoy.memberships[0], spec=spec)
         root = 0 if kind in (OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER) else -1
@@ -112,9 +104,6 @@ def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> N
             for one, right in zip(got, wanted, strict=True):
                 for piece, whole in zip(*((x if isinstance(x, list) else [x]) for x in (one, right)), strict=True):
                     np.testing.assert_array_equal(piece, whole)
-    finally:
-        convoy.close()
-        team.close()
 
 
 def _heard(convoy: Convoy, one: int) -> list[Any]:

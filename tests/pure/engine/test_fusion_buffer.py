@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +20,8 @@ from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPoo
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
 from raycollect.pos import tensors
-from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import listed
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, launched
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
 
@@ -144,18 +143,6 @@ def _item(kind: OpKind, sizes: Any, me: int) -> Item:
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
-@contextmanager
-def _convoy(backend: str, world: int) -> Iterator[Convoy]:
-    team = ThreadTeam(backend, world)
-    made = Convoy([range(world)], lambda world_size: team.communicators)
-    made.allocate = tensors.allocate  # where kernels of shm work in place
-    try:
-        yield made
-    finally:
-        made.close()
-        team.close()
-
-
 def _scene(kind: OpKind, world: int, seed: int) -> list[tuple[list[Any], dict[int, Any]]]:
     """What each of some calls gives, by rank, and takes into; several dtypes and layouts, uneven sizes."""
     rng = np.random.default_rng(seed)
@@ -226,7 +213,7 @@ def _run(
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.BARRIER])
 @pytest.mark.parametrize("backend", ["local", "shm", pytest.param("tcp", marks=pytest.mark.full)])
 def test_packed_kernels_leave_the_bits_of_those_by_themselves(kind: OpKind, backend: str) -> None:
-    with _convoy(backend, 3) as convoy:
+    with convoy_of(3, backend, tensors.allocate) as convoy:  # where kernels of shm work in place
         for seed in range(3):
             calls = _scene(kind, 3, seed)
             inplace = bool(seed % 2)
@@ -237,7 +224,7 @@ def test_packed_kernels_leave_the_bits_of_those_by_themselves(kind: OpKind, back
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_tensors_of_one_list_travel_together(world: int) -> None:
-    with _convoy("local", world) as convoy:
+    with convoy_of(world) as convoy:
         kernels: list[Kernel] = []
         (name,) = convoy.communicators[0]
         convoy.communicators[0][name] = launched(convoy.communicators[0][name], kernels.append)
