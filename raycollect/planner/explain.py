@@ -318,21 +318,12 @@ def packing(kind: OpKind, sizes: Sequence[tuple[str, int]], staging: int, *, coa
 
 
 def _price(part: Part, membership: Membership, name: str) -> Cost:
-    """The cost of one of a part's algorithms."""
-    if name == NATIVE.name:
-        return _own(part, membership)
-    return cost_of(ALGORITHMS[name], part, membership)
-
-
-def _own(part: Part, membership: Membership) -> Cost:
-    """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
+    """The cost of one of a part's algorithms; of several kernels that substitute one, one after the other."""
+    if name != NATIVE.name:
+        return cost_of(ALGORITHMS[name], part, membership)
     hosts = membership.topology.hosts
     place = replace(membership.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
     layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=membership.bitwise)
-    kinds = dict.fromkeys(
-        OpKind.SEND if step.kind is OpKind.RECV else step.kind
-        for template in part.templates
-        for step in template.steps
-        if isinstance(step.kind, OpKind)
-    )
-    return sum((priced(kind, membership.pricing, layout) for kind in kinds), FREE)
+    steps = [step for template in part.templates for step in template.steps if isinstance(step.kind, OpKind)]
+    kinds = dict.fromkeys(OpKind.SEND if step.kind is OpKind.RECV else step.kind for step in steps)
+    return sum((priced(kind, membership.pricing, layout) for kind in kinds if isinstance(kind, OpKind)), FREE)
