@@ -32,7 +32,7 @@ from raycollect.errors import (
     refusal,
 )
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
-from tests.pure.driver.test_controller import declared, said
+from tests.pure.driver.leased import declared, said
 from tests.pure.driver.tracked_plans import group, key_of
 from tests.support.waiting import wait_until
 

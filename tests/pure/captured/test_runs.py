@@ -22,7 +22,7 @@ from raycollect.errors import (
     ProtocolError,
 )
 from tests.pure.captured.run_fleet import CAPTURE, SHORT, WAIT_S, Fleet, controller, fleet
-from tests.pure.driver.test_controller import said
+from tests.pure.driver.leased import said
 from tests.pure.driver.tracked_plans import asked, key_of
 
 __all__ = ["controller", "fleet"]  # fixtures
@@ -90,7 +90,7 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     fleet.controller.messages.received(stranger, Ran(seq=tracker.seq, payload=b""))
     assert not tracker.resolved
     assert len(tracker._pending) == 4
-    from tests.pure.driver.test_controller import registered_anew
+    from tests.pure.driver.leased import registered_anew
     from tests.pure.driver.tracked_plans import flying
 
     other = flying(asked(fleet.left, (0, 1, 2)))
