@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from raycollect.captured.calls import MethodCall
 from raycollect.captured.install import Installed
-from raycollect.core import html
 from raycollect.core.model import TensorInfo
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import Ref
@@ -16,10 +14,6 @@ from raycollect.errors import CaptureError
 from raycollect.planner import Source
 from raycollect.planner.explain import explain, explain_step
 from raycollect.planner.report import Explanation, Invoked, Methods, StepExplanation
-from raycollect.planner.wording import nbytes_words, op_words, seconds_words
-
-_HEAD = ("stage", "what", "calls", "bytes per rank", "estimated")
-_RIGHT = frozenset({"stage", "calls", "bytes per rank", "estimated"})
 
 
 def explain_capture(
@@ -71,22 +65,3 @@ def stages_of(installed: Installed) -> tuple[Stage | tuple[MethodCall, ...], ...
         known += len(before)
         found += [before, stage]
     return tuple(one for one in [*found, calls[known:]] if one)
-
-
-def stages_html(stages: Sequence[Stage | Sequence[MethodCall]], told: Sequence[object]) -> html.Markup | str:
-    """The stages of a captured step as a table; `told` are their reports, or nothing."""
-    rows = [_row(at, stage, told[at] if told else None) for at, stage in enumerate(stages)]
-    return html.table(_HEAD, rows, right=_RIGHT, count=len(rows)) if rows else ""
-
-
-def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[object, ...]:
-    if not isinstance(stage, Stage):
-        methods = Counter(call.method for call in stage)
-        words = ", ".join(f"{name}{f' (x {count})' if count > 1 else ''}" for name, count in methods.items())
-        return at, words, len(stage), "", ""
-    kinds = Counter((op_words(one), one.group.name) for one in stage.plan.requests)
-    what = ", ".join(f"{op} on group {name!r}{f' (x {n})' if n > 1 else ''}" for (op, name), n in kinds.items())
-    if not isinstance(told, Explanation):
-        return at, what, len(stage.plan.requests), "", ""
-    nbytes = nbytes_words(sum(row.nbytes for row in told.rows))
-    return at, what, len(stage.plan.requests), nbytes, seconds_words(told.time_s)

@@ -40,7 +40,7 @@ from tests.faults.thread_failures import fail_at
 from tests.pure.fleet import contain
 from tests.pure.member.leases import Heard, join, plan, premises
 from tests.pure.member.step_bench import FakePost, bench
-from tests.pure.observe.test_timeline_session import LABEL, Numbers
+from tests.pure.observe.recorded import LABEL, Numbers
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
 __all__ = ["bench", "premises"]  # fixtures
@@ -113,7 +113,7 @@ def test_metrics_are_published_again_after_a_failure(monkeypatch: pytest.MonkeyP
     ring.add(metrics.KERNEL, "allreduce", 1.5, 3.5, 2, LABEL)
     publisher.close()
     assert publisher.join(WAIT_S)
-    assert list(meters.counted.values()) == [1, 64]
+    assert list(meters.counted.values()) == [1, LABEL.nbytes]
 
 
 @fault_in("raycollect-timer")
