@@ -197,24 +197,6 @@ def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> 
         check_cases(processes, cases, staged=True)
 
 
-def open_segments() -> int:
-    """How many descriptors of groups' memory this process has."""
-    gc.collect()
-    links = Path("/proc/self/fd").iterdir()
-    return sum("raycollect-group" in str(link.readlink()) for link in links if link.is_symlink())
-
-
-def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.1)
-    before = open_segments()
-    for rank, other in ((0, 1), (1, 0)):
-        with pytest.raises(CollectiveTimeoutError, match=rf"ranks \[{other}\] did not come") as caught:
-            shm.create(spec_of(2), rank, MemoryRendezvous(), NO_EXCHANGE)
-        assert caught.value.missing == (other,)
-    del caught
-    assert open_segments() == before
-
-
 class Misleading(MemoryRendezvous):
     """A rendezvous that changes where rank 0's memory is said to be."""
 
