@@ -122,21 +122,6 @@ def test_derived_groups_take_their_ranks_from_the_tensors(actors):
         col.scatter_refs(None, source)
 
 
-def test_derived_groups_are_cached_and_bounded(actors):
-    from raycollect.driver.controller import Controller
-
-    workers = actors(Worker, 3)
-    refs = [worker.get_buffer.remote() for worker in workers]
-    col.allreduce_refs(refs)
-    col.allreduce_refs(refs)
-    assert len(Controller.current().groups._derived) == 1
-    pairs = [(i, j, k) for i in range(3) for j in range(3) for k in range(3) if len({i, j, k}) == 3]
-    for order in pairs:
-        col.broadcast_refs([refs[i] for i in order])
-    col.send_ref(refs[0], refs[1])
-    assert len(Controller.current().groups._derived) == 7
-
-
 @pytest.fixture
 def own_folder(monkeypatch):
     """Where temporary files of this process go, by a short path; into the usual folder tests beside this one write."""
