@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from raycollect.core.model import PREFIXES, OpKind, ReduceOp
+from raycollect.core.model import PREFIXES, RANK_ORDER, GroupSpec, OpKind, ReduceOp
 from raycollect.core.protocols import CommunicatorFactory
+from raycollect.errors import InvalidGroupError
+from raycollect.errors.text import listed, shown
 
 TORCH_PREFIX = "torch:"  # The prefix of `torch.distributed` backends
 USUAL = frozenset(OpKind) - frozenset(PREFIXES)
@@ -219,3 +221,24 @@ _LINES = (
 
 # Name -> entry, in the order of the documentation
 BUILT_IN: dict[str, Capabilities] = {line.name: line for line in _LINES}
+
+
+# ------------------------------------------------------------------------------- options
+
+OF_NCCL = ("device", "graphs")
+"""The options (`pg_options`) of `nccl`."""
+
+_KNOWN = (RANK_ORDER[0], *OF_NCCL)
+"""The options of all backends that ``"auto"`` picks from."""
+
+
+def refuse_unknown(spec: GroupSpec) -> None:
+    """Raises InvalidGroupError for options that no backend of ``"auto"`` has, for a group of `local` or `shm`.
+
+    These have no options, and ignore those of the others, as a program may run on any number of hosts. A backend of
+    another package may be made of one of them, and have options of its own.
+    """
+    unknown = [name for name, _ in spec.options if name not in _KNOWN]
+    if unknown and spec.backend in ("local", "shm"):
+        detail = f"there is no option {listed(map(shown, unknown))}; there are {listed(map(repr, _KNOWN))}"
+        raise InvalidGroupError(group_name=spec.name, detail=f"backend {spec.backend!r}: {detail}")
