@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.support.actors import Worker
+from tests.support.actors import Worker, block
 from tests.support.checks import refused
 
 
@@ -105,6 +106,12 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one, other, strict=True)
 
 
+def test_a_group_is_derived_from_the_refs(actors):
+    a, b = actors(Worker, 2)
+    col.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()])
+    np.testing.assert_array_equal(col.get(b.get_buffer.remote()), np.full(10, 2, np.float32))
+
+
 def test_derived_groups_take_their_ranks_from_the_tensors(actors):
     a, b = actors(Worker, 2)
     refs = make([a, b], part)
@@ -188,3 +195,34 @@ def test_await_needs_no_thread_of_the_default_pool_of_the_loop(actors):
         return found
 
     np.testing.assert_array_equal(asyncio.run(main()), np.ones(10))
+
+
+def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, gate, monkeypatch):
+    """The refs of outputs hold it as well, and Ray logs errors that nobody asked for: the last call shows that."""
+    workers = actors(Worker, 2)
+    logged, unhandled = [], threading.Event()
+
+    def note(message, *args, **options):
+        logged.append(message)
+        unhandled.set()
+
+    monkeypatch.setattr(ray._private.worker.logger, "error", note)
+    col.allgather_refs(None, make(workers, part))  # while both can join a group
+    busy = block(workers[1], gate)
+    work = col.gather_refs(None, make(workers, part), async_op=True)
+    assert work.cancel(), "as Ctrl-C does"
+    del work
+    ray.get([gate.open.remote(), busy])
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"int64\[5\] on cpu, expected .* whose first dimension 2 divides"
+    ):
+        col.alltoall_refs(None, make(workers, part))
+    col.allgather_refs(None, make(workers, part))  # the refused one has landed on all ranks
+    gc.collect()  # its traceback holds its refs
+    work = col.reducescatter_refs(None, make(workers, part), async_op=True)
+    resolved = threading.Event()
+    work._tracker.when_resolved(resolved.set)
+    assert resolved.wait(60)
+    del work
+    assert unhandled.wait(60)
+    assert all("reducescatter" in message for message in logged), logged
