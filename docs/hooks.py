@@ -119,7 +119,7 @@ def tree_of_errors() -> str:
 @functools.cache
 def public_names() -> dict[str, str]:
     """What users import: the name -> the anchor of its entry."""
-    top = _assigned("raycollect/__init__.py", "_HOMES")
+    top = " ".join(_assigned("raycollect/__init__.py", "_NAMES").values()).split()
     files = sorted((ROOT / "raycollect/errors").glob("_*.py"))
     bodies = (node for path in files for node in _parsed(path.relative_to(ROOT).as_posix()).body)
     raised = (node.name for node in bodies if isinstance(node, ast.ClassDef))

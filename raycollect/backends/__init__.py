@@ -32,7 +32,7 @@ from raycollect.core.protocols import (
     Surviving,
     Together,
 )
-from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError, Violation, refusal
+from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError
 from raycollect.errors.text import shown
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "TensorInfo",
     "Together",
     "canonical",
-    "check_op",
     "check_placement",
     "choose",
     "get",
@@ -159,20 +158,6 @@ def ops_of(name: str) -> tuple[str, ...]:
     """
     ops = get(name).ops
     return tuple(kind.value for kind in OpKind if kind in ops)
-
-
-def check_op(name: str, kind: OpKind, group_name: str = "default", rank: int = -1) -> None:
-    """Refuses an operation that a backend does not run.
-
-    Raises:
-        UnknownBackendError: There is no such backend.
-        UnsupportedError: It does not run this; those that it does are named.
-    """
-    backend = get(name, group_name)
-    if kind not in backend.ops:
-        expected = f"one that backend {backend.name!r} runs: {', '.join(ops_of(backend.name)) or 'none'}"
-        violation = Violation(kind="unsupported", rank=rank, field="op", found=kind.value, expected=expected)
-        raise refusal(kind.value, group_name, (violation,))
 
 
 class Choice(NamedTuple):

@@ -15,8 +15,7 @@ from raycollect.driver.step_plan import Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
 from raycollect.planner.explain import Planned, explain_step
-from raycollect.planner.report import Explanation, StepExplanation
-from raycollect.planner.report_rows import Invoked, Methods
+from raycollect.planner.report import Explanation, Invoked, Methods, StepExplanation
 from raycollect.planner.sizes import Infos
 from raycollect.planner.wording import nbytes_words, op_words, seconds_words
 

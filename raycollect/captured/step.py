@@ -219,8 +219,9 @@ class Capture(BoundToProcess):
 
         Raises:
             CaptureError: It is closed, or not ready, or called in a block that records.
-            CaptureBrokenError: An earlier run failed, or a group was destroyed or has other members than it was
-                recorded with; nothing was sent. Capture it again, or use `step`, which records itself again.
+            CaptureBrokenError: An earlier run failed, or a group has other members than it was recorded with; nothing
+                was sent. Capture it again, or use `step`, which records itself again.
+            UnknownGroupError: A group was destroyed.
             InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel, or makes
                 no sense.
             GroupBrokenError: A member is gone, or members are changing; nothing was sent.

@@ -248,7 +248,8 @@ class Controller:
 
         def close() -> None:
             if let_go():
-                self.groups.held.release_later(held)
+                for membership in held:
+                    self.groups.held.remove(membership.spec.group_id)
             else:
                 self.abandon(let_go, held, min(delay_s + _LOOK_S, _MOST_LOOK_S))
 

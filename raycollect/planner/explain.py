@@ -16,8 +16,7 @@ from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
 from raycollect.planner.membership import Membership
-from raycollect.planner.report import Explanation, StepExplanation
-from raycollect.planner.report_rows import Act, Brought, LinkCost, Memory, Methods, Moved, Row, Way
+from raycollect.planner.report import Explanation, LinkCost, Memory, Methods, Row, StepExplanation
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Local, Step, Template
 from raycollect.planner.topology import Topology
@@ -84,8 +83,8 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
         rows=tuple(rows),
         memory=_memory(plan, sizes, bundles),
         time_s=_time_s(bundles),
-        nbytes_inside=sum(row.way.nbytes_inside for row in rows),
-        nbytes_between=sum(row.way.nbytes_between for row in rows),
+        nbytes_inside=sum(row.nbytes_inside for row in rows),
+        nbytes_between=sum(row.nbytes_between for row in rows),
         links=tuple(dict.fromkeys(link for membership in plan.memberships for link in _links(membership.topology))),
     )
 
@@ -131,25 +130,8 @@ class _Bundle:
         steps = [step for template in self.part.templates for step in template.ways[self.taken]]
         return tuple(sorted({self.base + step.at for step in steps})) or (self.base,)
 
-    def ways(self, nbytes: int, moved: Moved | None) -> tuple[Way, ...]:
-        found = []
-        for choice, seconds, cost in zip(self.part.choices, self.times_s, self.costs, strict=True):
-            inside, between = cost.traffic(nbytes)
-            if moved is not None:  # counted
-                inside, between = moved.nbytes_inside, moved.nbytes_between
-            found.append(
-                Way(
-                    name=choice.name,
-                    at_least=choice.at_least,
-                    time_s=seconds,
-                    nbytes_inside=inside,
-                    nbytes_between=between,
-                )
-            )
-        return tuple(found)
-
     @cached_property
-    def acts(self) -> tuple[Act, ...]:
+    def acts(self) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
         several = any(step.at for template in self.part.templates for step in template.ways[self.taken])
         found: dict[tuple[str, ...], list[int]] = {}
         for rank, index in zip(self.part.ranks, self.part.parts, strict=True):
@@ -158,7 +140,7 @@ class _Bundle:
             launches = [f" (launch {self.base + step.at})" if several or self.base else "" for step in steps]
             words = (_step_words(template, step) + launch for step, launch in zip(steps, launches, strict=True))
             found.setdefault(tuple(words), []).append(rank)
-        return tuple(Act(ranks=tuple(ranks), steps=steps) for steps, ranks in found.items())
+        return tuple((tuple(ranks), steps) for steps, ranks in found.items())
 
     @property
     def bits(self) -> str:
@@ -201,6 +183,9 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
     given, nbytes = sizes.given(number), sizes.nbytes(number)
     made, scratch = sizes.extra(number)
     moved = sizes.moved(number)
+    inside, between = bundle.costs[bundle.taken].traffic(nbytes)
+    if moved is not None:  # counted
+        inside, between = moved.nbytes_inside, moved.nbytes_between
     return Row(
         call=bundle.first + number,
         op=op_words(part.request),
@@ -218,25 +203,14 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         algorithm=part.choices[bundle.taken].name,
         why=bundle.why,
         bits=bundle.bits,
-        ways=bundle.ways(nbytes, moved),
+        nbytes_inside=inside,
+        nbytes_between=between,
         launches=bundle.launches,
         acts=bundle.acts,
         made_nbytes=made,
         scratch_nbytes=scratch,
-        brought=_brought(sizes, bundle, number),
         time_s=bundle.times_s[bundle.taken],
         moved=moved,
-    )
-
-
-def _brought(sizes: Sizes, bundle: _Bundle, number: int) -> tuple[Brought, ...]:
-    alike: dict[tuple[str, str, int, int], list[int]] = {}
-    for rank in bundle.part.ranks:
-        for (device, memory), (there, back) in sizes.brought(number, rank, bundle.taken).items():
-            alike.setdefault((device, memory, there, back), []).append(rank)
-    return tuple(
-        Brought(ranks=tuple(ranks), device=device, memory=memory, nbytes_there=there, nbytes_back=back)
-        for (device, memory, there, back), ranks in alike.items()
     )
 
 

@@ -152,9 +152,7 @@ def test_a_destroyed_group_is_refused(way: str, fresh: Crew) -> None:
         col.destroy_collective_group(fresh.declared)
         found = [told(make)]
     expected: tuple[type[Exception], ...] = (errors.UnknownGroupError,)
-    if way == "captured":
-        expected = (errors.CaptureBrokenError,)
-    elif way == "torch":
+    if way == "torch":
         expected = (ValueError,)  # torch's own
     elif way == "member":  # some may hear of it in the call
         expected = (errors.UnknownGroupError, errors.GroupBrokenError)

@@ -159,11 +159,11 @@ def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:
 @fault_in("raycollect-post")
 def test_the_next_record_is_posted_after_a_failure() -> None:
     put = SimpleQueue[bytes]()
-    client = SimpleNamespace(internal_kv_put=lambda key, *_, **__: put.put(key))
+    store = SimpleNamespace(put=put.put)
     membership: Any = SimpleNamespace(spec=SimpleNamespace(name="g", group_id="id of g"))
-    with fail_at(client, "internal_kv_put", thread="raycollect-post"):
-        cluster_registry._soon(cluster_registry._put, client, membership, b"record")
-    cluster_registry._soon(cluster_registry._put, client, membership, b"record")
+    with fail_at(store, "put", thread="raycollect-post"):
+        cluster_registry._soon(membership, lambda key: store.put(key))
+    cluster_registry._soon(membership, lambda key: store.put(key))
     assert put.get(timeout=WAIT_S).endswith(b"id of g")
 
 

@@ -282,7 +282,7 @@ def test_close_releases_everything(learners, submits):
         step.close()
     assert wait_until(lambda: held_by(learners) == [0] * 3)
     assert wait_until(lambda: held() == before)
-    assert not Controller.current().groups.held.ids
+    assert not Controller.current().groups.held
     with nothing_sent(submits):
         for use in (step.run, step.plan):
             with pytest.raises(errors.CaptureError, match="closed"):
@@ -307,4 +307,4 @@ def test_unreferenced_step_is_closed(actors):
     col.barrier("other")
     assert wait_until(lambda: held_by(learners) == [0] * 3)
     col.allreduce_refs(refs[:2])
-    assert not Controller.current().groups.held.ids
+    assert not Controller.current().groups.held

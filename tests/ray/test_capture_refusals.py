@@ -22,7 +22,7 @@ def refused(kind, match, record, *, holds=False):
     """A block is refused, and holds no group, unless another one does."""
     with pytest.raises(kind, match=match) as caught, col.capture() as step:
         record(step)
-    assert bool(Controller.current().groups.held.ids) is holds
+    assert bool(Controller.current().groups.held) is holds
     with pytest.raises(errors.CaptureError, match="can't run"):
         step.run()
     return caught.value

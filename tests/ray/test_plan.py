@@ -11,8 +11,7 @@ from raycollect.errors import (
     BatchError,
     CollectiveTimeoutError,
 )
-from raycollect.planner.report import Explanation
-from raycollect.planner.report_rows import Methods
+from raycollect.planner.report import Explanation, Methods
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, Worker, wait_in
 

@@ -15,11 +15,10 @@ from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import graphs as _nccl_again
 from raycollect.backends.nccl.graphs import GraphCounts, Way, Word, parted, way_of
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
 from raycollect.engine.fast_path import FastPath
 from raycollect.errors import GroupBrokenError, InvalidGroupError, KernelError, PlanAbortedError
 from tests.fake_cupy import installed
-from tests.gpu.again import ARRIVAL, again, body_again
+from tests.gpu.again import body_again
 from tests.pure.backends.graph_crews import RUNS, Crew, MakeCrew, crew
 from tests.pure.backends.streams import WAIT_S, stream_of
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
@@ -114,13 +113,6 @@ def test_a_kernel_that_is_run_again_is_written_once(crew: MakeCrew, monkeypatch:
 # ---------------------------------------------------------------------------------------------- agreement
 
 
-def test_one_rank_with_gaps_keeps_all_plain(crew: MakeCrew) -> None:
-    one = crew(3, how=lambda rank: "every other" if rank == 1 else "plain")
-    for _ in range(RUNS):
-        one.sum()
-    assert one.graphs == [GraphCounts()] * 3
-
-
 def test_a_rank_that_comes_the_long_way_is_met_plain_and_the_graphs_are_kept(crew: MakeCrew) -> None:
     one = crew(2)
     for _ in range(4):
@@ -146,22 +138,6 @@ def test_a_rank_with_another_kernel_lets_all_record_anew(crew: MakeCrew) -> None
         one.sum()
     assert [(each.kept, each.recorded) for each in one.graphs] == [(1, 2)] * 2
     assert one.launched == [2 + 2] * 2
-
-
-def test_ranks_that_expect_different_things_run_plain(crew: MakeCrew) -> None:
-    one = crew(2)
-    for _ in range(4):
-        one.sum()
-    launch = one.team.launch()
-
-    def differ(communicator: Communicator, launch: Launch, kernel: Kernel) -> None:
-        expected = (ARRIVAL,) * 2 if communicator.rank else (ARRIVAL, b"something else")
-        assert again(communicator, launch, kernel, expected) == (None if communicator.rank else [ARRIVAL] * 2)
-
-    one.team.must(one.body, launch, differ)
-    assert one.launched == [2, 2]
-    one.sum()
-    assert one.launched == [3, 3]
 
 
 @pytest.mark.parametrize("who", [(0,), (0, 1, 2)])

@@ -32,8 +32,8 @@ from raycollect.errors import (
     refusal,
 )
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
-from tests.pure.driver.test_controller import said
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.test_controller import declared, said
+from tests.pure.driver.tracked_plans import group, key_of
 from tests.support.waiting import wait_until
 
 __all__ = ["controller", "fleet"]  # fixtures
@@ -120,6 +120,9 @@ def test_groups_are_looked_at_before_anything_is_sent(fleet: Fleet) -> None:
     with pytest.raises(GroupBrokenError, match=r"Worker\(8\) died"):
         fleet.begin()
     fleet.controller.groups.destroy("right")
+    with pytest.raises(UnknownGroupError, match="'right': it was destroyed"):
+        fleet.begin()
+    fleet.controller.groups.add(declared(group("right", (9, 7))))
     with pytest.raises(CaptureBrokenError, match=r"(?s)destroyed, or its members have changed.*capture the step again"):
         fleet.begin()
     assert not fleet.bell.rung
@@ -225,22 +228,6 @@ def test_a_signal_after_the_last_answer_costs_nothing(
     assert fleet.runs.is_idle
 
 
-def test_a_signal_after_the_last_failure_keeps_the_error(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = fleet.begin()
-    fleet.fail(0, tracker, PlanAbortedError(detail="rank 1 has left"))
-    for at in (1, 2, 3):
-        fleet.bell.give(at, tracker.number)
-    with monkeypatch.context() as patch:
-        patch.setattr(PlanTracker, "_resolve", interrupting(PlanTracker._resolve))
-        with pytest.raises(KeyboardInterrupt):
-            tracker.wait(WAIT_S)
-    assert tracker.wait(WAIT_S)
-    assert isinstance(tracker.error, PlanAbortedError)
-    with pytest.raises(CaptureBrokenError):
-        fleet.begin()
-    fleet.land(tracker)
-
-
 def test_a_signal_while_one_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = fleet.begin()
     with monkeypatch.context() as patch:
@@ -291,7 +278,7 @@ def test_close_ends_running_runs(fleet: Fleet) -> None:
 def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
     controller = fleet.controller
     tracker = fleet.begin()
-    controller.groups.held.hold(fleet.left)
+    controller.groups.held.append(fleet.left.spec.group_id)
     looked = threading.Event()
 
     def let_go() -> bool:
@@ -302,11 +289,11 @@ def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
     controller.abandon(let_go, (fleet.left,))
     assert looked.wait(WAIT_S)
     assert not fleet.runs.is_closed, "a run is under way"
-    assert controller.groups.held.ids == {fleet.left.spec.group_id}
+    assert controller.groups.held == [fleet.left.spec.group_id]
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     assert wait_until(lambda: fleet.runs.is_closed)
-    assert wait_until(lambda: controller.groups.held.ids == set())
+    assert wait_until(lambda: controller.groups.held == [])
     assert tracker.error is None
 
 

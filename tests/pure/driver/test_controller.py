@@ -349,17 +349,6 @@ def test_the_plans_of_a_group_go_with_it(controller):
     assert prepare(calls, 0) is not first
 
 
-def test_deferred_release_does_not_wait_for_a_derived_group(controller):
-    membership = group("team", (5, 6))
-    controller.groups.add(declared(membership))
-    for _ in range(3):
-        controller.groups.held.hold(membership)
-        controller.groups.held.release_later([membership])
-    assert len(controller.groups.held._unheld) == 1
-    assert not controller.groups.held.ids
-    assert not controller.groups.held._unheld
-
-
 def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their_place(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import Key, OpKind, ReduceOp
+from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     AliasError,
     AllocationError,
@@ -18,9 +19,7 @@ from raycollect.errors import (
     NotATensorError,
     PlanAbortedError,
     ProducerFailedError,
-    ReadOnlyError,
     RefusedError,
-    TensorDirtyError,
     TensorFreedError,
     TensorLostError,
     UnsupportedError,
@@ -155,37 +154,6 @@ def test_an_output_that_cannot_be_made_is_refused_on_all(fleet: MakeFleet, monke
     one.works_on()
 
 
-def test_the_source_of_a_send_to_nowhere_may_be_refused(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    for outcome in one.run(OpKind.SEND, {0: one.new_key(), 1: None}, root=0, peer=1):
-        assert type(outcome.error) is TensorLostError
-        assert [v.rank for v in outcome.error.violations] == [0]
-    one.works_on()
-
-
-def test_an_operand_that_became_read_only_is_refused_the_next_time(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    one.must(OpKind.ALLREDUCE, keys)
-    values[1].flags.writeable = False
-    before = values[0].copy()
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is ReadOnlyError
-        assert [v.rank for v in outcome.error.violations] == [1]
-    np.testing.assert_array_equal(values[0], before)
-
-
-def test_an_operand_that_became_dirty_is_refused_the_next_time(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    one.must(OpKind.ALLREDUCE, keys)
-    one.stores[0].mark_dirty([arrays.byte_range(values[0])], [values[0]])
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is TensorDirtyError
-
-
 # ---------------------------------------------------------------------------------------------- waiting
 
 
@@ -278,3 +246,13 @@ def test_who_does_not_come_to_the_check_is_named_when_time_is_up(fleet: MakeFlee
     hold.go.set()
     assert isinstance(futures[1].result(WAIT_S).error, PlanAbortedError), "the others have gone home"
     one.works_on()
+
+
+def test_a_barrier_lets_nobody_through_before_all_have_come(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    one.faults = hold = HoldAt(point="before_check", rank=2)
+    futures = one.start(OpKind.BARRIER, dict.fromkeys(range(3)))
+    assert hold.came.wait(WAIT_S)
+    assert not any(future.done() for future in futures)
+    hold.go.set()
+    assert [future.result(WAIT_S) for future in futures] == [Outcome()] * 3

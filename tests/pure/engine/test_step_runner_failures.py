@@ -14,7 +14,6 @@ import pytest
 from raycollect.core.model import OpKind
 from raycollect.engine.step_actions import DETAIL_LENGTH
 from raycollect.engine.step_program import Collective
-from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import (
     CaptureError,
     MethodError,
@@ -23,7 +22,6 @@ from raycollect.errors import (
 )
 from raycollect.planner import decode_program, encode_program
 from raycollect.planner.program import Domain
-from raycollect.pos import Container
 from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.fleet import Star
 from tests.pure.local_world import LocalWorld
@@ -256,13 +254,3 @@ def test_a_program_has_as_many_operands_as_keys(team: MakeTeam) -> None:
     one.scripts[0].actions[0] = replace(action, inputs=())
     with pytest.raises(ProtocolError, match="0 operands for a program of 1"):
         one.capture()
-
-
-def test_plans_are_decoded_once(team: MakeTeam, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = team(1, [Script(0, [pinned(full(1))])])
-    one.collective(OpKind.ALLREDUCE, {0: 0})
-    (replay,) = one.capture()
-    monkeypatch.setattr("raycollect.engine.step_actions.decode_program", None)
-    for seq in (1, 2, 3):
-        assert unpack_values(replay.run(seq, b"", aborted={})) == ()
-    assert type(replay.slots[0]) is Container

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -38,70 +38,54 @@ from raycollect.pos import Store, ref_tokens
 from raycollect.pos.ref_tokens import RefTokenPool
 from tests.faults.thread_failures import fail_at
 from tests.pure.fleet import contain
+from tests.pure.member.leases import Heard, join, plan, premises
 from tests.pure.member.step_bench import FakePost, bench
-from tests.pure.member.test_lease import _join, _plan, premises
 from tests.pure.observe.test_timeline_session import LABEL, Numbers
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
 __all__ = ["bench", "premises"]  # fixtures
 
 
-_Message = TypeVar("_Message", bound=Message)
-
-
-class Hears:
-    """A controller's link."""
-
-    def __init__(self) -> None:
-        self.send, self._came = (came := SimpleQueue[Any]()).put, came
-
-    def next(self, kind: type[_Message]) -> _Message:
-        """The next message of this kind."""
-        while not isinstance(message := self._came.get(timeout=WAIT_S), kind):
-            pass
-        return message
-
-
 @pytest.fixture
-def leased(premises: Any) -> Iterator[tuple[Lease, Hears]]:
+def leased(premises: Any) -> Iterator[tuple[Lease, Heard]]:
     premises.instruments.recorder = Recorder(time.monotonic)
-    heard = Hears()
+    heard = Heard()
     made = Lease("me", "a test", cast(Any, heard), premises)
     yield made, heard
     made.end("the test is over")
 
 
 @fault_in("raycollect-apart")
-def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]) -> None:
+def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     with fail_at(PlanCommunicator, "connect", thread="raycollect-apart"):
-        here.received(_join())
+        here.received(join())
         joined = heard.next(Joined)
     assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
     monkeypatch.setattr(PlanCommunicator, "connect", lambda plans: None)
-    here.received(_join(name="h", group_id="id of h"))
+    here.received(join(name="h", group_id="id of h"))
     assert heard.next(Joined) == Joined(request=1, error=None)
 
 
 @fault_in("raycollect-timer")
 def test_a_death_is_survived_whose_end_of_the_group_fails(
-    monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]
+    monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]
 ) -> None:
     monkeypatch.setattr(lease, "LAST_S", 0.0)
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int))
     here, heard = leased
-    here.received(_join())
+    here.received(join())
     assert heard.next(Joined).error is None
     (group_id,) = here._groups.by_id
     with fail_at(Lease, "_end_group", thread="raycollect-timer") as fault:
         here.received(Gone(group_id=group_id, rank=1, died=True, detail="its connection has ended"))
         assert fault.told.wait(WAIT_S)
-    here.received(_join(name="h", group_id="id of h"))
+    here.received(join(name="h", group_id="id of h"))
     assert heard.next(Joined).error is None
 
 
 @fault_in("raycollect-apart")
-def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Hears]) -> None:
+def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     ring = Tracer.current().begin("me", 100)
     assert ring is not None
@@ -205,7 +189,7 @@ def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda came: done.set())
     made = _queue()
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
+    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
     with fail_at(desk, "run", thread="raycollect-order"):
         made.received(order, lambda came: desk.run(came))
     made.received(order, lambda came: desk.run(came))
@@ -219,7 +203,7 @@ def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
     order_bell = OrderBell()
     client = OrderBellClient(order_bell.segment)
     made = _queue(client)
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
+    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
     with fail_at(client, "take_order", thread="raycollect-order"):
         made.received(order, lambda came: done.set())
         assert done.wait(WAIT_S)
@@ -236,10 +220,10 @@ def _queue(order_bell: OrderBellClient | None = None) -> PlanQueue:
 
 
 @fault_in("raycollect-order")
-def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Hears]) -> None:
+def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     with fail_at(Lease, "_carry_out", thread="raycollect-order"):
-        here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False))
+        here.received(Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False))
         done = heard.next(Done)
     assert done.seq == 1
     assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")

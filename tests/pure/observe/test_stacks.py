@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raycollect.observe import stacks
-from raycollect.observe.stacks import Doing, is_on_the_way, what_runs
+from raycollect.observe.stacks import Doing, what_runs
 from tests.pure.fleet import WAIT_S
 
 
@@ -183,19 +183,3 @@ def test_where_the_main_thread_does_nothing_of_the_users_another_one_is_told(
     gate.set()
     for one in (thread, looping):
         one.join(WAIT_S)
-
-
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        (stacks.__file__, True),
-        ("/usr/lib/python3.11/concurrent/futures/thread.py", True),
-        ("/usr/lib/python3.11/asyncio/events.py", True),
-        ("/site-packages/ray/util/tracing/tracing_helper.py", True),
-        ("/venv-of-the-driver/site-packages/raycollect/member/participant.py", True),
-        ("/home/me/train.py", False),
-        (__file__, False),
-    ],
-)
-def test_what_lies_on_the_way(file: str, expected: bool) -> None:
-    assert is_on_the_way(file) is expected

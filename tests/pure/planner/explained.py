@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
 from raycollect.planner.explain import Planned, explain, explain_step
-from raycollect.planner.report_rows import Invoked, Methods
+from raycollect.planner.report import Invoked, Methods
 
 
 def group(name, count, backend="shm", ops=None):
@@ -111,21 +111,6 @@ def overlapping():
 
 def on(device, size, library="cupy"):
     return (replace(info(size)[0], device=device, library=library),)
-
-
-def working_in(memory, there):
-    """The same group with a backend that works in some memory."""
-    return replace(there, spec=replace(there.spec, memory=memory))
-
-
-def brought():
-    there = working_in("cpu", membership([0] * 4))
-    requests = [allreduce(there, "gradient"), gathering(OpKind.ALLGATHER, there, "loss"), send(there, 1, 0, "row")]
-    planned = plan(requests, [there] * 3)
-    held = {("gradient", rank): on(device, 1 << 20) for rank, device in enumerate(["cuda:0", "cuda:1", "cuda:0"])}
-    held |= {("gradient", 3): info(1 << 20), ("row", 1): info(300)}
-    held |= {("loss", rank): on("cuda:0", 8) if rank == 2 else info(8) for rank in range(4)}
-    return explain(planned, held)
 
 
 def methods(first, *names, after=()):

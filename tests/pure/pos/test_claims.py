@@ -144,12 +144,6 @@ def test_dirt_goes_with_the_memory_it_was_in() -> None:
     assert store.statistics().dirty == 1
 
 
-def test_memory_without_bytes_is_never_dirty() -> None:
-    store, owner = Store(), Owner()
-    store.mark_dirty([(5, 5)], [owner])
-    assert store.statistics().dirty == 0
-
-
 def test_an_owner_that_cannot_be_asked_keeps_its_dirt() -> None:
     store = Store()
     store.mark_dirty([(0, 10)], [bytearray(10)])  # can't be weakly referenced

@@ -28,7 +28,6 @@ IMPORTED = frozenset(
         "tests.pure.member.test_lease",
         "tests.pure.member.test_thread_faults",
         "tests.pure.observe.test_timeline_session",
-        "tests.pure.planner.test_operations",
         "tests.pure.planner.test_render",
     }
 )

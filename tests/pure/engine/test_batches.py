@@ -28,8 +28,8 @@ from raycollect.errors import (
     TensorFreedError,
 )
 from raycollect.planner import Made, Request, plan
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy
-from tests.pure.planner.convoys import allreduces, convoy_of
 
 SIZE = 6
 
@@ -321,31 +321,6 @@ def test_a_read_only_operand_and_a_staging_that_holds_no_element_are_refused() -
             assert found == [(0, 0, "staging_nbytes"), (0, 1, "staging_nbytes")]
         outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2, staging=8)
         assert all(outcome.error is None for outcome in outcomes.values())
-
-
-def test_no_memory_for_staging_on_one_is_a_refusal_on_all() -> None:
-    def none(info: Any) -> Any:
-        raise MemoryError("not a byte")
-
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[np.ones(2), np.ones(2)] for _ in range(3)]
-        requests = allreduces(convoy, values)
-        hold = threading.Barrier(2)
-
-        def on_one(info: Any) -> Any:
-            if hold.wait(WAIT_S):
-                return none(info)
-            return arrays.empty(info)
-
-        convoy.allocate = on_one
-        outcomes = convoy.run(requests, convoy.memberships * 3)
-        for outcome in outcomes.values():
-            assert isinstance(outcome.error, AllocationError)
-            assert ": staging is too large for the memory that is left (" in str(outcome.error)
-            assert len(outcome.error.violations) == 1
-        np.testing.assert_array_equal(values, np.ones((3, 2, 2)))
-        convoy.allocate = arrays.empty
-        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 3).values())
 
 
 def test_staging_that_can_not_be_had_between_two_rounds_is_told_in_the_last_one() -> None:

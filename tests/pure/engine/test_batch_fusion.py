@@ -17,7 +17,6 @@ from raycollect.engine.batch_agreement import decode_arrivals, encode_arrivals
 from raycollect.errors import (
     KernelError,
     MismatchError,
-    NotATensorError,
     PlanAbortedError,
     ProtocolError,
     TensorFreedError,
@@ -28,9 +27,9 @@ from raycollect.planner.ir import Part
 from raycollect.planner.schedule import schedule
 from raycollect.planner.template import NATIVE
 from tests.pure.communicators import ThreadTeam
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
-from tests.pure.planner.convoys import allreduces, convoy_of
 
 
 def _with_choice(request: Request, membership: Membership, name: str, at_least: int) -> Part:
@@ -141,18 +140,6 @@ def test_independent_calls_of_one_form_are_one_kernel(count: int) -> None:
             np.testing.assert_array_equal(of_call, [right] * 2)
 
 
-def test_hidden_aliases_on_one_participant_end_the_fusion_on_all() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        shared, mine = np.ones(4), [np.ones(4), np.ones(4)]
-        kernels = _heard(convoy, 0)
-        values = [[mine[0], shared], [mine[1], shared]]
-        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2)
-        assert all(outcome.error is None for outcome in outcomes.values())
-        assert len(kernels) == 2
-        np.testing.assert_array_equal(mine, [[2] * 4, [3] * 4])
-        np.testing.assert_array_equal(shared, [3] * 4)
-
-
 def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -> None:
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(3), np.ones(3)] for _ in range(3)]
@@ -172,22 +159,6 @@ def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -
         convoy.stores[0].free([key])
         for future in convoy.start(planned).values():
             assert isinstance(future.result(WAIT_S).error, TensorFreedError)
-
-
-def test_the_first_operand_does_not_keep_the_memory_of_the_others() -> None:
-    import gc
-    import weakref
-
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[np.ones(3), np.ones(3)] for _ in range(3)]
-        requests = allreduces(convoy, values)
-        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 3).values())
-        convoy.executions = {}
-        alive = weakref.ref(values[2][0])
-        convoy.stores[0].free([requests[2].operands[0][1]])  # type: ignore[list-item]
-        values.clear()
-        gc.collect()
-        assert alive() is None
 
 
 def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> None:
@@ -210,18 +181,6 @@ def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> 
                 np.testing.assert_array_equal(mine, np.full((1, 2, 2), 2.0 ** (turn + 1)))
         for one, key in enumerate(shared):
             np.testing.assert_array_equal(convoy.stores[one].look(key).value, [expected] * 2)  # type: ignore[union-attr]
-
-
-def test_a_tensor_whose_storage_was_given_back_is_refused_though_the_batch_ran_before() -> None:
-    torch = pytest.importorskip("torch")
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[torch.ones(3), torch.ones(3)] for _ in range(2)]
-        requests = allreduces(convoy, values)
-        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 2).values())
-        values[1][0].untyped_storage().resize_(0)
-        for outcome in convoy.run(requests, convoy.memberships * 2).values():
-            assert isinstance(outcome.error, NotATensorError)
-            assert {(violation.call, violation.rank) for violation in outcome.error.violations} == {(1, 0)}
 
 
 def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
@@ -299,10 +258,6 @@ class _Ending:
 )
 def test_arrivals_of_a_batch_are_read_as_they_were_written(arrivals: dict[int, bytes], conflict: bool) -> None:
     assert decode_arrivals(encode_arrivals(arrivals, conflict=conflict)) == (conflict, arrivals)
-
-
-def test_two_hundred_equal_arrivals_are_small() -> None:
-    assert len(encode_arrivals(dict.fromkeys(range(200), bytes(100)), conflict=False)) < 1000
 
 
 @pytest.mark.parametrize("data", [b"", b"\x90", b"\xc1abc", encode_arrivals({1: b"x"}, conflict=True)[:-1]])
