@@ -14,15 +14,15 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from time import time
 from typing import Any
 
 import ray
+from msgspec.structs import astuple, replace
 from ray.exceptions import RayError
 
 from raycollect.core import ray_internals, threads
-from raycollect.core.codec import Codec
+from raycollect.core.codec import Codec, Wire
 from raycollect.errors import ProtocolError, RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.planner import Membership
@@ -51,8 +51,7 @@ _posting = threads.pool("raycollect-post", 1)
 """One thread, so that records arrive in order; the process ends after the last has arrived."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberRecord:
+class MemberRecord(Wire, frozen=True, kw_only=True):
     """One rank."""
 
     rank: int
@@ -66,8 +65,7 @@ class MemberRecord:
     restarts: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRecord:
+class GroupRecord(Wire, frozen=True, kw_only=True):
     """A declared group, for processes that have no part in it."""
 
     name: str  # its name, which is unique for its controller alone
@@ -270,10 +268,9 @@ def _state_of(actor: Mapping[str, Any], pid: int) -> str:
 
 def _is_shown(record: GroupRecord | MemberRecord) -> bool:
     """Whether a record holds nothing that can't be shown."""
-    values = [getattr(record, one.name) for one in fields(record)]
     return all(
         len(value) <= MOST_TEXT if isinstance(value, str) else math.isfinite(value)
-        for value in values
+        for value in astuple(record)
         if isinstance(value, (str, float))
     )
 

@@ -9,7 +9,7 @@ import resource
 import select
 import signal
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works, refs_of
 from tests.ray.workers import Gate, Worker
+from tests.support.values import replace
 from tests.waiting import wait_until
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from raycollect.driver import dispatch
 from raycollect.member.runtime import Runtime
 from tests.ray.gates import assert_works, crew, gate, opened, wait_in
 from tests.ray.workers import Worker, buffers
+from tests.support.values import replace
 
 __all__ = ["crew", "gate"]  # fixtures
 

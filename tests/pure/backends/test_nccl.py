@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.pure.on_gpu import (
     team_on_gpus,
 )
 from tests.pure.operands import left_fold, operand
+from tests.support.values import replace
 
 PARAMETERS = {
     "kind": KINDS,

@@ -9,7 +9,6 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +31,7 @@ from tests.pure.communicators import (
 )
 from tests.pure.conformance import DTYPES, Case, bits, body_arrive, check_allreduce, check_cases, every_case, run_launch
 from tests.pure.operands import left_fold
+from tests.support.values import replace
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
 

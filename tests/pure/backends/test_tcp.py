@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from tests.pure.conformance import (
     left_fold,
     run_launch,
 )
+from tests.support.values import replace
 from tests.waiting import wait_until
 
 __all__ = ["team"]  # a fixture

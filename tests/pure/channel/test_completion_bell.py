@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
 
 import pytest
 
 from raycollect.channel import CompletionBell, CompletionBellClient
 from raycollect.channel.completion_bell import SLOTS
+from tests.support.values import replace
 
 WAIT_S = 20.0
 

@@ -6,7 +6,6 @@ import os
 import random
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from raycollect.core.semaphores import Semaphore
 from raycollect.core.signals import Deferred, deliver
 from tests.pure.channel.bells import serve, take
 from tests.pure.processes import Process
+from tests.support.values import replace
 from tests.waiting import interrupt_in
 
 

@@ -8,7 +8,6 @@ import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from raycollect.errors import (
 )
 from raycollect.planner import Request
 from tests.pure.driver.tracked_plans import SEQ, an_echo, flying, group_of, key_of, tracked, who_aborted
+from tests.support.values import replace
 
 WAIT_S = 20.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from raycollect.errors import (
 from raycollect.group.membership import membership_of
 from raycollect.planner import Made, Membership, plan
 from tests.pure.driver.tracked_plans import key_of, member_of, refs_of
+from tests.support.values import replace
 
 SEQ = 40
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from raycollect.errors import (
 )
 from raycollect.planner import Request
 from tests.pure.driver.tracked_plans import SEQ, an_echo, flying, group_of, refs_of, tracked, who_aborted
+from tests.support.values import replace
 
 
 def _learning(world: int) -> PlanTracker:

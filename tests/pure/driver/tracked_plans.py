@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from raycollect.channel.messages import Abort
@@ -13,6 +12,7 @@ from raycollect.errors import (
 )
 from raycollect.group.membership import membership_of
 from raycollect.planner import Membership, Request, plan
+from tests.support.values import replace
 
 SEQ = 7
 

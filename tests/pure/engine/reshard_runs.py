@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from raycollect.planner import Membership, Reshard, Topology
@@ -13,6 +12,7 @@ from tests.pure.fleet import Convoy
 from tests.pure.resharding import (
     request_of,
 )
+from tests.support.values import replace
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.fake_cupy import Fake
 from tests.pure.fleet import launched
 from tests.pure.memberships import membership
 from tests.pure.mixed import DTYPES, WORLD, Mixed, same, seeds
+from tests.support.values import replace
 
 # ---------------------------------------------------------------------------------------------- how it is known
 
@@ -46,7 +46,7 @@ def test_a_group_that_its_members_made_knows_where_its_backend_works(fake: Fake,
 def test_stand_ins_of_short_floats_need_no_torch(fake: Fake, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # as if it were not installed
     values = np.arange(6).astype(dtype)
-    domain = Domain(group_id="g", rank=0, ranks=(0,), memory="cuda")
+    domain = Domain.of("g", 0, (0,), "cuda")
     stand_in = StagingBuffers({domain: "cuda:0"}).side(values, domain)
     assert (stand_in.library, stand_in.dtype) == ("cupy", values.dtype)
     transfer(stand_in, values, lambda: None)
@@ -115,7 +115,7 @@ def test_a_home_is_what_the_communicator_says_or_the_current_device(fake: Fake) 
 
 
 def _stand_ins(home: str) -> tuple[StagingBuffers, Domain]:
-    domain = Domain(group_id="x", rank=0, ranks=(0, 1), memory=home.partition(":")[0])
+    domain = Domain.of("x", 0, (0, 1), home.partition(":")[0])
     return StagingBuffers({domain: home}), domain
 
 

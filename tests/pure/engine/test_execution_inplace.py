@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from raycollect.planner.lower import SUBSTITUTES
 from raycollect.pos import Container
 from tests.pure.fleet import Fleet, MakeFleet
 from tests.pure.meaning import ROOTED, meaning
+from tests.support.values import replace
 
 
 @pytest.mark.parametrize(

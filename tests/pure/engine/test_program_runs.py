@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from raycollect.errors import MismatchError, ReadOnlyError, RefusedError, Tensor
 from tests.pure.engine.program_scenes import Scene, Stage, check, fleet_of, kept_by, run_on, scenes
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED
+from tests.support.values import replace
 
 MANY = settings(max_examples=150)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from raycollect.cli.commands import main
 from raycollect.errors import UnknownGroupError
 from raycollect.group import cluster_registry
 from raycollect.group.cluster_registry import GroupRecord, MemberRecord
+from tests.support.values import replace
 
 
 def _run(*args: str) -> Result:
@@ -106,15 +106,15 @@ def test_an_error_does_not_list_all_the_groups_of_a_cluster() -> None:
 @pytest.mark.parametrize("at", range(0, 60, 7))
 def test_malformed_record_is_ignored(at: int) -> None:
     record = _group().to_bytes()
-    version, *fields = msgpack.unpackb(record)
+    version, fields = record[:1], msgpack.unpackb(record[1:])
     place = at % len(fields)
     for broken in (
         record[:at],
-        msgpack.packb([version + 1, *fields]),
-        msgpack.packb([version, *fields[:place], None, *fields[place + 1 :]]),
-        msgpack.packb([version, *fields[:place], *fields[place + 1 :]]),
-        msgpack.packb([version, *fields, 1]),
-        msgpack.packb([fields]),
+        bytes([version[0] + 1]) + record[1:],
+        version + msgpack.packb([*fields[:place], None, *fields[place + 1 :]]),
+        version + msgpack.packb([*fields[:place], *fields[place + 1 :]]),
+        version + msgpack.packb([*fields, 1]),
+        version + msgpack.packb([fields]),
         b"\xc1",
     ):
         assert GroupRecord.from_bytes(broken) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
+from tests.support.values import replace
 from tests.waiting import stopped, wait_until
 
 __all__ = ["backend"]  # fixtures

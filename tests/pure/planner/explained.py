@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
 from raycollect.planner.explain import Planned, explain, explain_step
 from raycollect.planner.report_rows import Invoked, Methods
+from tests.support.values import replace
 
 
 def group(name, count, backend="shm", ops=None):

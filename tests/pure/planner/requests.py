@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.planner import Request
+from tests.support.values import replace
 
 Operands = tuple[int, Key | None, Key | None]
 

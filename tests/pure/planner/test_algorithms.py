@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from raycollect.planner.verify import verify
 from tests.pure.counting import counted_part
 from tests.pure.meaning import folded, meaning
 from tests.pure.memberships import ALL_OPS, MADE, built, membership, names, request
+from tests.support.values import replace
 
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=11)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from tests.pure.communicators import ThreadTeam
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
 from tests.pure.planner.convoys import allreduces, convoy_of
+from tests.support.values import replace
 
 
 def _with_choice(request: Request, membership: Membership, name: str, at_least: int) -> Part:

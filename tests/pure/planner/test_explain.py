@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
@@ -34,6 +33,7 @@ from tests.pure.planner.explained import (
     told,
     working_in,
 )
+from tests.support.values import replace
 
 
 def test_rows_are_the_calls_in_their_order():

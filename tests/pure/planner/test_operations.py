@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from raycollect.planner.lower import SUBSTITUTES
 from raycollect.planner.template import Template
 from raycollect.planner.verify import verify
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers
+from tests.support.values import replace
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
 MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from raycollect.planner.ir import Part
 from raycollect.planner.verify import verify
 from tests.pure.memberships import MADE, built, membership, names, request
 from tests.pure.planner.test_operations import with_steps
+from tests.support.values import replace
 
 
 def _changed(part: Part, rank: int, at: int, **fields: Any) -> Part:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
@@ -13,6 +11,7 @@ from raycollect.planner.ir import Part
 from raycollect.planner.template import Buffer, Template
 from raycollect.planner.verify import verify
 from tests.pure.planner.requests import allreduce, barrier, broadcast, send
+from tests.support.values import replace
 
 OPERAND = Buffer(role=Role.OPERAND)
 

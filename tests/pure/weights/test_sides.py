@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +29,7 @@ from raycollect.weights.protocol import Version
 from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Holder, Receiver
 from raycollect.weights.source import Source
+from tests.support.values import replace
 
 NAMES = ("a", "b", "c")
 LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
