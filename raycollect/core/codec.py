@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+import msgpack
 import msgspec
 
 from raycollect.errors import ProtocolError, RaycollectError
@@ -20,28 +21,26 @@ _T = TypeVar("_T")
 _COMPRESSED = b"\xc1"  # begins what is compressed; msgpack never uses it
 _MOST_UNZIPPED = 64 << 20
 _MOST_TOLD = 300  # how many characters of a reason an error tells
-MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError, zlib.error)
-"""What reading bytes that are no value of a type may raise."""
+_MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError, zlib.error)
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of the classes whose values cross a process: frozen, slotted, an array of their fields on the wire."""
 
 
-def as_builtin(value: Any) -> Any:
-    """Turns a value of a subclass of str, float or int, such as numpy's float64, into one of that class."""
+def _as_builtin(value: Any) -> Any:
+    # A value of a subclass of str, float or int, such as numpy's float64, travels as one of that class.
     for kind in (str, float, int):
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(f"{type(value).__name__} has no form on the wire")
 
 
-def refuse_extension(code: int, data: memoryview) -> Any:
-    """Refuses an extension type of msgpack where a value may be of any type."""
+def _refuse_extension(code: int, data: memoryview) -> Any:
     raise ValueError(f"extension type {code}")
 
 
-_encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=as_builtin).encode
+_encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_as_builtin).encode
 
 
 class Codec(Generic[_T]):
@@ -62,7 +61,7 @@ class Codec(Generic[_T]):
 
     @cached_property
     def _read(self) -> Callable[[Any], _T]:
-        read: Callable[[Any], _T] = msgspec.msgpack.Decoder(self._hint, ext_hook=refuse_extension).decode
+        read: Callable[[Any], _T] = msgspec.msgpack.Decoder(self._hint, ext_hook=_refuse_extension).decode
         return read
 
     def encode(self, value: _T) -> bytes:
@@ -73,8 +72,12 @@ class Codec(Generic[_T]):
         """
         try:
             data = _encode(value)
-        except MALFORMED as exc:
-            raise ProtocolError(detail=f"a {self._what} that can't be written: {str(exc)[:_MOST_TOLD]}") from exc
+        except UnicodeEncodeError:  # an odd file name in somebody's traceback must not keep an error from being told
+            plain = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_as_builtin)
+            data = msgpack.packb(plain, unicode_errors="backslashreplace")
+        except _MALFORMED as exc:
+            what = f"{self._what} ({type(value).__name__})"
+            raise ProtocolError(detail=f"a {what} that can't be written: {str(exc)[:_MOST_TOLD]}") from exc
         if self._version:
             return bytes((self._version,)) + data
         return data if not self._long_nbytes or len(data) < self._long_nbytes else _COMPRESSED + zlib.compress(data, 1)
@@ -97,7 +100,7 @@ class Codec(Generic[_T]):
             return self._read(memoryview(data)[1:] if self._version else data)
         except RaycollectError:  # of the value itself, which says it better
             raise
-        except MALFORMED as exc:
+        except _MALFORMED as exc:
             raise ProtocolError(detail=f"malformed {self._what}: {str(exc)[:_MOST_TOLD]}") from exc
 
 

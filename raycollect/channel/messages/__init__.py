@@ -12,55 +12,17 @@ group themselves (`group.coordinator`). The field `communicator` is a communicat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Union
-
-import msgpack
-import msgspec
+from typing import Union
 
 from raycollect.channel.messages.base import Message as Message
 from raycollect.channel.messages.coordination import *  # noqa: F403
 from raycollect.channel.messages.data import *  # noqa: F403
 from raycollect.channel.messages.to_controller import *  # noqa: F403
 from raycollect.channel.messages.to_participant import *  # noqa: F403
-from raycollect.core.codec import MALFORMED, as_builtin, refuse_extension
-from raycollect.errors import ProtocolError
+from raycollect.core.codec import Codec
 
 MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 """Name on the wire -> class."""
 
-_MOST_TOLD = 300  # how many characters of a reason an error tells
-
-_encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=as_builtin).encode
-_decode: Callable[[Any], Message] = msgspec.msgpack.Decoder(
-    Union[tuple(MESSAGES.values())],  # noqa: UP007 - made of a table
-    ext_hook=refuse_extension,
-).decode
-
-
-def encode(message: Message) -> bytes:
-    """Packs a message.
-
-    Raises:
-        ProtocolError: A field holds what msgpack can't carry.
-    """
-    try:
-        return _encode(message)
-    except UnicodeEncodeError:  # an odd file name in somebody's traceback must not keep an error from being told
-        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=as_builtin)
-        data: bytes = msgpack.packb(plain, unicode_errors="backslashreplace")
-        return data
-    except MALFORMED as exc:
-        raise ProtocolError(detail=f"{type(message).__name__} can't be packed: {str(exc)[:_MOST_TOLD]}") from exc
-
-
-def decode(data: bytes | bytearray) -> Message:
-    """Unpacks a message; the inverse of `encode`.
-
-    Raises:
-        ProtocolError: It is no message of the table, or has other fields or other types than the table says.
-    """
-    try:
-        return _decode(data)
-    except MALFORMED as exc:
-        raise ProtocolError(detail=f"malformed message: {str(exc)[:_MOST_TOLD]}") from exc
+_CODEC = Codec[Message](Union[tuple(MESSAGES.values())], "message")  # noqa: UP007 - made of a table
+encode, decode = _CODEC.encode, _CODEC.decode

@@ -294,8 +294,8 @@ def test_what_a_field_may_not_have_is_told(fields: Any) -> None:
 
 
 def test_what_has_no_form_on_the_wire_is_a_typed_error() -> None:
-    for value in (object(), 2**64, 1j, "\ud800"):
-        with pytest.raises(ProtocolError, match="a thing that can't be written"):
+    for value in (object(), 2**64, 1j):
+        with pytest.raises(ProtocolError, match=r"a thing \(list\) that can't be written"):
             Codec[Any](Any, "thing").encode([value])
 
 
@@ -348,7 +348,7 @@ def test_a_lone_surrogate_does_not_keep_an_error_from_being_told() -> None:
 
 @pytest.mark.parametrize("value", [object(), 2**64, 1j])
 def test_a_message_that_can_not_be_written_is_a_typed_error(value: Any) -> None:
-    with pytest.raises(ProtocolError, match="Joined can't be packed"):
+    with pytest.raises(ProtocolError, match=r"message \(Joined\) that can't be written"):
         messages.encode(Joined(request=1, error={"x": value}))
 
 
