@@ -26,10 +26,6 @@ def test_it_says_which_plan_has_ended(bell: CompletionBell) -> None:
     assert bell.has_rung(8, slots)
 
 
-def test_a_participant_without_a_word_never_rings(bell: CompletionBell) -> None:
-    assert not bell.has_rung(0, (-1,))
-
-
 def test_whoever_waits_is_woken_from_another_thread(bell: CompletionBell) -> None:
     slot = bell.take_slot()
     client = CompletionBellClient(bell.segment, slot)
