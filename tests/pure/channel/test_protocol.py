@@ -93,6 +93,13 @@ def _frames_in_a_blob() -> tuple[Connection, bytes]:
     return wire.client, b"abc"
 
 
+def _without_purpose() -> tuple[Connection, bytes]:
+    client, server = Wire().client, Wire().server
+    client._claim = b""  # one who holds the key, and breaks the rule
+    proof = client._nonce + client._proof("client")
+    return server, len(proof).to_bytes(4, "big") + proof
+
+
 FORGED: dict[str, Callable[[], tuple[Connection, bytes]]] = {
     "a server with the wrong key": lambda: (
         Wire().client,
@@ -100,6 +107,7 @@ FORGED: dict[str, Callable[[], tuple[Connection, bytes]]] = {
     ),
     "a proof of another handshake": lambda: (Wire(server_nonce=b"T" * 16).server, Wire().proof),
     "a confirmation of another handshake": lambda: (Wire(client_nonce=b"D" * 16).client, Wire().open().confirmation),
+    "a proof without a purpose": _without_purpose,
     "a proof sent back": lambda: (Wire().client, (32).to_bytes(4, "big") + Wire().proof[20:52]),
     **{
         f"a proof of {nbytes} bytes": lambda nbytes=nbytes: (Wire().server, nbytes.to_bytes(4, "big") + bytes(nbytes))

@@ -299,6 +299,16 @@ def test_what_has_no_form_on_the_wire_is_a_typed_error() -> None:
             Codec[Any](Any, "thing").encode([value])
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"\x91" * 5000, b"\x81\xa1x" * 5000, msgpack.packb([msgpack.ExtType(5, b"x")])],
+    ids=("lists", "maps", "type"),
+)
+def test_where_anything_may_be_neither_depth_nor_types_of_others_are_read(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed thing"):
+        Codec[Any](Any, "thing").decode(data)
+
+
 def test_numbers_and_text_of_subclasses_travel_as_those_of_their_base() -> None:
     found = Codec[Any](Any, "thing").decode(Codec[Any](Any, "thing").encode([np.float64(1.5), np.str_("a")]))
     assert found == [1.5, "a"]

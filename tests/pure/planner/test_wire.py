@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from raycollect.core.model import KEY_NBYTES, GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.errors import ProtocolError
 from raycollect.planner import (
+    Domain,
     Local,
     Program,
     Request,
@@ -21,6 +22,7 @@ from raycollect.planner import (
     encode_program,
     plan,
 )
+from raycollect.planner.program import MOST_RANKS
 from tests.support.values import replace
 
 _KEYS = st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES).map(Key)
@@ -35,6 +37,19 @@ def _typical() -> Program:
     operands = tuple((rank, _key(rank), None) for rank in range(4))
     request = Request(kind=OpKind.ALLREDUCE, group=group, operands=operands, op=ReduceOp.AVG, inplace=False)
     return plan([request]).program(2)
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (1,), (0, 1, 2), (0, 2), (0, 1, 3), (1, 2), tuple(range(1000))])
+def test_ranks_survive_the_wire_and_take_little_room(ranks: tuple[int, ...]) -> None:
+    data = encode_program(replace(_typical(), agreement=Domain.of("g", 0, ranks)))
+    assert decode_program(data).agreement.ranks == ranks
+    assert len(data) < 190
+
+
+@pytest.mark.parametrize("members", [-1, MOST_RANKS + 1])
+def test_a_number_of_ranks_that_can_not_be_is_refused(members: int) -> None:
+    with pytest.raises(ProtocolError):
+        decode_program(encode_program(replace(_typical(), agreement=Domain(group_id="g", rank=0, members=members))))
 
 
 def test_types_survive_the_wire() -> None:

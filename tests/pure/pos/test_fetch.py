@@ -17,7 +17,7 @@ from raycollect.backends import arrays
 from raycollect.channel import Server, parts
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core.model import TENSOR, Address, Key, Structure, TensorInfo, task_key
+from raycollect.core.model import TENSOR, Address, BufferRef, Key, Segment, Structure, TensorInfo, task_key
 from raycollect.core.ray_internals import memory_domain
 from raycollect.errors import (
     ProtocolError,
@@ -179,7 +179,7 @@ def _float(**changes: Any) -> list[Any]:
             )
         ),
         b"\x94\xc0" + b"\x93\xa4list\x90\x91" * 5000,
-        *(_float(shape=shape) for shape in ([2], ["1"], [-1, -1])),
+        *(_float(shape=shape) for shape in (["1"], [-1, -1])),
         *(_float(dtype=dtype) for dtype in ("float65", "object", ["float64"])),
         _float(itemsize=4),
         *([LENT, ALONE, [F64], [offset]] for offset in ("0", 8, -8)),
@@ -188,11 +188,26 @@ def _float(**changes: Any) -> list[Any]:
     ids=lambda found: repr(found)[:60],
 )
 def test_a_description_that_makes_no_sense_is_a_protocol_error(found: Any) -> None:
+    with pytest.raises(ProtocolError):
+        description.decode(found if isinstance(found, bytes) else msgpack.packb(found))
+
+
+def test_bytes_that_are_not_those_of_the_description_are_a_protocol_error() -> None:
     wire = Wire()
     wire.blob = bytes(8)
-    packed = found if isinstance(found, bytes) else msgpack.packb(found)
+    found = msgpack.packb(_float(shape=[2]))
     with pytest.raises(ProtocolError):
-        _read_value(wire, Fetched(found=packed, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+        _read_value(wire, Fetched(found=found, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+
+
+def test_a_description_of_one_tensor_is_read() -> None:
+    """All of the above have something wrong in them."""
+    info = TensorInfo(shape=(1,), dtype="float64", itemsize=8)
+    sent, lent = (
+        description.decode(msgpack.packb([where, ALONE, [F64], [at]])) for where, at in ((None, None), (LENT, 4))
+    )
+    assert sent == description.Description(TENSOR, (info,), [None])
+    assert lent == description.Description(TENSOR, (info,), [BufferRef(Segment(*LENT), 4, 8)])
 
 
 # ------------------------------------------------------------------------------------------ over a connection
