@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import Depart, Message, Refused, Welcome

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from raycollect.core.model import PIECES, PREFIXES, OpKind
 from raycollect.errors import Violation, refusal
@@ -56,7 +58,7 @@ def _barrier(request: Request, operands: Operands) -> Template:
 
 def committed(part: Part, request: Request) -> Part:
     """Turns a part that makes new tensors into the in-place one, which commits after all ranks have results."""
-    return replace(part, request=request, templates=tuple(map(_committed, part.templates)))
+    return dataclasses.replace(part, request=request, templates=tuple(map(_committed, part.templates)))
 
 
 def _committed(template: Template) -> Template:

@@ -10,7 +10,7 @@ import os
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise, product
 from typing import Any
@@ -25,6 +25,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.pos import tensors
 from tests.pure.communicators import Team
 from tests.pure.operands import LOCK, NARROW, left_fold, operand
+from tests.support.values import replace
 
 BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm tcp gloo torch:gloo").split())
 """Which backends the suite runs on; the environment names others, which `RAYCOLLECT_TEST_MODULES` register."""

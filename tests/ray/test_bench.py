@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +11,7 @@ import raycollect as col
 from raycollect.cli import measuring
 from raycollect.cli.commands import main
 from raycollect.errors import ArenaFullError, KernelError
+from tests.support.values import replace
 
 WAYS = measuring.WAYS
 TINY = measuring.Settings(operation="allreduce", ranks=3, sizes=(100,), backend="auto", runs=1, ways=WAYS)

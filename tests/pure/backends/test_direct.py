@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from tests.pure.backends.in_place_kernels import body_allreduce, one_of_each, tr
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import Case, check_cases, every_case, run_case, run_launch
 from tests.pure.watched import WAIT_S
+from tests.support.values import replace
 
 __all__ = ["trio"]  # a fixture
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
@@ -48,6 +47,7 @@ from tests.pure.on_gpu import (
 )
 from tests.pure.on_one_gpu import sharing
 from tests.pure.operands import left_fold, operand
+from tests.support.values import replace
 
 TeamOf = Callable[..., AbstractContextManager[tuple[Any, Any]]]
 

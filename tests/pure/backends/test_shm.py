@@ -9,7 +9,6 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from tests.pure.communicators import (
     Workers,
 )
 from tests.pure.conformance import DTYPES, Case, body_arrive, check_allreduce, check_cases, every_case, run_launch
+from tests.support.values import replace
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from raycollect.planner import Membership, Reshard, Topology
@@ -11,6 +10,7 @@ from tests.pure.fleet import Convoy
 from tests.pure.resharding import (
     request_of,
 )
+from tests.support.values import replace
 
 
 def run(

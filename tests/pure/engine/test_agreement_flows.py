@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,6 +15,7 @@ from raycollect.core.model import PIECES, TENSOR, OpKind, Structure, TensorInfo
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, encode_arrival, judge, largest, learn
 from raycollect.errors import InternalError, ProtocolError, Violation
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
+from tests.support.values import replace
 
 WITH_TENSORS = tuple(kind for kind in KINDS if kind is not OpKind.BARRIER)
 FORMS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from raycollect.planner.template import NATIVE
 from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
+from tests.support.values import replace
 
 
 def _with_choice(request: Request, membership: Membership, name: str, at_least: int) -> Part:

@@ -60,7 +60,7 @@ def test_a_home_is_what_the_communicator_says_or_the_current_device(fake: Fake) 
 
 
 def _stand_ins(home: str) -> tuple[StagingBuffers, Domain]:
-    domain = Domain(group_id="x", rank=0, ranks=(0, 1), memory=home.partition(":")[0])
+    domain = Domain.of("x", 0, (0, 1), home.partition(":")[0])
     return StagingBuffers({domain: home}), domain
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from tests.pure.resharding import (
     scenes,
     whole_tensors,
 )
+from tests.support.values import replace
 
 
 @given(scenes(), st.sampled_from(["local", "shm", "shm, in place", "tcp"]), st.integers(1, 3), st.integers(0, 99))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -23,6 +22,7 @@ from raycollect.pos import tensors
 from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import Convoy, FailAt
 from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, request_of, whole_tensors
+from tests.support.values import replace
 
 WORLD = 5
 SRC = {

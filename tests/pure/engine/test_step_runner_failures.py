@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.fleet import Star
 from tests.pure.local_world import LocalWorld
 from tests.pure.teams import WAIT_S, Gate, Script, full, given, pinned
+from tests.support.values import replace
 
 __all__ = ["team"]  # fixtures
 
@@ -179,7 +179,7 @@ def test_a_check_that_the_controller_keeps_is_asked_for_by_its_launch(team: Make
     for rank, script in enumerate(one.scripts):
         action = script.actions[1]
         assert isinstance(action, Collective)
-        check = Domain(group_id="", rank=rank, ranks=tuple(range(world)))
+        check = Domain.of("", rank, tuple(range(world)))
         script.actions[1] = replace(
             action, program=encode_program(replace(decode_program(action.program), agreement=check))
         )
@@ -205,7 +205,7 @@ def test_an_abort_just_before_a_plan_begins_is_seen(team: MakeTeam) -> None:
     one.collective(OpKind.ALLREDUCE, every([0, 0]))
     action = one.scripts[0].actions[0]
     assert isinstance(action, Collective)
-    check = Domain(group_id="", rank=0, ranks=(0, 1))
+    check = Domain.of("", 0, (0, 1))
     program = encode_program(replace(decode_program(action.program), agreement=check))
     one.scripts[0].actions[0] = replace(action, program=program)
     star = Star(LocalWorld(2, "star"), 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 
 from raycollect.backends.capabilities import BUILT_IN
@@ -11,6 +9,7 @@ from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
 from raycollect.planner.explain import explain, explain_step
 from raycollect.planner.report import Invoked, Methods
+from tests.support.values import replace
 
 
 def group(name, count, backend="shm", ops=None):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.planner import Request
 from raycollect.planner.lower import SUBSTITUTES
 from tests.pure.meaning import REDUCTIONS, roots_of, takers
+from tests.support.values import replace
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
 PAIR = (OpKind.SEND, OpKind.RECV)

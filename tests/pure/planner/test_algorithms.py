@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +16,7 @@ from raycollect.planner.template import NATIVE
 from raycollect.planner.verify import verify
 from tests.pure.counting import counted_part
 from tests.pure.memberships import ALL_OPS, MADE, built, membership, names, request
+from tests.support.values import replace
 
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=11)
 

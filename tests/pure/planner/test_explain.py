@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
@@ -29,6 +28,7 @@ from tests.pure.planner.explained import (
     send,
     told,
 )
+from tests.support.values import replace
 
 
 def test_sizes_of_what_is_made_follow_from_the_operations():

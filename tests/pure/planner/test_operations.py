@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
@@ -16,6 +15,7 @@ from raycollect.planner.lower import SUBSTITUTES
 from raycollect.planner.verify import verify
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers
 from tests.pure.planner.requests import ALL_OPS, COLLECTIVE_SUBSTITUTES, PAIR, givers, request_of, requests_of, side_key
+from tests.support.values import replace
 
 MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
 

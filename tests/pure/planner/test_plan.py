@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from raycollect.planner import Request, Role, plan, plan_part
 from raycollect.planner.template import Buffer
 from raycollect.planner.verify import _run
 from tests.pure.planner.requests import allreduce, barrier, broadcast, given_by, key_of, ring, rooted_at, send
+from tests.support.values import replace
 
 OPERAND = Buffer(role=Role.OPERAND)
 LEARNED = Buffer(role=Role.LEARNED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.pure.planner.requests import (
     requests_of,
     send,
 )
+from tests.support.values import replace
 
 # ---------------------------------------------------------------------------------------------- plans of operations
 
