@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
@@ -53,13 +54,6 @@ def test_sizes_of_what_is_made_follow_from_the_operations():
     assert [row.tensors for row in rows[-2:]] == [1, 3]
 
 
-def test_uneven_pieces_are_counted_by_the_rank_that_gives_most():
-    there = membership([0] * 2)
-    planned = plan([gathering(OpKind.ALLGATHER, there)], [there])
-    found = explain(planned, {("x", 0): info(5), ("x", 1): info(9)})
-    assert (found.rows[0].nbytes, found.rows[0].made_nbytes) == (36, 56)
-
-
 def test_what_an_operand_holds_has_to_be_known():
     there = membership([0] * 2)
     with pytest.raises(KeyError):
@@ -94,11 +88,8 @@ def test_the_cheaper_algorithm_is_taken_from_its_size_on_and_the_times_say_so():
     for size, name in ((1, "tree"), (limit // 4 - 1, "tree"), (limit // 4, "native"), (limit, "native")):
         (row,) = told([broadcast(there)], there, {"x": info(size)}).rows
         assert row.algorithm == name
-        times = [
-            float(words.split()[0])
-            for words in row.why.partition(": ")[2].replace(", ", " against ").split(" against ")
-        ]
-        assert times[0] == min(times)
+        taken, *others = (float(words) for words in re.findall(r"([0-9.]+) ms", row.why))
+        assert taken == min(taken, *others)
 
 
 def test_calls_of_a_bundle_choose_by_their_bytes_together():
