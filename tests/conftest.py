@@ -148,3 +148,15 @@ def actors(tidy, idle_here):
         (idle_here[kind] if len(idle_here[kind]) < actor_pool.MOST_IDLE else started).append(actor)
     for actor in started:
         ray.kill(actor)
+
+
+@pytest.fixture
+def gate(actors):
+    """Opened by `gate.open.remote()`, at the latest in the end; what `gate.wait.remote()` gives is not there before."""
+    import ray
+
+    from tests.support.actors import Gate
+
+    (made,) = actors(Gate, 1, max_concurrency=32)
+    yield made
+    ray.get(made.open.remote())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from raycollect.captured.calls import MethodCall
 from raycollect.captured.install import Installed
@@ -12,10 +12,8 @@ from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
-from raycollect.planner.explain import Planned, explain_step
-from raycollect.planner.report import StepExplanation
-from raycollect.planner.report_rows import Invoked, Methods
-from raycollect.planner.sizes import Infos
+from raycollect.planner.explain import explain, explain_step
+from raycollect.planner.report import Explanation, Invoked, Methods, StepExplanation
 
 
 def explain_capture(
@@ -28,32 +26,29 @@ def explain_capture(
     actors = {
         actor_id: member.actor for actor_id, (_, member) in zip(step_plan.participants, step_plan.homes, strict=True)
     }
-    found: list[Planned | Methods] = []
+    found: list[tuple[Explanation | Methods, int]] = []
     first = 0
-    for stage in stages:
-        if isinstance(stage, Stage):
-            found.append(_planned(stage, infos, first, fixed))
-            first += len(stage.plan.requests)
-        else:
-            calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
-            refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
-            found.append(Methods(calls=calls, fixed=len(refs)))
-            first += len(stage)
     try:
-        return explain_step(found, len(step_plan.participants))
+        for stage in stages:
+            if isinstance(stage, Stage):
+                given = {source: _known(infos[source]) for source in stage.plan.uses()}
+                found.append((explain(stage.plan, given, first), sum(source in fixed for source in given)))
+                first += len(stage.plan.requests)
+            else:
+                calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
+                refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
+                found.append((Methods(calls=calls), len(refs)))
+                first += len(stage)
     except ValueError as exc:
         raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None
+    return explain_step(found, len(step_plan.participants))
 
 
-def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int, fixed: Collection[Source]) -> Planned:
-    given: dict[Source, Infos] = {}
-    for source in stage.plan.uses():
-        known = infos[source]
-        if known is None:
-            what = "what its methods return is known only after a run: run it once first"
-            raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
-        given[source] = known
-    return Planned(plan=stage.plan, given=given, first=first, fixed=sum(source in fixed for source in given))
+def _known(infos: tuple[TensorInfo, ...] | None) -> tuple[TensorInfo, ...]:
+    if infos is None:
+        what = "what its methods return is known only after a run: run it once first"
+        raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
+    return infos
 
 
 def _invoked(call: MethodCall, actor: str) -> Invoked:

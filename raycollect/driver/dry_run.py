@@ -26,7 +26,7 @@ from raycollect.planner import Made, Plan, Role, Source
 from raycollect.planner.explain import explain
 from raycollect.planner.report import Explanation
 from raycollect.planner.reshard.halves import decode_half
-from raycollect.planner.reshard.held import faults_of, made_of
+from raycollect.planner.reshard.request import faults_of, made_of
 from raycollect.pos.handle import Handle
 
 Held = tuple[Structure, tuple[TensorInfo, ...]]

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import time
 from typing import Any
 
@@ -29,9 +28,6 @@ from raycollect.planner import Membership
 
 MOST_RECORD_NBYTES = 64 << 20
 """The longest record; that of a group of 100,000 members takes a third of it."""
-
-MOST_TEXT = 4096
-"""The longest text in a record, in characters."""
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
@@ -105,10 +101,9 @@ class GroupRecord:
     def from_bytes(cls, record: bytes) -> GroupRecord | None:
         """Reads a record; None for one of another version, or of another program."""
         try:
-            found = _RECORDS.decode(record) if len(record) <= MOST_RECORD_NBYTES else None
+            return _RECORDS.decode(record) if len(record) <= MOST_RECORD_NBYTES else None
         except ProtocolError:
             return None
-        return found if found is not None and _is_shown(found) and all(map(_is_shown, found.members)) else None
 
     def to_bytes(self) -> bytes:
         """Packs the record."""
@@ -122,50 +117,28 @@ def post(membership: Membership) -> None:
     """Posts a declared group in another thread; there is no record if the store does not answer."""
     client = ray_internals.cluster_client()
     if client is not None:  # Ray runs here
-        _soon(_put, client, membership, GroupRecord.of(membership).to_bytes())
+        record = GroupRecord.of(membership).to_bytes()
+        _soon(membership, lambda key: client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S))
 
 
 def remove(membership: Membership) -> None:
-    """Removes a record in another thread. If the store does not answer, the next `post` or `remove` tries again."""
+    """Removes a record in another thread; it stays until its controller ends if the store does not answer."""
     client = ray_internals.cluster_client()
     if client is not None and not membership.is_derived:
-        _soon(_delete, client, membership)
+        _soon(membership, lambda key: client.internal_kv_del(key, False, _NAMESPACE, timeout=POST_TIMEOUT_S))
 
 
-def _soon(do: Callable[..., None], client: Any, membership: Membership, *record: bytes) -> None:
+def _soon(membership: Membership, do: Callable[[bytes], object]) -> None:
+    name, key = membership.spec.name, _PREFIX + membership.spec.group_id.encode()
+
+    def try_it() -> None:
+        try:
+            do(key)
+        except (RayError, RuntimeError, OSError) as exc:
+            _log.info("what `raycollect status` says of group %r is out of date: %s", name, exc)
+
     with contextlib.suppress(RuntimeError):  # this process is ending; readers remove its records
-        key = _PREFIX + membership.spec.group_id.encode()
-        _posting.submit(threads.survives, do, client, membership.spec.name, key, *record)
-
-
-_overdue: list[bytes] = []
-"""The keys of records that could not be removed; for the one thread alone."""
-
-
-def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
-    with _told(name):
-        client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
-        _delete_overdue(client)
-
-
-def _delete(client: Any, name: str, key: bytes) -> None:
-    _overdue.append(key)
-    with _told(name):
-        _delete_overdue(client)
-
-
-def _delete_overdue(client: Any) -> None:
-    while _overdue:  # the newest first: an older one may belong to a store that is gone
-        client.internal_kv_del(_overdue[-1], False, _NAMESPACE, timeout=POST_TIMEOUT_S)
-        _overdue.pop()
-
-
-@contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (RayError, RuntimeError, OSError) as exc:
-        _log.info("what `raycollect status` says of group %r is out of date: %s", name, exc)
+        _posting.submit(threads.survives, try_it)
 
 
 def find_cluster(address: str | None = None) -> str:
@@ -266,16 +239,6 @@ def _state_of(actor: Mapping[str, Any], pid: int) -> str:
         return UNKNOWN
     state = str(actor["State"])
     return RESTARTED if state == "ALIVE" and actor["Pid"] != pid else state
-
-
-def _is_shown(record: GroupRecord | MemberRecord) -> bool:
-    """Whether a record holds nothing that can't be shown."""
-    values = [getattr(record, one.name) for one in fields(record)]
-    return all(
-        len(value) <= MOST_TEXT if isinstance(value, str) else math.isfinite(value)
-        for value in values
-        if isinstance(value, (str, float))
-    )
 
 
 def summary(members: Sequence[MemberRecord]) -> str:

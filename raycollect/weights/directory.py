@@ -311,11 +311,16 @@ def sweep(name: str) -> None:
     """
     root = _Records(_ROOT, name)
     known: dict[str, list[tuple[int, str]]] = {}
+    more = set()  # those of which more is left than the record of their last epoch
     for place in root._names(""):
         quoted, kind, rest = place.split("/", 2)
-        if unquote(quoted) != name:
+        if kind in ("epochs", "holders") and unquote(quoted) != name:
+            if quoted in known or kind == "holders":
+                more.add(quoted)
             known.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
-    known = {quoted: some for quoted, some in known.items() if len(some) > 1 or not some[0][1]}  # else all is removed
+        elif kind not in ("epochs", "holders"):
+            more.add(quoted)
+    known = {quoted: some for quoted, some in known.items() if quoted in more}
     if not known:
         return
     places = [place for some in known.values() for _, place in some if place]

@@ -9,19 +9,10 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.support.actors import Gate, Plain, Worker, buffers
+from tests.faults.groups import assert_works
+from tests.support.actors import Plain, Worker, buffers
 
 BACKENDS = ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))]
-
-
-def assert_works(workers, name="again"):
-    """The next collective of these actors is right."""
-    col.declare_collective_group(workers, group_name=name)
-    ray.get([worker.set_buffer.remote(np.ones(5)) for worker in workers])
-    refs = buffers(workers)
-    col.allreduce_refs(refs, name)
-    for found in col.get(refs):
-        np.testing.assert_array_equal(found, np.full(5, len(workers)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -49,10 +40,9 @@ def test_a_tensor_half_written_is_dirty_until_it_is_whole_again(actors, backend)
 
 
 @pytest.mark.full
-def test_plan_without_an_arrival_or_a_limit_of_its_caller_does_not_time_out(actors):
+def test_plan_without_an_arrival_or_a_limit_of_its_caller_does_not_time_out(actors, gate):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers, timeout_s=3)
-    gate = actors(Gate, 1, max_concurrency=8)[0]
     blocked = [worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate) for worker in workers]
     work = col.allreduce_refs(buffers(workers), async_op=True)
     with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):

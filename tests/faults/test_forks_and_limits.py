@@ -18,7 +18,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works, refs_of
+from tests.faults.groups import BACKENDS, PATIENT_S, assert_works, refs_of
 from tests.support.actors import Worker
 
 
@@ -77,7 +77,7 @@ IN_A_CHILD = {
 """What a forked child of an actor does, and how what comes of it begins."""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in BACKENDS[1:])])
 def test_a_forked_child_has_no_part_in_its_parents_groups_and_does_them_no_harm(actors, backend):
     pair, (other,) = actors(Worker, 2), actors(Worker, 1)
     group = col.declare_collective_group(pair, backend=backend)

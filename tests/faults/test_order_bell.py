@@ -111,31 +111,6 @@ def test_who_was_restarted_listens_at_a_bell_of_its_own(actors, rung):
     assert rung == [True] * 6
 
 
-@pytest.mark.parametrize("is_sent", [False, True])
-def test_a_caller_that_is_interrupted_as_it_rings_goes_on_with_the_bell(actors, monkeypatch, is_sent):
-    workers = actors(Worker, 2)
-    _, refs = listening(workers)
-    send, rung = OrderBell.send, []
-
-    def interrupted(self, order):
-        rung.append(self)
-        if len(rung) == 2 and not is_sent:
-            signal.raise_signal(signal.SIGINT)
-        found = send(self, order)
-        if len(rung) == 2 and is_sent:
-            signal.raise_signal(signal.SIGINT)
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(OrderBell, "send", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            col.allreduce_refs(refs, "rung", op="max")
-    assert [peer._listens for peer in peers(workers)] == [True, True]
-    for _ in range(3):
-        col.allreduce_refs(refs, "rung", op="max")
-    holds(refs, 4.0)
-
-
 def test_the_lease_ends_with_orders_in_their_cells(actors, rung):
     workers = actors(Worker, 2)
     group, refs = listening(workers)

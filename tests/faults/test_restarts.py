@@ -11,7 +11,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.groups import process_of, restart
-from tests.support.actors import Buffers, Gate, Worker, block
+from tests.support.actors import Buffers, Worker, block
 from tests.support.waiting import wait_until
 
 PATIENT_S = 20.0
@@ -250,11 +250,10 @@ class AsyncFlaky(Flaky):
 
 
 @pytest.mark.parametrize(("kind", "inplace"), [(Flaky, True), (AsyncFlaky, False)])
-def test_plan_waits_for_a_method_that_ray_retries_after_an_exception(actors, kind, inplace):
+def test_plan_waits_for_a_method_that_ray_retries_after_an_exception(actors, gate, kind, inplace):
     """In program order: behind its last try, and before the methods that are called later."""
     (flaky,), (other,) = actors(ray.remote(kind), 1), actors(Worker, 1)
     col.declare_collective_group([flaky, other])
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     blocked = block(other, gate)  # until the collective is in its queue: Ray may retry at once, or in a second
     refs = [
         flaky.flaky.options(max_task_retries=3, retry_exceptions=True).remote(),

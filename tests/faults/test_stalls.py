@@ -13,7 +13,7 @@ from raycollect import errors
 from raycollect.driver import stall_report
 from raycollect.group import watchdog
 from tests.faults import inject
-from tests.faults.user_errors import refs_of
+from tests.faults.groups import refs_of
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, Gate, Plain, Worker
 from tests.support.waiting import stopped, wait_until
@@ -151,6 +151,7 @@ def test_timeout_ends_the_wait_for_a_rank_stuck_after_the_others(actors):
     (report,) = caught.value.reports
     assert report.rank == 1
     assert report.has_begun
+    ray.kill(workers[1])  # which is held for a minute
 
 
 @reusable

@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works
+from tests.faults.groups import BACKENDS, PATIENT_S, assert_works
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, Worker
 from tests.support.waiting import wait_until

@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect.driver.participant_link import ParticipantLink
-from tests.support.actors import Gate, Worker, buffers
+from tests.support.actors import Worker, buffers
 from tests.support.steps import Learner
 
 
@@ -47,14 +47,6 @@ def by_channel(monkeypatch):
 def name(request):
     """A name of a publication that no other test has."""
     return f"{request.node.name}/{os.getpid()}"
-
-
-@pytest.fixture
-def gate(actors):
-    """Opened by `gate.open.remote()`, at the latest in the end; what `gate.wait.remote()` gives is not there before."""
-    (made,) = actors(Gate, 1, max_concurrency=32)
-    yield made
-    ray.get(made.open.remote())
 
 
 @pytest.fixture

@@ -21,6 +21,21 @@ WAIT_S = 60
 # ---------------------------------------------------------------------------------------------- results
 
 
+def test_plan_of_any_size_sends_one_message_per_participant(actors, submits):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+
+    def many(self):
+        return [np.full(n, 1.0) for n in range(1, 40)]
+
+    refs = [worker.make.remote(many) for worker in workers]
+    col.allreduce_refs(refs)
+    assert len(submits) == len({actor for actor, _ in submits}) == 3
+    col.send_ref(refs[0], workers[2])
+    assert len(submits) == 5
+    np.testing.assert_array_equal(col.get(refs[1])[38], np.full(39, 3))
+
+
 def test_outputs_of_a_batched_call_are_operands_of_later_ones(trio, submits):
     given = spread(trio, lambda rank: [rank, 10 * rank])
     submits.clear()

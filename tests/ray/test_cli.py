@@ -77,26 +77,6 @@ def test_a_declared_group_is_seen_by_another_process_until_it_ends(actors):
     assert err.startswith("Error: group 'seen': no process of ")
 
 
-def test_members_are_as_ray_says_and_a_rebuilt_group_replaces_itself(actors, reader):
-    workers = actors(Plain, 3)
-    group = col.declare_collective_group(workers, group_name="mortal")
-    ray.kill(workers[1])
-    while True:  # polls for what another process does
-        [found] = _named(reader, "mortal")
-        if found.members[1].state == "DEAD":
-            break
-    assert [one.state for one in found.members] == ["ALIVE", "DEAD", "ALIVE"]
-    assert cluster_registry.summary(found.members) == "broken: rank 1 gone"
-
-    group.rebuild()
-    [again] = _named(reader, "mortal")
-    assert (again.epoch, len(again.members)) == (1, 2)
-    assert again.group_id != found.group_id
-    assert cluster_registry.summary(again.members) == "all members alive"
-    group.destroy()
-    assert _named(reader, "mortal") == []
-
-
 def _declare_twice(self, members):
     col.declare_collective_group(members, group_name="twice")
 

@@ -12,7 +12,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.support.actor_pool import reusable
-from tests.support.actors import AsyncActor, Buffers, Gate, Worker
+from tests.support.actors import AsyncActor, Buffers, Worker
 
 
 def test_async_actors_take_part(actors):
@@ -35,9 +35,8 @@ def test_threaded_actors_take_part(actors):
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 1024))
 
 
-def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors):
+def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors, gate):
     workers = actors(Worker, 2, max_concurrency=2)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
 
     def late(self, gate):
@@ -82,10 +81,9 @@ class LateThreaded(col.CollectiveParticipant):
     ("kind", "concurrency"),
     [(Late, 1), (Late, 2), (LateThreaded, 2)],
 )
-def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency):
+def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, gate, kind, concurrency):
     """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
     workers = actors(kind, 2, max_concurrency=concurrency)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     buffers = [worker.get_buffer.remote() for worker in workers]
     with col.capture() as step:
@@ -135,9 +133,8 @@ class Meeting(Buffers):
         return self.buffer
 
 
-def test_methods_in_a_concurrency_group_that_a_call_names_overlap(actors):
+def test_methods_in_a_concurrency_group_that_a_call_names_overlap(actors, gate):
     workers = actors(ray.remote(concurrency_groups={"io": 2})(Meeting), 2)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     ray.get([worker.begin.remote() for worker in workers])
     ray.get([worker.meet.options(concurrency_group="io").remote() for worker in workers for _ in range(2)], timeout=30)

@@ -11,7 +11,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import direct_transport
-from tests.support.actors import Buffers, Gate, held
+from tests.support.actors import Buffers, held
 from tests.support.waiting import wait_until
 
 torch = pytest.importorskip("torch")
@@ -212,10 +212,9 @@ def test_use_after_free_raises_tensor_freed_error(trio):
     assert ray.get(c.take.remote(ref)) == ("Tensor", [1.0] * 10)  # Ray's own store has it until the ref is gone
 
 
-def test_a_plan_waits_for_the_method(trio, actors):
+def test_a_plan_waits_for_the_method(trio, actors, gate):
 
     a, b, c = trio
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group([a, b])
     ref = a.get_late.remote(gate)
     work = col.allreduce_refs([ref, b.get_moved.remote()], async_op=True)

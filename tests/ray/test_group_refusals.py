@@ -11,7 +11,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
-from tests.support.actors import Gate, Worker
+from tests.support.actors import Worker
 from tests.support.checks import refused
 from tests.support.waiting import wait_until
 
@@ -86,13 +86,12 @@ def when_accepted(submit):
     return made[0]
 
 
-def test_too_many_pending_calls_in_mid_submit(actors):
+def test_too_many_pending_calls_in_mid_submit(actors, gate):
     a = actors(Worker, 1)[0]
     b = actors(Worker, 1, max_pending_calls=1)[0]
     group = when_accepted(lambda: col.declare_collective_group([a, b]))
     refs = [a.get_buffer.remote(), when_accepted(b.get_buffer.remote)]
     ray.wait(refs, num_returns=2)
-    gate = actors(Gate, 1, max_concurrency=8)[0]
     opened = gate.wait.remote()
     # It can't begin yet, so that the plan behind it has to ask for an actor task.
     blocked = when_accepted(lambda: b.call.remote(lambda self, _: None, opened))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 
 import numpy as np
@@ -12,11 +11,9 @@ import ray
 import raycollect as col
 from raycollect.driver import known_calls
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import send_prepared
 from raycollect.errors import RefusedError
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -124,26 +121,3 @@ def test_threads_that_wait_at_once(actors, known):
         thread.join(60)
     assert not wrong
     assert len(known) == 60
-
-
-def test_a_caller_that_is_interrupted_gives_the_bell_back(actors, known, monkeypatch):
-    workers = actors(BufferActor, 2)
-    for _ in range(2):
-        col.allreduce_refs(fresh(workers))
-    trackers = []
-
-    def interrupted(*args):
-        trackers.append(send_prepared(*args))
-        signal.raise_signal(signal.SIGINT)
-        return trackers[-1]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(known_calls, "send_prepared", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            col.allreduce_refs(fresh(workers))
-    assert first(col.allreduce_refs(fresh(workers))) == [11.0] * 2
-    assert trackers[0].wait(20), "nobody looks at the bell any more, and yet it ends"
-    wait_until(lambda: trackers[0].has_ended)
-    bell = Controller.current().claim_bell()
-    assert bell is not None
-    bell.release()

@@ -210,9 +210,8 @@ def test_a_work_that_outlives_the_loop_of_its_await_is_cancelled_as_any(ctrl_c, 
     assert "PlanAbortedError" in shown(work)[0]
 
 
-def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, digits, learners):
+def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, gate, digits, learners):
     """The run that was waited for goes on, and the next one comes after it."""
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     with col.capture() as step:
         step.returns([step.call(one.note) for one in learners])
     assert step.run() == [1, 1]

@@ -122,36 +122,6 @@ def test_targets_stay_as_they_are_or_all_are_written_or_none(actors):
     check(batch.refs[0], held_by(DST, whole))
 
 
-def test_floats_are_converted_where_the_target_asks_for_it(actors):
-    workers = actors(Worker, 3)
-    given = [worker.make.remote(lambda self: np.full((2, 4), 1 / 3, np.float32)) for worker in workers[:2]]
-    src = col.layout([4, 4], mesh={"tp": 2}, spec=("tp",))
-    (made,) = col.get(
-        col.reshard_refs(given, workers[2:], src=src, dst=col.layout([4, 4], mesh={"tp": 1}, dtype="float16"))
-    )
-    np.testing.assert_array_equal(made, np.full((4, 4), 1 / 3, np.float16))
-    with pytest.raises(errors.LayoutError, match="asks for it"):
-        col.reshard_refs(given, workers[2:], src=src.astype("float64"), dst=col.layout([4, 4], mesh={"tp": 1}))
-
-
-def test_what_does_not_fit_its_layout_is_told_of_all_ranks_and_nothing_moves(actors):
-    workers = actors(Worker, 5)
-    held = held_by(SRC, whole_tensors(SRC, 3))
-    held[0]["up"] = held[0]["up"].astype(np.float64)
-    del held[1]["norm"]
-    held[1]["more"] = np.ones(1)
-    given, taken = keep(workers[:2], held), keep(workers[2:], empty_of(DST))
-    with pytest.raises(errors.LayoutError) as caught:
-        col.reshard_refs(given, taken, src=SRC, dst=DST)
-    told = [(one.rank, one.field, one.found) for one in caught.value.violations]
-    assert told == [
-        (0, "dtype of 'up' of src", "float64"),
-        (1, "dict of src", "without 'norm'"),
-        (1, "dict of src", "with 'more'"),
-    ]
-    check(taken, empty_of(DST))
-
-
 def test_what_a_reshard_makes_is_an_operand_of_later_calls(actors):
     workers = actors(Worker, 4)
     src, dst = (col.layout([4, 6], mesh={"tp": 2}, spec=spec) for spec in (("tp",), (None, "tp")))

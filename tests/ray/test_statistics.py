@@ -102,5 +102,5 @@ def test_statistics_wait_for_a_stopped_member_no_longer_than_asked(actors):
     group = col.declare_collective_group(workers)
     pid = group.status().members[0].pid
     with stopped(pid):
-        assert [one and one.rank for one in group.statistics(timeout_s=5.0).members] == [None, 1]
+        assert [one and one.rank for one in group.statistics(timeout_s=3.0).members] == [None, 1]
     assert [one and one.rank for one in group.statistics().members] == [0, 1]

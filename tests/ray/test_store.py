@@ -211,14 +211,6 @@ def test_an_ordered_get_waits_for_the_actors_queue(kinds):
         ray.get(elsewhere.remote([ref]))
 
 
-def test_discarded_results_are_freed(kinds):
-    ray.get(kinds.call.remote(lambda self: None))
-    before = held(kinds)
-    for _ in range(50):
-        kinds.get_buffer.remote()
-    assert wait_until(lambda: held(kinds) == before), held(kinds)
-
-
 def test_freed_when_the_last_ref_is_gone_and_not_before(kinds):
     before = held(kinds)
     ref = kinds.get_buffer.remote()
@@ -229,21 +221,6 @@ def test_freed_when_the_last_ref_is_gone_and_not_before(kinds):
     ray.get(kinds.call.remote(lambda self: None))
     assert col.get(copy).shape == (10,)
     del copy
-    assert wait_until(lambda: held(kinds) == before), held(kinds)
-
-
-def test_a_ref_owned_by_another_process_keeps_its_tensor(kinds, actors):
-    """Borrowers and owners are counted alike; the tensor goes when the owner dies."""
-    before = held(kinds)
-    owner = Plain.options(num_cpus=0).remote()
-
-    def own(self, participant):
-        self.ref = participant.get_buffer.remote()
-        ray.wait([self.ref])
-
-    ray.get(owner.call.remote(own, kinds))
-    assert held(kinds) == before + 1
-    ray.kill(owner)
     assert wait_until(lambda: held(kinds) == before), held(kinds)
 
 

@@ -128,7 +128,7 @@ def test_waits_staging_and_failures_are_seen(actors):
 def test_timeline_names_dead_and_stopped_members_within_its_timeout(actors):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers)
-    line = col.timeline(timeout_s=5.0)  # in which the third answers
+    line = col.timeline(timeout_s=3.0)  # in which the third answers
     refs = [one.get_buffer.remote() for one in workers]
     col.allreduce_refs(refs)
     ray.kill(workers[0])

@@ -66,6 +66,28 @@ def test_layers_are_moved_while_the_last_is_computed_and_seen_all_at_once(actors
         assert looks(rollouts, sub) == [([1.0], 1)] * 2
 
 
+def test_parts_behind_methods_and_what_is_no_part(actors, name):
+    trainers, rollout = actors(Weights, 2), actors(Weights, 1)[0]
+    with (
+        col.publish(replicas(trainers, SHAPES), name) as pub,
+        col.subscribe(name, replicas([rollout], SHAPES)) as sub,
+    ):
+        stream = pub.stream([sub])
+        for at in range(3):
+            for one in trainers:
+                one.fill.remote(2, [f"layer{at}"])
+            stream.part(f"layer{at}")
+        for one in trainers:
+            one.fill.remote(2)  # the others; it has no meaning for parts
+        (receipt,) = stream.commit()
+        assert looks([rollout], sub) == [([2.0], 1)]
+        assert receipt.nbytes == NBYTES
+        with pytest.raises(errors.InvalidArgumentError, match="'other'"):
+            pub.stream([sub]).part("other")
+        with col.subscribe(name, replicas(actors(Weights, 1), SHAPES)) as late:
+            assert late.update().version == receipt.version
+
+
 def test_tensors_that_a_method_yields_take_the_place_of_those_published(actors, name):
     trainer, rollout = actors(Weights, 2)
     with (

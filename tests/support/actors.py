@@ -11,7 +11,6 @@ import ray
 import raycollect as col
 from raycollect.member.runtime import Runtime
 from tests.support.actor_pool import reusable
-from tests.support.waiting import wait_until
 
 
 class Buffers(col.CollectiveParticipant):
@@ -119,14 +118,6 @@ def wait_in(actor_self, gate, begun=None):
     ray.get(gate.wait.remote())
     assert (actor_self.buffer == before).all()
     return actor_self.buffer
-
-
-def wait_and_leave(actor_self, gate, begun):
-    """The same, until this process has heard that its group was destroyed."""
-    found = wait_in(actor_self, gate, begun)
-    lease = Runtime.current()._lease
-    assert lease is None or wait_until(lambda: not lease._groups.by_id)
-    return found
 
 
 def opened(actor_self, gate):
@@ -240,7 +231,6 @@ def groups_here(self):
 
 def held(actor):
     def count(self):
-        from raycollect.member.runtime import Runtime
 
         return Runtime.current().store.statistics().held
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.backends.arrays import DeviceArray
 from raycollect.core.model import TensorInfo
 from tests.pure.conformance import DTYPES, bits
 from tests.pure.operands import NARROW, operand
@@ -260,55 +259,6 @@ def test_restore_shares_the_memory(dtype: str) -> None:
 
 
 # ------------------------------------------------------------------------------- memory of a device
-
-
-@with_torch
-def test_a_device_array_answers_like_the_array_at_that_place() -> None:
-    """On the CPU both can be asked; the answers must be the same."""
-    base = torch.arange(60, dtype=torch.float32).reshape(6, 10)
-    for tensor in (
-        base,
-        base.t(),
-        base[1:4, ::2],
-        base[:0],
-        base[2, 3],
-        base[0].expand(3, 10),
-        base[:, 1:].unfold(1, 4, 1),
-    ):
-        device, plain = DeviceArray(tensor), tensor.numpy()
-        assert (device.shape, device.size, device.nbytes, device.dtype) == (
-            plain.shape,
-            plain.size,
-            plain.nbytes,
-            plain.dtype,
-        )
-        assert arrays.byte_range(device)[1] - arrays.byte_range(device)[0] == np.ptp(arrays.byte_range(plain))
-        if tensor.numel():
-            assert arrays.byte_range(device) == arrays.byte_range(plain)
-            assert arrays.place(device) == arrays.place(plain)
-        assert arrays.overlaps_itself(device) == arrays.overlaps_itself(plain)
-        assert arrays.owner(device) is device
-        assert arrays.is_writeable(device)
-        assert arrays.library(device) == "torch"
-
-
-@with_torch
-def test_device_arrays_overlap_by_element() -> None:
-    base = torch.zeros(4, 6, dtype=torch.bfloat16)
-    even, odd = DeviceArray(base[:, ::2]), DeviceArray(base[:, 1::2])
-    assert not arrays.overlap(even, odd)
-    assert arrays.overlap(even, DeviceArray(base[1]))
-    assert arrays.info(even, "torch") == TensorInfo(shape=(4, 3), dtype="bfloat16", itemsize=2, library="torch")
-    assert arrays.place(even) != arrays.place(DeviceArray(base.view(torch.int16)[:, ::2]))
-
-
-@with_torch
-def test_a_device_array_is_cut_by_its_library() -> None:
-    base = torch.arange(12).reshape(4, 3)
-    pieces = arrays.split(DeviceArray(base), 2)
-    assert [piece.tensor.tolist() for piece in pieces] == [base[:2].tolist(), base[2:].tolist()]
-    assert [piece.tensor.data_ptr() for piece in pieces] == [base.data_ptr(), base[2:].data_ptr()]
-    assert arrays.split(DeviceArray(base.t()), 3) is None
 
 
 # ------------------------------------------------------------------------------- pieces

@@ -52,22 +52,6 @@ def mortals() -> Iterator[ProcessTeam]:
 # ------------------------------------------------------------------------------- reductions
 
 
-def body_half_error(communicator: Communicator, launch: Launch) -> float:
-    """The error of a float16 sum, in units of the last place."""
-    parts = [np.random.default_rng(rank).uniform(0.5, 1.5, 50_000).astype(np.float16) for rank in launch.ranks]
-    out = np.zeros_like(parts[0])
-    communicator.launch(
-        launch, Kernel(kind=OpKind.ALLREDUCE, src=parts[communicator.rank], dst=out, op=ReduceOp.SUM)
-    ).wait(5)
-    exact = np.sum([part.astype(np.float64) for part in parts], axis=0)
-    return float(np.max(np.abs(out - exact) / np.spacing(exact.astype(np.float16)).astype(np.float64)))
-
-
-def test_a_sum_of_float16_is_rounded_once(team: ProcessTeam) -> None:
-    """gloo's ring rounds at each of three steps, and is up to 1.5 off."""
-    assert max(team.must(body_half_error, team.launch())) <= 0.5
-
-
 def body_broadcast(communicator: Communicator, launch: Launch) -> tuple[bool, float]:
     """Whether a large broadcast goes by the library, and what came."""
     array = np.full((MESH_UP_TO_NBYTES[0][1] >> 3) + 1, communicator.rank, np.float64)
@@ -119,16 +103,6 @@ def test_a_peer_that_dies_in_mid_kernel_breaks_the_group(mortals: ProcessTeam, k
     for body in (body_arrive, body_kernel) if kind is OpKind.ALLREDUCE else (body_arrive,):
         broken = mortals.run(body, mortals.launch(), ranks=(0,))[0]
         assert isinstance(broken, GroupBrokenError)
-
-
-def body_aborted(communicator: Communicator, launch: Launch) -> None:
-    communicator.abort(launch.seq)
-    body_kernel(communicator, launch)
-
-
-def test_an_abort_before_the_first_chunk_is_seen(team: ProcessTeam) -> None:
-    for result in team.run(body_aborted, team.launch()):
-        assert isinstance(result, PlanAbortedError)
 
 
 def body_forsake_or_run(communicator: Communicator, launch: Launch, size: int) -> None:
@@ -202,14 +176,6 @@ def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: 
         assert lasted_s < limit_s + ANSWER_S + 3, "the machine may be busy"
     finally:
         team.close()
-
-
-def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "JOIN_TIMEOUT_S", 0.1)
-    spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=2)
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come") as caught:
-        gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
-    assert caught.value.missing == (1,)
 
 
 # ------------------------------------------------------------------------------- which library

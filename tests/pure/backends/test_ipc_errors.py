@@ -258,31 +258,6 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
 # ------------------------------------------------------------------------------- what fails
 
 
-def test_no_memory_for_a_copy(three: tuple[Fake, SharingTeam]) -> None:
-    fake, team = three
-    allocated = threading.Barrier(3, lambda: fake.limit(fake.allocated()))
-
-    def body(communicator: Communicator, launch: Launch) -> Any:
-        src = pending(np.zeros(50, np.int32), "every other" if communicator.rank == 1 else "plain")
-        allocated.wait(WAIT_S)
-        try:
-            communicator.agree(launch, b"")
-            communicator.launch(launch, sums(src))
-        finally:
-            communicator.end(launch, False)
-
-    launch = team.launch(timeout_s=WAIT_S)
-    running = [team.start(rank, body, launch) for rank in team.everyone]
-    found = running[1].result(WAIT_S)
-    assert isinstance(found, KernelError), repr(found)
-    assert (found.op, found.group_name, found.rank) == ("allreduce", "team", 1)
-    assert "Out of memory" in str(found)
-    for rank in (0, 2):
-        assert isinstance(running[rank].result(WAIT_S), PlanAbortedError | KernelError)
-    fake.limit(1 << 30)
-    check_works(team)
-
-
 def test_an_error_of_the_device(three: tuple[Fake, SharingTeam], monkeypatch: pytest.MonkeyPatch) -> None:
     """The group is broken where it happened; the others go on without."""
     fake, team = three

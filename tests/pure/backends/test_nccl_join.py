@@ -27,7 +27,6 @@ from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
     InvalidGroupError,
-    KernelError,
     UnsupportedError,
 )
 from tests.fake_cupy import Fake, installed
@@ -122,12 +121,6 @@ def test_the_first_use_of_a_gpu_in_a_process_warns(monkeypatch: pytest.MonkeyPat
         transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
 
 
-def test_staging_on_a_gpu_warns_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experimental, "_has_warned", False)
-    with gpus(1), pytest.warns(ExperimentalWarning, match="staging of tensors on GPUs"):
-        transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
-
-
 # ------------------------------------------------------------------------------- who is with whom
 
 
@@ -189,17 +182,6 @@ def test_a_group_makes_no_context_on_another_gpu_than_its_own() -> None:
         threads.start("raycollect-call-test", call)
         assert done.wait(WAIT_S)
         assert fake.contexts == {2}
-
-
-def test_ranks_share_no_gpu_where_the_environment_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARING, "0")
-    with gpus(2, nccl_version=23000) as fake:
-        with pytest.raises(
-            BackendUnavailableError, match=f"{SHARING} of ranks .0, 1, 2. forbids it: it has to be 1 in"
-        ):
-            GpuTeam(3)
-        assert not fake.counts["nccl.communicators"]
-    assert os.environ[SHARING] == "0"
 
 
 @pytest.mark.parametrize("theirs", [22802, 22703])
@@ -270,19 +252,6 @@ def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, st
     assert "NCCL_DEBUG=INFO" in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
     assert wait_until(lambda: not apart(before))
-
-
-def test_the_first_operation_of_a_group_fails_where_nccl_can_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(1) as fake:
-        module = fake.cupy.cuda.nccl
-
-        def refuse(*_: Any) -> None:
-            raise module.NcclError(2)
-
-        monkeypatch.setattr(module.NcclCommunicator, "allReduce", refuse)
-        with pytest.raises(KernelError, match="SYSTEM_ERROR"):
-            create(0, 1)
-        assert fake.counts["nccl.abort"] == 1
 
 
 # ------------------------------------------------------------------------------- what is refused before the check

@@ -115,25 +115,6 @@ def body_large(communicator: Communicator, first: Launch, second: Launch) -> tup
     return float(array.min()), float(moved.max()), array.ctypes.data
 
 
-def body_gaps(communicator: Communicator, launches: list[Launch]) -> list[float]:
-    """Large arrays of every kind: with gaps, read-only, from one array into another."""
-    wide, rank = np.full((LARGE, 2), communicator.rank + 1.0), communicator.rank
-    gaps, out = wide[:, 0], np.zeros(LARGE)
-    fixed = np.full(LARGE, rank + 1.0)
-    fixed.flags.writeable = False
-    communicator.launch(launches[0], Kernel(kind=OpKind.ALLREDUCE, src=gaps, dst=gaps, op=ReduceOp.AVG))
-    communicator.launch(launches[1], Kernel(kind=OpKind.ALLREDUCE, src=fixed, dst=out, op=ReduceOp.SUM))
-    moved = fixed if rank == 0 else np.zeros((LARGE, 2))[:, 1]
-    communicator.launch(launches[2], Kernel(kind=OpKind.BROADCAST, src=moved, dst=None if rank == 0 else moved, peer=0))
-    return [float(each) for each in (gaps.max(), wide[:, 1].min(), out.min(), fixed.max(), moved.min())]
-
-
-def test_large_arrays_of_every_kind_are_worked_in(teams: Callable[..., OptionsTeam]) -> None:
-    team = teams()
-    found = team.must(body_gaps, [team.launch() for _ in range(3)])
-    assert found == [[1.5, 1.0, 3.0, 1.0, 1.0], [1.5, 2.0, 3.0, 2.0, 1.0]]
-
-
 def body_parts(communicator: Communicator, launches: list[Launch], size: int) -> list[bool]:
     """Arrays of several parts: in place, and averaged from one array into another, which has gaps on one rank."""
     own = np.arange(size, dtype=np.float64) * (communicator.rank + 1)

@@ -35,8 +35,8 @@ from raycollect.member.captured_steps import (
 from raycollect.member.lease import Lease
 from raycollect.observe import Recorder
 from tests.pure.local_world import LocalCommunicator, LocalWorld
+from tests.pure.member.leases import join, premises
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
-from tests.pure.member.test_lease import _join, premises
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, given, pinned
 
 __all__ = ["bench", "premises"]  # fixtures
@@ -156,7 +156,7 @@ def test_a_death_that_the_backend_can_not_see_ends_the_run_that_uses_the_group(
     one = bench(team.scripts[0], sequencer=here._sequencer, communicators=here._groups.communicator)
     here._captures.add(CAPTURE, lambda: one.captured)
     for name in ("g", "h")[: 1 + other]:
-        here.received(_join(name=name, group_id=f"id of {name}"))
+        here.received(join(name=name, group_id=f"id of {name}"))
         assert cast(Joined, joined.get(timeout=WAIT_S)).error is None
     one.run(1, 0)
     assert communicator.came.wait(WAIT_S)

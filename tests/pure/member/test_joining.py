@@ -60,51 +60,11 @@ def test_disagreeing_members_raise_invalid_group_error(crew, claims, said):
     assert all(said in str(one) for one in errors)
 
 
-def test_a_group_can_be_formed_after_it_could_not(crew):
-    taken, errors = _join_all(crew, [(2, 0, "shm"), (2, 1, "gloo")])
-    assert all(errors)
-    joining = [one.start(join, 2, rank, "shm", "g", 20_000, crew.rendezvous) for rank, one in enumerate(taken)]
-    assert [outcome(one) for one in joining] == [None, None]
-
-
 def test_join_timeout_names_the_missing_members(crew):
     _, errors = _join_all(crew, [(3, 0, "auto"), (3, 2, "auto")], timeout_ms=3_000)
     assert [type(one) for one in errors] == [CollectiveTimeoutError] * 2, errors
     assert errors[0].missing == (1,)
     assert errors[1].missing == (1,)
-
-
-def test_join_timeout_names_the_missing_leader(crew):
-    _, [error] = _join_all(crew, [(2, 1, "auto")], timeout_ms=300)
-    assert isinstance(error, CollectiveTimeoutError)
-    assert error.missing == (0,)
-
-
-def test_a_record_of_a_dead_leader_is_survived(crew):
-    [victim] = crew.take(1)
-    victim.start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)
-    [other] = crew.take(1)
-    assert outcome(other.start(_posted, crew.rendezvous)) is True
-    victim.kill()
-    following = other.start(join, 2, 1, "auto", "g", 20_000, crew.rendezvous)
-    [leader] = crew.take(1)
-    assert outcome(leader.start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)) is None
-    assert outcome(following) is None
-
-
-def _posted(rendezvous):
-    from raycollect.group.bootstrap_store import store_at
-
-    return wait_until(lambda: store_at(rendezvous).read("g") is not None)
-
-
-def test_second_leader_raises_group_exists_error(crew):
-    first = crew.take(1)[0].start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)
-    [other] = crew.take(1)
-    assert outcome(other.start(_posted, crew.rendezvous)) is True
-    assert isinstance(outcome(other.start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)), GroupExistsError)
-    assert outcome(other.start(join, 2, 1, "auto", "g", 20_000, crew.rendezvous)) is None
-    assert outcome(first) is None
 
 
 def test_a_name_is_taken_once_and_free_after_its_end(crew):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.planner import Request
+from raycollect.planner.lower import SUBSTITUTES
+from tests.pure.meaning import REDUCTIONS, roots_of, takers
 
+ALL_OPS = tuple(kind.value for kind in OpKind)
+PAIR = (OpKind.SEND, OpKind.RECV)
+COLLECTIVE_SUBSTITUTES = {kind: needs for kind, ways in SUBSTITUTES.items() for needs in ways if needs != PAIR}
+"""Operation -> the collectives of which it is made where a backend lacks it."""
 Operands = tuple[int, Key | None, Key | None]
 
 
@@ -50,3 +58,39 @@ def send(world: int, root: int, peer: int, *, given: bool = True, **changes: Any
         operands = tuple((rank, src, None) for rank, src, _ in operands)
     request = Request(kind=OpKind.SEND, group=ring(world), operands=operands, root=root, peer=peer)
     return replace(request, **changes)
+
+
+def side_key(rank: int, side: int) -> Key:
+    return task_key(bytes([rank, side]) * 12, 1)
+
+
+def givers(kind: OpKind, world: int, root: int) -> list[int]:
+    if kind is OpKind.BARRIER:
+        return []
+    return [root] if kind in (OpKind.BROADCAST, OpKind.SCATTER, OpKind.SEND) else list(range(world))
+
+
+def request_of(
+    kind: OpKind, world: int, root: int = -1, peer: int = -1, *, given: bool = True, ops: tuple[str, ...] = ALL_OPS
+) -> Request:
+    """A request that makes sense; `given`: whoever may bring an output does."""
+    gives, takes = givers(kind, world, root), takers(kind, world, root, peer)
+    ranks = sorted((root, peer)) if kind is OpKind.SEND else range(world)
+    brings = [rank for rank in takes if given or kind is OpKind.BROADCAST]
+    return Request(
+        kind=kind,
+        group=GroupSpec(name="ring", group_id="0123", backend="local", world_size=world, ops=ops),
+        operands=tuple(
+            (rank, side_key(rank, 0) if rank in gives else None, side_key(rank, 1) if rank in brings else None)
+            for rank in ranks
+        ),
+        op=ReduceOp.SUM if kind in REDUCTIONS else None,
+        root=root,
+        peer=peer,
+        inplace=given,
+    )
+
+
+def requests_of(kind: OpKind, world: int, **arguments: Any) -> Iterator[Request]:
+    for (root, peer), given in itertools.product(roots_of(kind, world), (True, False)):
+        yield request_of(kind, world, root, peer, given=given, **arguments)

@@ -85,6 +85,14 @@ def test_a_part_that_does_not_come_is_read_in_the_end():
     assert dst.stage(replace(V1, digests=rest), [holder(key)], 1.0).nbytes == 3 * NBYTES
 
 
+def test_holders_that_do_not_have_the_version_any_more_are_named():
+    src, dst = source(tensors(1)), receiver(tensors(0))
+    key, found = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=found), [holder(OTHER), holder(key)], 1.0)
+    assert dst.gone == (OTHER,)
+    assert dst.show(V1)
+
+
 def test_a_version_that_is_open_is_not_shown():
     src, mine = source(tensors(1)), tensors(0)
     dst = receiver(mine)
@@ -221,6 +229,15 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime)
         seal(3, 0)
 
 
+@pytest.mark.usefixtures("held_here")
+def test_small_parts_are_told_together(monkeypatch):
+    monkeypatch.setattr(agent, "TOLD_NBYTES", 2 * NBYTES)
+    agent.attach_source(None, "policy", 1, KEY, LAYOUTS, 0)
+    trainer = SimpleNamespace(layers=lambda: iter(NAMES))
+    told = agent.seal_parts(trainer, "policy", 0, V1, AMONG, b"1", "layers")
+    assert [[name for name, _ in found] for _, found in told] == [["a", "b"], ["c"]]
+
+
 def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
     held_here["none"] = pytest.importorskip("torch").empty(0, 4)  # of which numpy has another address each time
     layouts = LAYOUTS | {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
@@ -236,6 +253,7 @@ def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
     assert agent.show(None, "second", 0, whole)
     Runtime.may_begin()
     assert agent.shown("second") == (True, V1)
+    assert agent.attach_receiver(None, "policy", "third", OTHER, layouts, 0, True)[1] == V1
 
 
 def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):

@@ -15,39 +15,10 @@ from raycollect.errors import (
     GroupBrokenError,
     KernelError,
     PlanAbortedError,
-    TensorDirtyError,
 )
 from raycollect.planner import Request, plan
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, HoldAt
-from tests.pure.planner.convoys import allreduces, convoy_of
-
-
-def test_a_dirty_tensor_may_be_read_after_a_call_of_the_batch_has_written_it_whole() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        values = [np.arange(4.0), np.zeros(4)]
-        keys = [convoy.keep(one, value) for one, value in enumerate(values)]
-        spec = convoy.memberships[0].spec
-        convoy.stores[1].mark_dirty([arrays.byte_range(values[1])], [arrays.owner(values[1])])
-        over = Request(
-            kind=OpKind.BROADCAST,
-            group=spec,
-            operands=((0, keys[0], None), (1, None, keys[1])),
-            root=0,
-            timeout_s=WAIT_S,
-        )
-        use = Request(
-            kind=OpKind.ALLREDUCE,
-            group=spec,
-            operands=((0, keys[0], None), (1, keys[1], None)),
-            op=ReduceOp.SUM,
-            timeout_s=WAIT_S,
-        )
-        for outcome in convoy.run([use, over], convoy.memberships * 2).values():
-            assert isinstance(outcome.error, TensorDirtyError)
-        for outcome in convoy.run([over, use], convoy.memberships * 2).values():
-            assert outcome.error is None
-        np.testing.assert_array_equal(values, [[0, 2, 4, 6]] * 2)
-        assert convoy.stores[1].statistics().dirty == 0
 
 
 @pytest.mark.parametrize("nth", range(1, 5))
@@ -99,33 +70,6 @@ def _calls(convoy: Convoy, kind: OpKind, keys: Sequence[Sequence[Key]]) -> list[
     ]
 
 
-def test_a_fault_in_a_fused_kernel_makes_all_of_its_tensors_dirty() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[np.ones(3), np.ones(3)] for _ in range(4)]
-        convoy.faults = fault = FailAt(point="after_kernel", rank=0)
-        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 4)
-        assert fault.consumed == 1
-        assert isinstance(outcomes[0].error, KernelError)
-        for of_call in values:
-            assert convoy.stores[0].is_dirty([arrays.byte_range(of_call[0])])
-        convoy.faults = FailAt(point="start", rank=9)
-        again = [[np.full(3, 2.0), np.full(3, 3.0)] for _ in range(4)]
-        assert all(one.error is None for one in convoy.run(allreduces(convoy, again), convoy.memberships * 4).values())
-        np.testing.assert_array_equal(again, np.full((4, 2, 3), 5.0))
-
-
-@pytest.mark.parametrize("point", ["start", "before_check", "after_check"])
-def test_a_fault_outside_of_the_kernels_leaves_nothing_dirty(point: str) -> None:
-    with convoy_of([[0, 1], [1, 2]]) as convoy:
-        values = [[np.ones(2), np.ones(2)], [np.ones(2), np.ones(2)]]
-        requests = allreduces(convoy, values[:1], 0) + allreduces(convoy, values[1:], 1)
-        convoy.faults = fault = FailAt(point=point, rank=1)
-        outcomes = convoy.run(requests, convoy.memberships)
-        assert fault.consumed == 1
-        assert isinstance(outcomes[1].error, KernelError)
-        assert convoy.stores[1].statistics().dirty == 0
-
-
 def test_an_abort_between_two_launches_is_not_lost() -> None:
     """Who is aborted after a kernel, and before the next launch, begins none."""
     with convoy_of([[0, 1], [1, 2]]) as convoy:
@@ -143,19 +87,6 @@ def test_an_abort_between_two_launches_is_not_lost() -> None:
         np.testing.assert_array_equal(values[0], [[2, 2], [2, 2]])
         np.testing.assert_array_equal(values[1], [[1, 1], [1, 1]])
         assert [store.statistics().dirty for store in convoy.stores] == [0, 0, 0]
-
-
-def test_an_abort_before_the_run_lets_it_begin_nothing() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[np.ones(2), np.ones(2)]] * 2
-        convoy.faults = hold = HoldAt(point="start", rank=0)
-        futures = convoy.start(plan(allreduces(convoy, values), convoy.memberships * 2))
-        assert hold.came.wait(WAIT_S)
-        convoy.abort(0)
-        hold.go.set()
-        for future in futures.values():
-            assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
-        np.testing.assert_array_equal(values, np.ones((2, 2, 2)))
 
 
 def test_a_group_that_is_not_there_is_an_outcome() -> None:

@@ -50,22 +50,3 @@ def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_its_own(name: str, 
         np.testing.assert_array_equal(before, values[0])
         tensor.data = before
     one.works_on()
-
-
-@pytest.mark.parametrize("point", ["before_check", "after_check", "before_kernel"])
-def test_what_a_method_lets_go_of_meanwhile_is_written_all_the_same(point: str, fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = [[np.ones(3), np.ones(4)] for _ in range(2)]
-    first, second = values[1]
-    keys = one.keep_all(values)
-    one.faults = hold = HoldAt(point=point, rank=1)
-    futures = one.start(OpKind.ALLREDUCE, keys)
-    assert hold.came.wait(WAIT_S)
-    values[1].clear()
-    assert one.stores[1].free([keys[1]]) == 1
-    hold.go.set()
-    for future in futures:
-        assert future.result(WAIT_S).error is None
-    np.testing.assert_array_equal(first, np.full(3, 2))
-    np.testing.assert_array_equal(second, np.full(4, 2))
-    one.works_on()

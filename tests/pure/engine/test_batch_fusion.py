@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import Key, OpKind, ReduceOp, task_key
+from raycollect.core.model import Key, OpKind, ReduceOp
 from raycollect.engine.batch_agreement import decode_arrivals, encode_arrivals
 from raycollect.errors import (
     KernelError,
     MismatchError,
-    NotATensorError,
-    PlanAbortedError,
     ProtocolError,
     TensorFreedError,
 )
@@ -27,10 +24,9 @@ from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
 from raycollect.planner.schedule import schedule
 from raycollect.planner.template import NATIVE
-from tests.pure.communicators import ThreadTeam
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
-from tests.pure.planner.convoys import allreduces, convoy_of
 
 
 def _with_choice(request: Request, membership: Membership, name: str, at_least: int) -> Part:
@@ -46,9 +42,7 @@ def _with_choice(request: Request, membership: Membership, name: str, at_least: 
 @pytest.mark.parametrize(("size", "kinds"), [(3, {OpKind.BROADCAST}), (4, {OpKind.SEND, OpKind.RECV})])
 def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle(size: int, kinds: set[OpKind]) -> None:
     """Two calls of 4 x 8 bytes reach the 64 from which on a tree is taken."""
-    team = ThreadTeam("tcp", 4)
-    convoy = Convoy([range(4)], lambda world_size: team.communicators)
-    try:
+    with convoy_of(4, "tcp") as convoy:
         (membership,) = convoy.memberships
         values = [[np.full(size, 10 * call + rank) for rank in range(4)] for call in range(2)]
         requests = [
@@ -74,18 +68,13 @@ def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle(size: int, kinds: set[Op
                 np.testing.assert_array_equal(of_call[rank], np.full(size, 10 * call))
         assert {kernel.kind for kernel in kernels} <= kinds
         assert kernels
-    finally:
-        convoy.close()
-        team.close()
 
 
 @pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> None:
     """Over `tcp`, where pairs of one launch don't see each other; each call is repeated on other tensors."""
-    team = ThreadTeam("tcp", world)
-    convoy = Convoy([range(world)], lambda world_size: team.communicators)
-    try:
+    with convoy_of(world, "tcp") as convoy:
         spec = replace(convoy.memberships[0].spec, ops=("send", "recv"))
         membership = replace(convoy.memberships[0], spec=spec)
         root = 0 if kind in (OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER) else -1
@@ -115,9 +104,6 @@ def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> N
             for one, right in zip(got, wanted, strict=True):
                 for piece, whole in zip(*((x if isinstance(x, list) else [x]) for x in (one, right)), strict=True):
                     np.testing.assert_array_equal(piece, whole)
-    finally:
-        convoy.close()
-        team.close()
 
 
 def _heard(convoy: Convoy, one: int) -> list[Any]:
@@ -141,18 +127,6 @@ def test_independent_calls_of_one_form_are_one_kernel(count: int) -> None:
             np.testing.assert_array_equal(of_call, [right] * 2)
 
 
-def test_hidden_aliases_on_one_participant_end_the_fusion_on_all() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        shared, mine = np.ones(4), [np.ones(4), np.ones(4)]
-        kernels = _heard(convoy, 0)
-        values = [[mine[0], shared], [mine[1], shared]]
-        outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2)
-        assert all(outcome.error is None for outcome in outcomes.values())
-        assert len(kernels) == 2
-        np.testing.assert_array_equal(mine, [[2] * 4, [3] * 4])
-        np.testing.assert_array_equal(shared, [3] * 4)
-
-
 def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -> None:
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(3), np.ones(3)] for _ in range(3)]
@@ -172,22 +146,6 @@ def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -
         convoy.stores[0].free([key])
         for future in convoy.start(planned).values():
             assert isinstance(future.result(WAIT_S).error, TensorFreedError)
-
-
-def test_the_first_operand_does_not_keep_the_memory_of_the_others() -> None:
-    import gc
-    import weakref
-
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[np.ones(3), np.ones(3)] for _ in range(3)]
-        requests = allreduces(convoy, values)
-        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 3).values())
-        convoy.executions = {}
-        alive = weakref.ref(values[2][0])
-        convoy.stores[0].free([requests[2].operands[0][1]])  # type: ignore[list-item]
-        values.clear()
-        gc.collect()
-        assert alive() is None
 
 
 def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> None:
@@ -210,18 +168,6 @@ def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> 
                 np.testing.assert_array_equal(mine, np.full((1, 2, 2), 2.0 ** (turn + 1)))
         for one, key in enumerate(shared):
             np.testing.assert_array_equal(convoy.stores[one].look(key).value, [expected] * 2)  # type: ignore[union-attr]
-
-
-def test_a_tensor_whose_storage_was_given_back_is_refused_though_the_batch_ran_before() -> None:
-    torch = pytest.importorskip("torch")
-    with convoy_of([[0, 1]]) as convoy:
-        values = [[torch.ones(3), torch.ones(3)] for _ in range(2)]
-        requests = allreduces(convoy, values)
-        assert all(one.error is None for one in convoy.run(requests, convoy.memberships * 2).values())
-        values[1][0].untyped_storage().resize_(0)
-        for outcome in convoy.run(requests, convoy.memberships * 2).values():
-            assert isinstance(outcome.error, NotATensorError)
-            assert {(violation.call, violation.rank) for violation in outcome.error.violations} == {(1, 0)}
 
 
 def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
@@ -249,22 +195,6 @@ def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
         fresh = [[np.ones(3), np.ones(3)] for _ in range(4)]
         assert all(one.error is None for one in convoy.run(allreduces(convoy, fresh), convoy.memberships * 4).values())
         assert len(sizes) > 2
-
-
-def test_an_abort_ends_the_wait_for_a_method() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        requests = allreduces(convoy, [[np.ones(2), np.ones(2)]] * 2)
-        absent = task_key(bytes(23) + b"x", 1)
-        operands = ((0, absent, None), requests[1].operands[1])
-        requests[1] = replace(requests[1], operands=operands)
-        waits = threading.Event()
-        planned = plan(requests, convoy.memberships * 2)
-        convoy.waiting = lambda key: waits.set()
-        futures = convoy.start(planned)
-        assert waits.wait(WAIT_S)
-        convoy.abort(0)
-        for future in futures.values():
-            assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
 
 
 def test_who_ended_is_told_by_places_only_where_all_ran_in_the_checks_launch() -> None:
@@ -299,10 +229,6 @@ class _Ending:
 )
 def test_arrivals_of_a_batch_are_read_as_they_were_written(arrivals: dict[int, bytes], conflict: bool) -> None:
     assert decode_arrivals(encode_arrivals(arrivals, conflict=conflict)) == (conflict, arrivals)
-
-
-def test_two_hundred_equal_arrivals_are_small() -> None:
-    assert len(encode_arrivals(dict.fromkeys(range(200), bytes(100)), conflict=False)) < 1000
 
 
 @pytest.mark.parametrize("data", [b"", b"\x90", b"\xc1abc", encode_arrivals({1: b"x"}, conflict=True)[:-1]])
