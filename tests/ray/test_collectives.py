@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,43 +15,17 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.support.actors import Worker
+from tests.support.actors import Worker, block, filled
 from tests.support.checks import refused
 
 
-def inputs(world, shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 5, shape).astype(dtype) for _ in range(world)]
-
-
-def hold(actors, arrays):
-    """Gives each actor an array and returns the refs."""
-    ray.get([actor.set_buffer.remote(array) for actor, array in zip(actors, arrays, strict=True)])
-    return [actor.get_buffer.remote() for actor in actors]
-
-
-MORE = [pytest.param(backend, marks=pytest.mark.full) for backend in ("tcp", "gloo")]
-on_shm = pytest.mark.parametrize("group", ["shm", *MORE], indirect=True)
-"""For what is above the kernels; tests/pure/backends/test_conformance.py has these on all backends."""
-
-
-@pytest.fixture(params=["shm", MORE[0], "gloo"])
-def group(request, actors):
-    """Three actors in a declared group."""
-    return col.declare_collective_group(actors(Worker, 3), backend=request.param)
-
-
-@on_shm
-def test_output_refs_chain(group):
-    refs = hold(group.actors, inputs(3, (11,), "float32"))
-    total = sum(col.get(refs))
-    outs = col.allreduce_refs(refs, inplace=False)
+def test_output_refs_chain(trio):
+    outs = col.allreduce_refs(filled(trio, (1, 2, 4)), inplace=False)
     again = col.allreduce_refs(outs)
-    np.testing.assert_array_equal(col.get(again[0]), 3 * total)
-    ray.get(group.actors[0].set_buffer.remote(outs[0]))
-    np.testing.assert_array_equal(ray.get(group.actors[0].read.remote()), 3 * total)
-    ray.get(group.actors[0].set_buffer.remote(outs[2]))  # a copy from another participant
-    np.testing.assert_array_equal(ray.get(group.actors[0].read.remote()), 3 * total)
+    np.testing.assert_array_equal(col.get(again[0]), np.full(7, 21))
+    for out in (outs[0], outs[2]):  # the last is a copy from another participant
+        ray.get(trio[0].set_buffer.remote(out))
+        np.testing.assert_array_equal(ray.get(trio[0].read.remote()), np.full(7, 21))
 
 
 def test_one_rank_alone(actors):
@@ -70,10 +45,9 @@ def test_ranks_come_from_the_declaration(actors):
     a, b, c = actors(Worker, 3)
     group = col.declare_collective_group([a, b, c], world_size=3, ranks=[2, 0, 1], backend="shm", group_name="g")
     assert group.actors == (b, c, a)
-    arrays = inputs(3, (5,), "float32")
-    refs = hold([a, b, c], arrays)
+    refs = filled([a, b, c], (1, 2, 4))
     assert col.broadcast_refs(refs, src_rank=2, group_name="g") == [refs[1], refs[2], refs[0]]
-    np.testing.assert_array_equal(col.get(refs[1]), arrays[0])
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(7, 1))
 
 
 def test_destroying_leaves_the_actors_and_frees_the_name(actors):
@@ -103,6 +77,12 @@ def assert_same(found, expected):
     assert type(found) is type(expected)
     for one, other in zip(found, expected, strict=True) if isinstance(expected, list) else [(found, expected)]:
         np.testing.assert_array_equal(one, other, strict=True)
+
+
+def test_a_group_is_derived_from_the_refs(actors):
+    a, b = actors(Worker, 2)
+    col.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()])
+    np.testing.assert_array_equal(col.get(b.get_buffer.remote()), np.full(10, 2, np.float32))
 
 
 def test_derived_groups_take_their_ranks_from_the_tensors(actors):
@@ -188,3 +168,34 @@ def test_await_needs_no_thread_of_the_default_pool_of_the_loop(actors):
         return found
 
     np.testing.assert_array_equal(asyncio.run(main()), np.ones(10))
+
+
+def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, gate, monkeypatch):
+    """The refs of outputs hold it as well, and Ray logs errors that nobody asked for: the last call shows that."""
+    workers = actors(Worker, 2)
+    logged, unhandled = [], threading.Event()
+
+    def note(message, *args, **options):
+        logged.append(message)
+        unhandled.set()
+
+    monkeypatch.setattr(ray._private.worker.logger, "error", note)
+    col.allgather_refs(None, make(workers, part))  # while both can join a group
+    busy = block(workers[1], gate)
+    work = col.gather_refs(None, make(workers, part), async_op=True)
+    assert work.cancel(), "as Ctrl-C does"
+    del work
+    ray.get([gate.open.remote(), busy])
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"int64\[5\] on cpu, expected .* whose first dimension 2 divides"
+    ):
+        col.alltoall_refs(None, make(workers, part))
+    col.allgather_refs(None, make(workers, part))  # the refused one has landed on all ranks
+    gc.collect()  # its traceback holds its refs
+    work = col.reducescatter_refs(None, make(workers, part), async_op=True)
+    resolved = threading.Event()
+    work._tracker.when_resolved(resolved.set)
+    assert resolved.wait(60)
+    del work
+    assert unhandled.wait(60)
+    assert all("reducescatter" in message for message in logged), logged

@@ -22,7 +22,8 @@ from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
 from raycollect.planner.sizes import least_between
 from raycollect.pos import tensors
-from tests.pure.engine.reshard_runs import convoy_of, must, run
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.reshard_runs import must, run
 from tests.pure.fleet import FailAt, contain
 from tests.pure.resharding import (
     UNTOUCHED,

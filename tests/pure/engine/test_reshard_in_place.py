@@ -20,7 +20,7 @@ from raycollect.planner import Request, Reshard
 from raycollect.planner.layout import fused_layouts, layout
 from raycollect.planner.reshard import rounds
 from raycollect.pos import tensors
-from tests.pure.communicators import ThreadTeam
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import Convoy, FailAt
 from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, request_of, whole_tensors
 
@@ -41,12 +41,8 @@ RESHARD = bound(SRC, DST, (0, 1), (2, 3, 4))
 @pytest.fixture
 def convoy() -> Iterator[Convoy]:
     """Ranks in threads, whose staging all can reach."""
-    team = ThreadTeam("shm", WORLD)
-    made = Convoy([tuple(range(WORLD))], lambda _: team.communicators)
-    made.allocate = tensors.allocate
-    yield made
-    made.close()
-    team.close()
+    with convoy_of(WORLD, "shm", tensors.allocate) as made:
+        yield made
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -168,31 +167,6 @@ def test_a_step_that_was_stopped_begins_no_action_any_more(team: MakeTeam) -> No
     _, futures = one.start()
     assert isinstance(futures[0].exception(WAIT_S), PlanAbortedError)
     assert not one.actors[0].calls
-
-
-def test_aborts_race_with_runs(team: MakeTeam) -> None:
-    """However they meet, a run ends well or aborted, and never hangs."""
-    one = team(2)
-    slots = [script.call("make") for script in one.scripts]
-    one.collective(OpKind.ALLREDUCE, every(slots))
-    for rank, actor in enumerate(one.actors):
-        actor.methods = {"make": lambda rank=rank: full(rank)}  # a new one: the last one may be half-written
-    one.capture()
-    stop = threading.Event()
-
-    def abort() -> None:
-        while not stop.is_set():
-            for replay in one.replays:
-                replay.abort()
-
-    thread = threading.Thread(target=abort)
-    thread.start()
-    try:
-        for _ in range(100):
-            assert {type(error) for error in one.fail()} <= {type(None), PlanAbortedError}
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from raycollect.observe import Label
@@ -52,3 +53,23 @@ def two_ranks() -> Trace:
         ]
         ranks.append(a_process(f"W{rank}", 20 + 10 * rank, slices, ranks=(("default", rank),)))
     return a_trace(a_process("driver", 10, plans, leads=True), *ranks)
+
+
+class Numbers:
+    """Meters that only remember."""
+
+    def __init__(self) -> None:
+        self.counted: dict[tuple[str, str], float] = {}
+        self.observed: list[tuple[str, float, dict[str, str]]] = []
+        self.broken = False
+        self.asked = threading.Event()
+
+    def count(self, name: str, value: float, tags: Any) -> None:
+        if self.broken:
+            self.asked.set()
+            raise RuntimeError("no agent")
+        key = name, "/".join(tags.values())
+        self.counted[key] = self.counted.get(key, 0) + value
+
+    def observe(self, name: str, value: float, tags: Any) -> None:
+        self.observed.append((name, value, dict(tags)))

@@ -9,9 +9,13 @@ from typing import Any
 
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.planner import Request
+from raycollect.planner.lower import SUBSTITUTES
 from tests.pure.meaning import REDUCTIONS, roots_of, takers
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
+PAIR = (OpKind.SEND, OpKind.RECV)
+COLLECTIVE_SUBSTITUTES = {kind: needs for kind, ways in SUBSTITUTES.items() for needs in ways if needs != PAIR}
+"""Operation -> the collectives of which it is made where a backend lacks it."""
 Operands = tuple[int, Key | None, Key | None]
 
 

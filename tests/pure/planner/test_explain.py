@@ -200,7 +200,7 @@ def test_a_stage_is_as_the_plan_alone_but_for_its_numbers():
     there = membership([0, 0, 1, 1], backend="tcp")
     requests = [broadcast(there, 1, "a"), allreduce(there, "a"), allreduce(there, "b")]
     held = {"a": info(100), "b": info(7)}
-    (_, stage) = explain_step([methods(0, ("begin", 3)), captured(3, requests, there, held)], 4).stages
+    (_, stage) = explain_step([(methods(0, ("begin", 3)), 0), captured(3, requests, there, held)], 4).stages
     alone = told(requests, there, held)
     moved = [replace(row, call=row.call - 3, after=tuple(one - 3 for one in row.after)) for row in stage.rows]
     assert tuple(moved) == alone.rows
@@ -209,6 +209,6 @@ def test_a_stage_is_as_the_plan_alone_but_for_its_numbers():
 
 @pytest.mark.parametrize("count", [1, MOST_ACTORS, MOST_ACTORS + 3])
 def test_many_actors_of_a_method_are_counted(count):
-    shown = explain_step([methods(0, ("gradient", count))], count).explain()
+    shown = explain_step([(methods(0, ("gradient", count)), 0)], count).explain()
     assert (f"and {count - MOST_ACTORS} more" in shown) == (count > MOST_ACTORS)
     assert shown.count("Trainer<") == min(count, MOST_ACTORS)

@@ -10,12 +10,12 @@ import pytest
 from raycollect.core.model import Key, OpKind
 from raycollect.errors import RefusedError, UnsupportedError
 from raycollect.planner import Local, Request, Role, decode_program, encode_program, plan, plan_part
-from raycollect.planner.algorithms import STAND_INS
+from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.ir import Part
 from raycollect.planner.lower import SUBSTITUTES
 from raycollect.planner.verify import verify
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers
-from tests.pure.planner.requests import ALL_OPS, givers, request_of, requests_of, side_key
+from tests.pure.planner.requests import ALL_OPS, COLLECTIVE_SUBSTITUTES, PAIR, givers, request_of, requests_of, side_key
 
 MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
 
@@ -160,36 +160,29 @@ def test_a_reduction_needs_a_reduce_op(kind: OpKind) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kind", SUBSTITUTES)
 def test_what_a_backend_lacks_is_made_of_what_it_has(kind: OpKind, world: int) -> None:
-    for request in requests_of(kind, world, ops=tuple(other.value for other in SUBSTITUTES[kind][0])):
-        _check(plan_part(request), request)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("kind", STAND_INS)
-def test_what_a_backend_lacks_is_made_of_sends_and_receives(kind: OpKind, world: int) -> None:
-    for request in requests_of(kind, world, ops=("send", "recv")):
-        made = plan_part(request)
-        _check(made, request)
-        (choice,) = made.choices
-        assert choice.name == STAND_INS[kind].name
+    for needs in SUBSTITUTES[kind]:
+        for request in requests_of(kind, world, ops=tuple(other.value for other in needs)):
+            made = plan_part(request)
+            _check(made, request)
+            if needs == PAIR:
+                (choice,) = made.choices
+                assert kind in ALGORITHMS[choice.name].kinds
 
 
 def test_substitutes_are_preferred_to_sends_and_receives() -> None:
-    for kind in SUBSTITUTES.keys() & STAND_INS.keys():
-        ops = ("send", "recv", *(other.value for other in SUBSTITUTES[kind][0]))
-        for request in requests_of(kind, 3, ops=ops):
-            made = plan_part(request)
-            kinds = {step.kind for template in made.templates for step in template.steps}
-            assert kinds == set(SUBSTITUTES[kind][0])
+    for kind, needs in COLLECTIVE_SUBSTITUTES.items():
+        for request in requests_of(kind, 3, ops=("send", "recv", *(other.value for other in needs))):
+            kinds = {step.kind for template in plan_part(request).templates for step in template.steps}
+            assert kinds == set(needs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_can_not_be_made_is_refused_naming_backend_operation_and_what_there_is(kind: OpKind) -> None:
-    needed = SUBSTITUTES[kind][0] if kind in SUBSTITUTES else ()
+    needed = COLLECTIVE_SUBSTITUTES.get(kind, ())
     if kind is OpKind.BARRIER:
         return
     for lacking, half in itertools.product(needed or (kind,), ("send", "recv")):
-        stands_in = {half} if kind in STAND_INS else set()
+        stands_in = {half} if PAIR in SUBSTITUTES.get(kind, ()) else set()
         ops = tuple(op for op in ALL_OPS if op not in {kind.value, lacking.value} | stands_in)
         root, peer = roots_of(kind, 3)[0]
         with pytest.raises(UnsupportedError) as caught:

@@ -16,8 +16,7 @@ from raycollect.backends import arrays
 from raycollect.channel import Server, parts
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
 from raycollect.channel.packing import pack, unpack
-from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core.model import TENSOR, Address, Key, Structure, TensorInfo, task_key
+from raycollect.core.model import Address, Key, task_key
 from raycollect.core.ray_internals import memory_domain
 from raycollect.errors import (
     ProtocolError,
@@ -26,7 +25,7 @@ from raycollect.errors import (
     UnsupportedError,
     from_wire,
 )
-from raycollect.pos import Store, description, tensors
+from raycollect.pos import Store, tensors
 from raycollect.pos import fetch as fetching
 from raycollect.pos.fetch import _OutOfReach, _read_value, find, lending_s, serve
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party
@@ -191,16 +190,6 @@ def holder() -> Iterator[tuple[Address, Store]]:
     server.close()
 
 
-def test_a_description_has_as_many_tensors_as_the_value() -> None:
-    """More than the longest list of a message, and more bytes than a frame."""
-    names, info = tuple(f"experts.{at}" for at in range(70_000)), TensorInfo(shape=(2,), dtype="int32", itemsize=4)
-    structure = Structure("dict", ("a", 7), (TENSOR, Structure("dict", names, (TENSOR,) * len(names))))
-    described = description.Description(structure, [info] * 70_001, [None] * 70_001)
-    packed = description.encode(described)
-    assert len(packed) > MAX_FRAME_NBYTES
-    assert description.decode(packed) == described
-
-
 @pytest.mark.parametrize("domain", ["", memory_domain()], ids=["sent", "lent"])
 def test_a_value_whose_description_is_longer_than_a_frame_arrives(
     monkeypatch: pytest.MonkeyPatch, holder: tuple[Address, Store], domain: str
@@ -286,13 +275,6 @@ def test_a_plan_waits_until_what_it_writes_was_read() -> None:
     serve(Slow(Fetch(key=KEY, domain=memory_domain())), store)  # type: ignore[arg-type]
     assert written.wait(WAIT_S)
     writer.join(WAIT_S)
-
-
-def test_a_client_that_went_away_or_was_too_slow_holds_up_no_plan() -> None:
-    value = tensors.zeros(100_000)
-    _, store = lent(value)
-    with store.writing([arrays.byte_range(value)]):
-        pass
 
 
 def test_what_was_read_too_late_is_not_believed() -> None:

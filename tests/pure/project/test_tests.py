@@ -21,11 +21,8 @@ IMPORTED = frozenset(
         "tests.faults.test_thread_faults",
         "tests.pure.backends.test_nccl_join",
         "tests.pure.channel.test_message_faults",
-        "tests.pure.driver.test_controller",
-        "tests.pure.driver.test_order_model",
         "tests.pure.group.test_thread_faults",
         "tests.pure.member.test_thread_faults",
-        "tests.pure.observe.test_timeline_session",
         "tests.pure.planner.test_render",
     }
 )
