@@ -6,7 +6,6 @@ import abc
 import dataclasses
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,6 +27,7 @@ from raycollect.errors import (
 from tests.pure.backends.adopted_groups import WAIT_S, Threads, table
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import LAYOUTS, check_cases, every_case, run_launch
+from tests.support.values import replace
 
 __all__ = ["table"]  # a fixture
 

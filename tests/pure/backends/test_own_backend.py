@@ -6,7 +6,6 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.errors import GroupBrokenError
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import KINDS, check_cases, every_case
+from tests.support.values import replace
 
 PAGE = Path(raycollect.__file__).parents[1] / "docs" / "backends.md"
 
