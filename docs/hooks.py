@@ -119,12 +119,11 @@ def tree_of_errors() -> str:
 @functools.cache
 def public_names() -> dict[str, str]:
     """What users import: the name -> the anchor of its entry."""
-    top = _assigned("raycollect/__init__.py", "_HOMES")
-    imports = (node for node in _parsed("raycollect/errors/__init__.py").body if isinstance(node, ast.ImportFrom))
-    raised = (one.name for node in imports if str(node.module).startswith("raycollect.errors.") for one in node.names)
-    return {name: f"raycollect.{name}" for name in top} | {
-        name: f"raycollect.errors.{name}" for name in raised if name[0].isupper() and not name.isupper()
-    }
+    top = " ".join(_assigned("raycollect/__init__.py", "_NAMES").values()).split()
+    files = sorted((ROOT / "raycollect/errors").glob("_*.py"))
+    bodies = (node for path in files for node in _parsed(path.relative_to(ROOT).as_posix()).body)
+    raised = (node.name for node in bodies if isinstance(node, ast.ClassDef))
+    return {name: f"raycollect.{name}" for name in top} | {name: f"raycollect.errors.{name}" for name in raised}
 
 
 def _assigned(file: str, name: str) -> Any:

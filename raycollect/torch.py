@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from raycollect.member.torch_autograd import all_gather, all_reduce, all_to_all, reduce_scatter
-from raycollect.member.torch_gradients import allreduce_hook
-from raycollect.member.torch_process_group import TorchProcessGroup, register
+from raycollect.member.torch.autograd import all_gather, all_reduce, all_to_all, reduce_scatter
+from raycollect.member.torch.gradients import allreduce_hook
+from raycollect.member.torch.process_group import TorchProcessGroup, register
 
 __all__ = [
     "TorchProcessGroup",

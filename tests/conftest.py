@@ -127,16 +127,16 @@ def actors(tidy, idle_here):
     """Starts actors, and ends them with the test; those of some classes go on in another test, as good as new."""
     import ray
 
-    from tests import lives
+    from tests.support import actor_pool
 
     started, lasting = [], []
 
     def start(cls, count, *args, **options):
-        if lives.may_last(cls, options):
+        if actor_pool.may_be_reused(cls, options):
             kind = cls, options.get("max_concurrency")
             waiting = idle_here.setdefault(kind, [])
-            made = lives.begin_again([waiting.pop() for _ in range(min(count, len(waiting)))], args)
-            made += lives.start(cls, count - len(made), args, **options)
+            made = actor_pool.reset([waiting.pop() for _ in range(min(count, len(waiting)))], args)
+            made += actor_pool.start(cls, count - len(made), args, **options)
             lasting.extend((kind, actor) for actor in made)
         else:
             made = [cls.options(num_cpus=0, **options).remote(*args) for _ in range(count)]
@@ -145,6 +145,18 @@ def actors(tidy, idle_here):
 
     yield start
     for kind, actor in lasting:
-        (idle_here[kind] if len(idle_here[kind]) < lives.MOST_IDLE else started).append(actor)
+        (idle_here[kind] if len(idle_here[kind]) < actor_pool.MOST_IDLE else started).append(actor)
     for actor in started:
         ray.kill(actor)
+
+
+@pytest.fixture
+def gate(actors):
+    """Opened by `gate.open.remote()`, at the latest in the end; what `gate.wait.remote()` gives is not there before."""
+    import ray
+
+    from tests.support.actors import Gate
+
+    (made,) = actors(Gate, 1, max_concurrency=32)
+    yield made
+    ray.get(made.open.remote())

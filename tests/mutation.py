@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,8 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS = ("planner", "engine", "pos", "channel", "group", "member", "driver")
 MAPPING = "RAYCOLLECT_MUTATION_MAP"  # the folder into which the test workers of `map` write
 
-MOST_S = 40.0  # the time that the tests of one mutant take unchanged, at most
+MOST_S = 20.0  # the time that the tests of one mutant take unchanged, at most
 MOST_FILES = 8
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 LIMIT_S, LIMIT_TIMES = 60.0, 8.0  # a run has failed after this, and after so many times the time it takes unchanged
 
 _PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot))
@@ -226,21 +230,60 @@ class Tests:
 # ---------------------------------------------------------------------------------------------- runs
 
 
-def outcome_of(candidate: Candidate, tests: Tests, copy: Path) -> Mutant:
-    """Runs the tests of one mutant in a copy of the repository."""
+class Runner:
+    """Runs tests in a copy of the repository, each time in a fork of one process that has imported what is slow.
+
+    Args:
+        copy: The folder of the copy.
+    """
+
+    def __init__(self, copy: Path) -> None:
+        self.copy = copy
+        command = [sys.executable, "-m", "tests.mutation", "serve"]
+        self._process = subprocess.Popen(command, cwd=copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def passes(self, tests: list[str], limit_s: float) -> bool:
+        """Whether all tests pass in time."""
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        print(json.dumps([tests, limit_s]), file=requests, flush=True)
+        return bool(json.loads(answers.readline()))
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+def serve() -> None:
+    """Answers the requests of a `Runner`; called in its copy, before anything of the package was imported."""
+    for name in ("hypothesis", "msgpack", "numpy", "ray", "torch"):
+        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for line in sys.stdin:
+        tests, limit_s = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            signal.alarm(int(limit_s))  # whose default action ends the process
+            os._exit(int(pytest.main([*OPTIONS, *tests])))
+        status = os.waitpid(child, 0)[1]
+        with suppress(ProcessLookupError):  # it has started no other processes, or they have ended
+            os.killpg(child, signal.SIGKILL)
+        print(json.dumps(status == 0), file=answers, flush=True)
+
+
+def outcome_of(candidate: Candidate, tests: Tests, runner: Runner) -> Mutant:
+    """Runs the tests of one mutant."""
     chosen = tests.of(candidate)
     if not chosen:
         return replace(candidate.mutant, outcome="unreached")
-    target, listed = copy / candidate.mutant.file, copy / "chosen.txt"
+    target = runner.copy / candidate.mutant.file
     original = target.read_text()
     target.write_text(candidate.source())
-    listed.write_text("\n".join(chosen))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{listed}"]
-    limit_s = max(LIMIT_S, LIMIT_TIMES * sum(map(tests.took_s.__getitem__, chosen)))
     try:
-        passed = subprocess.run(command, cwd=copy, timeout=limit_s, capture_output=True, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        passed = False
+        passed = runner.passes(chosen, max(LIMIT_S, LIMIT_TIMES * sum(map(tests.took_s.__getitem__, chosen))))
     finally:
         target.write_text(original)
     return replace(candidate.mutant, outcome="survived" if passed else "killed")
@@ -248,24 +291,26 @@ def outcome_of(candidate: Candidate, tests: Tests, copy: Path) -> Mutant:
 
 def run(candidates: list[Candidate], tests: Tests, out: Path, workers: int) -> None:
     """Runs mutants beside each other, and writes their outcomes after each."""
-    copies: SimpleQueue[Path] = SimpleQueue()
+    runners: SimpleQueue[Runner] = SimpleQueue()
     done: list[Mutant] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         for number in range(workers):
             copy = Path(folder) / str(number)
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-            copies.put(copy)
+            runners.put(Runner(copy))
 
         def one(candidate: Candidate) -> None:
-            copy = copies.get()
+            runner = runners.get()
             try:
-                done.append(outcome_of(candidate, tests, copy))
+                done.append(outcome_of(candidate, tests, runner))
             finally:
-                copies.put(copy)
+                runners.put(runner)
             out.write_text(json.dumps([asdict(mutant) for mutant in done], indent=1))
             print(len(done), done[-1], flush=True)
 
         list(pool.map(one, candidates))
+        for _ in range(workers):
+            runners.get().close()
     told(done)
 
 
@@ -283,6 +328,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("serve", help="what `run` starts")
     commands.add_parser("map").add_argument("map", type=Path)
     running = commands.add_parser("run")
     running.add_argument("map", type=Path)
@@ -292,6 +338,9 @@ def main() -> None:
     running.add_argument("--workers", type=int, default=2)
     running.add_argument("--again", type=Path, help="outcomes of an earlier run: the same mutants, if they still exist")
     given = parser.parse_args()
+    if given.command == "serve":
+        serve()
+        return
     if given.command == "map":
         draw_map(given.map)
         return

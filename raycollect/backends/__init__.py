@@ -14,11 +14,10 @@ from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import NamedTuple, cast
 
-from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
+from raycollect.backends.capabilities import BUILT_IN, OF_NCCL, TORCH_PREFIX, Capabilities, torch_line
 from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
-from raycollect.backends.option_names import OF_NCCL
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import (
     Again,
@@ -32,7 +31,7 @@ from raycollect.core.protocols import (
     Surviving,
     Together,
 )
-from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError, Violation, refusal
+from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError
 from raycollect.errors.text import shown
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "TensorInfo",
     "Together",
     "canonical",
-    "check_op",
     "check_placement",
     "choose",
     "get",
@@ -159,20 +157,6 @@ def ops_of(name: str) -> tuple[str, ...]:
     """
     ops = get(name).ops
     return tuple(kind.value for kind in OpKind if kind in ops)
-
-
-def check_op(name: str, kind: OpKind, group_name: str = "default", rank: int = -1) -> None:
-    """Refuses an operation that a backend does not run.
-
-    Raises:
-        UnknownBackendError: There is no such backend.
-        UnsupportedError: It does not run this; those that it does are named.
-    """
-    backend = get(name, group_name)
-    if kind not in backend.ops:
-        expected = f"one that backend {backend.name!r} runs: {', '.join(ops_of(backend.name)) or 'none'}"
-        violation = Violation(kind="unsupported", rank=rank, field="op", found=kind.value, expected=expected)
-        raise refusal(kind.value, group_name, (violation,))
 
 
 class Choice(NamedTuple):

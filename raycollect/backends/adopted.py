@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import new_class
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from raycollect.backends.options import (
 )
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import CommunicatorFactory, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError
 from raycollect.errors.text import shown
 
@@ -77,11 +77,10 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
             f"{shown(group_cls)} is no collective group: it needs a classmethod check_backend_availability, and some "
             f"of {', '.join(kind.value for kind in _OPTIONS)}, with the arguments of ray.util.collective's BaseGroup"
         )
-    adoption = Adoption(group_cls)
     return Capabilities(
         name=backends.canonical(name),
-        factory=adoption,
-        probe=adoption.missing,
+        factory=_factories.setdefault(group_cls, cast("CommunicatorFactory", partial(_create, group_cls))),
+        probe=partial(_missing, group_cls),
         ops=ops,
         reduce_ops=REDUCE_OPS,
         interruptible=False,
@@ -99,49 +98,42 @@ def _overrides(group_cls: type[Any], method: str) -> bool:
     return callable(found) and not getattr(found, "__isabstractmethod__", False)
 
 
-@dataclass(frozen=True, slots=True)
-class Adoption:
-    """Creates communicators over one class, as a `raycollect.core.protocols.CommunicatorFactory`."""
-
-    group_cls: type[Any]
-
-    def missing(self) -> str:
-        """Says why the class does not work here, or ""."""
-        asked = f"{self.group_cls.__name__}.check_backend_availability()"
-        try:
-            return "" if self.group_cls.check_backend_availability() else f"{asked} says no"
-        except Exception as exc:  # noqa: BLE001 - code of others, asked whether it works: it does not
-            return f"{asked}: {type(exc).__name__}: {exc}"
-
-    def __call__(
-        self,
-        spec: GroupSpec,
-        rank: int,
-        rendezvous: Rendezvous,
-        exchange: Exchange,
-        *,
-        host: str = "",
-        segments: SegmentSource | None = None,
-    ) -> AdoptedCommunicator:
-        """Builds the class's group; `spec.options` are its further keyword arguments."""
-        # Several communicators of one group live at once, and later groups may have its name: a nonce keeps them apart.
-        name = re.sub(r"[^\w.-]+", "-", f"{spec.name}.{spec.group_id}")
-        try:
-            group = _concrete(self.group_cls)(spec.world_size, rank, name, **dict(spec.options))
-        except Exception as exc:
-            made = f"{self.group_cls.__name__}({spec.world_size}, {rank}, {name!r})"
-            detail = f"backend {spec.backend!r}: {made} failed: {type(exc).__name__}: {exc}"
-            raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-        return AdoptedCommunicator(group, spec, rank, exchange)
+_factories: dict[Any, CommunicatorFactory] = {}  # the same for a class each time, so that it may be registered again
 
 
-def _concrete(group_cls: type[Any]) -> type[Any]:
-    # Abstract methods that the class leaves out are never called.
-    if not getattr(group_cls, "__abstractmethods__", None):
-        return group_cls
-    made: type[Any] = new_class(group_cls.__name__, (group_cls,))
-    made.__abstractmethods__ = frozenset()
-    return made
+def _missing(group_cls: type[Any]) -> str:
+    """Says why the class does not work here, or ""."""
+    asked = f"{group_cls.__name__}.check_backend_availability()"
+    try:
+        return "" if group_cls.check_backend_availability() else f"{asked} says no"
+    except Exception as exc:  # noqa: BLE001 - code of others, asked whether it works: it does not
+        return f"{asked}: {type(exc).__name__}: {exc}"
+
+
+def _create(
+    group_cls: type[Any],
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "",
+    segments: SegmentSource | None = None,
+) -> AdoptedCommunicator:
+    """Builds the class's group, as a `CommunicatorFactory`; `spec.options` are its further keyword arguments."""
+    # Several communicators of one group live at once, and later groups may have its name: a nonce keeps them apart.
+    name = re.sub(r"[^\w.-]+", "-", f"{spec.name}.{spec.group_id}")
+    made = group_cls
+    if getattr(group_cls, "__abstractmethods__", None):  # those that the class leaves out are never called
+        made = new_class(group_cls.__name__, (group_cls,))
+        made.__abstractmethods__ = frozenset()
+    try:
+        group = made(spec.world_size, rank, name, **dict(spec.options))
+    except Exception as exc:
+        call = f"{group_cls.__name__}({spec.world_size}, {rank}, {name!r})"
+        detail = f"backend {spec.backend!r}: {call} failed: {type(exc).__name__}: {exc}"
+        raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
+    return AdoptedCommunicator(group, spec, rank, exchange)
 
 
 class AdoptedCommunicator(Exchanged):

@@ -15,69 +15,58 @@ unset_timeout_ms: timedelta = timedelta(milliseconds=-1)  # No timeout. A `timed
 
 
 @dataclass(slots=True)
-class AllReduceOptions:
-    """Options of an allreduce."""
-
-    reduceOp: ReduceOp = ReduceOp.SUM  # noqa: N815 - the name that Ray gave it, here and below
-    timeout_ms: timedelta = unset_timeout_ms
-
-
-@dataclass(slots=True)
 class BarrierOptions:
-    """Options of a barrier."""
+    """Options of a barrier, and of every other operation."""
 
     timeout_ms: timedelta = unset_timeout_ms
 
 
 @dataclass(slots=True)
-class ReduceOptions:
-    """Options of a reduce to `root_rank`."""
-
-    reduceOp: ReduceOp = ReduceOp.SUM  # noqa: N815
-    root_rank: int = 0
-    root_tensor: int = 0
-    timeout_ms: timedelta = unset_timeout_ms
-
-
-@dataclass(slots=True)
-class AllGatherOptions:
+class AllGatherOptions(BarrierOptions):
     """Options of an allgather."""
 
-    timeout_ms: timedelta = unset_timeout_ms
+
+@dataclass(slots=True)
+class AllReduceOptions(BarrierOptions):
+    """Options of an allreduce."""
+
+    reduceOp: ReduceOp = ReduceOp.SUM  # noqa: N815 - the name that Ray gave it
 
 
 @dataclass(slots=True)
-class BroadcastOptions:
+class ReduceScatterOptions(AllReduceOptions):
+    """Options of a reduce-scatter."""
+
+
+@dataclass(slots=True)
+class BroadcastOptions(BarrierOptions):
     """Options of a broadcast from `root_rank`."""
 
     root_rank: int = 0
     root_tensor: int = 0
-    timeout_ms: timedelta = unset_timeout_ms
 
 
 @dataclass(slots=True)
-class ReduceScatterOptions:
-    """Options of a reduce-scatter."""
+class ReduceOptions(AllReduceOptions):
+    """Options of a reduce to `root_rank`."""
 
-    reduceOp: ReduceOp = ReduceOp.SUM  # noqa: N815
-    timeout_ms: timedelta = unset_timeout_ms
+    root_rank: int = 0
+    root_tensor: int = 0
 
 
 @dataclass(slots=True)
-class SendOptions:
+class SendOptions(BarrierOptions):
     """Options of a send to `dst_rank`; `n_elements` 0 means all."""
 
     dst_rank: int = 0
     dst_gpu_index: int = 0
     n_elements: int = 0
-    timeout_ms: timedelta = unset_timeout_ms
 
 
 @dataclass(slots=True)
-class RecvOptions:
+class RecvOptions(BarrierOptions):
     """Options of a receive from `src_rank`; `n_elements` 0 means all."""
 
     src_rank: int = 0
     src_gpu_index: int = 0
     n_elements: int = 0
-    timeout_ms: timedelta = unset_timeout_ms

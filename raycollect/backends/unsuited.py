@@ -27,13 +27,21 @@ _KINDS = {
 def told(value: object) -> str:
     """Describes a value that is not a tensor: its type, and why it is none if it looks like one."""
     what = a_type(value, in_full=True)
-    if isinstance(value, np.ndarray):
-        return f"{what}{_of_numpy(value)}"
+    if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+        plain = "x.filled()" if isinstance(value, np.ma.MaskedArray) else "numpy.asarray(x)"
+        return f"{what}, a subclass of numpy.ndarray (give {plain})"
+    if isinstance(value, np.ndarray) and not is_number(value.dtype):
+        return f"{what} of dtype {value.dtype}, {_KINDS.get(value.dtype.kind, 'no numbers')}"
+    if isinstance(value, (list, tuple)) and hasattr(type(value), "_fields"):
+        return f"{what}, a named tuple (give a plain one, tuple(x), or a dict of its fields, x._asdict())"
     if isinstance(value, (list, tuple)) and type(value) not in (list, tuple):
-        return f"{what}{_of_sequence(value)}"
+        plain = "list" if isinstance(value, list) else "tuple"
+        return f"{what}, a subclass of {plain} (give a plain one, {plain}(x))"
     if isinstance(value, _torch_type("nn", "Module")):
         return f"{what}, a module of torch (give x.state_dict(), the dict of its tensors)"
-    return f"{what}{_of_torch(value)}" if _is_torch(value) else what
+    torch: Any = sys.modules.get("torch")
+    words = (words.format(x=value) for is_so, words in _TORCH if is_so(torch, value)) if _is_torch(value) else ()
+    return what + next(iter(words), "")
 
 
 def resolved(value: Any) -> Any:
@@ -57,26 +65,6 @@ def _torch_type(*names: str) -> Any:
     return found or ()
 
 
-def _of_sequence(value: Any) -> str:
-    if hasattr(type(value), "_fields"):
-        return ", a named tuple (give a plain one, tuple(x), or a dict of its fields, x._asdict())"
-    plain = "list" if isinstance(value, list) else "tuple"
-    return f", a subclass of {plain} (give a plain one, {plain}(x))"
-
-
-def _of_numpy(array: np.ndarray[Any, Any]) -> str:
-    if type(array) not in (np.ndarray, np.memmap):
-        plain = "x.filled()" if isinstance(array, np.ma.MaskedArray) else "numpy.asarray(x)"
-        return f", a subclass of numpy.ndarray (give {plain})"
-    return "" if is_number(array.dtype) else f" of dtype {array.dtype}, {_KINDS.get(array.dtype.kind, 'no numbers')}"
-
-
-def _of_torch(tensor: Any) -> str:
-    torch: Any = sys.modules["torch"]
-    return next((words.format(x=tensor) for is_so, words in _TORCH if is_so(torch, tensor)), "")
-
-
-_VIEW = " that is a view still to be"
 # (condition, description) of a torch tensor x; the first that holds counts
 _TORCH: tuple[tuple[Callable[[Any, Any], bool], str], ...] = (
     (
@@ -87,10 +75,7 @@ _TORCH: tuple[tuple[Callable[[Any, Any], bool], str], ...] = (
     (lambda torch, x: x.layout is not torch.strided, " of layout {x.layout} (give x.to_dense())"),
     (
         lambda torch, x: x.is_meta,
-        (
-            " on the device meta, where there are no elements (give one on a device that has them: "
-            "torch.empty_like(x, device='cpu'))"
-        ),
+        " on the device meta, where there are no elements (give torch.empty_like(x, device='cpu'))",
     ),
     (lambda torch, x: x.is_quantized, " of the quantized dtype {x.dtype} (give x.int_repr() or x.dequantize())"),
     (
@@ -98,10 +83,8 @@ _TORCH: tuple[tuple[Callable[[Any, Any], bool], str], ...] = (
         " of dtype {x.dtype}, which numpy does not have (give x.to() of another dtype)",
     ),
     (
-        lambda torch, x: x.is_conj() and x.is_neg(),
-        f"{_VIEW} conjugated and negated (give x.resolve_conj().resolve_neg(), which is a copy)",
+        lambda torch, x: x.is_conj() or x.is_neg(),
+        " that is a view still to be conjugated or negated (give x.resolve_conj().resolve_neg(), which is a copy)",
     ),
-    (lambda torch, x: x.is_conj(), f"{_VIEW} conjugated (give x.resolve_conj(), which is a copy)"),
-    (lambda torch, x: x.is_neg(), f"{_VIEW} negated (give x.resolve_neg(), which is a copy)"),
     (lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(), " whose storage was given back"),
 )

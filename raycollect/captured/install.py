@@ -33,7 +33,6 @@ from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
     DispatchError,
-    GroupBrokenError,
     RaycollectError,
     RefusedError,
     Violation,
@@ -105,18 +104,12 @@ class _Installation:
                 tasks.append(self._submit(at, peer, doorbell, slots[at]))
             with Allowed():
                 opened = self._hear(tasks)
-        except BaseException as exc:
+        except BaseException:
             retrieve_errors(tasks)
             for peer in peers:
                 peer.send(Forget(capture=self.capture))
             if doorbell is not None:
                 doorbell.close()
-            if isinstance(exc, Exception):  # it may come of a group that another thread has destroyed meanwhile
-                try:
-                    self.controller.check(self.memberships)
-                except GroupBrokenError:  # which says less than who has died
-                    if not isinstance(exc, RaycollectError):
-                        raise
             raise
         return StepRuns(
             self.controller,
@@ -146,9 +139,9 @@ class _Installation:
     def _submit(self, at: int, peer: ParticipantLink, doorbell: Doorbell | None, slot: int) -> Any:
         segment = doorbell.segment if doorbell is not None and slot >= 0 else None
         payload = CAPTURES.encode((self.compiler.step_program(at), segment, slot))
-        method = peer.actor._raycollect_capture
-        method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
-        try:
+        try:  # another thread may destroy the group meanwhile
+            method = peer.actor._raycollect_capture
+            method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
             return method.remote(payload, *self.compiler.refs(at).values())
         except Exception as exc:
             detail = f"{type(exc).__name__}: {exc}"

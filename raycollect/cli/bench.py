@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -16,13 +15,12 @@ from click.core import ParameterSource
 from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
-OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
+OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall")
 WAYS = ("captured", "refs", "members")
 FACTOR = 4  # from one size of a range to the next
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_T = TypeVar("_T")
 _SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
-_HEAD = ("size", "median", "p90", "algbw GB/s", "busbw GB/s", "wrong")
+_HEAD = ("size", "median", "p90", "algbw GB/s", "busbw GB/s")
 
 _EXAMPLES = """\b
 Examples:
@@ -36,46 +34,33 @@ _CALIBRATING = ("between", "output")
 _TIMING = ("operation", "ranks", "sizes", "backend", "runs", "ways", "address")
 
 
-def sizes_of(text: str) -> tuple[int, ...]:
-    """Reads sizes in bytes: ``4:64M``, from and to by a factor of 4, or a list, ``4,1K,1M``; raises ValueError."""
+def sizes_of(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    """Reads sizes in bytes: ``4:64M``, from and to by a factor of 4, or a list, ``4,1K,1M``."""
+    sizes = [_size(size) for size in text.split(":" if ":" in text else ",")]
     if ":" not in text:
-        return tuple(dict.fromkeys(_size(one) for one in text.split(",")))
-    first, _, last = text.partition(":")
-    low, high = _size(first), _size(last)
-    if low > high:
-        raise ValueError(f"{first} is more than {last}")
-    found = [low]
-    while found[-1] * FACTOR <= high:
-        found.append(found[-1] * FACTOR)
-    return tuple(found)
+        return tuple(dict.fromkeys(sizes))
+    if len(sizes) != 2 or sizes[0] > sizes[1]:
+        raise click.BadParameter(f"{text!r} is no range: from, a colon, to.")
+    while sizes[-2] * FACTOR <= sizes[-1]:
+        sizes.insert(-1, sizes[-2] * FACTOR)
+    return tuple(sizes[:-1])
 
 
 def _size(text: str) -> int:
     read = _SIZE.fullmatch(text.strip())
     nbytes = int(read[1]) * _UNITS[read[2].upper()] if read else 0
     if not nbytes:
-        raise ValueError(f"{text!r} is not a number of bytes above zero, such as 4, 64K or 1M")
+        raise click.BadParameter(f"{text!r} is not a number of bytes above zero, such as 4, 64K or 1M.")
     return nbytes
 
 
-def ways_of(text: str) -> tuple[str, ...]:
-    """Reads a list of ways; raises ValueError where one is unknown."""
-    found = tuple(dict.fromkeys(one.strip() for one in text.split(",")))
-    for one in found:
-        if one not in WAYS:
-            raise ValueError(f"{one!r} is none of {', '.join(WAYS)}")
-    return found
-
-
-def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, str], _T]:
-
-    def callback(context: click.Context, parameter: click.Parameter, text: str) -> _T:
-        try:
-            return read(text)
-        except ValueError as exc:
-            raise click.BadParameter(f"{exc}.") from exc
-
-    return callback
+def ways_of(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    """Reads a list of ways."""
+    ways = tuple(dict.fromkeys(way.strip() for way in text.split(",")))
+    for way in ways:
+        if way not in WAYS:
+            raise click.BadParameter(f"{way!r} is none of {', '.join(WAYS)}.")
+    return ways
 
 
 @click.command("bench", short_help="Times collectives, or measures for the planner.", epilog=_EXAMPLES)
@@ -85,7 +70,7 @@ def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, 
 )
 @click.option(
     "--sizes",
-    callback=_by(sizes_of),
+    callback=sizes_of,
     default="4:64M",
     show_default=True,
     help="The bytes, from:to by a factor of 4, or a list such as 4,1K,1M.",
@@ -96,7 +81,7 @@ def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, 
 )
 @click.option(
     "--ways",
-    callback=_by(ways_of),
+    callback=ways_of,
     default=",".join(WAYS),
     show_default=True,
     help="A captured step, the driver's operation on refs, calls that members make.",
@@ -116,7 +101,7 @@ def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, 
 def bench(context: click.Context, /, calibrate: bool, as_json: bool, **given: Any) -> None:
     """Times a collective between actors. Or, with --calibrate, measures for the planner.
 
-    OPERATION is allreduce, by default, broadcast, allgather, reducescatter, alltoall, or send from rank 0 to rank 1.
+    OPERATION is allreduce, by default, broadcast, allgather, reducescatter or alltoall.
     Sizes and bandwidths are those of nccl-tests. Each result is checked before it is timed. Ways to call it take turns.
 
     With --calibrate it measures what the planner chooses algorithms and predicts times by. The planner of a driver
@@ -153,7 +138,7 @@ def _time(given: dict[str, Any], as_json: bool) -> None:
 
 def _cells(row: Any) -> tuple[str, ...]:
     rates = (f"{rate / 1e9:.3f}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth))
-    return nbytes_words(row.nbytes), seconds_words(row.median_s), seconds_words(row.p90_s), *rates, str(row.wrong)
+    return nbytes_words(row.nbytes), seconds_words(row.median_s), seconds_words(row.p90_s), *rates
 
 
 def start_ray(address: str | None) -> None:

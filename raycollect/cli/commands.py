@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -257,106 +255,3 @@ def _ago(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds // length)} {name}"
     return f"{max(int(seconds), 0)} s"
-
-
-# ---------------------------------------------------------------------------------------------- timeline
-
-_TIMELINE_EXAMPLES = """\b
-Examples:
-  raycollect timeline record -o training.json.gz -- python train.py --epochs 3
-  raycollect timeline show training.json.gz
-  raycollect timeline show driver.json driver.4711.json -o merged.json
-"""
-
-_RECORDED = "raycollect-timeline.json"
-KILLED = 128  # what a shell adds to the number of the signal that has ended a program
-
-
-@main.group("timeline", short_help="Records where time goes, and shows it.", epilog=_TIMELINE_EXAMPLES)
-def timeline() -> None:
-    """Records where the time of a program's collectives goes, and shows what was recorded.
-
-    The files open in https://ui.perfetto.dev. In a program itself it is `with raycollect.timeline(FILE):`.
-    """
-
-
-@timeline.command(
-    "record", short_help="Runs a program and records it.", context_settings={"ignore_unknown_options": True}
-)
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    default=_RECORDED,
-    show_default=True,
-    help="Where to write it; packed, where the name ends with .gz.",
-)
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.pass_context
-def timeline_record(context: click.Context, output: str, command: tuple[str, ...]) -> None:
-    """Runs COMMAND with RAYCOLLECT_TIMELINE set, and ends as it does.
-
-    It records from the first group, or call, to the end of the process. Processes that make calls of their own (groups
-    by init_collective_group) write files of their own, with their process ids in the names.
-    """
-    target = Path(output).absolute()
-    if not target.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(target.parent)!r}.", param_hint="--output")
-    before = _written(target)
-    with refused(f"{command[0]!r} can't be run", "COMMAND"):
-        program = subprocess.Popen(command, env={**os.environ, "RAYCOLLECT_TIMELINE": str(target)})
-    code = _awaited(program)
-    if _written(target) == before:
-        click.echo(f"no timeline in {output}: the program declared no group, or did not come to its end", err=True)
-    else:
-        click.echo(f"written to {output}", err=True)
-    context.exit(code if code >= 0 else KILLED - code)
-
-
-def _awaited(program: subprocess.Popen[bytes]) -> int:
-    # Ctrl-C goes to the program too, which decides how it ends.
-    while True:
-        try:
-            return program.wait()
-        except KeyboardInterrupt:
-            continue
-
-
-def _written(target: Path) -> tuple[int, int]:
-    """A file's modification time and inode, to tell whether it has changed; zeros where there is none."""
-    try:
-        found = target.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_ino
-
-
-@timeline.command("show", short_help="Shows what was recorded, as a table.")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("-o", "--output", metavar="FILE", help="Write all files there as one, too.")
-@as_json
-def timeline_show(files: tuple[str, ...], output: str | None, as_json: bool) -> None:
-    """Shows calls, bytes, times, bandwidths and waits, by group, operation and backend.
-
-    Several files of one host, and of one boot of it, are shown as one timeline.
-    """
-    from raycollect.observe import chrome
-    from raycollect.observe.summary import summarize
-    from raycollect.observe.whole import Trace
-
-    try:
-        found = Trace.merged([chrome.read(one) for one in files])
-    except ValueError as exc:
-        raise click.ClickException(str(exc)) from exc
-    except OSError as exc:
-        raise click.ClickException(f"{exc.filename!r} can't be read: {exc.strerror}") from exc
-    summary = summarize(found)
-    if as_json:
-        print_json(summary.to_dict())
-    else:
-        click.echo(str(summary))
-    if output is None:
-        return
-    with refused(f"{output!r} can't be written", "--output"):
-        chrome.write(found, output)
-    click.echo(f"written to {output}", err=True)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -55,12 +55,8 @@ class ChildError(Exception):
     """A child process ended before it answered."""
 
 
-Ask = Callable[[str], dict[str, Any]]
-"""Runs code in a child process, and returns the JSON object on its last line; raises ChildError."""
-
-
-def run_child(code: str, timeout_s: float = _CHILD_TIMEOUT_S) -> dict[str, Any]:
-    """Does what `Ask` says, in an interpreter of this environment."""
+def run_child(code: str, timeout_s: float = _CHILD_TIMEOUT_S) -> Any:
+    """Runs code in an interpreter of this environment; returns the JSON on its last line, or raises ChildError."""
     folder = str(Path(raycollect.__file__).parents[1])  # the child imports this raycollect, also from its sources
     path = os.environ.get("PYTHONPATH", "")
     if not folder.endswith("-packages"):  # in front of the path that one would hide modules of Python
@@ -68,50 +64,45 @@ def run_child(code: str, timeout_s: float = _CHILD_TIMEOUT_S) -> dict[str, Any]:
     command, environ = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
     try:
         with _children:
-            done = subprocess.run(
-                command, env=environ, capture_output=True, errors="replace", timeout=timeout_s, check=False
-            )
+            done = subprocess.run(command, env=environ, capture_output=True, errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired as exc:
         raise ChildError(f"no answer after {timeout_s:g} s") from exc
-    except OSError as exc:
-        raise ChildError(f"no process could be started: {exc}") from exc
-    last = (done.stderr if done.returncode else done.stdout).strip().rpartition("\n")[2]
     if done.returncode < 0:
-        last = f"its process was ended by {signal.Signals(-done.returncode).name}"
+        raise ChildError(f"its process was ended by {signal.Signals(-done.returncode).name}")
     if done.returncode:
-        raise ChildError(last or f"its process ended with {done.returncode}")
-    answer: dict[str, Any] = json.loads(last)
-    return answer
+        raise ChildError(done.stderr.strip().rpartition("\n")[2] or f"its process ended with {done.returncode}")
+    return json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
-def examine(ask: Ask = run_child, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> tuple[Row, ...]:
+def examine() -> tuple[Row, ...]:
     """Makes all checks side by side; returns their rows in the order of the table."""
     checks: list[tuple[str, str, bool, Callable[[], Row | Sequence[Row]]]] = [
         ("software", "Python", True, python),
         ("software", "raycollect", True, this_package),
-        *[("software", name, True, partial(package, ask, name, least)) for name, least in requirements().items()],
-        *[("backends", ", ".join(names), False, partial(loaded, ask, names)) for names in _with_one_library()],
-        ("GPUs", "NVIDIA driver", False, partial(driver, root)),
-        ("GPUs", "cupy", False, partial(library, ask, _CUPY, "pip install 'raycollect[cuda12]' (or cuda13)")),
-        ("GPUs", "torch with CUDA", False, partial(library, ask, _TORCH, "pip install torch (a CUDA build)")),
-        ("shared memory", "/dev/shm", False, partial(dev_shm, root)),
+        *[("software", name, True, partial(package, name, least)) for name, least in requirements().items()],
+        *[("backends", ", ".join(names), False, partial(loaded, names)) for names in _with_one_library()],
+        ("GPUs", "NVIDIA driver", False, driver),
+        ("GPUs", "cupy", False, partial(library, _CUPY, "pip install 'raycollect[cuda12]' (or cuda13)")),
+        ("GPUs", "torch with CUDA", False, partial(library, _TORCH, "pip install torch (a CUDA build)")),
+        ("shared memory", "/dev/shm", False, dev_shm),
         ("shared memory", "memfd", True, memfd),
-        ("shared memory", "other processes", False, partial(other_processes, ask)),
-        ("shared memory", "arena", False, partial(arena, root, environ)),
+        ("shared memory", "other processes", False, other_processes),
+        ("shared memory", "arena", False, arena),
         ("limits", "ulimit -n", False, partial(limit, "n", resource.getrlimit(resource.RLIMIT_NOFILE)[0])),
         ("limits", "ulimit -u", False, partial(limit, "u", resource.getrlimit(resource.RLIMIT_NPROC)[0])),
-        ("limits", "cores", False, partial(cores, root)),
-        ("planner", "measured costs", False, partial(measured_costs, environ)),
-        ("cluster", "Ray cluster", False, partial(cluster, ask, environ)),
+        ("limits", "cores", False, cores),
+        ("planner", "measured costs", False, measured_costs),
+        ("cluster", "Ray cluster", False, cluster),
     ]
-    looks = [threads.apart(_rows, *check) for check in checks]
+    looks = [threads.apart(rows_of, *check) for check in checks]
     return tuple(row for look in looks for row in look.result())
 
 
-def _rows(section: str, check: str, required: bool, look: Callable[[], Row | Sequence[Row]]) -> list[Row]:
+def rows_of(section: str, check: str, required: bool, look: Callable[[], Row | Sequence[Row]]) -> list[Row]:
+    """Makes a check; one that fails is a row, as the others are of use."""
     try:
         made = look()
-    except Exception as exc:  # noqa: BLE001 - any: the other rows are of use
+    except Exception as exc:  # noqa: BLE001 - any, a child's too
         made = Row(MISSING if required else WARNING, f"the check failed: {type(exc).__name__}: {exc}")
     return [
         replace(row, section=section, check=row.check or check, required=row.required or required)
@@ -128,24 +119,17 @@ def table(rows: Sequence[Row], width: int = 120) -> list[tuple[str, str]]:
     """The rows as lines of text under their headings, each with its state, or empty, and what to do below it."""
     widest = max((len(row.check) for row in rows), default=0)
     indent = " " * (2 + len(WARNING) + 2 + widest + 2)
-    width = max(width, len(indent) + 40)
+    wrap = partial(textwrap.wrap, width=max(width, len(indent) + 40), break_long_words=False, break_on_hyphens=False)
     lines, section = list[tuple[str, str]](), ""
-
-    def add(state: str, text: str, first: str, others: str) -> None:
-        filled = _fill(text, width, initial_indent=first, subsequent_indent=others)
-        lines.extend(zip([state, *[""] * filled.count("\n")], (filled or first.rstrip()).split("\n"), strict=True))
-
     for row in rows:
         if row.section != section:
             lines += [("", ""), ("", row.section)] if section else [("", row.section)]
             section = row.section
-        add(row.state, row.found, f"  {row.state:<{len(WARNING)}}  {row.check:<{widest}}  ", indent)
-        if row.cure:
-            add("", row.cure, f"{indent}-> ", f"{indent}   ")
+        head = f"  {row.state:<{len(WARNING)}}  {row.check:<{widest}}  "
+        first, *others = wrap(row.found, initial_indent=head, subsequent_indent=indent) or [head.rstrip()]
+        cures = wrap(row.cure, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   ")
+        lines += [(row.state, first), *(("", line) for line in (*others, *cures))]
     return lines
-
-
-_fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 
 
 # ---------------------------------------------------------------------------------------------- software
@@ -175,22 +159,17 @@ def requirements() -> dict[str, str]:
     return {one[1]: one[2] for one in found if one}
 
 
-def package(ask: Ask, name: str, least: str) -> Row:
+def package(name: str, least: str) -> Row:
     """A required package: its version, and whether it can be imported."""
     cure = f"pip install --force-reinstall '{name}>={least}'"
+    code = f"import json, {name}, importlib.metadata\nprint(json.dumps(importlib.metadata.version({name!r})))"
     try:
-        version = ask(_VERSION.format(name=name))["version"]
+        version = run_child(code)
     except ChildError as exc:
         return Row(MISSING, f"it can't be imported: {exc}", cure)
     if _numbers(version) < _numbers(least):
         return Row(MISSING, f"{version}, below {least}", cure)
     return Row(OK, version)
-
-
-_VERSION = """
-import json, {name}, importlib.metadata
-print(json.dumps({{"version": importlib.metadata.version({name!r})}}))
-"""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -207,15 +186,6 @@ def _with_one_library() -> list[tuple[str, ...]]:
     return [tuple(names) for names in found.values()]
 
 
-def loaded(ask: Ask, names: Sequence[str]) -> list[Row]:
-    """Backends: what each can do, or lacks."""
-    try:
-        lacks = ask(_LOAD.format(names=names))
-    except ChildError as exc:
-        lacks = dict.fromkeys(names, str(exc))
-    return [_backend(name, lacks[name]) for name in names]
-
-
 _LOAD = """
 import json
 from raycollect import backends
@@ -229,21 +199,31 @@ print(json.dumps(lacks))
 """
 
 
-def _backend(name: str, lacks: str) -> Row:
-    line = backends.BACKENDS[name]
-    if lacks:
-        return Row(MISSING, lacks, line.install, name, required=not line.libraries and not line.factory)
-    reach = "one process" if line.one_process else "several hosts" if line.cross_host else "one host"
-    tested = "" if line.tested else "; not tested by this project"
-    return Row(OK, f"{', '.join(sorted(line.devices))}; {reach}{tested}", check=name)
+def loaded(names: Sequence[str]) -> list[Row]:
+    """Backends: what each can do, or lacks."""
+    try:
+        lacks = run_child(_LOAD.format(names=names))
+    except ChildError as exc:
+        lacks = dict.fromkeys(names, str(exc))
+    rows = []
+    for name in names:
+        line = backends.BACKENDS[name]
+        if lacks[name]:
+            required = not line.libraries and not line.factory
+            rows.append(Row(MISSING, lacks[name], line.install, name, required=required))
+            continue
+        reach = "one process" if line.one_process else "several hosts" if line.cross_host else "one host"
+        tested = "" if line.tested else "; not tested by this project"
+        rows.append(Row(OK, f"{', '.join(sorted(line.devices))}; {reach}{tested}", check=name))
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------- GPUs
 
 
-def driver(root: Path) -> Row:
+def driver(root: Path = Path("/")) -> Row:
     """The driver of NVIDIA's GPUs, and how many it sees."""
-    text = _read(root, "proc/driver/nvidia/version")
+    text = _read(root / "proc/driver/nvidia/version")
     if not text:
         cure = "nothing, where there is no GPU; else install the driver, and give it to the container (--gpus all)"
         return Row(MISSING, "no driver", cure)
@@ -253,58 +233,55 @@ def driver(root: Path) -> Row:
     return Row(OK, found) if gpus else Row(WARNING, found, "give the container a GPU (--gpus all)")
 
 
-def library(ask: Ask, code: str, install: str) -> Row:
+# What each prints: its version, the number of GPUs, the numbers of NCCL's version, and a problem.
+_CUPY = """
+import json, cupy
+gpus, nccl, problem = 0, [], ""
+try:
+    gpus = cupy.cuda.runtime.getDeviceCount()
+    from cupy.cuda import nccl as library
+    number = library.get_version()
+    nccl = number // 10_000, number // 100 % 100, number % 100
+except Exception as exc:
+    problem = str(exc)
+print(json.dumps([cupy.__version__, gpus, nccl, problem]))
+"""
+_TORCH = """
+import json, torch
+nccl, problem = [], ""
+try:
+    nccl = torch.cuda.nccl.version() if torch.version.cuda else []
+except Exception as exc:
+    problem = str(exc)
+print(json.dumps([torch.__version__, torch.cuda.device_count(), nccl, problem]))
+"""
+
+
+def library(code: str, install: str) -> Row:
     """A library with its GPUs and its NCCL."""
     cure = f"of use only with an NVIDIA GPU: {install}"
     try:
-        said = ask(code)
+        version, gpus, nccl, problem = run_child(code)
     except ChildError as exc:
         return Row(MISSING, f"it can't be imported: {exc}", cure)
-    nccl = f"NCCL {said['nccl']}" if said["nccl"] else "no NCCL"
-    found = f"{said['version']}, {counted(said['gpus'], 'GPU')}, {nccl}"
-    found += f" ({said['problem']})" if said["problem"] else ""
-    return Row(OK, found) if said["gpus"] and said["nccl"] else Row(WARNING, found, cure)
-
-
-_CUPY = """
-import json
-import cupy
-said = {"version": cupy.__version__, "gpus": 0, "nccl": "", "problem": ""}
-try:
-    said["gpus"] = cupy.cuda.runtime.getDeviceCount()
-    from cupy.cuda import nccl
-    number = nccl.get_version()
-    said["nccl"] = f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
-except Exception as exc:
-    said["problem"] = str(exc)
-print(json.dumps(said))
-"""
-
-_TORCH = """
-import json
-import torch
-said = {"version": torch.__version__, "gpus": torch.cuda.device_count(), "nccl": "", "problem": ""}
-try:
-    said["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
-except Exception as exc:
-    said["problem"] = str(exc)
-print(json.dumps(said))
-"""
+    found = f"{version}, {counted(gpus, 'GPU')}, " + (f"NCCL {'.'.join(map(str, nccl))}" if nccl else "no NCCL")
+    found += f" ({problem})" if problem else ""
+    return Row(OK, found) if gpus and nccl else Row(WARNING, found, cure)
 
 
 # ---------------------------------------------------------------------------------------------- shared memory
 
 
-def dev_shm(root: Path) -> Row:
+def dev_shm() -> Row:
     """The size of /dev/shm, where Ray keeps its object store, against the memory that this process may use."""
     from raycollect.pos.limit import usable_nbytes  # with numpy
 
     cure = "docker run --shm-size=..., or mount -o remount,size=... /dev/shm: Ray keeps its object store there"
     try:
-        stat = os.statvfs(root / "dev/shm")
+        stat = os.statvfs("/dev/shm")
     except OSError as exc:
         return Row(WARNING, f"not there: {exc.strerror}", cure)
-    usable = usable_nbytes(root)
+    usable = usable_nbytes()
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     found = f"{nbytes_words(total)}, {nbytes_words(free)} of it free; memory {nbytes_words(usable)}"
     if min(total, free) < SHARE_OF_MEMORY * usable:
@@ -322,41 +299,34 @@ def memfd() -> Row:
     return Row(OK, "memfd_create and its seals work")
 
 
-def other_processes(ask: Ask) -> Row:
+def other_processes() -> Row:
     """Whether a process of this user can open another one's memory, as arenas and doorbells do."""
     cure = "one pid namespace, and /proc without hidepid, for all actors of a host; else tensors are copied"
-    fd = shared_memory.create("raycollect-doctor", 4096)
-    token = os.urandom(32)
+    fd, token = shared_memory.create("raycollect-doctor", 4096), os.urandom(32)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
     try:
         os.pwrite(fd, token, 0)
-        is_same = ask(_OPEN.format(pid=os.getpid(), fd=fd))["token"] == token.hex()
+        read = run_child(f"import json, os\nprint(json.dumps(os.pread(os.open({path!r}, os.O_RDWR), 32, 0).hex()))")
     except ChildError as exc:
         return Row(WARNING, f"memory of another process can't be opened under /proc: {exc}", cure)
     finally:
         os.close(fd)
-    if not is_same:
+    if read != token.hex():
         return Row(WARNING, "/proc shows another process's memory", cure)
     return Row(OK, "their memory opens under /proc/<pid>/fd")
 
 
-_OPEN = """
-import json, os
-fd = os.open("/proc/{pid}/fd/{fd}", os.O_RDWR)
-print(json.dumps({{"token": os.pread(fd, 32, 0).hex()}}))
-"""
-
-
-def arena(root: Path, environ: Mapping[str, str]) -> Row:
+def arena() -> Row:
     """The limit of shared memory for the tensors of a process."""
     from raycollect.pos import limit  # with numpy
 
     try:
-        nbytes = limit.arena_limit(environ, root)
+        nbytes = limit.arena_limit(os.environ)
     except OSError as exc:
         return Row(WARNING, str(exc), f"correct or unset {limit.VARIABLE}")
     if not nbytes:
         return Row(WARNING, "switched off", f"unset {limit.VARIABLE}")
-    why = limit.VARIABLE if environ.get(limit.VARIABLE, "").strip() else f"{limit.SHARE:.0%} of the memory"
+    why = limit.VARIABLE if os.environ.get(limit.VARIABLE, "").strip() else f"{limit.SHARE:.0%} of the memory"
     return Row(OK, f"up to {nbytes_words(nbytes)} per process ({why})")
 
 
@@ -370,10 +340,9 @@ def limit(letter: str, soft: int) -> Row:
     return Row(OK, "unlimited" if soft < 0 else str(soft))
 
 
-def cores(root: Path) -> Row:
+def cores(root: Path = Path("/")) -> Row:
     """The cores that this process may use, by its mask and by the quota of its cgroup."""
-    count, period = len(os.sched_getaffinity(0)), _read(root, "sys/fs/cgroup/cpu.max")
-    match = re.fullmatch(r"(\d+) (\d+)", period)
+    count, match = len(os.sched_getaffinity(0)), re.fullmatch(r"(\d+) (\d+)", _read(root / "sys/fs/cgroup/cpu.max"))
     quota = int(match[1]) / int(match[2]) if match else float(count)
     found = f"{count} of {os.cpu_count()}" + (f", with the time of {quota:g} by its cgroup" if match else "")
     if min(count, quota) < 2:
@@ -381,13 +350,20 @@ def cores(root: Path) -> Row:
     return Row(OK, found)
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 # ---------------------------------------------------------------------------------------------- planner and cluster
 
 
-def measured_costs(environ: Mapping[str, str]) -> Row:
+def measured_costs() -> Row:
     """The file of measured costs, by which the planner chooses algorithms."""
     cure, variable = "raycollect bench --calibrate", link_costs.ENVIRONMENT_VARIABLE
-    path, is_named, is_there = link_costs.looked_up(environ)
+    path, is_named, is_there = link_costs.looked_up(os.environ)
     if not is_there:
         return Row(WARNING, f"no {path}: the planner uses defaults", cure)
     try:
@@ -402,42 +378,35 @@ def measured_costs(environ: Mapping[str, str]) -> Row:
     return Row(OK, f"{path}: {', '.join(f'{one.place} over {one.backend}' for one in links) or 'no links'}")
 
 
-def cluster(ask: Ask, environ: Mapping[str, str]) -> Row:
-    """Whether a cluster runs that a driver here would join. It is not joined, and none is started."""
-    address = environ.get("RAY_ADDRESS") or None
-    if address == "local":
-        return Row(OK, "RAY_ADDRESS is local: each driver starts a cluster of its own")
-    try:
-        said = ask(_CLUSTER.format(address=address))
-    except ChildError as exc:
-        said = {"problem": str(exc), "address": address}
-    if "problem" not in said:
-        nodes, groups = counted(said["nodes"], "node"), counted(said["groups"], "group")
-        return Row(OK, f"{said['address']}: {nodes}, {groups} declared")
-    if address:
-        return Row(WARNING, said["problem"], "correct or unset RAY_ADDRESS")
-    if said.get("address"):
-        return Row(WARNING, said["problem"], "stop that one, or say in RAY_ADDRESS which one drivers shall join")
-    cure = "ray start --head; or nothing: without a cluster the first declaration starts one of its own"
-    return Row(MISSING, said["problem"], cure)
-
-
+# It prints the address, the numbers of nodes and groups, and a problem.
 _CLUSTER = """
 import json
 from raycollect.group import cluster_registry
-said = {{}}
+address, nodes, groups, problem = None, 0, 0, ""
 try:
-    said["address"] = cluster_registry.find_cluster({address!r})
-    cluster = cluster_registry.ClusterReader(said["address"])
-    said |= {{"nodes": cluster.alive_nodes(), "groups": len(cluster.groups())}}
+    address = cluster_registry.find_cluster({address!r})
+    cluster = cluster_registry.ClusterReader(address)
+    nodes, groups = cluster.alive_nodes(), len(cluster.groups())
 except (ConnectionError, RuntimeError) as exc:
-    said["problem"] = str(exc)
-print(json.dumps(said))
+    problem = str(exc)
+print(json.dumps([address, nodes, groups, problem]))
 """
 
 
-def _read(root: Path, path: str) -> str:
+def cluster() -> Row:
+    """Whether a cluster runs that a driver here would join. It is not joined, and none is started."""
+    named = os.environ.get("RAY_ADDRESS") or None
+    if named == "local":
+        return Row(OK, "RAY_ADDRESS is local: each driver starts a cluster of its own")
     try:
-        return (root / path).read_text().strip()
-    except OSError:
-        return ""
+        address, nodes, groups, problem = run_child(_CLUSTER.format(address=named))
+    except ChildError as exc:
+        address, nodes, groups, problem = None, 0, 0, str(exc)
+    if not problem:
+        return Row(OK, f"{address}: {counted(nodes, 'node')}, {counted(groups, 'group')} declared")
+    if named:
+        return Row(WARNING, problem, "correct or unset RAY_ADDRESS")
+    if address:
+        return Row(WARNING, problem, "stop that one, or say in RAY_ADDRESS which one drivers shall join")
+    cure = "ray start --head; or nothing: without a cluster the first declaration starts one of its own"
+    return Row(MISSING, problem, cure)

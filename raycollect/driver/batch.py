@@ -136,13 +136,13 @@ class Batch(BoundToProcess):
         """Keeps a group for calls that are recorded, and not sent yet."""
         if membership not in self.held:
             self.held[membership] = controller
-            controller.groups.held.hold(membership)
+            controller.groups.held.append(membership.spec.group_id)
 
     def _let_go(self) -> None:
         """Lets go of all groups."""
         held, self.held = self.held, {}
         for membership, controller in held.items():
-            controller.groups.held.release_later([membership])
+            controller.groups.held.remove(membership.spec.group_id)
 
     def _release(self) -> None:
         self._let_go()

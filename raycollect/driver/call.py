@@ -247,7 +247,10 @@ class Call:
 
     def _raise(self) -> None:
         if self._violations:
-            number = -1 if self._batch is None else len(self._request_list.asked)
+            around = self._batch
+            number = -1 if around is None else len(self._request_list.asked)
+            if around is not None and around.is_rehearsal and not number:  # a plan of one call, as far as is known
+                number = -1
             found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
             raise refusal(self.name or self._kind.value, self._group_name, found)
 

@@ -137,7 +137,7 @@ class Controller:
 
     def close(self) -> None:
         """Gives back all leases."""
-        for tracker in list(self.under_way.values()):
+        for tracker in self.trackers():  # runs that have ended well are not failed
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
         self.timeouts.stop()
         self.under_way.clear()
@@ -248,7 +248,8 @@ class Controller:
 
         def close() -> None:
             if let_go():
-                self.groups.held.release_later(held)
+                for membership in held:
+                    self.groups.held.remove(membership.spec.group_id)
             else:
                 self.abandon(let_go, held, min(delay_s + _LOOK_S, _MOST_LOOK_S))
 

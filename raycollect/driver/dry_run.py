@@ -13,6 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from raycollect.backends import folds
 from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
 from raycollect.driver import held_values
 from raycollect.driver.batch import record
@@ -25,7 +26,7 @@ from raycollect.planner import Made, Plan, Role, Source
 from raycollect.planner.explain import explain
 from raycollect.planner.report import Explanation
 from raycollect.planner.reshard.halves import decode_half
-from raycollect.planner.reshard.held import faults_of, made_of
+from raycollect.planner.reshard.request import faults_of, made_of
 from raycollect.pos.handle import Handle
 
 Held = tuple[Structure, tuple[TensorInfo, ...]]
@@ -165,6 +166,13 @@ class _Estimated:
             for source, cut, name in zip((src, dst), in_pieces, ("input", "output"), strict=True):
                 held = None if source is None else self._held(number, rank, source)
                 sides.append(held and _side(held, len(part.ranks) if cut else 0, rank, name, violations))
+        given = sides[0]
+        if request.op is not None and given is not None:
+            violations += [
+                Violation(kind="unsupported", rank=rank, field="reduce op", found=reason)
+                for dtype in dict.fromkeys(one.dtype for one in given.tensors)
+                if (reason := folds.refusal_reason(request.op, dtype))
+            ]
         return Spec(
             op=request.kind.value,
             reduce_op=request.op.name if request.op else "",

@@ -20,7 +20,6 @@ from raycollect.driver import member_discovery
 from raycollect.driver.derived_groups import DerivedGroups
 from raycollect.driver.formation import Declared, Formation
 from raycollect.driver.group_change import living
-from raycollect.driver.held_groups import HeldGroups
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import (
@@ -58,7 +57,8 @@ class Groups(Formation):
 
     Attributes:
         draining: The ids of the groups of which no plan begins, as their members change; set while none is being sent.
-        held: The groups of calls that were recorded, and are not sent yet.
+        held: The ids of the groups of calls that were recorded and are not sent yet, as often as they are held. A
+            finalizer may remove them: no lock is taken.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Groups(Formation):
     ) -> None:
         super().__init__(peers, ending, drained)
         self.draining: set[str] = set()
-        self.held: HeldGroups = HeldGroups()
+        self.held: list[str] = []
         self._none_begins = none_begins
         self._lock = threading.RLock()  # held for moments, where a name gets another group
         self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
@@ -273,7 +273,7 @@ class Groups(Formation):
     def _dissolve_idle(self, newest: Membership | None = None) -> None:
         """Dissolves derived groups that are broken, or more than are kept of the actors of the newest one."""
         with self._none_begins() as under_way:
-            busy = {*self.held.ids, *(one.spec.group_id for one in under_way)}
+            busy = {*self.held, *(one.spec.group_id for one in under_way)}
             self._ended += self._derived.take(lambda one: one.spec.group_id in self._broken.keys() - busy)
             if newest is not None:
                 self._ended += self._derived.take_surplus(newest, lambda one: one.spec.group_id not in busy)

@@ -134,17 +134,13 @@ class PlanTracker:
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
-        if self.is_known or self.runs is None:
-            return self.is_known
-        with Deferred():
-            return self.look(self.runs)
+        return self.is_known if self.is_known or self.runs is None else self.look(self.runs)
 
     @property
     def has_ended(self) -> bool:
         """True when no participant runs it any more."""
         if self._pending and self.runs is not None:
-            with Deferred():
-                self.look(self.runs)
+            self.look(self.runs)
         return not self._pending
 
     @property
@@ -200,10 +196,12 @@ class PlanTracker:
         return self.is_known
 
     def look(self, runs: StepRuns) -> bool:
-        """Takes what participants have answered to a run; returns whether the outcome is known. In a `Deferred`."""
-        slots, doorbell = self.slots, runs.doorbell
-        if slots and doorbell is not None:
-            ended, left = [], {}
+        """Takes what participants have answered to a run; returns whether the outcome is known."""
+        doorbell = runs.doorbell
+        if not self.slots or doorbell is None:
+            return self.is_known
+        with Deferred():
+            slots, ended, left = self.slots, [], {}
             for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
                 if position not in self._pending:  # it has said otherwise that it has ended
                     continue
@@ -215,7 +213,7 @@ class PlanTracker:
             if ended:
                 self._ended(ended, None, ())
             self.slots = left
-        return self.is_known
+            return self.is_known
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Calls back once the outcome is known: now, or later on the channel's thread."""
@@ -241,19 +239,17 @@ class PlanTracker:
         if self.runs is None:
             raise ProtocolError(detail=f"plan {self.seq} is no run of a captured step")
         if position in self._pending:
-            with Deferred():
-                self.results[position] = payload
-                self._ended((position,), None, ())
+            self.results[position] = payload
+            self._ended((position,), None, ())
 
     def done(
         self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
     ) -> Outgoing:
         """A participant has ended, and reports `others` that ran all of a plan."""
-        with Deferred():
-            return self._ended((position, *others) if self.runs is None else (position,), error, story)
+        return self._ended((position, *others) if self.runs is None else (position,), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
-        with Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
+        with Deferred(), Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
             position = positions[0]
             with self._lock:
                 self._pending.difference_update(positions)
@@ -281,8 +277,7 @@ class PlanTracker:
         if self.runs is not None:
             self.runs.hear(self, position)
         if self.bell is not None and position in self._pending and self.bell.has_rung(self.seq, self.bell_slots):
-            with Deferred():
-                return self._ended(range(len(self.plan.participants)), None, ())
+            return self._ended(range(len(self.plan.participants)), None, ())
         with self._lock:
             if position not in self._pending:
                 return []

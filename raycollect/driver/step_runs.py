@@ -140,6 +140,8 @@ class StepRuns:
         try:
             peers = self.controller.links(self.memberships, self.step_plan.participants)
         except UnknownGroupError as exc:
+            if not self.controller.groups.is_declared(exc.group_name):
+                raise  # as by any other call of a destroyed group
             raise CaptureBrokenError(detail="a group of this captured step has changed", why=brief(exc)) from exc
         self._links = list(zip(peers, self._slots, strict=True))
         self._calls = _ordered(self._links)

@@ -17,7 +17,7 @@ from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, unfold
 from raycollect.planner import Local, Step
 from raycollect.planner.reshard.halves import Half, decode_half
-from raycollect.planner.reshard.held import Fault, faults_of, made_of, places_of
+from raycollect.planner.reshard.request import Fault, faults_of, made_of, places_of
 from raycollect.pos import Container, Range
 
 

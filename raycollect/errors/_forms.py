@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from raycollect.errors import _base, _channel, _faults, _groups, _others, _refused, _weights
+from raycollect.errors import _base, _faults, _groups, _others, _refused, _weights
 from raycollect.errors._base import RaycollectError
-from raycollect.errors._channel import ProtocolError
 from raycollect.errors._faults import KernelError
+from raycollect.errors._others import ProtocolError
 from raycollect.errors._refused import RefusedError
 
 _ERRORS: dict[str, type[RaycollectError]] = {
     name: value
-    for module in (_base, _refused, _groups, _faults, _channel, _others, _weights)
+    for module in (_base, _refused, _groups, _faults, _others, _weights)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, RaycollectError) and value is not _weights.PushError
 }

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import time
 from typing import Any
 
 import ray
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 from ray.exceptions import RayError
 
 from raycollect.core import ray_internals, threads
@@ -29,9 +28,6 @@ from raycollect.planner import Membership
 
 MOST_RECORD_NBYTES = 64 << 20
 """The longest record; that of a group of 100,000 members takes a third of it."""
-
-MOST_TEXT = 4096
-"""The longest text in a record, in characters."""
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
@@ -103,10 +99,9 @@ class GroupRecord(Wire, frozen=True, kw_only=True):
     def from_bytes(cls, record: bytes) -> GroupRecord | None:
         """Reads a record; None for one of another version, or of another program."""
         try:
-            found = _RECORDS.decode(record) if len(record) <= MOST_RECORD_NBYTES else None
+            return _RECORDS.decode(record) if len(record) <= MOST_RECORD_NBYTES else None
         except ProtocolError:
             return None
-        return found if found is not None and _is_shown(found) and all(map(_is_shown, found.members)) else None
 
     def to_bytes(self) -> bytes:
         """Packs the record."""
@@ -120,50 +115,28 @@ def post(membership: Membership) -> None:
     """Posts a declared group in another thread; there is no record if the store does not answer."""
     client = ray_internals.cluster_client()
     if client is not None:  # Ray runs here
-        _soon(_put, client, membership, GroupRecord.of(membership).to_bytes())
+        record = GroupRecord.of(membership).to_bytes()
+        _soon(membership, lambda key: client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S))
 
 
 def remove(membership: Membership) -> None:
-    """Removes a record in another thread. If the store does not answer, the next `post` or `remove` tries again."""
+    """Removes a record in another thread; it stays until its controller ends if the store does not answer."""
     client = ray_internals.cluster_client()
     if client is not None and not membership.is_derived:
-        _soon(_delete, client, membership)
+        _soon(membership, lambda key: client.internal_kv_del(key, False, _NAMESPACE, timeout=POST_TIMEOUT_S))
 
 
-def _soon(do: Callable[..., None], client: Any, membership: Membership, *record: bytes) -> None:
+def _soon(membership: Membership, do: Callable[[bytes], object]) -> None:
+    name, key = membership.spec.name, _PREFIX + membership.spec.group_id.encode()
+
+    def try_it() -> None:
+        try:
+            do(key)
+        except (RayError, RuntimeError, OSError) as exc:
+            _log.info("what `raycollect status` says of group %r is out of date: %s", name, exc)
+
     with contextlib.suppress(RuntimeError):  # this process is ending; readers remove its records
-        key = _PREFIX + membership.spec.group_id.encode()
-        _posting.submit(threads.survives, do, client, membership.spec.name, key, *record)
-
-
-_overdue: list[bytes] = []
-"""The keys of records that could not be removed; for the one thread alone."""
-
-
-def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
-    with _told(name):
-        client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
-        _delete_overdue(client)
-
-
-def _delete(client: Any, name: str, key: bytes) -> None:
-    _overdue.append(key)
-    with _told(name):
-        _delete_overdue(client)
-
-
-def _delete_overdue(client: Any) -> None:
-    while _overdue:  # the newest first: an older one may belong to a store that is gone
-        client.internal_kv_del(_overdue[-1], False, _NAMESPACE, timeout=POST_TIMEOUT_S)
-        _overdue.pop()
-
-
-@contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (RayError, RuntimeError, OSError) as exc:
-        _log.info("what `raycollect status` says of group %r is out of date: %s", name, exc)
+        _posting.submit(threads.survives, try_it)
 
 
 def find_cluster(address: str | None = None) -> str:
@@ -264,15 +237,6 @@ def _state_of(actor: Mapping[str, Any], pid: int) -> str:
         return UNKNOWN
     state = str(actor["State"])
     return RESTARTED if state == "ALIVE" and actor["Pid"] != pid else state
-
-
-def _is_shown(record: GroupRecord | MemberRecord) -> bool:
-    """Whether a record holds nothing that can't be shown."""
-    return all(
-        len(value) <= MOST_TEXT if isinstance(value, str) else math.isfinite(value)
-        for value in astuple(record)
-        if isinstance(value, (str, float))
-    )
 
 
 def summary(members: Sequence[MemberRecord]) -> str:

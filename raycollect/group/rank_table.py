@@ -31,9 +31,6 @@ ENVIRONMENT_VARIABLE = "RANK_TABLE_FILE"
 MOST_NBYTES = 16 << 20
 """The longest file, in bytes."""
 
-MOST_DEVICES = 100_000
-"""The largest table, in devices."""
-
 _LIMIT = 10**9
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _WHOLE = f"a whole number of 0 to {_LIMIT - 1}"
@@ -57,7 +54,7 @@ class RankTable:
 
     Attributes:
         nodes: The devices of each node, in the order of the file.
-        source: What to call it in an error: where it came from.
+        source: Where the table came from, for an error.
 
     Raises:
         InvalidGroupError: No node or no device, ranks that are not a permutation of 0 to n-1, or a device twice in one
@@ -66,17 +63,19 @@ class RankTable:
 
     nodes: tuple[tuple[Device, ...], ...]
     source: str = field(default="rank table", compare=False)
-    _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    _positions: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        problems = _gaps(self.nodes) + _conflicts(self.nodes)
+        problems = [f"node_list[{at}].device_list is empty" for at, node in enumerate(self.nodes) if not node]
+        problems += [] if self.nodes else ["node_list is empty"]
+        problems += _conflicts(self.nodes)
         if problems:
-            raise _refusal(self.source, problems, "default")
-        placed = {d.rank: (node, d.device_id) for node, devices in enumerate(self.nodes) for d in devices}
-        object.__setattr__(self, "_places", tuple(placed[rank] for rank in range(len(placed))))
+            raise _refused(self.source, problems)
+        found = {d.rank: (node, d.device_id) for node, devices in enumerate(self.nodes) for d in devices}
+        object.__setattr__(self, "_positions", tuple(found[rank] for rank in range(len(found))))
 
     @classmethod
-    def coerce(cls, value: Any, *, group_name: str = "default") -> RankTable:
+    def coerce(cls, value: Any) -> RankTable:
         """Accepts a `RankTable`, the path of a file, or the parsed JSON as a dict.
 
         Raises:
@@ -84,15 +83,10 @@ class RankTable:
         """
         if isinstance(value, RankTable):
             return value
-        if isinstance(value, (str, os.PathLike)):
-            return cls.read(value, group_name=group_name)
-        if isinstance(value, Mapping):
-            return cls.from_dict(value, group_name=group_name)
-        problem = _problem("it", value, "the path of a file, the parsed JSON as a dict, or a RankTable")
-        raise _refusal("rank_table", [problem], group_name)
+        return cls.from_dict(value) if isinstance(value, Mapping) else cls.read(value)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], *, group_name: str = "default") -> RankTable:
+    def read(cls, path: str | os.PathLike[str]) -> RankTable:
         """Reads a file and checks it.
 
         Raises:
@@ -100,39 +94,36 @@ class RankTable:
                 in it and what would be right for every problem.
         """
         if not is_path(path):
-            raise _refusal("rank_table", [_problem("it", path, "the path of a file")], group_name)
-        return cls._read(path, f"rank table {os.fspath(path)!r}", group_name)
+            expected = "the path of a file, the parsed JSON as a dict, or a RankTable"
+            raise _refused("rank_table", [_problem("it", path, expected)])
+        return cls._read(path, f"rank table {os.fspath(path)!r}")
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], *, group_name: str = "default") -> RankTable | None:
+    def from_environment(cls, environ: Mapping[str, str]) -> RankTable | None:
         """Reads the file that `RANK_TABLE_FILE` names; None where the variable is unset or empty.
 
         Raises:
             InvalidGroupError: As `read`; the variable is named as well.
         """
         path = environ.get(ENVIRONMENT_VARIABLE)
-        return cls._read(path, f"rank table {path!r} (from {ENVIRONMENT_VARIABLE})", group_name) if path else None
+        return cls._read(path, f"rank table {path!r} (from {ENVIRONMENT_VARIABLE})") if path else None
 
     @classmethod
-    def _read(cls, path: str | os.PathLike[str], source: str, group_name: str) -> RankTable:
+    def _read(cls, path: str | os.PathLike[str], source: str) -> RankTable:
         try:
             with Path(path).open("rb") as file:
-                given = file.read(MOST_NBYTES + 1)
-            if len(given) > MOST_NBYTES:
-                raise _refusal(source, [f"the file is longer than {MOST_NBYTES} bytes"], group_name)
-            document = json.loads(given.decode("utf-8-sig"))  # some editors put a mark first
+                text = file.read(MOST_NBYTES + 1)
+            document = json.loads(text.decode("utf-8-sig")) if len(text) <= MOST_NBYTES else None  # a mark may be first
         except OSError as exc:
-            problem = f"the file can't be read: {exc.strerror}"
-            raise _refusal(source, [problem], group_name) from exc
-        except InvalidGroupError:
-            raise
+            raise _refused(source, [f"the file can't be read: {exc.strerror}"]) from exc
         except (ValueError, RecursionError) as exc:
-            problem = f"the file is not JSON in UTF-8: {exc}"
-            raise _refusal(source, [problem], group_name) from exc
-        return cls.from_dict(document, source=source, group_name=group_name)
+            raise _refused(source, [f"the file is not JSON in UTF-8: {exc}"]) from exc
+        if len(text) > MOST_NBYTES:
+            raise _refused(source, [f"the file is longer than {MOST_NBYTES} bytes"])
+        return cls.from_dict(document, source=source)
 
     @classmethod
-    def from_dict(cls, document: Any, *, source: str = "rank table", group_name: str = "default") -> RankTable:
+    def from_dict(cls, document: Any, *, source: str = "rank table") -> RankTable:
         """Checks the parsed JSON. Numbers may be strings or integers; fields that the form does not have are ignored.
 
         `source` is what to call it in an error.
@@ -142,9 +133,8 @@ class RankTable:
         """
         problems: list[str] = []
         nodes = _nodes(document, problems)
-        problems += _conflicts(nodes)
         if problems:
-            raise _refusal(source, problems, group_name)
+            raise _refused(source, problems + _conflicts(nodes))
         return cls(nodes=tuple(tuple(device for device in node if device) for node in nodes), source=source)
 
     @classmethod
@@ -154,9 +144,9 @@ class RankTable:
         Raises:
             InvalidGroupError: They are not lists in a list, or the table is refused.
         """
-        if not _is_list(device_ids) or not all(_is_list(node) for node in device_ids):
-            problem = f"device ids are {shown(device_ids)}, expected one list per node, such as [[0, 1], [0, 1]]"
-            raise _refusal("rank table", [problem], "default")
+        if not _is_list(device_ids) or not all(map(_is_list, device_ids)):
+            expected = "one list per node, such as [[0, 1], [0, 1]]"
+            raise _refused("rank table", [_problem("the value of device ids", device_ids, expected)])
         ranks = itertools.count()
         lists = [[{"device_id": device, "rank": next(ranks)} for device in node] for node in device_ids]
         document = {"version": VERSION, "node_list": [{"device_list": devices} for devices in lists]}
@@ -177,20 +167,20 @@ class RankTable:
     @property
     def world_size(self) -> int:
         """How many ranks it has."""
-        return len(self._places)
+        return len(self._positions)
 
     @property
     def chip_map(self) -> tuple[int, ...]:
         """The device id of each rank, as the options of SCCL's process group have it."""
-        return tuple(device_id for _, device_id in self._places)
+        return tuple(device_id for _, device_id in self._positions)
 
     def node_of(self, rank: int) -> int:
-        """The place in `nodes` of a rank's node.
+        """The index in `nodes` of a rank's node.
 
         Raises:
             ValueError: There is no such rank.
         """
-        return self._place(rank)[0]
+        return self._position(rank)[0]
 
     def device_of(self, rank: int) -> int:
         """The device id of a rank.
@@ -198,12 +188,12 @@ class RankTable:
         Raises:
             ValueError: There is no such rank.
         """
-        return self._place(rank)[1]
+        return self._position(rank)[1]
 
-    def _place(self, rank: int) -> tuple[int, int]:
+    def _position(self, rank: int) -> tuple[int, int]:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"no rank {rank}; there are 0 to {self.world_size - 1}")
-        return self._places[rank]
+        return self._positions[rank]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; numbers are strings, as the vendor's documents have them."""
@@ -297,7 +287,7 @@ def _misfit(
         "expected as many actors on each node as the table has devices there; the table's nodes are matched with the "
         "actors' nodes in the order in which these appear in the list of actors"
     )
-    return _refusal(f"{table.source}, {table},", problems, group_name, "does not fit the actors", last=expected)
+    return _refused(f"{table.source}, {table},", [expected, *problems], group_name, "does not fit the actors")
 
 
 # ---------------------------------------------------------------------------------------------- checks
@@ -308,77 +298,59 @@ _Parsed = Sequence[Sequence[Device | None]]
 
 def _nodes(document: Any, problems: list[str]) -> _Parsed:
     version, node_list = _fields(document, "", ("version", "node_list"), problems)
-    if version is not None and not _is_known(version):
+    if version not in (None, VERSION, 1.0):
         problems.append(_problem("version", version, f"{VERSION!r}, the only one there is"))
-    nodes, count = [], 0
+    nodes = []
     for at, node in _entries(node_list, "node_list", "node", problems):
-        (device_list,) = _fields(node, at, ("device_list",), problems)
+        (device_list,) = _fields(node, f"{at}.", ("device_list",), problems)
         entries = _entries(device_list, f"{at}.device_list", "device", problems)
-        count += max(len(entries), 1)
-        if count > MOST_DEVICES:
-            problems.append(f"there are more than {MOST_DEVICES} nodes and devices")
-            return []
-        nodes.append([_device(entry, place, problems) for place, entry in entries])
+        nodes.append([_device(entry, f"{where}.", problems) for where, entry in entries])
     return nodes
-
-
-def _is_known(version: Any) -> bool:
-    return bool(version == VERSION) if isinstance(version, str) else type(version) is float and str(version) == VERSION
 
 
 def _fields(value: Any, where: str, names: Sequence[str], problems: list[str]) -> list[Any]:
     if not isinstance(value, Mapping):
-        problems.append(_problem(where or "the whole", value, f"an object with {' and '.join(names)}"))
+        problems.append(_problem(where.rstrip(".") or "the whole", value, f"an object with {' and '.join(names)}"))
         return [None] * len(names)
     there = listed(name if isinstance(name, str) and len(name) <= 40 else shown(name) for name in value) or "nothing"
     absent = [name for name in names if value.get(name) is None]
-    problems += [f"{where}{'.' * bool(where)}{name} is missing; what is there: {there}" for name in absent]
+    problems += [f"{where}{name} is missing; what is there: {there}" for name in absent]
     return [value.get(name) for name in names]
 
 
 def _entries(value: Any, where: str, noun: str, problems: list[str]) -> list[tuple[str, Any]]:
-    if value is None:
-        return []
-    if not _is_list(value) or not value:
+    if value is not None and (not _is_list(value) or not value):
         problems.append(_problem(where, value, f"a list of at least one {noun}"))
-        return []
-    return [(f"{where}[{index}]", entry) for index, entry in enumerate(value)]
+    return [(f"{where}[{index}]", entry) for index, entry in enumerate(value)] if _is_list(value) else []
 
 
 def _device(entry: Any, where: str, problems: list[str]) -> Device | None:
-    names = ("device_id", "rank")
-    given = _fields(entry, where, names, problems)
-    device_id, rank = map(_whole, given)
-    for name, value in zip(names, given, strict=True):
-        if value is not None and _whole(value) is None:
-            problems.append(_problem(f"{where}.{name}", value, _WHOLE))
+    values = _fields(entry, where, ("device_id", "rank"), problems)
+    device_id, rank = map(_whole, values)
+    for name, value, number in zip(("device_id", "rank"), values, (device_id, rank), strict=True):
+        if value is not None and number is None:
+            problems.append(_problem(f"{where}{name}", value, _WHOLE))
     return None if device_id is None or rank is None else Device(device_id=device_id, rank=rank)
-
-
-def _gaps(nodes: _Parsed) -> list[str]:
-    empty = [f"node_list[{at}].device_list is empty, expected a device" for at, node in enumerate(nodes) if not node]
-    return empty if nodes else ["node_list is empty, expected a node"]
 
 
 def _conflicts(nodes: _Parsed) -> list[str]:
     problems = []
-    world_size = sum(map(len, nodes))
-    rank_at: dict[int, str] = {}
+    count = sum(map(len, nodes))
+    ranks = f"each of 0 to {count - 1} once, as there are {_count(count, 'device')}"
+    seen: dict[object, str] = {}  # where each device of a node, and each rank, comes first
     for at, devices in enumerate(nodes):
-        device_at: dict[int, str] = {}
         for index, device in enumerate(devices):
             if device is None:
                 continue
             where = f"node_list[{at}].device_list[{index}]"
-            first = device_at.setdefault(device.device_id, where)
+            first = seen.setdefault((at, device.device_id), where)
             if first != where:
                 expected = "each device once in a node"
                 problems.append(_problem(f"{where}.device_id", device.device_id, expected, f", as in {first}"))
-            first = rank_at.setdefault(device.rank, where)
-            if first != where or device.rank >= world_size:
-                expected = f"each of 0 to {world_size - 1} once, as there are {_count(world_size, 'device')}"
+            first = seen.setdefault(device.rank, where)
+            if first != where or device.rank >= count:
                 also = f", as in {first}" if first != where else ""
-                problems.append(_problem(f"{where}.rank", device.rank, expected, also))
+                problems.append(_problem(f"{where}.rank", device.rank, ranks, also))
     return problems
 
 
@@ -400,10 +372,9 @@ def _problem(where: str, found: Any, expected: str, also: str = "") -> str:
     return f"{where} is {shown(found)}{also}, expected {expected}"
 
 
-def _refusal(
-    source: str, problems: Sequence[str], group_name: str, verdict: str = "is refused", last: str = ""
+def _refused(
+    source: str, problems: Sequence[str], group_name: str = "default", verdict: str = "is refused"
 ) -> InvalidGroupError:
-    told = listed(problems, "\n  - ")
     return InvalidGroupError(
-        group_name=group_name, detail=f"{source} {verdict}:\n  - {told}" + (f"\n  - {last}" if last else "")
+        group_name=group_name, detail=f"{source} {verdict}:\n  - {listed(problems, chr(10) + '  - ')}"
     )

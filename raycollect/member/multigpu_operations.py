@@ -21,12 +21,18 @@ from typing import Any, NoReturn
 from raycollect.backends import across, arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.backends.device_arrays import device_id
-from raycollect.core.model import TENSOR, GroupLike, OpKind, ReduceOp, Structure, TensorInfo, name_of
+from raycollect.core.model import TENSOR, GroupLike, OpKind, ReduceOp, Structure, name_of
 from raycollect.errors import KernelError, Violation, refusal
-from raycollect.errors.text import a_type, shown, too_large
-from raycollect.member import gpu_lists
+from raycollect.errors.text import a_type, listed, shown, too_large
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import get_group_handle
+
+_BACKEND = "nccl"
+"""The backend whose groups may have several GPUs per process."""
+
+_Tensors = Sequence[DeviceArray]
+_Given = tuple[str, Structure, _Tensors]
+"""An operand on the GPU of the group: its name, its form, and its tensors. The form says how many GPUs a rank has."""
 
 
 def allreduce_multigpu(
@@ -44,10 +50,13 @@ def allreduce_multigpu(
         RefusedError: The ranks disagree, or the tensors of one don't fit together; raised on all.
     """
     call = _Call(OpKind.ALLREDUCE, group_name, op=op)
-    mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=True)
-    total = call.fold([[one] for one in mine])
-    call.make(("tensor_list", gpu_lists.whole(len(mine)), total))
-    call.give([(total, [one]) for one in mine])
+
+    def prepare() -> _Prepared:
+        mine = call.row("tensor_list", tensor_list, is_written=True)
+        total = call.fold([[one] for one in mine])
+        return [("tensor_list", _whole(len(mine)), total)], [(total, [one]) for one in mine]
+
+    call.make(prepare)
 
 
 def reduce_multigpu(
@@ -63,11 +72,14 @@ def reduce_multigpu(
     ranks name the same.
     """
     call = _Call(OpKind.REDUCE, group_name, op=op, root=dst_rank)
-    mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=call.is_root)
-    call.chosen("dst_tensor", dst_tensor, mine)
-    total = call.fold([[one] for one in mine])
-    call.make(("tensor_list", gpu_lists.whole(len(mine), f", to {dst_tensor}"), total))
-    call.give([(total, [mine[dst_tensor]])] if call.is_root else [])
+
+    def prepare() -> _Prepared:
+        mine = call.row("tensor_list", tensor_list, is_written=call.is_root)
+        chosen = call.chosen("dst_tensor", dst_tensor, mine)
+        total = call.fold([[one] for one in mine])
+        return [("tensor_list", _whole(len(mine), f", to {dst_tensor}"), total)], [(total, chosen)] * call.is_root
+
+    call.make(prepare)
 
 
 def broadcast_multigpu(
@@ -78,11 +90,15 @@ def broadcast_multigpu(
     As `allreduce_multigpu`; `src_rank` gives the tensor at place `src_tensor` of its list; all ranks name the same.
     """
     call = _Call(OpKind.BROADCAST, group_name, root=src_rank)
-    mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=True)
-    source = call.chosen("src_tensor", src_tensor, mine) if call.is_root else []
-    carried = call.bring(source) if call.is_root else call.place(list(filter(call.is_home, mine)) or mine[:1])
-    call.make(("tensor_list", gpu_lists.whole(len(mine), f", from {src_tensor}"), carried))
-    call.give([(carried, [one]) for one in mine if one not in source])
+
+    def prepare() -> _Prepared:
+        mine = call.row("tensor_list", tensor_list, is_written=True)
+        source = call.chosen("src_tensor", src_tensor, mine) if call.is_root else []
+        carried = call.bring(source) if call.is_root else call.place(list(filter(call.is_home, mine)) or mine[:1])
+        results = [(carried, [one]) for one in mine if one not in source]
+        return [("tensor_list", _whole(len(mine), f", from {src_tensor}"), carried)], results
+
+    call.make(prepare)
 
 
 def allgather_multigpu(
@@ -95,13 +111,18 @@ def allgather_multigpu(
     GPUs. What is not said here is as in `allreduce_multigpu`, errors too.
     """
     call = _Call(OpKind.ALLGATHER, group_name)
-    given = call.one_of_each_gpu("input_tensor_list", input_tensor_list)
-    taken = call.many_of_each_gpu("output_tensor_lists", output_tensor_lists, given, is_written=True)
-    carried = call.bring(given)
-    whole = call.place(next((row for row in taken if call.is_home(row[0])), [*taken[0]] if taken else []))
-    each, every = gpu_lists.by_gpu(len(given)), gpu_lists.by_rank(call.world_size, len(given))
-    call.make(("input_tensor_list", each, carried), ("output_tensor_lists", every, whole))
-    call.give([(whole, one) for one in taken])
+
+    def prepare() -> _Prepared:
+        given = call.row("input_tensor_list", input_tensor_list)
+        taken = call.rows("output_tensor_lists", output_tensor_lists, given, is_written=True)
+        carried = call.bring(given)
+        gathered = call.place(next((row for row in taken if call.is_home(row[0])), taken[0]))
+        each = _by_gpu(len(given))
+        every = Structure("list", (), (each,) * call.world_size)
+        values = [("input_tensor_list", each, carried), ("output_tensor_lists", every, gathered)]
+        return values, [(gathered, one) for one in taken]
+
+    call.make(prepare)
 
 
 def reducescatter_multigpu(
@@ -117,13 +138,17 @@ def reducescatter_multigpu(
     they stay as they are. What is not said here is as in `allreduce_multigpu`, errors too.
     """
     call = _Call(OpKind.REDUCESCATTER, group_name, op=op)
-    taken = call.one_of_each_gpu("output_tensor_list", output_tensor_list, is_written=True)
-    given = call.many_of_each_gpu("input_tensor_lists", input_tensor_lists, taken)
-    totals = call.fold(given)
-    items = call.place(taken)
-    each, every = gpu_lists.by_gpu(len(taken)), gpu_lists.by_rank(call.world_size, len(taken))
-    call.make(("input_tensor_lists", every, totals), ("output_tensor_list", each, items))
-    call.give([([item], [one]) for item, one in zip(items, taken, strict=True)])
+
+    def prepare() -> _Prepared:
+        taken = call.row("output_tensor_list", output_tensor_list, is_written=True)
+        totals = call.fold(call.rows("input_tensor_lists", input_tensor_lists, taken))
+        items = call.place(taken)
+        each = _by_gpu(len(taken))
+        every = Structure("list", (), (each,) * call.world_size)
+        values = [("input_tensor_lists", every, totals), ("output_tensor_list", each, items)]
+        return values, [([item], [one]) for item, one in zip(items, taken, strict=True)]
+
+    call.make(prepare)
 
 
 def send_multigpu(
@@ -139,9 +164,12 @@ def send_multigpu(
         n_elements: How many elements to send, from the first one on; 0: all.
     """
     call = _Call(OpKind.SEND, group_name, root=ME, peer=dst_rank)
-    given = call.single(tensor, n_elements, dst_gpu_index, is_written=False)
-    carried = call.bring(given)
-    call.make(("tensor", _way(given, dst_gpu_index, is_sender=True), carried))
+
+    def prepare() -> _Prepared:
+        given = call.single(tensor, n_elements, dst_gpu_index, is_written=False)
+        return [("tensor", _between(device_id(given[0].device), dst_gpu_index), call.bring(given))], []
+
+    call.make(prepare)
 
 
 def recv_multigpu(
@@ -152,10 +180,13 @@ def recv_multigpu(
     As `send_multigpu`: `src_rank` sends, from the GPU of number `src_gpu_index` in its process, the first `n_elements`.
     """
     call = _Call(OpKind.SEND, group_name, root=src_rank, peer=ME)
-    taken = call.single(tensor, n_elements, src_gpu_index, is_written=True)
-    carried = call.place(taken)
-    call.make(("tensor", _way(taken, src_gpu_index, is_sender=False), carried))
-    call.give([(carried, taken)] if taken else [])
+
+    def prepare() -> _Prepared:
+        taken = call.single(tensor, n_elements, src_gpu_index, is_written=True)
+        carried = call.place(taken)
+        return [("tensor", _between(src_gpu_index, device_id(taken[0].device)), carried)], [(carried, taken)]
+
+    call.make(prepare)
 
 
 def synchronize(gpu_id: int) -> None:
@@ -165,7 +196,7 @@ def synchronize(gpu_id: int) -> None:
         UnsupportedError: There is no GPU.
     """
     if _gpus() <= 0:
-        _refuse("synchronize", "", _NO_GPU, "a process that sees an NVIDIA GPU, and cupy or torch with CUDA")
+        _refuse("synchronize", "", "a process that sees an NVIDIA GPU, and cupy or torch with CUDA")
     try:
         import_module("cupy").cuda.Device(gpu_id).synchronize()
     except ImportError:
@@ -175,136 +206,40 @@ def synchronize(gpu_id: int) -> None:
 # ---------------------------------------------------------------------------------------------- one call
 
 
+class _FaultError(Exception):
+    """Ends the preparation of a call; its arguments are those of a `Violation`."""
+
+
 class _Call(MemberCall):
-    """One call of an operation. Faults are collected for the agreement; before that, nothing is written."""
+    """One call of an operation. Faults are for the agreement; before that, nothing is written."""
 
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
-        _need_gpu(OpKind.RECV.value if peer is ME else kind.value, group_name)
+        operation = OpKind.RECV.value if peer is ME else kind.value
+        if _gpus() <= 0:
+            expected = f"a GPU. For tensors in memory call {operation}(tensor, ...), without _multigpu"
+            _refuse(f"{operation}_multigpu", str(name_of(group_name)), expected)
         super().__init__(get_group_handle(group_name), kind, op, root, peer)
-        if self._process_group.backend != gpu_lists.BACKEND:
-            expected = f"{gpu_lists.BACKEND}, for several GPUs per process"
+        if self._process_group.backend != _BACKEND:
+            expected = f"{_BACKEND}, for several GPUs per process"
             self._violate("unsupported", "backend", self._process_group.backend, expected)
         self.world_size = self._process_group.world_size
         self._home: int = dict(self._process_group.spec.options).get("device", 0)
         self._has_begun = False  # to copy to the GPU of the group
 
-    # ------------------------------------------------------------------------------------------ what was given
+    def make(self, prepare: Callable[[], _Prepared]) -> None:
+        """Makes the group's call of what `prepare` gives, and copies its results back.
 
-    def one_of_each_gpu(self, name: str, tensors: Any, *, is_written: bool = False) -> list[DeviceArray]:
-        """The tensors of a list, one of each GPU; empty if it is no such list."""
-        found = self._tensors(name, tensors)
-        return self._if_right(name, found, gpu_lists.row_fault(name, _infos(found)), is_written=is_written)
-
-    def many_of_each_gpu(
-        self, name: str, lists: Any, like: Sequence[DeviceArray], *, is_written: bool = False
-    ) -> list[list[DeviceArray]]:
-        """The tensors of lists, one list for each GPU of `like`, one tensor in it for each GPU of each rank."""
-        if not isinstance(lists, list | tuple):
-            return self._wrong("argument", name, a_type(lists), f"{len(like)} lists, one for each GPU")
-        rows = [self._tensors(f"{name}[{at}]", one) for at, one in enumerate(lists)]
-        if self._violations:
-            return []
-        fault = gpu_lists.lists_fault(name, [_infos(row) for row in rows], _infos(like), self.world_size)
-        if fault is not None:
-            return self._wrong(*fault)
-        for at, row in enumerate(rows):
-            self._if_right(f"{name}[{at}]", row, None, is_written=is_written)
-            if is_written:
-                self._apart(f"{name}[{at}]", row)
-        return [] if self._violations else rows
-
-    def single(self, tensor: Any, n_elements: Any, gpu_index: Any, *, is_written: bool) -> list[DeviceArray]:
-        """The one tensor of a send or a receive, or its first elements; empty if there is a fault."""
-        gpus = _gpus()
-        if type(gpu_index) is not int or not 0 <= gpu_index < gpus:
-            self._violate("argument", "gpu index", repr(gpu_index), f"one of 0 to {gpus - 1}")
-        found = self._if_right("tensor", self._tensors("tensor", [tensor]), None, is_written=is_written)
-        if not found or n_elements == 0:
-            return found
-        (array,) = found
-        if type(n_elements) is not int or not 0 < n_elements <= array.size:
-            return self._wrong("argument", "n_elements", shown(n_elements), f"0, or at most {array.size}")
-        if not array.shadow.flags.c_contiguous:
-            return self._wrong("argument", "tensor", "one with gaps", "a contiguous one, where n_elements is given")
-        return [DeviceArray(array.tensor.reshape(-1)[:n_elements], array.is_read_only)]
-
-    def chosen(self, name: str, index: Any, among: Sequence[DeviceArray]) -> Sequence[DeviceArray]:
-        """The one tensor of that index; empty if there is none."""
-        if type(index) is int and 0 <= index < len(among):
-            return among[index : index + 1]
-        return self._wrong("argument", name, shown(index), f"one of 0 to {len(among) - 1}") if among else []
-
-    def _tensors(self, name: str, tensors: Any) -> list[DeviceArray]:
-        if not isinstance(tensors, list | tuple) or not tensors:
-            found = "an empty list" if isinstance(tensors, list | tuple) else a_type(tensors)
-            return self._wrong("argument", name, found, "a list of tensors, one of each GPU")
-        views = [arrays.view(one) for one in tensors]
-        for one, view in zip(tensors, views, strict=True):
-            if view is None:
-                return self._wrong("not_tensor", name, arrays.told(one), "tensors on GPUs")
-        fault = gpu_lists.off_gpu_fault(name, [arrays.info(view) for view in views if view is not None])
-        return self._wrong(*fault) if fault else [view for view in views if isinstance(view, DeviceArray)]
-
-    def _if_right(
-        self, name: str, found: list[DeviceArray], fault: gpu_lists.Fault | None, *, is_written: bool
-    ) -> list[DeviceArray]:
-        if fault is not None:
-            return self._wrong(*fault)
-        if is_written and any(map(arrays.overlaps_itself, found)):
-            return self._wrong("alias", name, "overlapping itself (broadcast strides)", "one element per address")
-        return found
-
-    def _apart(self, name: str, written: Sequence[DeviceArray]) -> None:
-        rows = sorted(written, key=arrays.byte_range)
-        if any(arrays.overlap(one, other) for one, other in pairwise(rows)):
-            self._violate("alias", name, "made of tensors that overlap", "separate memory")
-
-    def _wrong(self, kind: str, name: str, found: str, expected: str) -> list[Any]:
-        self._violate(kind, name, found, expected)
-        return []
-
-    # ------------------------------------------------------------------------------------------ what is done
-
-    def is_home(self, array: DeviceArray) -> bool:
-        """Whether a tensor is on the GPU of the group."""
-        return array.device == f"cuda:{self._home}"
-
-    def fold(self, lists: Sequence[Sequence[DeviceArray]]) -> Sequence[DeviceArray]:
-        """Reduces the tensors of all GPUs, on the GPU of the group, to as many as each has."""
-        if self._violations or not lists or self._op is None:
-            return []
-        if len(lists) == 1:
-            return self.bring(lists[0])
-        op = self._op
-        reason = across.objection(op, lists[0][0].dtype, len(lists))
-        if reason is not None:
-            return self._wrong("unsupported", "reduce op", reason, "another reduce op or dtype")
-        return self._prepared(lambda: across.folded(lists, op, self._home))
-
-    def bring(self, tensors: Sequence[DeviceArray]) -> Sequence[DeviceArray]:
-        """Tensors to read on the GPU of the group: those that are there, and copies of the others."""
-        return self._there(tensors, lambda away: across.brought(away, self._home))
-
-    def place(self, tensors: Sequence[DeviceArray]) -> Sequence[DeviceArray]:
-        """Tensors to write on the GPU of the group: those that are there, and new ones for the others."""
-        return self._there(tensors, lambda away: across.room(away[0], self._home, len(away)))
-
-    def _there(
-        self, tensors: Sequence[DeviceArray], make: Callable[[Sequence[DeviceArray]], Sequence[DeviceArray]]
-    ) -> Sequence[DeviceArray]:
-        away = [one for one in tensors if not self.is_home(one)]
-        if self._violations or not away:
-            return tensors
-        made = iter(self._prepared(lambda: make(away)))
-        return [] if self._violations else [one if self.is_home(one) else next(made) for one in tensors]
-
-    def make(self, *values: tuple[str, Structure, Sequence[DeviceArray]]) -> None:
-        """Makes the group's call of (name, structure, tensors): what this rank gives, then what it takes into.
-
-        The structure tells the agreement how many GPUs a rank has, and what else has to be the same on all ranks.
+        Raises:
+            KernelError: The results could not be copied.
         """
-        plain = [] if self._violations else values
-        built = [(name, structure.build([one.tensor for one in tensors])) for name, structure, tensors in plain]
+        values: Sequence[_Given] = ()
+        results: Sequence[tuple[_Tensors, _Tensors]] = ()
+        if not self._violations:
+            try:
+                values, results = prepare()
+            except _FaultError as exc:
+                self._violate(*exc.args)
+        built = [(name, form.build([one.tensor for one in tensors])) for name, form, tensors in values]
         try:
             self.run(built, async_op=False, timeout_s=None)
         except BaseException:
@@ -312,9 +247,9 @@ class _Call(MemberCall):
                 with suppress(Exception):  # a device that has failed: the call tells why
                     across.ended([self._home])  # what was copied there uses memory that is let go of now
             raise
+        self._give(results)
 
-    def give(self, results: Sequence[tuple[Sequence[Any], Sequence[DeviceArray]]]) -> None:
-        """Copies (tensors on the GPU of the group, tensors on one GPU) back and waits; KernelError: it failed."""
+    def _give(self, results: Sequence[tuple[_Tensors, _Tensors]]) -> None:
         moved = [(made, there) for made, there in results if made[0] is not there[0]]
         try:
             for made, there in moved:
@@ -322,53 +257,148 @@ class _Call(MemberCall):
             across.ended([device_id(there[0].device) for _, there in moved])
         except Exception as exc:
             detail = f"the result is on GPU {self._home}, and could not be copied from there: {exc}"
-            process_group = self._process_group
-            raise KernelError(
-                op=self._kind.value, group_name=process_group.name, rank=process_group.rank, detail=detail
-            ) from exc
+            group = self._process_group
+            raise KernelError(op=self._kind.value, group_name=group.name, rank=group.rank, detail=detail) from exc
 
-    def _prepared(self, make: Callable[[], Sequence[DeviceArray]]) -> Sequence[DeviceArray]:
+    # ------------------------------------------------------------------------------------------ what was given
+
+    def row(self, name: str, tensors: Any, *, is_written: bool = False) -> _Tensors:
+        """The tensors of a list, one of each GPU."""
+        found = self._tensors(name, tensors, is_written=is_written)
+        devices = [one.device for one in found]
+        if len(set(devices)) < len(devices):
+            raise _FaultError("argument", f"placement of {name}", listed(devices), "each tensor on another GPU")
+        _check_alike(name, found)
+        return found
+
+    def rows(self, name: str, lists: Any, like: _Tensors, *, is_written: bool = False) -> Sequence[_Tensors]:
+        """The tensors of lists: one list for each GPU of `like`, with one tensor for each GPU of each rank."""
+        count = len(like)
+        if not isinstance(lists, list | tuple) or len(lists) != count:
+            found = f"{len(lists)} lists" if isinstance(lists, list | tuple) else a_type(lists)
+            raise _FaultError("argument", name, found, f"{count} lists, one for each GPU")
+        rows = [self._tensors(f"{name}[{at}]", one, is_written=is_written) for at, one in enumerate(lists)]
+        for at, (row, own) in enumerate(zip(rows, like, strict=True)):
+            one = f"{name}[{at}]"
+            if len(row) != self.world_size * count:
+                expected = f"{self.world_size * count}, one for each of {count} GPUs of {self.world_size} ranks"
+                raise _FaultError("argument", one, f"{len(row)} tensors", expected)
+            if devices := {tensor.device for tensor in row} - {own.device}:
+                raise _FaultError("argument", f"placement of {one}", listed(sorted(devices)), own.device)
+            _check_alike(one, [own, *row])
+            if is_written and any(arrays.overlap(*two) for two in pairwise(sorted(row, key=arrays.byte_range))):
+                raise _FaultError("alias", one, "made of tensors that overlap", "separate memory")
+        return rows
+
+    def single(self, tensor: Any, n_elements: Any, gpu_index: Any, *, is_written: bool) -> _Tensors:
+        """The one tensor of a send or a receive, or its first elements."""
+        gpus = _gpus()
+        if type(gpu_index) is not int or not 0 <= gpu_index < gpus:
+            raise _FaultError("argument", "gpu index", repr(gpu_index), f"one of 0 to {gpus - 1}")
+        (array,) = found = self._tensors("tensor", [tensor], is_written=is_written)
+        if n_elements == 0:
+            return found
+        if type(n_elements) is not int or not 0 < n_elements <= array.size:
+            raise _FaultError("argument", "n_elements", shown(n_elements), f"0, or at most {array.size}")
+        if not array.shadow.flags.c_contiguous:
+            raise _FaultError("argument", "tensor", "one with gaps", "a contiguous one, where n_elements is given")
+        return [DeviceArray(array.tensor.reshape(-1)[:n_elements], array.is_read_only)]
+
+    def chosen(self, name: str, index: Any, among: _Tensors) -> _Tensors:
+        """The one tensor of that index."""
+        if type(index) is not int or not 0 <= index < len(among):
+            raise _FaultError("argument", name, shown(index), f"one of 0 to {len(among) - 1}")
+        return among[index : index + 1]
+
+    def _tensors(self, name: str, tensors: Any, *, is_written: bool) -> _Tensors:
+        if not isinstance(tensors, list | tuple) or not tensors:
+            found = "an empty list" if isinstance(tensors, list | tuple) else a_type(tensors)
+            raise _FaultError("argument", name, found, "a list of tensors, one of each GPU")
+        views = []
+        for one in tensors:
+            view = arrays.view(one)
+            if view is None:
+                raise _FaultError("not_tensor", name, arrays.told(one), "tensors on GPUs")
+            if not isinstance(view, DeviceArray) or not view.device.startswith("cuda:"):
+                device = arrays.info(view).device
+                raise _FaultError("unsupported", f"device of {name}", device, "tensors on GPUs")
+            if is_written and arrays.overlaps_itself(view):
+                expected = "one element per address"
+                raise _FaultError("alias", name, "overlapping itself (broadcast strides)", expected)
+            views.append(view)
+        return views
+
+    # ------------------------------------------------------------------------------------------ the GPU of the group
+
+    def is_home(self, array: DeviceArray) -> bool:
+        """Whether a tensor is on the GPU of the group."""
+        return array.device == f"cuda:{self._home}"
+
+    def fold(self, lists: Sequence[_Tensors]) -> _Tensors:
+        """Reduces the tensors of all GPUs, on the GPU of the group, to as many as each has."""
+        op = self._op
+        if len(lists) == 1 or op is None:
+            return self.bring(lists[0])
+        if reason := across.objection(op, lists[0][0].dtype, len(lists)):
+            raise _FaultError("unsupported", "reduce op", reason, "another reduce op or dtype")
+        return self._staged(lambda: across.folded(lists, op, self._home))
+
+    def bring(self, tensors: _Tensors) -> _Tensors:
+        """Tensors to read on the GPU of the group: those that are there, and copies of the others."""
+        return self._there(tensors, lambda away: across.brought(away, self._home))
+
+    def place(self, tensors: _Tensors) -> _Tensors:
+        """Tensors to write on the GPU of the group: those that are there, and new ones for the others."""
+        return self._there(tensors, lambda away: across.room(away[0], self._home, len(away)))
+
+    def _there(self, tensors: _Tensors, make: Callable[[_Tensors], _Tensors]) -> _Tensors:
+        away = [one for one in tensors if not self.is_home(one)]
+        made = iter(self._staged(lambda: make(away)) if away else ())
+        return [one if self.is_home(one) else next(made) for one in tensors]
+
+    def _staged(self, make: Callable[[], _Tensors]) -> _Tensors:
         self._has_begun = True
         try:
             return make()
         except MemoryError as exc:
             expected = f"memory on GPU {self._home} to combine the tensors in"
-            return self._wrong("allocation", "staging", too_large(exc), expected)
+            raise _FaultError("allocation", "staging", too_large(exc), expected) from None
 
 
-def _infos(tensors: Sequence[DeviceArray]) -> list[TensorInfo]:
-    return list(map(arrays.info, tensors))
+_Prepared = tuple[Sequence[_Given], Sequence[tuple[_Tensors, _Tensors]]]
+"""What the group's call gives and takes, and (tensors on the GPU of the group, those on one GPU) to copy after it."""
 
 
-def _way(tensors: Sequence[DeviceArray], index: Any, *, is_sender: bool) -> Structure:
-    own = device_id(tensors[0].device) if tensors else -1
-    source, target = (own, index) if is_sender else (index, own)
+def _check_alike(name: str, tensors: _Tensors) -> None:
+    infos = list(map(arrays.info, tensors))
+    for field, values in (("shape", [str(list(one.shape)) for one in infos]), ("dtype", [one.dtype for one in infos])):
+        if len(set(values)) > 1:
+            raise _FaultError("mismatch", f"{field} of {name}", listed(dict.fromkeys(values)), "the same of all")
+
+
+def _whole(count: int, more: str = "") -> Structure:
+    """One tensor for all of a rank's GPUs; `more` is what else has to be equal on all ranks."""
+    return Structure("dict", (f"tensor of {count} GPUs{more}",), (TENSOR,))
+
+
+def _by_gpu(count: int) -> Structure:
+    return Structure("dict", tuple(f"GPU {at}" for at in range(count)), (TENSOR,) * count)
+
+
+def _between(source: int, target: int) -> Structure:
     return Structure("dict", (f"from GPU {source} to GPU {target}",), (TENSOR,))
-
-
-# ---------------------------------------------------------------------------------------------- GPUs
-
-_NO_GPU = "none: this process sees no GPU, or has neither cupy nor torch with CUDA"
 
 
 def _gpus() -> int:
     """How many GPUs this process sees, by whichever library can tell."""
-    try:
+    with suppress(Exception):  # not installed, no driver, no device: each in its own words
         return int(import_module("cupy").cuda.runtime.getDeviceCount())
-    except Exception:  # noqa: BLE001 - not installed, no driver, no device: each in its own words
-        pass
     try:
         return int(import_module("torch").cuda.device_count())
     except ImportError:
         return 0
 
 
-def _need_gpu(operation: str, group_name: Any) -> None:
-    if _gpus() <= 0:
-        expected = f"a GPU. For tensors in memory call {operation}(tensor, ...), without _multigpu"
-        _refuse(f"{operation}_multigpu", str(name_of(group_name)), _NO_GPU, expected)
-
-
-def _refuse(op: str, group_name: str, found: str, expected: str) -> NoReturn:
-    violation = Violation(kind="unsupported", field="gpu", found=found, expected=expected)
-    raise refusal(op, group_name, (violation,))
+def _refuse(op: str, group_name: str, expected: str) -> NoReturn:
+    found = "none: this process sees no GPU, or has neither cupy nor torch with CUDA"
+    raise refusal(op, group_name, (Violation(kind="unsupported", field="gpu", found=found, expected=expected),))

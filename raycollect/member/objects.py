@@ -1,15 +1,14 @@
 """Objects between members: values that are no tensors, packed to bytes that the members' operations move.
 
 By default only plain values travel, in msgpack (`engine.value_codec`): reading them runs no code. ``pickle=True``, the
-same on all ranks, takes any object: who can write to the group can then run code in its members.
+same on all ranks, takes any object: who can write to the group can then run code in its members. Before any values,
+all ranks exchange headers: the form of a rank's values, and their length.
 """
 
 from __future__ import annotations
 
 import pickle as pickler
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -17,11 +16,16 @@ import numpy as np
 
 from raycollect.core.model import GroupLike
 from raycollect.engine.value_codec import pack_value, unpack_value
-from raycollect.errors import RefusedError, Violation, refusal, wrong_flags
+from raycollect.errors import Violation, refusal, wrong_flags
+from raycollect.errors.text import shown
 from raycollect.member import operations
 from raycollect.member.init import get_group_handle
 
-_FAILED = -1  # instead of a length: this rank has nothing that can travel
+_NO_FLAG = 2
+"""In a header, the form of a rank whose `pickle` is neither True nor False; else it is that flag."""
+
+_FAILED = -1
+"""In a header, the length of values that can't travel."""
 
 
 def broadcast_object(
@@ -52,13 +56,7 @@ def broadcast_object(
     """
     mine = [value] if _is_here(src_rank, group_name) else []
     exchange = _Exchange("broadcast_object", mine, group_name, pickle, timeout_s)
-    length = np.array(exchange.lengths[0] if mine else 0, np.int64)
-    with exchange.agreed():
-        operations.broadcast(
-            exchange.told(length), src_rank, group_name, async_op=exchange.wrong_flag, timeout_s=timeout_s
-        )
-    exchange.check({src_rank: int(length)})
-    data = exchange.packed if mine else np.empty(int(length), np.uint8)
+    data = exchange.parts[0] if mine else exchange.room(src_rank)
     operations.broadcast(data, src_rank, group_name, timeout_s=timeout_s)
     return value if mine else exchange.read(data)
 
@@ -68,9 +66,9 @@ def allgather_object(
 ) -> list[Any]:
     """Gives every rank the values of all ranks, by rank. See `broadcast_object`."""
     exchange = _Exchange("allgather_object", [value], group_name, pickle, timeout_s)
-    rooms = exchange.rooms()
-    operations.allgather(rooms, exchange.packed, group_name, timeout_s=timeout_s)
-    return [exchange.read(one) for one in rooms]
+    rooms = list(map(exchange.room, range(len(exchange.lengths))))
+    operations.allgather(rooms, exchange.parts[0], group_name, timeout_s=timeout_s)
+    return list(map(exchange.read, rooms))
 
 
 def gather_object(
@@ -83,9 +81,9 @@ def gather_object(
 ) -> list[Any] | None:
     """Gives one rank the values of all ranks, by rank; the others get None. See `broadcast_object`."""
     exchange = _Exchange("gather_object", [value], group_name, pickle, timeout_s)
-    rooms = exchange.rooms()
-    operations.gather(rooms, exchange.packed, dst_rank, group_name, timeout_s=timeout_s)
-    return [exchange.read(one) for one in rooms] if _is_here(dst_rank, group_name) else None
+    rooms = list(map(exchange.room, range(len(exchange.lengths))))
+    operations.gather(rooms, exchange.parts[0], dst_rank, group_name, timeout_s=timeout_s)
+    return list(map(exchange.read, rooms)) if _is_here(dst_rank, group_name) else None
 
 
 def scatter_object(
@@ -99,23 +97,13 @@ def scatter_object(
     """Gives each rank its item of one rank's list, which other ranks leave out. See `broadcast_object`."""
     mine = _is_here(src_rank, group_name)
     given = values if mine and values is not None else ()
-    exchange = _Exchange("scatter_object", given, group_name, pickle, timeout_s)
-    count = get_group_handle(group_name).world_size
-    if mine and len(exchange.lengths) != count:
-        if not exchange.why:
-            exchange.why, exchange.expected = f"{len(exchange.lengths)} values for {count} ranks", "one value per rank"
-        exchange.lengths = [_FAILED] * count
+    count = get_group_handle(group_name).world_size if mine else None
+    exchange = _Exchange("scatter_object", given, group_name, pickle, timeout_s, count)
     length = np.zeros(1, np.int64)
-    lengths = [np.array([one], np.int64) for one in exchange.lengths] if mine else None
-    told = None if lengths is None else [exchange.told(one) for one in lengths]
-    with exchange.agreed():
-        operations.scatter(
-            exchange.told(length), told, src_rank, group_name, async_op=exchange.wrong_flag, timeout_s=timeout_s
-        )
-    exchange.check({src_rank: int(length[0])})
+    lengths = [np.array([len(one)]) for one in exchange.parts] if mine else None
+    operations.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
     data = np.empty(int(length[0]), np.uint8)
-    parts = np.split(exchange.packed, np.cumsum(exchange.lengths)[:-1]) if mine else None
-    operations.scatter(data, parts, src_rank, group_name, timeout_s=timeout_s)
+    operations.scatter(data, exchange.parts if mine else None, src_rank, group_name, timeout_s=timeout_s)
     return exchange.read(data)
 
 
@@ -124,73 +112,66 @@ def _is_here(rank: Any, group_name: GroupLike) -> bool:
     return isinstance(rank, Integral) and bool(get_group_handle(group_name).rank == rank)
 
 
-def _about_pickle(one: Violation) -> Violation:
-    if one.field == "async_op":
-        return replace(one, field="pickle")
-    if {one.found, one.expected} != {"int64", "uint64"}:
-        return one
-    found, expected = (f"pickle={told == 'uint64'}" for told in (one.found, one.expected))
-    return replace(one, field="form of values", found=found, expected=f"{expected} on all ranks")
-
-
 class _Exchange:
-    """What one rank packs and reads in one call; `lengths` are those of its values, in bytes."""
+    """What one rank packs and reads in one call.
+
+    Attributes:
+        parts: The bytes of each of this rank's values, as arrays.
+        lengths: The lengths of all ranks' values, in bytes.
+
+    Raises:
+        RefusedError: A rank has something that can't travel, or another `pickle`, or one that is no flag.
+    """
 
     def __init__(
-        self, op: str, values: Sequence[Any], group_name: GroupLike, pickle: bool, timeout_s: float | None
+        self,
+        op: str,
+        values: Any,
+        group_name: GroupLike,
+        pickle: bool,
+        timeout_s: float | None,
+        count: int | None = None,
     ) -> None:
-        self.why = ""
-        is_wrong = bool(wrong_flags(pickle=pickle))
-        self.wrong_flag: Any = pickle if is_wrong else False  # in the place of `async_op`, which all ranks refuse
-        self._pickle = not is_wrong and bool(pickle)
-        self.expected = "a value that can be pickled" if self._pickle else "plain values, or pickle=True on all ranks"
-        self._op = op
-        self._group_name = group_name
-        self._timeout_s = timeout_s
-        parts: list[bytes] = []
+        is_flag = not wrong_flags(pickle=pickle)
+        self._pickle = is_flag and bool(pickle)
+        expected = "a value that can be pickled" if self._pickle else "plain values, or pickle=True on all ranks"
+        why, packed = "", []
         try:
-            parts = [pickler.dumps(one) if self._pickle else pack_value(one) for one in values]
-            self.lengths = [len(one) for one in parts]
+            packed = [pickler.dumps(one) if self._pickle else pack_value(one) for one in values]
+            if count is not None and len(packed) != count:
+                why, expected = f"{len(packed)} values for {count} ranks", "one value per rank"
         except Exception as exc:  # noqa: BLE001 - foreign code gives and pickles them; all ranks hear of it
-            self.why = f"{type(exc).__name__}: {exc}"
-            self.lengths = [_FAILED]
-        self.packed = np.frombuffer(bytearray(b"".join(parts)), np.uint8)
-
-    def rooms(self) -> list[Any]:
-        """Memory for what each rank gives, by rank."""
-        process_group = get_group_handle(self._group_name)
-        lengths, mine = np.zeros(process_group.world_size, np.int64), np.array(self.lengths, np.int64)
-        with self.agreed():
-            told, flag = (self.told(lengths), self.told(mine)), self.wrong_flag
-            operations.allgather(*told, self._group_name, async_op=flag, timeout_s=self._timeout_s)
-        self.check(dict(enumerate(lengths.tolist())))
-        return [np.empty(length, np.uint8) for length in lengths.tolist()]
-
-    def told(self, lengths: Any) -> Any:
-        """Lengths as they travel: unsigned where values are pickled, so that ranks that differ are refused."""
-        return lengths.view(np.uint64) if self._pickle else lengths
-
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Says of lengths that were refused for their type, or for a flag that is none, what that means."""
-        try:
-            yield
-        except RefusedError as exc:
-            wrong = tuple([_about_pickle(one) for one in exc.violations])
-            raise refusal(self._op, exc.group_name, wrong) from None
-
-    def check(self, lengths: dict[int, int]) -> None:
-        """Raises on all ranks where one of them has nothing that can travel."""
-        process_group = get_group_handle(self._group_name)
-        told = self.why or "refused by that rank, whose error says why"
-        wrong = tuple(
-            Violation(kind="not_tensor", rank=rank, field="value", found=told, expected=self.expected)
-            for rank, length in lengths.items()
-            if length < 0
-        )
+            why = f"{type(exc).__name__}: {exc}"
+        self.parts = [np.frombuffer(bytearray(one), np.uint8) for one in packed]
+        group = get_group_handle(group_name)
+        mine = np.array([self._pickle if is_flag else _NO_FLAG, _FAILED if why else sum(map(len, packed))])
+        headers = np.empty((group.world_size, 2), mine.dtype)
+        operations.allgather(headers, mine, group_name, timeout_s=timeout_s)
+        self.lengths: Sequence[int] = headers[:, 1].tolist()
+        wrong = []
+        for rank, (form, length) in enumerate(headers.tolist()):
+            is_own = rank == group.rank
+            if form == _NO_FLAG:
+                found = shown(pickle) if is_own else "no flag"
+                wrong.append(_violation("argument", rank, "pickle", found, "True or False"))
+            elif form != headers[0, 0] != _NO_FLAG:
+                one = f"pickle={not form} on all ranks"
+                wrong.append(_violation("mismatch", rank, "form of values", f"pickle={bool(form)}", one))
+            elif length == _FAILED:
+                found = why if is_own else "refused by that rank, whose error says why"
+                wrong.append(_violation("not_tensor", rank, "value", found, expected))
         if wrong:
-            raise refusal(self._op, process_group.name, wrong)
+            raise refusal(op, group.name, tuple(wrong))
+
+    def room(self, rank: Any) -> Any:
+        """Memory for what a rank gives; what is no rank is refused by the operation."""
+        at = int(rank) if isinstance(rank, Integral) else -1
+        return np.empty(self.lengths[at] if 0 <= at < len(self.lengths) else 0, np.uint8)
 
     def read(self, data: Any) -> Any:
         """Reads a value."""
         return pickler.loads(data) if self._pickle else unpack_value(data.tobytes())
+
+
+def _violation(kind: str, rank: int, field: str, found: str, expected: str) -> Violation:
+    return Violation(kind=kind, rank=rank, field=field, found=found, expected=expected)

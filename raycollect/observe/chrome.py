@@ -1,4 +1,4 @@
-"""Writes timelines in the Trace Event Format, which Perfetto and chrome://tracing read, and reads them back.
+"""Writes timelines in the Trace Event Format, which Perfetto and chrome://tracing read.
 
 Each process has a row per thread. Spans of one thread that overlap without nesting, such as the plans of a controller
 or the methods of an async actor, go to rows of their own. A flow arrow leads from each plan to each participant's part
@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from raycollect.core import files
-from raycollect.errors.text import shown
-from raycollect.observe.trace import KINDS, PART, PLAN, RUN
+from raycollect.observe.summary import summarize
+from raycollect.observe.trace import PART, PLAN, RUN
 from raycollect.observe.whole import Missing, Process, Slice, Thread, Trace
 
-FORMAT = 1
-MOST_NBYTES = 2 << 30
-"""The longest file that is read, unpacked."""
-_MOST_TEXT = 300
-"""How many characters of a reason are shown."""
-_OWN = "raycollect"
+FORMAT = 2
 _OTHER_TID = 10_000_000
 """Where the ids of rows begin that belong to no single thread."""
 
@@ -49,21 +42,22 @@ def document(trace: Trace) -> dict[str, Any]:
         one = _ProcessRows(process, _free(process.pid, pids), trace.began_s)
         events += one.heads(at, tids)
         drawn.append(one)
-        processes.append(_metadata(process, one))
+        facts = {name: getattr(process, name) for name in ("name", "host", "pid", "uncertainty_s", "dropped")}
+        processes.append({**facts, "ranks": [list(one) for one in process.ranks], "id": drawn[-1].pid})
     for one in drawn:
         events += [_event(slice_, one.pid, tid, trace.began_s) for slice_, tid in one.placed]
     events += _flows(drawn, trace.began_s)
     return {
         "displayTimeUnit": "ms",
         "otherData": {
-            _OWN: {
+            "raycollect": {
                 "format": FORMAT,
                 "began_s": trace.began_s,
                 "ended_s": trace.ended_s,
-                "clock": trace.clock,
                 "processes": processes,
                 "missing": [{name: getattr(one, name) for name in Missing.__slots__} for one in trace.missing],
                 "dropped": trace.dropped,
+                "summary": summarize(trace).to_dict(),
             }
         },
         "traceEvents": events,
@@ -151,8 +145,6 @@ def _us(at_s: float, origin_s: float) -> float:
 def _event(one: Slice, pid: int, tid: int, origin_s: float) -> Event:
     begin_us = _us(one.begin_s, origin_s)
     args = {name: value for name in _ARGS if (value := getattr(one, name)) != _DEFAULTS[name]}
-    if one.kind in _PLANS:  # which share a row, whatever thread heard of their end
-        args["thread"] = one.thread
     return {
         "ph": "X",
         "name": one.name if not one.error else f"{one.name} ({one.error})",
@@ -184,106 +176,3 @@ def _flows(drawn: Sequence[_ProcessRows], origin_s: float) -> Iterator[Event]:
             same = {"cat": PLAN, "name": "part", "id": number}
             yield {"ph": "s", **same, "ts": begin_us, "pid": one.pid, "tid": tid}
             yield {"ph": "f", "bp": "e", **same, "ts": bind_us, "pid": part_pid, "tid": part_tid}
-
-
-def _metadata(process: Process, drawn: _ProcessRows) -> dict[str, Any]:
-    names = ("name", "host", "pid", "clock", "leader", "leads", "uncertainty_s", "dropped")
-    return {
-        **{name: getattr(process, name) for name in names},
-        "ranks": [list(one) for one in process.ranks],
-        "id": drawn.pid,
-        "rows": {str(tid): thread for (thread, _), tid in drawn.rows.items()},
-        "threads": [[thread, *known] for thread, known in process.threads.items()],
-    }
-
-
-_MALFORMED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    OSError,
-    OverflowError,
-    RecursionError,
-    zlib.error,
-)
-
-
-def read(path: str | os.PathLike[str]) -> Trace:
-    """Reads a file that `write` has written.
-
-    Raises:
-        OSError: It can't be read.
-        ValueError: It is no such file.
-    """
-    with Path(path).open("rb") as file:
-        try:
-            is_packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            data = (gzip.GzipFile(fileobj=file) if is_packed else file).read(MOST_NBYTES + 1)
-            if len(data) > MOST_NBYTES:
-                raise ValueError(f"it is longer than {MOST_NBYTES} bytes")
-            return trace_of(json.loads(data))
-        except _MALFORMED as exc:
-            why = f"it has no {shown(exc.args[0])}" if isinstance(exc, KeyError) else str(exc)[:_MOST_TEXT]
-            raise ValueError(f"{os.fspath(path)!r} is not a timeline of raycollect: {why}") from exc
-
-
-def trace_of(found: Any) -> Trace:
-    """The inverse of `document`, rounded to nanoseconds; what it raises for other documents varies."""
-    own = found["otherData"][_OWN]
-    if own["format"] != FORMAT:
-        raise ValueError(f"format {shown(own['format'])}, this raycollect reads {FORMAT}")
-    began_s = _finite(own["began_s"])
-    rows: dict[int, dict[int, int]] = {
-        int(one["id"]): {int(tid): int(thread) for tid, thread in one["rows"].items()} for one in own["processes"]
-    }
-    slices: dict[int, list[Slice]] = defaultdict(list)
-    for event in found["traceEvents"]:
-        if event.get("ph") == "X" and event["cat"] in KINDS:
-            slices[event["pid"]].append(_slice(event, rows[event["pid"]], began_s))
-    return Trace(
-        began_s=began_s,
-        ended_s=_finite(own["ended_s"]),
-        clock=str(own["clock"]),
-        processes=tuple(_process(one, slices[int(one["id"])]) for one in own["processes"]),
-        missing=tuple(Missing(**one) for one in own["missing"]),
-    )
-
-
-def _slice(event: Mapping[str, Any], rows: Mapping[int, int], began_s: float) -> Slice:
-    args = {name: type(_DEFAULTS[name])(value) for name, value in event["args"].items() if name in _ARGS}
-    begin_s = began_s + _finite(event["ts"]) / 1e6
-    name = event["name"].removesuffix(f" ({args['error']})") if args.get("error") else event["name"]
-    return Slice(
-        kind=event["cat"],
-        name=str(name),
-        begin_s=begin_s,
-        end_s=begin_s + _finite(event["dur"]) / 1e6,
-        thread=int(event["args"].get("thread", rows[event["tid"]])),
-        **args,
-    )
-
-
-def _finite(value: Any) -> float:
-    found = float(value)
-    if not math.isfinite(found):
-        raise ValueError(f"{found} is not a time")
-    return found
-
-
-def _process(one: Mapping[str, Any], slices: Iterable[Slice]) -> Process:
-    return Process(
-        name=str(one["name"]),
-        host=str(one["host"]),
-        pid=int(one["pid"]),
-        clock=str(one["clock"]),
-        leader=str(one["leader"]),
-        leads=bool(one["leads"]),
-        ranks=tuple((str(group), int(rank)) for group, rank in one["ranks"]),
-        uncertainty_s=_finite(one["uncertainty_s"]),
-        dropped=int(one["dropped"]),
-        threads={int(thread): Thread(int(native), str(name)) for thread, native, name in one["threads"]},
-        slices=tuple(sorted(slices, key=lambda one: one.end_s)),
-    )

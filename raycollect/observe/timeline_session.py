@@ -209,12 +209,11 @@ class TimelineSession:
         name, host = _this_process()
         recorded = self._ring.read()
         groups = {**recorded.groups, **self._groups()}
-        known = Process(name=name, host=host, pid=os.getpid(), clock=clock_id(), leader=self.leader, leads=True)
+        known = Process(name=name, host=host, pid=os.getpid(), leader=self.leader, leads=True)
         own = process_of(recorded._replace(groups=groups), known)
         return Trace(
             began_s=self.began_s,
             ended_s=ended_s,
-            clock=clock_id(),
             processes=(_with_bytes(own, processes), *processes),
             missing=tuple(missing),
         )
@@ -264,7 +263,7 @@ class TimelineSession:
             aligned = Alignment(first=fixes[0], last=fixes[-1] if len(fixes) > 1 else None)
         info = one.peer.info
         host, pid = info["address"].host, info["pid"]
-        known = Process(name=info["actor"], host=host, pid=pid, clock=one.clock, leader=self.leader)
+        known = Process(name=info["actor"], host=host, pid=pid, leader=self.leader)
         try:
             return process_of(decode_recorded(payload), known, aligned)
         except ValueError as exc:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,7 +45,6 @@ class Process:
     name: str  # its name for people: ``"Worker(3f2a91)"``, ``"driver"``
     host: str
     pid: int
-    clock: str = ""  # the id of its clock; see `clocks.clock_id`
     leader: str = ""  # the id of the controller whose plans it runs, or which it is; empty: it makes calls of its own
     leads: bool = False  # whether it is that controller
     ranks: tuple[tuple[str, int], ...] = ()  # (group, rank) of its memberships
@@ -80,7 +79,6 @@ class Trace:
 
     began_s: float  # when it began, by `time.monotonic` of the process that began it
     ended_s: float
-    clock: str  # the id of that clock
     processes: tuple[Process, ...]  # those that have recorded; the one that began it comes first
     missing: tuple[Missing, ...] = ()  # those that have not, or whose spans did not arrive
 
@@ -93,20 +91,6 @@ class Trace:
         spans = sum(len(one.slices) for one in self.processes)
         told = f", {len(self.missing)} missing" if self.missing else ""
         return f"<Trace of {self.ended_s - self.began_s:.3f} s: {spans} spans of {len(self.processes)} processes{told}>"
-
-    @staticmethod
-    def merged(traces: Sequence[Trace]) -> Trace:
-        """Merges timelines of one clock; ValueError: they are of several clocks."""
-        clocks = {one.clock for one in traces}
-        if len(clocks) != 1 or (len(traces) > 1 and clocks == {""}):
-            raise ValueError("they are of different hosts, or of different boots of one, so that no clock is theirs")
-        return Trace(
-            began_s=min(one.began_s for one in traces),
-            ended_s=max(one.ended_s for one in traces),
-            clock=traces[0].clock,
-            processes=tuple(process for one in traces for process in one.processes),
-            missing=tuple(missing for one in traces for missing in one.missing),
-        )
 
 
 def process_of(recorded: Recorded, known: Process, aligned: Alignment = SAME_CLOCK) -> Process:

@@ -10,46 +10,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from raycollect.core.model import PIECES, PREFIXES, GroupSpec, OpKind
+from raycollect.core.model import PIECES, PREFIXES, OpKind
 from raycollect.planner.algorithms import ALGORITHMS, cost_of, rivals
 from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
 from raycollect.planner.membership import Membership
-from raycollect.planner.report import Explanation, StepExplanation
-from raycollect.planner.report_rows import Act, Brought, LinkCost, Memory, Methods, Moved, Row, Way
+from raycollect.planner.report import Explanation, LinkCost, Memory, Methods, Row, StepExplanation
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Local, Step, Template
 from raycollect.planner.topology import Topology
 from raycollect.planner.wording import PEER, nbytes_words, op_words, ranks_words, reduce_op_words, seconds_words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan that is a stage of a captured step."""
-
-    plan: Plan
-    given: Mapping[Source, Infos]  # the tensors of each operand; see `explain`
-    first: int  # the number of its first call among all calls of the step
-    fixed: int = 0  # how many of the operands are refs
-
-
-def explain_step(stages: Sequence[Planned | Methods], participants: int) -> StepExplanation:
-    """Explains what each run of a captured step will do.
-
-    Raises:
-        KeyError: An operand's tensors are not known.
-        ValueError: An operand can't be cut into a piece per rank.
-    """
-    found = [stage if isinstance(stage, Methods) else explain(stage.plan, stage.given, stage.first) for stage in stages]
-    plans = [stage for stage in found if isinstance(stage, Explanation)]
+def explain_step(stages: Sequence[tuple[Explanation | Methods, int]], participants: int) -> StepExplanation:
+    """Explains what each run of a captured step will do: its stages, each with how many refs are its operands."""
+    plans = [stage for stage, _ in stages if isinstance(stage, Explanation)]
+    memories = [one.memory for one in plans]
     return StepExplanation(
         participants=participants,
-        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage in found),
-        stages=tuple(found),
-        fixed=tuple(stage.fixed for stage in stages),
+        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage, _ in stages),
+        stages=tuple(stage for stage, _ in stages),
+        fixed=tuple(fixed for _, fixed in stages),
         launches=sum(one.launches for one in plans),
-        memory=_memory_of_all([one.memory for one in plans]),
+        memory=Memory(
+            outputs=sum(one.outputs for one in memories),
+            scratch=max((one.scratch for one in memories), default=0),
+            packing=max((one.packing for one in memories), default=0),
+            stand_ins=max((one.stand_ins for one in memories), default=0),
+            chunks=tuple({name: nbytes for one in memories for name, nbytes in one.chunks}.items()),
+        ),
         time_s=sum(one.time_s for one in plans),
         nbytes_inside=sum(one.nbytes_inside for one in plans),
         nbytes_between=sum(one.nbytes_between for one in plans),
@@ -84,8 +74,8 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
         rows=tuple(rows),
         memory=_memory(plan, sizes, bundles),
         time_s=_time_s(bundles),
-        nbytes_inside=sum(row.way.nbytes_inside for row in rows),
-        nbytes_between=sum(row.way.nbytes_between for row in rows),
+        nbytes_inside=sum(row.nbytes_inside for row in rows),
+        nbytes_between=sum(row.nbytes_between for row in rows),
         links=tuple(dict.fromkeys(link for membership in plan.memberships for link in _links(membership.topology))),
     )
 
@@ -118,7 +108,7 @@ class _Bundle:
         staged = [one for number in self.calls for one in sizes.staged(number)]
         on_device = self.membership.spec.memory not in ("", "cpu")  # where nothing is packed
         staging = 0 if on_device else plan.staging
-        self.packing = packing(self.part.request.kind, self.membership.spec.backend, staged, staging)
+        self.packing = packing(self.part.request.kind, staged, staging, coalesces=self.membership.coalesces)
         self.tensors = len(staged)  # per rank, in pieces: per piece
         self.costs = tuple(_price(self.part, self.membership, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
@@ -131,25 +121,8 @@ class _Bundle:
         steps = [step for template in self.part.templates for step in template.ways[self.taken]]
         return tuple(sorted({self.base + step.at for step in steps})) or (self.base,)
 
-    def ways(self, nbytes: int, moved: Moved | None) -> tuple[Way, ...]:
-        found = []
-        for choice, seconds, cost in zip(self.part.choices, self.times_s, self.costs, strict=True):
-            inside, between = cost.traffic(nbytes)
-            if moved is not None:  # counted
-                inside, between = moved.nbytes_inside, moved.nbytes_between
-            found.append(
-                Way(
-                    name=choice.name,
-                    at_least=choice.at_least,
-                    time_s=seconds,
-                    nbytes_inside=inside,
-                    nbytes_between=between,
-                )
-            )
-        return tuple(found)
-
     @cached_property
-    def acts(self) -> tuple[Act, ...]:
+    def acts(self) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
         several = any(step.at for template in self.part.templates for step in template.ways[self.taken])
         found: dict[tuple[str, ...], list[int]] = {}
         for rank, index in zip(self.part.ranks, self.part.parts, strict=True):
@@ -158,7 +131,7 @@ class _Bundle:
             launches = [f" (launch {self.base + step.at})" if several or self.base else "" for step in steps]
             words = (_step_words(template, step) + launch for step, launch in zip(steps, launches, strict=True))
             found.setdefault(tuple(words), []).append(rank)
-        return tuple(Act(ranks=tuple(ranks), steps=steps) for steps, ranks in found.items())
+        return tuple((tuple(ranks), steps) for steps, ranks in found.items())
 
     @property
     def bits(self) -> str:
@@ -201,6 +174,9 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
     given, nbytes = sizes.given(number), sizes.nbytes(number)
     made, scratch = sizes.extra(number)
     moved = sizes.moved(number)
+    inside, between = bundle.costs[bundle.taken].traffic(nbytes)
+    if moved is not None:  # counted
+        inside, between = moved.nbytes_inside, moved.nbytes_between
     return Row(
         call=bundle.first + number,
         op=op_words(part.request),
@@ -218,25 +194,14 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         algorithm=part.choices[bundle.taken].name,
         why=bundle.why,
         bits=bundle.bits,
-        ways=bundle.ways(nbytes, moved),
+        nbytes_inside=inside,
+        nbytes_between=between,
         launches=bundle.launches,
         acts=bundle.acts,
         made_nbytes=made,
         scratch_nbytes=scratch,
-        brought=_brought(sizes, bundle, number),
         time_s=bundle.times_s[bundle.taken],
         moved=moved,
-    )
-
-
-def _brought(sizes: Sizes, bundle: _Bundle, number: int) -> tuple[Brought, ...]:
-    alike: dict[tuple[str, str, int, int], list[int]] = {}
-    for rank in bundle.part.ranks:
-        for (device, memory), (there, back) in sizes.brought(number, rank, bundle.taken).items():
-            alike.setdefault((device, memory, there, back), []).append(rank)
-    return tuple(
-        Brought(ranks=tuple(ranks), device=device, memory=memory, nbytes_there=there, nbytes_back=back)
-        for (device, memory, there, back), ranks in alike.items()
     )
 
 
@@ -272,10 +237,7 @@ def _time_s(bundles: Sequence[_Bundle]) -> float:
     return max(free.values(), default=0.0)
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 12 << 20, "torch:": 32 << 20}
-"""Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
-the same."""
-_BY_HOST_NBYTES = 34 << 20  # the same where the backend goes host by host
+_BY_HOST_NBYTES = 34 << 20  # the most bytes of the chunks on a rank where the backend goes host by host
 
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
@@ -290,30 +252,14 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
                 stand_ins[member] += sizes.stand_ins(number, rank)
     moves = [sizes.moved(number) for bundle in bundles for number in bundle.calls]
     boxes = max((one.staging for moved in moves if moved is not None for one in moved.ranks), default=0)
-    specs = [bundle.membership.spec for bundle in bundles]
-    chunks = {one.name: _chunks_of(one) for one in specs}
+    groups = [bundle.membership for bundle in bundles]
+    chunks = {one.spec.name: _BY_HOST_NBYTES if one.spec.hosts else one.chunk_nbytes for one in groups}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
         packing=max((boxes, *(bundle.packing.nbytes for bundle in bundles))),
         stand_ins=max(stand_ins, default=0),
         chunks=tuple(chunks.items()),
-    )
-
-
-def _chunks_of(spec: GroupSpec) -> int:
-    if spec.hosts:
-        return _BY_HOST_NBYTES
-    return _CHUNKS.get("torch:" if spec.backend.startswith("torch:") else spec.backend, -1)
-
-
-def _memory_of_all(parts: Sequence[Memory]) -> Memory:
-    return Memory(
-        outputs=sum(one.outputs for one in parts),
-        scratch=max((one.scratch for one in parts), default=0),
-        packing=max((one.packing for one in parts), default=0),
-        stand_ins=max((one.stand_ins for one in parts), default=0),
-        chunks=tuple({name: nbytes for one in parts for name, nbytes in one.chunks}.items()),
     )
 
 
@@ -348,10 +294,6 @@ def _piece(piece: int) -> str:
     return "" if piece < 0 else f" piece {piece}"
 
 
-_TOGETHER = frozenset({"shm"})
-"""The backends that run kernels together (`raycollect.core.protocols.Together`)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Which tensors of a bundle travel together."""
@@ -362,10 +304,9 @@ class Packing:
     together: int = 0  # how many tensors the backend runs with one synchronization of the ranks
 
 
-def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
+def packing(kind: OpKind, sizes: Sequence[tuple[str, int]], staging: int, *, coalesces: bool) -> Packing:
     """Predicts what travels together (`fusion`), from the dtype and the staging bytes of each tensor of a bundle."""
-    runs_together = backend in _TOGETHER and kind not in PIECES
-    large = set(offered([nbytes for _, nbytes in sizes])) if runs_together else set[int]()
+    large = set(offered([nbytes for _, nbytes in sizes])) if coalesces and kind not in PIECES else set[int]()
     rest = [one for at, one in enumerate(sizes) if at not in large]
     packed = [[rest[at][1] for at in bucket] for bucket in buckets(rest, staging) if len(bucket) > 1]
     return Packing(
@@ -377,21 +318,12 @@ def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], stagin
 
 
 def _price(part: Part, membership: Membership, name: str) -> Cost:
-    """The cost of one of a part's algorithms."""
-    if name == NATIVE.name:
-        return _own(part, membership)
-    return cost_of(ALGORITHMS[name], part, membership)
-
-
-def _own(part: Part, membership: Membership) -> Cost:
-    """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
+    """The cost of one of a part's algorithms; of several kernels that substitute one, one after the other."""
+    if name != NATIVE.name:
+        return cost_of(ALGORITHMS[name], part, membership)
     hosts = membership.topology.hosts
     place = replace(membership.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
     layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=membership.bitwise)
-    kinds = dict.fromkeys(
-        OpKind.SEND if step.kind is OpKind.RECV else step.kind
-        for template in part.templates
-        for step in template.steps
-        if isinstance(step.kind, OpKind)
-    )
-    return sum((priced(kind, membership.spec.backend, layout) for kind in kinds), FREE)
+    steps = [step for template in part.templates for step in template.steps if isinstance(step.kind, OpKind)]
+    kinds = dict.fromkeys(OpKind.SEND if step.kind is OpKind.RECV else step.kind for step in steps)
+    return sum((priced(kind, membership.pricing, layout) for kind in kinds if isinstance(kind, OpKind)), FREE)

@@ -1,4 +1,4 @@
-"""Explanations of plans and steps, and their text; `explain` works them out, of the values of `report_rows`.
+"""Explanations of plans and steps: their values, which `explain` works out, and their text.
 
 In the text, calls that differ only in their number share a row, and so do those of one method. Notebooks show the table
 of the calls, which unfolds to the text.
@@ -12,7 +12,6 @@ from typing import Any
 
 from raycollect.core.html import Markup, block, folded, table
 from raycollect.errors.text import listed
-from raycollect.planner.report_rows import Act, Invoked, LinkCost, Memory, Methods, Moved, Row
 from raycollect.planner.wording import clipped, columns, counted, nbytes_words, numbered, ranks_words, seconds_words
 
 MOST_ACTS = 8
@@ -24,12 +23,103 @@ MOST_RANKS = 40
 MOST_ACTORS = 4
 """How many actors of a method's calls are named; the others are counted."""
 
-_MEMORIES = {"cpu": "the host's memory", "cuda": "its GPU"}
 _HEAD = (
     *("calls", "operation", "group", "ranks", "tensors", "dtype", "bytes per rank"),
     *("algorithm", "launches", "inside hosts", "between hosts", "time"),
 )
 _RIGHT = frozenset({"tensors", "bytes per rank", "inside hosts", "between hosts", "time"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedRank:
+    """What one rank moves in a reshard, in bytes."""
+
+    rank: int
+    nbytes_sent: int  # to other ranks
+    nbytes_received: int  # from other ranks
+    nbytes_own: int  # from its own tensors
+    staging: int  # in which its messages are packed
+    gives: tuple[tuple[int, int], ...]  # (another rank, what it gets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What a reshard moves, and who gives what to whom."""
+
+    ranks: tuple[MovedRank, ...]
+    nbytes_inside: int  # between ranks of one host
+    nbytes_between: int  # between hosts
+    rounds: int  # how many exchanges there are
+    pieces: int  # how many boxes travel
+    least_between: int  # the least bytes that any plan moves between hosts; -1: not known, for partial sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One call."""
+
+    call: int  # its place in the batch, from 0
+    op: str  # the operation, with its reduce op and root
+    group: str
+    backend: str
+    chosen: str  # why the group has this backend, if nobody named one; or empty
+    ranks: tuple[int, ...]
+    tensors: int  # how many tensors a rank gives
+    dtypes: tuple[str, ...]  # their distinct dtypes
+    nbytes: int  # the most bytes that a rank gives
+    after: tuple[int, ...]  # the calls that must run before it, because one of the two writes what the other uses
+    bundle: int  # its place in the execution order; calls with the same place run together
+    packed: tuple[int, int, int]  # how many tensors of its bundle travel packed, of how many, and in how many kernels
+    together: int  # how many tensors of its bundle the backend runs with one synchronization of the ranks
+    algorithm: str
+    why: str
+    bits: str  # what is promised about the bits of a reduction (P7); empty for other operations
+    nbytes_inside: int  # the bytes that all ranks together move inside hosts
+    nbytes_between: int  # the same between hosts
+    launches: tuple[int, ...]  # the launches of the plan in which it runs; 0 is that of the agreement
+    acts: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]  # what ranks do: "send piece 2 to rank 1 (launch 3)"
+    made_nbytes: int  # the most bytes of output that are made on a rank
+    scratch_nbytes: int  # the most bytes of scratch that are made on a rank
+    time_s: float  # how long its bundle takes, in seconds
+    moved: Moved | None = None  # what a reshard moves; None for other operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """What links are taken to cost; see `raycollect.planner.Link`."""
+
+    place: str  # "inside": between ranks of one host; "between": between hosts, in an exchange of all with all
+    latency_s: float
+    bandwidth: float  # in bytes per second
+    source: str  # "assumed", "from the file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The most memory that a participant needs beyond the operands, in bytes."""
+
+    outputs: int  # what is made for the user
+    scratch: int  # what is made for the steps only
+    packing: int  # the staging of tensors that travel packed
+    stand_ins: int  # copies, where the backends work, of tensors that lie elsewhere
+    chunks: tuple[tuple[str, int], ...]  # for each group: (its name, the chunks of its backend; -1: unknown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invoked:
+    """A method call of a captured step."""
+
+    call: int  # its place among all calls of the step, from 0
+    actor: str
+    method: str
+    after: tuple[int, ...]  # the calls whose results it takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Methods:
+    """A stage of a captured step: method calls with no collective between them."""
+
+    calls: tuple[Invoked, ...]  # the calls, in order; those of different actors run at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +312,8 @@ def _line(rows: Sequence[Row], *, told: bool) -> tuple[str, ...]:
         f"{each}{nbytes_words(row.nbytes)}",
         row.algorithm,
         ", ".join(filter(None, ["check" if 0 in row.launches else "", launches])),
-        nbytes_words(sum(one.way.nbytes_inside for one in rows)),
-        nbytes_words(sum(one.way.nbytes_between for one in rows)),
+        nbytes_words(sum(one.nbytes_inside for one in rows)),
+        nbytes_words(sum(one.nbytes_between for one in rows)),
         seconds_words(row.time_s) if told else '"',
     )
 
@@ -239,30 +329,12 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
         "after": after and numbered(after),
         "packed": packed and f"{packed} of {tensors} tensors travel in {counted(kernels, 'kernel')}",
         "together": row.together and f"{row.together} of {tensors} tensors with one meeting of the ranks",
-        "brought": _brought(rows),
         "bits": row.bits,
         "boxes": _boxes(row.moved),
         "makes": made and f"{nbytes_words(made)} of output on a rank, at most",
         "scratch": scratch and f"{nbytes_words(scratch)} on a rank, at most",
     }
     return [(name, str(what)) for name, what in found.items() if what]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {clipped(ranks_words(ranks), MOST_RANKS)}"
-
-
-def _brought(rows: Sequence[Row]) -> str:
-    sums: dict[tuple[tuple[int, ...], str, str], tuple[int, int]] = {}
-    for one in (one for row in rows for one in row.brought):
-        there, back = sums.get((one.ranks, one.device, one.memory), (0, 0))
-        sums[one.ranks, one.device, one.memory] = there + one.nbytes_there, back + one.nbytes_back
-    words = [
-        f"{_ranks(ranks)} from {_MEMORIES.get(device, device)} to {_MEMORIES.get(memory, memory)}: "
-        f"{nbytes_words(there)}, and {nbytes_words(back)} back"
-        for (ranks, device, memory), (there, back) in sums.items()
-    ]
-    return "; ".join([*words[:MOST_ACTS], *_more(words, "kinds of ranks")])
 
 
 def _more(items: Sequence[object], what: str) -> list[str]:
@@ -283,21 +355,20 @@ def _moved_lines(moved: Moved | None) -> list[str]:
     """What each rank of a reshard moves, and to whom it gives it."""
     if moved is None:
         return []
-    lines = []
-    for one in moved.ranks:
-        takers = [f"{nbytes_words(link.nbytes)} to {link.taker}" for link in moved.links if link.giver == one.rank]
-        lines.append(
-            f"rank {one.rank}: sends {nbytes_words(one.nbytes_sent)}, receives {nbytes_words(one.nbytes_received)}, "
-            f"copies {nbytes_words(one.nbytes_own)}; gives {listed(takers, most=MOST_ACTORS) or 'nothing'}"
-        )
+    lines = [
+        f"rank {one.rank}: sends {nbytes_words(one.nbytes_sent)}, receives {nbytes_words(one.nbytes_received)}, "
+        f"copies {nbytes_words(one.nbytes_own)}; gives "
+        f"{listed([f'{nbytes_words(n)} to {taker}' for taker, n in one.gives], most=MOST_ACTORS) or 'nothing'}"
+        for one in moved.ranks
+    ]
     return [*lines[:MOST_ACTS], *_more(lines, "ranks")]
 
 
-def _act_lines(acts: Sequence[Act]) -> list[str]:
+def _act_lines(acts: Sequence[tuple[Sequence[int], Sequence[str]]]) -> list[str]:
     lines = []
-    for act in acts[:MOST_ACTS]:
-        who = _ranks(act.ranks)
-        first, *others = act.steps or ("nothing but the consistency check",)
+    for ranks, steps in acts[:MOST_ACTS]:
+        who = f"rank{'s' if len(ranks) > 1 else ''} {clipped(ranks_words(ranks), MOST_RANKS)}"
+        first, *others = steps or ("nothing but the consistency check",)
         lines += [f"{who}: {first}", *(f"{'':{len(who)}}  {step}" for step in others)]
     return lines + _more(acts, "parts of other ranks")
 

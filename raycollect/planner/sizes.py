@@ -1,4 +1,4 @@
-"""What every rank of a plan holds, gives and gets, worked out from its operands.
+"""What every rank of a plan holds, gives, gets and moves, worked out from its operands.
 
 This predicts what the ranks tell each other in the agreement: the infos of an output are those of the buffer it is made
 like, of a piece, or of what the other ranks give (`Role`).
@@ -6,15 +6,15 @@ like, of a piece, or of what the other ranks give (`Role`).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from raycollect.core.model import PIECES, OpKind, TensorInfo
+from raycollect.planner.boxes import volume
 from raycollect.planner.ir import Made, Part, Plan, Source
-from raycollect.planner.report_rows import Moved
-from raycollect.planner.reshard.bounds import moved_by
-from raycollect.planner.reshard.halves import decode_half
-from raycollect.planner.reshard.held import made_of
+from raycollect.planner.report import Moved, MovedRank
+from raycollect.planner.reshard.halves import Half, decode_half
+from raycollect.planner.reshard.matching import matched
+from raycollect.planner.reshard.request import Reshard, made_of
 from raycollect.planner.template import Role, Step, Template
 
 Infos = tuple[TensorInfo, ...]
@@ -99,17 +99,6 @@ class Sizes:
         pieces = [_piece(part, held, rank) for held in sides for rank in part.ranks] if in_pieces else sides
         rows = count * (2 if out_pieces and in_pieces else 1)
         return [(column[0].dtype, rows * max(info.nbytes for info in column)) for column in zip(*pieces, strict=False)]
-
-    def brought(self, number: int, rank: int, way: int) -> dict[tuple[str, str], tuple[int, int]]:
-        """What a rank copies for an algorithm: (device, `GroupSpec.memory`) -> the bytes there, and those back."""
-        there, back = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for step in self._plan.parts[number].template(rank).ways[way]:
-            memory = self._memory(number, rank, step)
-            for found, index, piece in ((there, step.src, step.src_piece), (back, step.dst, step.dst_piece)):
-                count = 1 if piece < 0 else len(self._plan.parts[number].ranks)
-                for info in self._elsewhere(number, rank, index, memory):
-                    found[info.device, memory] += info.nbytes // count
-        return {way: (there[way], back[way]) for way in (there | back)}
 
     def stand_ins(self, number: int, rank: int) -> int:
         """The bytes of the copies of tensors that lie elsewhere than the backend works."""
@@ -203,3 +192,50 @@ def _piece(part: Part, held: Infos, rank: int) -> Infos:
 
 def _nbytes(infos: Infos) -> int:
     return sum(info.nbytes for info in infos)
+
+
+def moved_by(reshard: Reshard, halves: Mapping[int, Half], hosts: Sequence[int]) -> Moved:
+    """What the halves move; `hosts` has the host of each rank of the group."""
+    inside, between, ranks = 0, 0, []
+    for rank, half in halves.items():
+        received, own, given = 0, sum(half.nbytes(one.src) for one in half.copies), dict[int, int]()
+        for number in range(len(half.rounds)):
+            there, here = half.messages(number)
+            own += there.pop(rank, 0)
+            here.pop(rank, None)
+            received += sum(here.values())
+            for peer, nbytes in there.items():
+                given[peer] = given.get(peer, 0) + nbytes
+        far = sum(nbytes for peer, nbytes in given.items() if hosts[peer] != hosts[rank])
+        inside, between = inside + sum(given.values()) - far, between + far
+        ranks.append(
+            MovedRank(
+                rank=rank,
+                nbytes_sent=sum(given.values()),
+                nbytes_received=received,
+                nbytes_own=own,
+                staging=half.staging_nbytes,
+                gives=tuple(sorted(given.items())),
+            )
+        )
+    return Moved(
+        ranks=tuple(ranks),
+        nbytes_inside=inside,
+        nbytes_between=between,
+        rounds=max((len(half.rounds) for half in halves.values()), default=0),
+        pieces=sum(len(one.takes) for half in halves.values() for one in half.rounds),
+        least_between=least_between(reshard, hosts),
+    )
+
+
+def least_between(reshard: Reshard, hosts: Sequence[int]) -> int:
+    """The least bytes that go between hosts: what a host needs and does not hold; -1 where there are partial sums."""
+    total = 0
+    for form in reshard.forms:
+        if form.src.parts > 1:
+            return -1
+        for box, (holders,), readers in matched(form.src, form.dst).pieces:
+            held = {hosts[reshard.src_ranks[rank]] for one in holders for rank in one.ranks}
+            needed = {hosts[reshard.dst_ranks[rank]] for one in readers for rank in one.ranks}
+            total += len(needed - held) * volume(box) * form.itemsize * form.count
+    return total

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from raycollect.captured.captured_run import CapturedRun
 from raycollect.core import html
@@ -21,7 +21,6 @@ from raycollect.errors import CaptureBrokenError, CaptureError, GroupError, refu
 from raycollect.planner import STAGING_NBYTES
 from raycollect.planner.report import StepExplanation
 from raycollect.traced.eager import EndedRun, run_eagerly
-from raycollect.traced.forms import CacheInfo, Forms
 from raycollect.traced.kept import unkept
 from raycollect.traced.signature import CallReader
 from raycollect.traced.trace import Trace
@@ -38,6 +37,22 @@ MOST_FORMS = 8
 EAGER = "RAYCOLLECT_STEP"
 
 
+class CacheInfo(NamedTuple):
+    """How often a step's function was traced; see `Step.cache_info`.
+
+    Attributes:
+        hits: Calls that ran a trace of an earlier call.
+        misses: Calls for which the function was traced.
+        maxsize: How many traces are kept.
+        currsize: How many there are.
+    """
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     static: tuple[str, ...]
@@ -52,7 +67,8 @@ class _Traces:
     def __init__(self, function: Callable[..., Any], options: _Options, *, bound: bool = False) -> None:
         self.function = function
         self.options = options
-        self.forms: Forms[Trace] = Forms(MOST_FORMS)
+        self.forms: dict[Hashable, Trace] = {}  # by the keys of calls; those that were used last
+        self.hits = self.misses = self._now = 0
         self.is_eager: bool = options.eager or os.environ.get(EAGER) == "eager"
         self._reader = CallReader(function, options.static, bound=bound)
         self._tracing = threading.RLock()  # a finalizer may call the same step
@@ -62,13 +78,14 @@ class _Traces:
         """Runs the function, by a trace that fits, or by a new one."""
         values, leaves = self._reader.values(args, kwargs), list[Any]()
         key = self._reader.read(values, leaves)
-        trace, begun = self.forms.find(key), None
+        trace, begun = self._find(key), None
         with Deferred():
             if trace is not None:
                 try:
                     begun = trace.begin(leaves)
                 except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
-                    self.forms.drop(key, trace)
+                    if self.forms.get(key) is trace:
+                        self.forms.pop(key, None)
             if trace is None or begun is None:
                 with Allowed():
                     trace = self._trace(key, values)
@@ -79,18 +96,34 @@ class _Traces:
         """The trace of a call, without a run."""
         values = self._reader.values(args, kwargs)
         key = self._reader.read(values, [])
-        return self.forms.find(key) or self._trace(key, values)
+        return self._find(key) or self._trace(key, values)
+
+    def _find(self, key: Hashable) -> Trace | None:
+        found = self.forms.get(key)
+        if found is not None:
+            self._now += 1
+            found.used = self._now
+            self.hits += 1
+        return found
 
     def _trace(self, key: Hashable, values: Sequence[Any]) -> Trace:
         with self._tracing:
-            found = self.forms.find(key)  # another thread has made it
+            found = self._find(key)  # another thread has made it
             if found is not None:
                 return found
             options = self.options
             made = Trace.of(
                 self.function, self._reader, values, staging_nbytes=options.staging_nbytes, timeout_s=options.timeout_s
             )
-            if self.forms.add(key, made) and not self._has_warned:
+            self.misses += 1
+            self._now += 1
+            made.used = self._now
+            self.forms[key] = made
+            if len(self.forms) <= MOST_FORMS:
+                return made
+            oldest, _ = min(list(self.forms.items()), key=lambda one: one[1].used)
+            self.forms.pop(oldest, None)
+            if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
                     "step %s was traced for more than %d kinds of arguments, and the oldest trace is dropped: to trace "
@@ -102,8 +135,8 @@ class _Traces:
 
     def close(self) -> None:
         with self._tracing:
-            traces = self.forms.clear()
-        for one in traces:
+            traces, self.forms = self.forms, {}
+        for one in list(traces.values()):
             one.close()
 
 
@@ -165,7 +198,8 @@ class Step(Generic[_P]):
 
     def cache_info(self) -> CacheInfo:
         """How often the function was traced, and how many traces are kept; those of a method by object."""
-        return self._traces.forms.info()
+        traces = self._traces
+        return CacheInfo(traces.hits, traces.misses, MOST_FORMS, len(traces.forms))
 
     @overload
     def __get__(self, instance: None, owner: type) -> Step[_P]: ...
@@ -209,7 +243,8 @@ class Step(Generic[_P]):
 
     @html.shown
     def _repr_html_(self) -> str:
-        return "".join(one.capture._repr_html_() for one in self._traces.forms.all()) or html.block("step", repr(self))
+        traces = list(self._traces.forms.values())
+        return "".join(one.capture._repr_html_() for one in traces) or html.block("step", repr(self))
 
     def __repr__(self) -> str:
         info = self.cache_info()

@@ -26,7 +26,7 @@ class Trace:
 
     Attributes:
         capture: The captured step; it holds none where the function has called nothing.
-        used: When it was used last (`Forms`).
+        used: When it was used last, as its function counts its calls.
     """
 
     __slots__ = ("_is_empty", "_names", "capture", "used")

@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from raycollect.core.model import Address, Key
+from raycollect.core.model import Key
 from raycollect.errors import (
     PublisherReplacedError,
     RaycollectError,
@@ -27,9 +26,11 @@ from raycollect.errors import (
 from raycollect.member.runtime import Runtime, describe
 from raycollect.pos import Container, Range, fetch
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.directory import Holders, Member
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
-from raycollect.weights.receiver import Holder, Receiver, Staged
+from raycollect.weights.receipts import RankReceipt
+from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import WAIT_S, Source
 
 TOLD_NBYTES, TOLD_S = 8 << 20, 0.1
@@ -47,24 +48,8 @@ class _Agents:
 
 _agents = _Agents()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attached:
-    """Who a rank is.
-
-    Attributes:
-        address: Where it serves reads.
-        actor: Its actor, for people.
-        incarnation: Ray's id of the process.
-        machine: Equal for processes of one host.
-        shown: The version that it shows already, of an earlier subscription of the same tensors.
-    """
-
-    address: Address
-    actor: str
-    incarnation: str
-    machine: str
-    shown: Version | None = None
+Attached = tuple[Member, Version | None]
+"""Who a rank is, and the version that it shows already, of an earlier subscription of the same tensors."""
 
 
 def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> list[Range]:
@@ -73,14 +58,14 @@ def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> li
     Returns where the tensors lie that are to be written.
     """
     is_written = op == "subscribe"
-    _attached(actor, op)
+    _member(actor, op)
     side = LocalSide(op, _held_to_be_written(key) if is_written else _held(key), layouts, rank, is_written=is_written)
     return [span for span in side.ranges() if span[0] < span[1]] if is_written else []
 
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
     """This process has a rank of a publisher; those of earlier epochs end."""
-    attached, made = _attached(actor, "publish"), Source(_held(key), layouts, rank, actor)
+    member, made = _member(actor, "publish"), Source(_held(key), layouts, rank, actor)
     with _agents.lock:
         known, sources = _sources(name)
         if known > epoch:
@@ -91,7 +76,7 @@ def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts,
         elif rank in sources:  # of a publisher whose records are lost
             sources[rank].close()
         sources[rank] = made
-    return attached
+    return member, None
 
 
 def seal(
@@ -182,7 +167,7 @@ def attach_receiver(
 
     If the other one was of the same form, this one goes on with what it had.
     """
-    attached = _attached(actor, "subscribe")
+    member = _member(actor, "subscribe")
     made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
     with _agents.lock:
         for of, known in _agents.receivers.items():
@@ -195,16 +180,21 @@ def attach_receiver(
                 else:
                     one.withdraw()
         _agents.receivers.setdefault(subscription, {})[rank] = made
-    return replace(attached, shown=made.state.shown)
+    return member, made.state.shown
 
 
 def stage(
-    actor: Any, subscription: str, rank: int, version: Version, holders: Sequence[Holder], timeout_s: float
-) -> Staged:
-    """`Receiver.stage`; in place between two methods."""
+    actor: Any,
+    subscription: str,
+    rank: int,
+    version: Version,
+    holders: Holders,
+    timeout_s: float,
+) -> tuple[RankReceipt, tuple[Key, ...]]:
+    """`Receiver.stage`, in place between two methods; also the keys of holders that did not have the version."""
     receiver = _receiver(subscription, rank)
     with Runtime.method_guard() if receiver.inplace else nullcontext():
-        return receiver.stage(version, holders, timeout_s)
+        return receiver.stage(version, holders, timeout_s), receiver.gone
 
 
 def open_stream(actor: Any, subscription: str, rank: int, version: Version, among: Sequence[Atom]) -> None:
@@ -213,7 +203,13 @@ def open_stream(actor: Any, subscription: str, rank: int, version: Version, amon
 
 
 def land(
-    actor: Any, subscription: str, rank: int, version: Version, part: Digests, holders: Sequence[Holder], limit_s: float
+    actor: Any,
+    subscription: str,
+    rank: int,
+    version: Version,
+    part: Digests,
+    holders: Holders,
+    limit_s: float,
 ) -> int:
     """`Receiver.land`."""
     return _receiver(subscription, rank).land(version, part, holders, limit_s)
@@ -284,9 +280,9 @@ def _held_to_be_written(key: Key) -> Container:
         return cast("Container", Runtime.current().store.current(key))
 
 
-def _attached(actor: Any, op: str) -> Attached:
+def _member(actor: Any, op: str) -> Member:
     member = describe(actor)
     if not member["ordered"]:
         found = "async, threaded or with concurrency groups, so that its methods overlap"
         raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=found, actor=member["actor"]),))
-    return Attached(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})
+    return Member(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})

@@ -4,7 +4,8 @@ Its records lie in Ray's internal key-value store, for all jobs of the cluster. 
 written once and never changed. A holder's record is a hint: it may have gone, or have gone on to another version, which
 whoever asks it finds out, and then removes the record. A publisher removes what is older than its two newest versions,
 and with its first version all of earlier epochs. Whoever publishes removes other publications that ended without a
-`close` (`sweep`). Nothing breaks if all of it is lost; the next put writes what counts.
+`close` (`sweep`). Of each name the record of its last epoch stays, some 50 bytes, so that no epoch comes twice. Nothing
+breaks if all of it is lost; the next put writes what counts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import TypeVar
@@ -24,12 +25,13 @@ from raycollect.core import ray_internals
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Address, Key
 from raycollect.errors import ProtocolError, VersionError, VersionTimeoutError
+from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Layout
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.protocol import Version
+from raycollect.weights.protocol import Atom, Version
 
 _NAMESPACE = b"raycollect"
-_ROOT, _FLOOR = "weights/", "weights-epochs/"
+_ROOT = "weights/"
 _TIMEOUT_S, _LEAST_S = 30.0, 0.05
 """The most that one request may take, and the least: what was done by then is still to be said, in seconds."""
 _ENDED = "-"
@@ -40,31 +42,48 @@ MOST_SWEPT = 16
 _Result = TypeVar("_Result")
 
 
-class HolderRecord(Wire, frozen=True, kw_only=True):
-    """A process that holds one rank's part of a version.
+class Member(Wire, frozen=True, kw_only=True):
+    """The process of a rank.
 
     Attributes:
         address: Where it serves reads.
-        key: Under which key.
         actor: Its actor, for people.
         incarnation: Ray's id of the process.
         machine: Equal for processes of one host.
+    """
+
+    address: Address
+    actor: str
+    incarnation: str
+    machine: str
+
+
+class Holder(Wire, frozen=True, kw_only=True):
+    """A process that holds one rank's part of a version.
+
+    Attributes:
+        member: The process.
+        key: Under which key.
         signature: Of the layouts that say what it holds.
         rank: Its rank in them.
         is_publisher: Whether it is one of the publisher's, which is asked last.
     """
 
-    address: Address
+    member: Member
     key: Key
-    actor: str
-    incarnation: str
-    machine: str
     signature: bytes
     rank: int
     is_publisher: bool
 
 
-_HOLDERS = Codec[HolderRecord](HolderRecord, "record of a holder")
+Atoms = Mapping[Atom, tuple[int, Point]]
+"""What can be had of a holder: each atom's tensor among those of its key, and its first element there."""
+
+Holders = Sequence[tuple[Holder, Atoms]]
+"""Whom a rank may ask, in this order."""
+
+
+_HOLDERS = Codec[Holder](Holder, "record of a holder")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Version](Version, "record of a version")
 
@@ -142,7 +161,6 @@ class Directory(_Records):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{_ROOT}{quote(name, safe='')}/", name)
-        self._floor = _Floor(_FLOOR, name)
         self._layouts: dict[bytes, Layouts] = {}
         self._own: dict[bytes, bytes] = {}
 
@@ -150,11 +168,9 @@ class Directory(_Records):
 
     def begin_epoch(self, worker: str) -> int:
         """Takes the next epoch, which nobody else has or had, for a process by Ray's id of it."""
-        while True:
-            epoch = max(self.epoch(), self._floor.get()) + 1
-            # Another one may have had it, and been swept meanwhile: the floor was raised before.
-            if self.keep_epoch(epoch, worker) and self._floor.get() < epoch:
-                return epoch
+        while not self.keep_epoch(epoch := self.epoch() + 1, worker):
+            pass
+        return epoch
 
     def epoch(self) -> int:
         """The newest epoch; 0 for none."""
@@ -252,13 +268,12 @@ class Directory(_Records):
                     self._delete(place + number, by_prefix=True)
 
     def remove(self, epoch: int) -> None:
-        """Removes all until an epoch, whose publishers and holders have ended.
+        """Removes all until an epoch, whose publishers and holders have ended, but the record of that epoch.
 
-        A publisher that comes meanwhile takes a later one, as the floor is raised first.
+        So the next publisher takes a later one, even if it comes meanwhile.
         """
-        self._floor.raise_to(epoch)
         self.forget_all(epoch)
-        self._forget_epochs(epoch)
+        self._forget_epochs(epoch - 1)
 
     def _forget_epochs(self, epoch: int) -> None:
         for one in self._names("epochs/"):
@@ -267,42 +282,26 @@ class Directory(_Records):
 
     # ------------------------------------------------------------------------------------------ holders
 
-    def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
+    def post_holders(self, version: Version, holders: Iterable[Holder]) -> None:
         """Says who holds a version."""
         for one in holders:
             self._put(f"holders/{_numbered(version)}/{one.key.hex()}", _HOLDERS.encode(one), overwrite=True)
 
-    def holders(self, version: Version) -> list[HolderRecord]:
+    def holders(self, version: Version) -> list[Holder]:
         """Who holds a version, as far as is known."""
         return self._holders(f"holders/{_numbered(version)}/")
 
-    def all_holders(self) -> list[HolderRecord]:
+    def all_holders(self) -> list[Holder]:
         """Who holds any version, as far as is known."""
         return self._holders("holders/")
 
-    def _holders(self, place: str) -> list[HolderRecord]:
+    def _holders(self, place: str) -> list[Holder]:
         records = self._get_all([place + one for one in sorted(self._names(place))])
         return [_HOLDERS.decode(one) for one in records if one]
 
     def drop_holder(self, version: Version, key: Key) -> None:
         """Removes the record of a holder that does not have the version any more."""
         self._delete(f"holders/{_numbered(version)}/{key.hex()}")
-
-
-class _Floor(_Records):
-    """An epoch that no publisher may take any more, of whatever name: the records that would say so were removed."""
-
-    def get(self) -> int:
-        """The epoch; 0 for none."""
-        return max((int(one) for one in self._names("")), default=0)
-
-    def raise_to(self, epoch: int) -> None:
-        """Makes it at least that."""
-        self._put(f"{epoch:08d}", b"-", overwrite=False)
-        floor = self.get()
-        for one in self._names(""):
-            if int(one) < floor:
-                self._delete(one)
 
 
 def sweep(name: str) -> None:
@@ -313,10 +312,16 @@ def sweep(name: str) -> None:
     """
     root = _Records(_ROOT, name)
     known: dict[str, list[tuple[int, str]]] = {}
+    more = set()  # those of which more is left than the record of their last epoch
     for place in root._names(""):
         quoted, kind, rest = place.split("/", 2)
         if kind in ("epochs", "holders") and unquote(quoted) != name:
+            if quoted in known or kind == "holders":
+                more.add(quoted)
             known.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
+        elif kind not in ("epochs", "holders"):
+            more.add(quoted)
+    known = {quoted: some for quoted, some in known.items() if quoted in more}
     if not known:
         return
     places = [place for some in known.values() for _, place in some if place]
@@ -329,7 +334,7 @@ def sweep(name: str) -> None:
     for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # else those that are served could hide others
         other = Directory(unquote(quoted))
         with suppress(ProtocolError):  # another release of this library has written it, and removes it
-            if living.isdisjoint(one.incarnation for one in other.all_holders()):
+            if living.isdisjoint(one.member.incarnation for one in other.all_holders()):
                 other.remove(max(epoch for epoch, _ in known[quoted]))
 
 

@@ -13,8 +13,7 @@ from raycollect.backends.elements import name_of
 from raycollect.core.model import TensorInfo
 from raycollect.engine.packed_boxes import unfold
 from raycollect.errors import Violation, refusal, wrong_layout
-from raycollect.planner.reshard.held import faults_of, places_of
-from raycollect.planner.reshard.request import local_tensors
+from raycollect.planner.reshard.request import faults_of, local_tensors, places_of
 from raycollect.pos import Container, Range
 from raycollect.pos.tensors import allocate
 from raycollect.weights.atoms import Layouts, Place

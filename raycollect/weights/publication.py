@@ -31,11 +31,10 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
 from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Directory, sweep
+from raycollect.weights.directory import Atoms, Directory, Holder, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
-from raycollect.weights.receiver import Holder
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, update_all
 from raycollect.weights.turns import Turns
@@ -100,7 +99,7 @@ class Publication(BoundToProcess):
         while not self._begin():
             pass
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
-        self._places: dict[int, Mapping[Atom, tuple[int, tuple[int, ...]]]] = {}
+        self._places: dict[int, Atoms] = {}
         # The last version that was put; the last whose number is used, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
 
@@ -206,16 +205,15 @@ class Publication(BoundToProcess):
         """How many versions were put."""
         return self._used.count
 
-    def _places_on(self, rank: int) -> Mapping[Atom, tuple[int, tuple[int, ...]]]:
+    def _places_on(self, rank: int) -> Atoms:
         """Where the atoms of the next version lie on a rank."""
         if rank not in self._places:
             self._places[rank] = atoms.held_places(self._ranks.layouts, rank, self._cut[1])
         return self._places[rank]
 
-    def _holder(self, rank: int, key: Key, places: Mapping[Atom, tuple[int, tuple[int, ...]]]) -> Holder:
+    def _holder(self, rank: int, key: Key) -> Holder:
         """A rank, of which some atoms can be had."""
-        one = self._ranks.attached[rank]
-        return Holder(address=one.address, key=key, actor=one.actor, incarnation=one.incarnation, places=places)
+        return self._ranks.holder(rank, key, self._signature, is_publisher=True)
 
     def _forget_overwritten(self) -> None:
         """Forgets the version before the last, in whose place the next one is sealed."""
@@ -255,10 +253,7 @@ class Publication(BoundToProcess):
         self._before, self._used = self._used, version
         self._directory.post_holders(
             version,
-            (
-                self._ranks.record(rank, keys[rank], self._signature, is_publisher=True)
-                for rank in range(len(self._ranks))
-            ),
+            (self._holder(rank, keys[rank]) for rank in range(len(self._ranks))),
         )
         self._directory.post_version(version)
         if not self._last.number:
@@ -307,11 +302,11 @@ class Publication(BoundToProcess):
                 raise anew(error)
             detail = error.detail if isinstance(error, VersionError) else "it could not copy its tensors"
             raise VersionNotPutError(
-                **where, rank=rank, actor=self._ranks.attached[rank].actor, detail=detail
+                **where, rank=rank, actor=self._ranks.members[rank].actor, detail=detail
             ) from error
         (gone,) = job.round.lost
         raise VersionNotPutError(
-            **where, rank=gone, actor=self._ranks.attached[gone].actor, detail="its process has ended"
+            **where, rank=gone, actor=self._ranks.members[gone].actor, detail="its process has ended"
         )
 
     def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`

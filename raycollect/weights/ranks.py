@@ -42,8 +42,8 @@ from raycollect.pos.handle import Handle
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.directory import HolderRecord
-from raycollect.weights.protocol import Event, Failed, Lost, Round, Tell
+from raycollect.weights.directory import Holder, Member
+from raycollect.weights.protocol import Event, Failed, Lost, Round, Tell, Version
 
 ATTACH_S = 60.0
 """How long a rank may take to come to where it hears of a publication, in seconds."""
@@ -80,7 +80,8 @@ class Ranks:
         self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
         self.layouts: Layouts = _layouts(op, self.handles, given)
         self.actors: list[Any] = [self._actor(rank, one) for rank, one in enumerate(self.handles)]
-        self.attached: list[Attached] = []  # who they are, from `attach` on
+        self.members: list[Member] = []  # who they are, from `attach` on
+        self.shown: list[Version | None] = []  # what they showed then
 
     def __len__(self) -> int:
         return len(self.refs)
@@ -128,11 +129,13 @@ class Ranks:
         """Calls a function in all of them, and raises what any of them raises: then all call `undo`, with arguments."""
         refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
         try:
-            self.attached = self._answers(refs)
+            attached: list[Attached] = self._answers(refs)
         except BaseException:
             for rank in range(len(self)):
                 self.call(rank, *undo)
             raise
+        self.members = [one for one, _ in attached]
+        self.shown = [version for _, version in attached]
 
     def _answers(self, refs: list[Any]) -> list[Any]:
         retrieve_errors(refs)  # of which the first is raised
@@ -147,25 +150,15 @@ class Ranks:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
         return found
 
-    def record(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> HolderRecord:
-        """A rank as a holder of a version, for the directory."""
-        one = self.attached[rank]
-        return HolderRecord(
-            address=one.address,
-            key=key,
-            actor=one.actor,
-            incarnation=one.incarnation,
-            machine=one.machine,
-            signature=signature,
-            rank=rank,
-            is_publisher=is_publisher,
-        )
+    def holder(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> Holder:
+        """A rank as a holder of a version."""
+        return Holder(member=self.members[rank], key=key, signature=signature, rank=rank, is_publisher=is_publisher)
 
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
         """Makes the error of a round for which ranks were too late, with what they are doing."""
         waited = {rank: error for rank, error in job.errors.items() if isinstance(error, CollectiveTimeoutError)}
         late = tuple(sorted(job.round.waiting if job.is_late else waited))
-        who = ", ".join(f"{rank} ({self.attached[rank].actor})" for rank in late)
+        who = ", ".join(f"{rank} ({self.members[rank].actor})" for rank in late)
         detail = f"after {timeout_s:g} s these had not arrived: rank {who}"
         return VersionTimeoutError(
             name=name,
@@ -181,7 +174,7 @@ class Ranks:
         """What some ranks are doing, as far as they say so within a moment."""
         found = []
         for rank in ranks[:MOST_REPORTS]:
-            one = self.attached[rank]
+            one = self.members[rank]
             seen = _look(one.address, LOOK_S / min(len(ranks), MOST_REPORTS))
             has_begun = seen is not None and not seen.doing and any(_IN_ROUND in line for line in seen.stack)
             found.append(report_of(rank, one.actor, seen, has_begun=has_begun, awaited_s=0.0))

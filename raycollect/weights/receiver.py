@@ -6,14 +6,13 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from raycollect.backends.arrays import Array, box_of, byte_range
 from raycollect.backends.elements import convert
-from raycollect.core.model import Address, Key
+from raycollect.core.model import Key
 from raycollect.errors import (
     RaycollectError,
     RefusedError,
@@ -28,8 +27,10 @@ from raycollect.pos import Container, Range, fetch
 from raycollect.pos.boxes import MOST_BOXES, Box
 from raycollect.weights import atoms, digests, protocol
 from raycollect.weights.atoms import Layouts, Place
+from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
+from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.source import WAIT_S, Kept
 
 HOLDER_S = 5.0
@@ -37,42 +38,6 @@ HOLDER_S = 5.0
 
 READ_NBYTES = 64 << 20
 """The most that one request asks for, which is in memory twice where it comes over the network; at least an atom."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """Whom a rank may ask for atoms.
-
-    Attributes:
-        address: Where it serves reads.
-        key: Under which key.
-        actor: Its actor, for people.
-        incarnation: Ray's id of the process.
-        places: Each atom's tensor among those of the key, and its first element there.
-    """
-
-    address: Address
-    key: Key
-    actor: str
-    incarnation: str
-    places: Mapping[Atom, tuple[int, tuple[int, ...]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """What staging a version did on a rank.
-
-    Attributes:
-        digests: Of each of its atoms, from what lies there.
-        nbytes: The bytes that were read for it.
-        seconds: How long that took.
-        gone: The keys of holders that did not have the version.
-    """
-
-    digests: Digests
-    nbytes: int
-    seconds: float
-    gone: tuple[Key, ...]
 
 
 class Receiver:
@@ -105,10 +70,11 @@ class Receiver:
         self._ahead = 0  # bytes that a stream has brought
         self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
         self.state: RankState = RankState()
+        self.gone: tuple[Key, ...] = ()  # of holders that did not have the version that was staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
         self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
-    def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float) -> Staged:
+    def stage(self, version: Version, holders: Holders, timeout_s: float) -> RankReceipt:
         """Makes a version in the second set of tensors, of what is missing there.
 
         Until then the version that methods see is served as before, and again if this fails.
@@ -131,9 +97,15 @@ class Receiver:
         if self.state.missing:
             raise self._not_whole(version, holders, failures)
         landed = {atom: self.state.landed[atom] for atom in wanted}
-        gone = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
+        self.gone = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
         read, self._ahead = read + self._ahead, 0
-        return Staged(digests=landed, nbytes=read, seconds=time.monotonic() - began_s, gone=gone)
+        return RankReceipt(
+            rank=self._side.rank,
+            actor=Runtime.current().actor,
+            digests=landed,
+            nbytes=read,
+            seconds=time.monotonic() - began_s,
+        )
 
     def open_stream(self, version: Version, among: Sequence[Atom]) -> None:
         """Begins to take a version part by part; `among`: its atoms."""
@@ -141,7 +113,7 @@ class Receiver:
         self.state = protocol.open_stream(self.state, version, among)
         self._ahead = 0
 
-    def land(self, version: Version, part: Digests, holders: Sequence[Holder], timeout_s: float) -> int:
+    def land(self, version: Version, part: Digests, holders: Holders, timeout_s: float) -> int:
         """Reads atoms of a version that is open, and returns the bytes; what does not come is read by `stage`."""
         part = {atom: digest for atom, digest in part.items() if atom in self._parts}
         self.state = protocol.expect(self.state, version, part)
@@ -262,7 +234,7 @@ class Receiver:
             self._among, self._parts = among, atoms.places(self._side.layouts, self._side.rank, among, whole=False)
 
     def _read_missing(
-        self, version: Version, holders: Sequence[Holder], timeout_s: float
+        self, version: Version, holders: Holders, timeout_s: float
     ) -> tuple[int, dict[Key, RaycollectError]]:
         """Reads what is missing into the second set of tensors; returns the bytes, and why holders gave nothing."""
         if not self.state.missing:
@@ -273,13 +245,13 @@ class Receiver:
         before, self._mapped = self._mapped, {}
         read = 0
         with Runtime.current().store.writing(self._back.ranges(), limit_s=timeout_s):
-            for at, holder in enumerate(holders):
-                mine = [atom for atom in self.state.missing if atom in holder.places]
+            for at, (holder, places) in enumerate(holders):
+                mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
                 limit_s = left_s if at == len(holders) - 1 else min(left_s, HOLDER_S)
                 for some in self._requests(mine):
                     try:
-                        read += self._read(version, holder, some, limit_s)
+                        read += self._read(version, holder, places, some, limit_s)
                     except RaycollectError as exc:
                         failures[holder.key] = exc
                         break
@@ -298,21 +270,21 @@ class Receiver:
             nbytes += size
         return found
 
-    def _read(self, version: Version, holder: Holder, some: list[Atom], limit_s: float) -> int:
-        boxes = [Box(*holder.places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
+    def _read(self, version: Version, holder: Holder, places: Atoms, some: list[Atom], limit_s: float) -> int:
+        boxes = [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
         found: dict[Atom, bytes] = {}
-        read = 0
+        member, read = holder.member, 0
 
         def take(at: int, array: Array) -> None:
             nonlocal read
             read += array.nbytes
             if array.base is not None:
-                self._mapped[holder.incarnation] = array
+                self._mapped[member.incarnation] = array
             found[some[at]] = self._land(some[at], array)
 
         fetch.read(
-            holder.address, holder.key, boxes, take,
-            actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s,
+            member.address, holder.key, boxes, take,
+            actor=member.actor, incarnation=member.incarnation, timeout_s=limit_s,
         )  # fmt: skip
         self.state = protocol.land(self.state, version, found)
         wrong = [atom for atom in some if self.state.landed.get(atom) != self.state.wanted[atom]]
@@ -337,10 +309,10 @@ class Receiver:
         return found
 
     def _not_whole(
-        self, version: Version, holders: Sequence[Holder], failures: Mapping[Key, RaycollectError]
+        self, version: Version, holders: Holders, failures: Mapping[Key, RaycollectError]
     ) -> VersionNotWholeError:
         missing = self.state.missing
-        tried = [f"{one.actor}: {brief(failures[one.key])}" for one in holders if one.key in failures]
+        tried = [f"{one.member.actor}: {brief(failures[one.key])}" for one, _ in holders if one.key in failures]
         detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
         detail += "; ".join(tried) or "no holder of it is known"
         who = Runtime.current().actor

@@ -24,10 +24,11 @@ from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
 from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
+from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
 from raycollect.weights.ranks import ATTACH_S, Job, event_of
 from raycollect.weights.receipts import Receipt
-from raycollect.weights.receiver import HOLDER_S, Holder
+from raycollect.weights.receiver import HOLDER_S
 from raycollect.weights.subscription import Subscription, update_all
 
 if TYPE_CHECKING:
@@ -208,11 +209,11 @@ class Stream(BoundToProcess):
             ref = self._subscriptions[number]._land(rank, version, part, self._holders(part), HOLDER_S)
             self._landing[ref] = target
 
-    def _holders(self, part: Mapping[Atom, bytes]) -> list[Holder]:
-        found = []
+    def _holders(self, part: Mapping[Atom, bytes]) -> Holders:
+        found: list[tuple[Holder, Atoms]] = []
         for rank, key in self._keys.items():
             places = self._publication._places_on(rank)
             mine = {atom: places[atom] for atom in part if atom in self._has[rank] and atom in places}
             if mine:
-                found.append(self._publication._holder(rank, key, mine))
+                found.append((self._publication._holder(rank, key), mine))
         return found

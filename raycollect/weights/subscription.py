@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from raycollect.core import ray_internals
+from raycollect.core.model import Key
 from raycollect.driver.operand_binding import ensure_ray
 from raycollect.errors import (
     PushError,
@@ -31,12 +32,14 @@ from raycollect.errors import (
 from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import Directory, HolderRecord
+from raycollect.weights.directory import Directory, Holder, Holders
 from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import RankReceipt, Receipt
-from raycollect.weights.receiver import Holder, Staged
 from raycollect.weights.turns import Turns
+
+Landed = tuple[RankReceipt, tuple[Key, ...]]
+"""What a rank has staged, and the keys of holders that did not have the version."""
 
 MOST_RECEIVERS = 8
 """How many receivers that hold a version a rank may ask, before it asks the publisher."""
@@ -99,7 +102,7 @@ class Subscription:
             lambda rank: (name, self._id, handles[rank].key, layouts, rank, inplace),
             (agent.drop_receiver, self._id),
         )
-        self._version = protocol.shown_by_all(one.shown for one in self._ranks.attached)
+        self._version = protocol.shown_by_all(self._ranks.shown)
         self._turns = Turns(name)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
 
@@ -190,20 +193,20 @@ class Subscription:
                 found.append(frozenset(atoms.places(self._ranks.layouts, rank, among, whole=False)))
         return found
 
-    def _land(self, rank: int, version: Version, part: Digests, holders: Sequence[Holder], limit_s: float) -> Any:
+    def _land(self, rank: int, version: Version, part: Digests, holders: Holders, limit_s: float) -> Any:
         """Has a rank read atoms of a version that it takes part by part; returns the ref."""
         return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
 
-    def _records(self, version: Version) -> list[HolderRecord]:
+    def _records(self, version: Version) -> list[Holder]:
         """Who holds a version, as the directory knows it."""
         return self._directory.holders(version)
 
     def _job(
-        self, version: Version, records: Sequence[HolderRecord], left_s: Callable[[], float]
-    ) -> tuple[Update, Tell, dict[int, Staged]]:
+        self, version: Version, records: Sequence[Holder], left_s: Callable[[], float]
+    ) -> tuple[Update, Tell, dict[int, Landed]]:
         """The round that brings the ranks to a version, and what they will have staged."""
         holders = self._holders(version, records)
-        staged: dict[int, Staged] = {}
+        staged: dict[int, Landed] = {}
 
         def tell(what: Tell, rank: int) -> Any:
             if what is Tell.STAGE:
@@ -212,21 +215,21 @@ class Subscription:
             return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}), left_s())
 
         def read(rank: int, answer: Any) -> Event:
-            if isinstance(answer, Staged):
+            if isinstance(answer, tuple):
                 staged[rank] = answer
-                return Verified(rank, answer.digests)
+                return Verified(rank, answer[0].digests)
             if answer is None:  # another driver has staged something else
                 return Failed(rank)
             with suppress(VersionError):  # others will ask the publisher instead
                 self._directory.post_holders(
-                    version, [self._ranks.record(rank, answer, self._signature, is_publisher=False)]
+                    version, [self._ranks.holder(rank, answer, self._signature, is_publisher=False)]
                 )
             return Shown(rank)
 
         begun, first = protocol.begin_update(version, len(self._ranks))
         return Update(round=begun, tell=tell, read=read, errors={}), first, staged
 
-    def _holders(self, version: Version, records: Sequence[HolderRecord]) -> list[tuple[HolderRecord, Holder]]:
+    def _holders(self, version: Version, records: Sequence[Holder]) -> Holders:
         among = tuple(version.digests)
         found = []
         for one in records:
@@ -243,25 +246,23 @@ class Subscription:
                         if layouts[atom[0]].dtype == version.dtypes[atom[0]]  # as they were put
                     },
                 )
-            holder = Holder(
-                address=one.address, key=one.key, actor=one.actor, incarnation=one.incarnation, places=known[1]
-            )
-            found.append((one, holder))
+            found.append((one, known[1]))
         return found
 
-    def _for_rank(self, holders: Sequence[tuple[HolderRecord, Holder]], rank: int) -> list[Holder]:
+    def _for_rank(self, holders: Holders, rank: int) -> Holders:
         """Whom a rank asks, in this order: receivers before the publisher, its host before others, others by turns."""
-        at = rank % max(len(holders), 1)
-        turned = [*holders[at:], *holders[:at]]
-        turned.sort(key=lambda one: (one[0].is_publisher, one[0].machine != self._ranks.attached[rank].machine))
-        receivers = [one for record, one in turned if not record.is_publisher]
-        return receivers[:MOST_RECEIVERS] + [one for record, one in turned if record.is_publisher]
+        at, here = rank % max(len(holders), 1), self._ranks.members[rank].machine
+        turned = sorted(
+            [*holders[at:], *holders[:at]], key=lambda one: (one[0].is_publisher, one[0].member.machine != here)
+        )
+        receivers = [one for one in turned if not one[0].is_publisher]
+        return receivers[:MOST_RECEIVERS] + turned[len(receivers) :]
 
-    def _finish(self, job: Job, staged: Mapping[int, Staged], began_s: float, timeout_s: float) -> Receipt:
+    def _finish(self, job: Job, staged: Mapping[int, Landed], began_s: float, timeout_s: float) -> Receipt:
         """The receipt of a round that is over; raises as `update`."""
         version = job.round.version
         with suppress(VersionError):  # others will find out, too
-            for key in {key for one in staged.values() for key in one.gone}:
+            for key in {key for _, gone in staged.values() for key in gone}:
                 self._directory.drop_holder(version, key)
         if job.round.phase is not Phase.DONE:
             raise self._failure(job, timeout_s)
@@ -271,16 +272,7 @@ class Subscription:
         return Receipt(
             name=self.name,
             version=version,
-            ranks=tuple(
-                RankReceipt(
-                    rank=rank,
-                    actor=self._ranks.attached[rank].actor,
-                    digests=staged[rank].digests,
-                    nbytes=staged[rank].nbytes,
-                    seconds=staged[rank].seconds,
-                )
-                for rank in sorted(job.round.done)
-            ),
+            ranks=tuple(staged[rank][0] for rank in sorted(job.round.done)),
             lost=tuple(sorted(job.round.lost)),
             skipped=max(version.count - since - 1, 0) if before is not None else 0,
             seconds=time.monotonic() - began_s,
@@ -401,8 +393,8 @@ class _Updates:
 
     def _round(self, todo: Mapping[int, Version]) -> dict[int, Version]:
         """Brings groups to versions; returns those for which a newer one was put meanwhile, which is to be tried."""
-        records: dict[Version, list[HolderRecord]] = {}
-        jobs: dict[int, tuple[Update, Tell, dict[int, Staged]]] = {}
+        records: dict[Version, list[Holder]] = {}
+        jobs: dict[int, tuple[Update, Tell, dict[int, Landed]]] = {}
         for at, found in todo.items():
             with self.failing(at):
                 if found not in records:

@@ -13,7 +13,7 @@ import numpy as np
 import raycollect as col
 from tests.contract.cases import NARROW, Case, Part, difference, leaves
 from tests.contract.mismatches import Mismatch
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 CALL_TIMEOUT_S = 20.0
 

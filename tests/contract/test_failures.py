@@ -16,11 +16,11 @@ from tests.contract.cases import WORLD, Call, Part
 from tests.contract.conftest import BACKENDS, Crews, end, join, started, table
 from tests.contract.mismatches import ODD
 from tests.contract.ways import BY_DRIVER, BY_MEMBERS, WAYS, Crew, Operands, operate, works
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 OTHERS = [rank for rank in range(WORLD) if rank != ODD]
 
-LATE_S = 4.0
+LATE_S = 3.0
 """How long ranks wait for one that is late."""
 
 Tensors = Callable[[], list[Any]]
@@ -90,6 +90,7 @@ def test_a_late_rank_is_named_to_those_who_waited(crews: Crews, way: str, backen
     if way in BY_MEMBERS:
         found = of_members(way, crew, LATE_S, OTHERS)
     else:
+        assert works(crew)  # whoever still loads a library is late, too
         refs = ones(crew)
         ray.get(refs)
         make = prepared(way, crew, lambda: refs, LATE_S)
@@ -151,9 +152,7 @@ def test_a_destroyed_group_is_refused(way: str, fresh: Crew) -> None:
         col.destroy_collective_group(fresh.declared)
         found = [told(make)]
     expected: tuple[type[Exception], ...] = (errors.UnknownGroupError,)
-    if way == "captured":
-        expected = (errors.CaptureBrokenError,)
-    elif way == "torch":
+    if way == "torch":
         expected = (ValueError,)  # torch's own
     elif way == "member":  # some may hear of it in the call
         expected = (errors.UnknownGroupError, errors.GroupBrokenError)

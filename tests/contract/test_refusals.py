@@ -151,7 +151,6 @@ REFUSALS = {
             ),
             error=errors.UnsupportedError,
             rank=None,
-            plans=False,
         )
         for op, dtype in (("avg", "int32"), ("max", "complex64"), ("bxor", "float32"))
     },
@@ -242,7 +241,7 @@ def make(way: str, given: Given, call: Callable[[], Any]) -> None:
         step.run()
 
 
-NUMBERS = {"refs": {-1}, "plan": {-1, 0}, "batch": {1}, "captured": {-1, 1}}
+NUMBERS = {"refs": {-1}, "plan": {-1}, "batch": {1}, "captured": {-1, 1}}
 """Way -> the number of the refused call; -1 where there is one call, or where the installation of a step refuses."""
 
 

@@ -30,8 +30,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.growth import Look, by_class, grown, look, prepare, rising
-from tests.ray.workers import Buffers
-from tests.waiting import has_ended
+from tests.support.actors import Buffers
+from tests.support.waiting import has_ended
 
 SIZE = 4096
 """The elements of a gradient."""
@@ -241,7 +241,13 @@ def soak(loop: Loop, *, seconds: float, every_s: float, looks: int = 6, seed: in
         actors = [actor for actor, _, _ in loop.members[: loop.lasting]]
         before = found[0] if found else None
         found.append(
-            look(loop.step, actors, kills=len(loop.recovered_s), before=before, waits=number in (0, looks - 1))
+            look(
+                loop.step,
+                actors,
+                kills=len(loop.recovered_s),
+                before=before,
+                waits=looks > 1 and number in (0, looks - 1),
+            )
         )
     grew = (*grown(found[0], found[-1]), *(rising(found, killed=True) if looks > 2 else ()))
     loop.stop()

@@ -30,7 +30,7 @@ from tests.faults.matrix import (
     WORLD_SIZE,
     Case,
 )
-from tests.waiting import has_ended, wait_until
+from tests.support.waiting import has_ended, wait_until
 
 
 @dataclass(slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def run_case(case: Case, workers: Sequence[Any], path: Path) -> Seen:
 
     Args:
         case: The case.
-        workers: Three actors of `tests.ray.workers.Worker`.
+        workers: Three actors of `tests.support.actors.Worker`.
         path: A fresh directory.
     """
     folder = Folder(path)

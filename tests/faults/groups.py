@@ -1,4 +1,4 @@
-"""Groups of actors whose processes end: how they are ended, begin again, and are shown to work."""
+"""Groups of actors: how their processes are ended, begin again, and are shown to work."""
 
 from __future__ import annotations
 
@@ -9,8 +9,27 @@ import numpy as np
 import ray
 
 import raycollect as col
-from tests.ray.workers import filled
-from tests.waiting import wait_until
+from tests.support.actors import buffers, filled
+from tests.support.waiting import wait_until
+
+BACKENDS = ("shm", "tcp", "gloo")
+
+
+PATIENT_S = 20.0
+
+
+def refs_of(workers):
+    refs = buffers(workers)
+    ray.wait(refs, num_returns=len(refs))
+    return refs
+
+
+def assert_works(workers, *group_name):
+    """The next collective is right, of new tensors."""
+    refs = [worker.make.remote(lambda self, n: np.full(5, n), rank + 1) for rank, worker in enumerate(workers)]
+    col.allreduce_refs(refs, *group_name, timeout_s=PATIENT_S)
+    for found in col.get(refs):
+        np.testing.assert_array_equal(found, np.full(5, sum(range(len(workers) + 1))))
 
 
 def assert_sums(group):

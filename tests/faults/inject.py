@@ -192,12 +192,6 @@ def put(actor_self: Any, point: str, action: str, way: str = "exit") -> None:
     runtime.instruments = replace(runtime.instruments, faults=_OfAnyRank(fault))
 
 
-def was_consumed(actor_self: Any) -> bool:
-    """True once the fault has struck. Runs inside the actor."""
-    here = getattr(sys, "_raycollect_fault", None) or Runtime.current().instruments.faults
-    return bool(here.consumed)
-
-
 def take_back(actor_self: Any) -> None:
     """Undoes what a fault has patched. Runs inside the actor."""
     here = vars(sys).pop("_raycollect_fault", None) or Runtime.current().instruments.faults
@@ -285,19 +279,9 @@ def _leave() -> None:
     raise SystemExit("injected")
 
 
-def _exit_once_awaited() -> None:
-    """Exits once the others of a `shm` group left the check: whoever is told of a death before that stops there."""
-    meeting = _plans_of("default").communicator._parts.meeting
-    words = meeting._words[::_WORD_STRIDE]
-    while not all(word > words[meeting.rank] for rank, word in enumerate(words) if rank != meeting.rank):
-        os.sched_yield()
-    os._exit(1)
-
-
 DEATHS: dict[str, Callable[[], Any]] = {
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda: os._exit(1),
-    "once awaited": _exit_once_awaited,
     "ray.kill": _kill_by_ray,
     "SystemExit": _leave,
 }

@@ -22,8 +22,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults.growth import BACKENDS, RULES, SETTLE_S, Look, Rule, by_class, grown, look, prepare, rising, slope
 from tests.faults.report import write_section
-from tests.ray.batching import spread
-from tests.ray.workers import Buffers
+from tests.support.actors import Buffers, spread
 
 LASTING = 3
 """How many actors live from the first cycle to the last."""

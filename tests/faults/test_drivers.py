@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.driver.plan_tracker import PlanTracker
-from tests.ray.workers import Gate, Worker, block, filled
-from tests.waiting import interrupt_in, wait_until
+from tests.support.actors import Worker, filled
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,61 +25,11 @@ def assert_hold(refs, values):
         np.testing.assert_array_equal(found, np.full(7, value))
 
 
-@pytest.fixture
-def held(actors):
-    """Two members, of which the second is in a method until the gate opens."""
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
-    refs = filled(workers, (1, 2))
-    blocked = block(workers[1], gate)
-    yield refs, gate, group
-    ray.get([gate.open.remote(), blocked])
-
-
-def interrupt_a_wait():
-    """Sends this process a SIGINT, as Ctrl-C does, once this thread waits for a collective."""
-    return interrupt_in(PlanTracker.wait_for_word)
-
-
-@pytest.mark.parametrize("form", ["operation", "batch"])
-def test_ctrl_c_cancels_the_awaited_call(held, form):
-    refs, gate, group = held
-    thread = interrupt_a_wait()
-    with pytest.raises(KeyboardInterrupt):
-        if form == "operation":
-            col.allreduce_refs(refs)
-        else:
-            with col.batch():
-                col.allreduce_refs(refs)
-                col.broadcast_refs(refs)
-    thread.join()
-    after = col.allreduce_refs(refs, async_op=True)
-    group.statistics()  # who has answered has heard of it
-    ray.get(gate.open.remote())
-    after.wait()
-    assert_hold(refs, (3, 3))
-
-
-def test_ctrl_c_in_a_wait_ends_the_wait_alone(held):
-    refs, gate, _ = held
-    work = col.allreduce_refs(refs, async_op=True)
-    thread = interrupt_a_wait()
-    with pytest.raises(KeyboardInterrupt):
-        work.wait()
-    thread.join()
-    assert not work.done()
-    ray.get(gate.open.remote())
-    work.wait()
-    assert_hold(refs, (3, 3))
-
-
 DRIVER = """
 import sys, os
 import numpy as np, ray
 import raycollect as col
-from tests.ray.workers import Buffers
-from tests.waiting import interrupt_in
+from tests.support.actors import Buffers
 
 ray.init(address=sys.argv[1], namespace="apart", log_to_driver=False)
 options = dict(num_cpus=0, lifetime="detached")

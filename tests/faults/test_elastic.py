@@ -13,9 +13,9 @@ from raycollect import errors
 from tests.faults import elastic_soak, growth
 from tests.faults.elastic_soak import Loop
 from tests.faults.groups import assert_sums, kill
-from tests.ray.capturing import Learner
-from tests.ray.workers import Gate, Plain, Worker, block, filled
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Plain, Worker, filled
+from tests.support.steps import Learner
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))])
@@ -109,21 +109,6 @@ def test_a_change_waits_for_methods_and_plans_and_loses_neither(actors):
 def _wait_and_give(self, gate):
     ray.get(gate.wait.remote())
     return np.ones(4)
-
-
-def test_a_plan_that_does_not_end_in_time_leaves_the_group_as_it_was(actors):
-    workers = actors(Worker, 3)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
-    group = col.declare_collective_group(workers[:2])
-    refs = filled(workers[:2], (1, 2))
-    blocked = block(workers[1], gate)
-    work = col.allreduce_refs(refs, async_op=True)
-    with pytest.raises(errors.CollectiveTimeoutError, match="collectives under way have not ended"):
-        group.remove(1, timeout_s=3)  # only rank 0 is asked, which has nothing to do
-    assert group.epoch == 0
-    ray.get([gate.open.remote(), blocked])
-    work.wait(30)
-    assert_sums(group)
 
 
 def test_loops_of_other_threads_go_on_while_members_change(actors):

@@ -17,7 +17,7 @@ from raycollect import errors
 from tests.faults.fault_scenes import Seen, run_case
 from tests.faults.matrix import DRIVER, GROUP, LIMIT_S, SHORT_S, TABLE, WORLD_SIZE, Case, Row, cases
 from tests.faults.report import write_section
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 
 def pytest_generate_tests(metafunc):

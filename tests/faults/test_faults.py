@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-
 import numpy as np
 import pytest
 import ray
@@ -13,19 +9,10 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.ray.workers import Gate, Plain, Worker, buffers
+from tests.faults.groups import assert_works
+from tests.support.actors import Plain, Worker, buffers
 
-BACKENDS = ["shm", "tcp", "gloo"]
-
-
-def assert_works(workers, name="again"):
-    """The next collective of these actors is right."""
-    col.declare_collective_group(workers, group_name=name)
-    ray.get([worker.set_buffer.remote(np.ones(5)) for worker in workers])
-    refs = buffers(workers)
-    col.allreduce_refs(refs, name)
-    for found in col.get(refs):
-        np.testing.assert_array_equal(found, np.full(5, len(workers)))
+BACKENDS = ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -52,30 +39,10 @@ def test_a_tensor_half_written_is_dirty_until_it_is_whole_again(actors, backend)
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 2))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_late_participant_is_named(actors, backend):
-    workers = actors(Worker, 3)
-    col.declare_collective_group(workers, backend=backend)
-    gate = actors(Gate, 1, max_concurrency=8)[0]
-    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
-    refs = buffers(workers)
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        col.allreduce_refs(refs, timeout_s=6)  # in which the third comes, however busy the machine is
-    assert caught.value.missing == (1,)
-    assert "rank 1 (Buffers(" in str(caught.value)
-    ray.get(gate.open.remote())
-    ray.get(blocked)
-    for worker in workers:  # the late one finds a tombstone and does nothing
-        np.testing.assert_array_equal(ray.get(worker.read.remote()), np.ones(10))
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 3))
-
-
 @pytest.mark.full
-def test_plan_without_an_arrival_or_a_limit_of_its_caller_does_not_time_out(actors):
+def test_plan_without_an_arrival_or_a_limit_of_its_caller_does_not_time_out(actors, gate):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers, timeout_s=3)
-    gate = actors(Gate, 1, max_concurrency=8)[0]
     blocked = [worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate) for worker in workers]
     work = col.allreduce_refs(buffers(workers), async_op=True)
     with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
@@ -84,25 +51,6 @@ def test_plan_without_an_arrival_or_a_limit_of_its_caller_does_not_time_out(acto
     ray.get(gate.open.remote())
     ray.get(blocked)
     work.wait()
-
-
-def test_cancel(actors):
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    gate = actors(Gate, 1, max_concurrency=8)[0]
-    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
-    refs = buffers(workers)
-    work = col.allreduce_refs(refs, async_op=True)
-    follower = col.allreduce_refs(refs, async_op=True)
-    assert work.cancel()
-    assert not work.cancel()
-    with pytest.raises(errors.PlanAbortedError, match="cancelled"):
-        work.wait()
-    group.statistics()  # who has answered has heard of it
-    ray.get(gate.open.remote())
-    ray.get(blocked)
-    follower.wait()
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
 
 
 def test_outputs_of_a_failed_plan_raise_where_they_are_used(actors):
@@ -115,57 +63,6 @@ def test_outputs_of_a_failed_plan_raise_where_they_are_used(actors):
     with pytest.raises(errors.KernelError):
         ray.get(workers[1].set_buffer.remote(work.refs[1]))
     assert_works(workers)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_two_threads_with_opposite_order_finish(actors, backend):
-    """Without one lock over all submits and without predecessors this deadlocks."""
-    a, b, c = actors(Worker, 3)
-    col.declare_collective_group([a, b], group_name="ab", backend=backend)
-    col.declare_collective_group([c, b, a], group_name="cba", backend=backend)
-    refs = buffers([a, b, c])
-    failures = []
-
-    def loop(indices, name):
-        try:
-            for _ in range(25):
-                col.broadcast_refs([refs[i] for i in indices], 0, name)
-        except BaseException as exc:
-            failures.append(exc)
-
-    threads = [threading.Thread(target=loop, args=args) for args in (([0, 1], "ab"), ([2, 1, 0], "cba"))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_driver_that_dies_gives_its_participants_back(actors):
-    """The lease ends with the connection; the actors live and another controller may come."""
-    workers = actors(Worker, 2)
-    (driver,) = actors(Plain, 1)
-
-    def drive(self, workers):
-        self.group = col.declare_collective_group(workers)
-        col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
-        return os.getpid()
-
-    ray.get(driver.call.remote(drive, workers))
-    with pytest.raises(errors.ControllerConflictError):
-        col.declare_collective_group(workers)
-    driver.call.remote(lambda self: os._exit(1))
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            col.declare_collective_group(workers)
-            break
-        except errors.ControllerConflictError:
-            assert time.monotonic() < deadline
-    refs = buffers(workers)
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 4))
 
 
 def test_a_join_that_fails_leaves_no_lease(actors):

@@ -14,9 +14,9 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver import member_discovery
-from tests.faults.user_errors import PATIENT_S, assert_works
-from tests.ray.workers import Gate, Worker, block, groups_here
-from tests.waiting import interrupt_in, wait_until
+from tests.faults.groups import PATIENT_S, assert_works
+from tests.support.actors import Gate, Worker, block, groups_here
+from tests.support.waiting import interrupt_in, wait_until
 
 NAME = "interrupted"
 

@@ -15,8 +15,8 @@ from raycollect.channel import OrderBell
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.driver.controller import Controller
 from tests.faults.groups import restart
-from tests.ray.workers import Worker
-from tests.waiting import stop, wait_until
+from tests.support.actors import Worker
+from tests.support.waiting import stop, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -109,31 +109,6 @@ def test_who_was_restarted_listens_at_a_bell_of_its_own(actors, rung):
     for _ in range(3):
         col.allreduce_refs(refs, "again", op="max")
     assert rung == [True] * 6
-
-
-@pytest.mark.parametrize("is_sent", [False, True])
-def test_a_caller_that_is_interrupted_as_it_rings_goes_on_with_the_bell(actors, monkeypatch, is_sent):
-    workers = actors(Worker, 2)
-    _, refs = listening(workers)
-    send, rung = OrderBell.send, []
-
-    def interrupted(self, order):
-        rung.append(self)
-        if len(rung) == 2 and not is_sent:
-            signal.raise_signal(signal.SIGINT)
-        found = send(self, order)
-        if len(rung) == 2 and is_sent:
-            signal.raise_signal(signal.SIGINT)
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(OrderBell, "send", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            col.allreduce_refs(refs, "rung", op="max")
-    assert [peer._listens for peer in peers(workers)] == [True, True]
-    for _ in range(3):
-        col.allreduce_refs(refs, "rung", op="max")
-    holds(refs, 4.0)
 
 
 def test_the_lease_ends_with_orders_in_their_cells(actors, rung):

@@ -10,9 +10,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults import inject
 from tests.faults.groups import assert_sums, kill
-from tests.ray.workers import Gate, Worker, block, filled
+from tests.support.actors import Gate, Worker, block, filled
 
 BACKENDS = ["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"]
 
@@ -48,19 +47,6 @@ def test_rebuild_with_a_replacement_at_the_same_rank(actors, backend):
     group.rebuild([workers[1], other, workers[2]])  # nobody has died: it is another order
     assert group.epoch == 2
     assert_sums(group)
-
-
-def test_rebuild_after_a_kernel_that_broke_the_connections(actors):
-    """Gloo's connections can't be used after a rank left a kernel: all actors live, and so do their tensors."""
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers, backend="gloo", timeout_s=20)
-    refs = filled(workers, (1, 2))
-    ray.get(workers[1].call.remote(inject.put, "before_kernel", "raise"))
-    with pytest.raises(errors.RaycollectError):
-        col.allreduce_refs(refs, inplace=False, timeout_s=5)
-    group.rebuild()
-    for found in col.get(col.allreduce_refs(refs, inplace=False)):
-        np.testing.assert_array_equal(found, np.full(7, 3))
 
 
 def test_rebuild_aborts_running_plans_and_ignores_late_arrivals(actors):
@@ -100,47 +86,6 @@ def test_rebuild_waits_for_running_methods_of_kept_members(actors):
     for found in col.get(refs):
         np.testing.assert_array_equal(found, np.full(7, 3))
     assert_sums(group)
-
-
-def test_an_actor_that_ray_restarts_comes_back_without_its_tensors(actors):
-    workers = [*actors(Worker, 1), *actors(Worker, 1, max_restarts=1)]
-    group = col.declare_collective_group(workers)
-    refs = filled(workers, (1, 2))
-    col.allreduce_refs(refs)
-    kill(workers[1])
-    group.rebuild()
-    assert (group.world_size, group.epoch) == (2, 1)
-    with pytest.raises(errors.TensorLostError, match="rank 1"):
-        col.allreduce_refs(refs)
-    assert_sums(group)
-
-
-def test_bad_input_changes_nothing(actors):
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    dead, spare = actors(Worker, 2)
-    kill(dead)
-    for wrong in ([], ["no actor"], [workers[0], workers[0]], "ab"):
-        with pytest.raises(errors.InvalidGroupError):
-            group.rebuild(wrong)
-    with pytest.raises(errors.InvalidGroupError, match="timeout_s"):
-        group.rebuild(timeout_s=0)
-    with pytest.raises(errors.ActorGoneError, match="rank 1"):
-        group.rebuild([workers[0], dead])
-    (gate,) = actors(Gate, 1, max_concurrency=8)
-    ray.get(spare.read.remote())  # it is there
-    blocked = block(spare, gate)
-    busy = r"busy with a method, or being made: rank 1 \(Buffers"
-    with pytest.raises(errors.CollectiveTimeoutError, match=busy) as caught:
-        group.rebuild([workers[0], spare], timeout_s=3)
-    assert caught.value.missing == (1,)
-    ray.get(gate.open.remote())
-    ray.get(blocked)
-    assert (group.epoch, group.actors) == (0, tuple(workers))
-    assert_sums(group)
-    group.destroy()
-    with pytest.raises(errors.UnknownGroupError, match="destroyed"):
-        group.rebuild()
 
 
 def test_a_group_that_could_not_be_rebuilt_may_be_rebuilt_again(actors):

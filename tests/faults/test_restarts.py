@@ -11,8 +11,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.groups import process_of, restart
-from tests.ray.workers import Buffers, Gate, Worker, block
-from tests.waiting import wait_until
+from tests.support.actors import Buffers, Worker, block
+from tests.support.waiting import wait_until
 
 PATIENT_S = 20.0
 
@@ -249,13 +249,11 @@ class AsyncFlaky(Flaky):
         return super().flaky()
 
 
-@pytest.mark.parametrize("kind", [Flaky, AsyncFlaky])
-@pytest.mark.parametrize("inplace", [True, False])
-def test_plan_waits_for_a_method_that_ray_retries_after_an_exception(actors, kind, inplace):
+@pytest.mark.parametrize(("kind", "inplace"), [(Flaky, True), (AsyncFlaky, False)])
+def test_plan_waits_for_a_method_that_ray_retries_after_an_exception(actors, gate, kind, inplace):
     """In program order: behind its last try, and before the methods that are called later."""
     (flaky,), (other,) = actors(ray.remote(kind), 1), actors(Worker, 1)
     col.declare_collective_group([flaky, other])
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     blocked = block(other, gate)  # until the collective is in its queue: Ray may retry at once, or in a second
     refs = [
         flaky.flaky.options(max_task_retries=3, retry_exceptions=True).remote(),
@@ -278,8 +276,10 @@ def test_plan_of_a_derived_group_waits_for_a_method_whose_class_says_that_ray_re
     np.testing.assert_array_equal(col.get(refs), np.full((2, 4), 6))
 
 
-@pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.parametrize("options", [{"max_task_retries": 1}, {"max_task_retries": 3, "retry_exceptions": [KeyError]}])
+@pytest.mark.parametrize(
+    ("options", "inplace"),
+    [({"max_task_retries": 1}, True), ({"max_task_retries": 3, "retry_exceptions": [KeyError]}, False)],
+)
 def test_plan_fails_with_the_last_try_and_the_next_one_runs(actors, options, inplace):
     (flaky,), (other,) = actors(ray.remote(Flaky), 1), actors(Worker, 1)
     col.declare_collective_group([flaky, other])

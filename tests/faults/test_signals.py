@@ -35,7 +35,7 @@ def interrupted(backend: str, seed: int, calls: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("backend", "seed", "calls"),
     [
-        ("shm", 0, 300),
+        ("shm", 0, 200),
         *[
             pytest.param(backend, seed, 2500, marks=[pytest.mark.full, pytest.mark.timeout(900)])
             for backend in ("shm", "tcp")

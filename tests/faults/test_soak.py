@@ -13,7 +13,7 @@ import raycollect as col
 from tests.faults import growth, soak
 from tests.faults.growth import Look, by_class, grown, rising, slope
 from tests.faults.soak import PHASES, Phase
-from tests.ray.batching import spread
+from tests.support.actors import spread
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,22 @@ def lasting(tidy, soaked):
 def test_short_soak_leaves_nothing(lasting: Any, number: int, cycles: int) -> None:
     outcome = soak.soak(PHASES[number], lasting, cycles=cycles, looks=1)
     assert list(grown(outcome.looks[0], outcome.looks[-1])) == [], outcome.classes
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_thousands_of_fresh_refs_leave_nothing(lasting: Any) -> None:
+    """Results of methods that a collective takes and nobody keeps; at the first look all that is remembered is full."""
+    group, looks = col.declare_collective_group(lasting, group_name="fresh"), []
+    for count in (15_000, 30_000):
+        for _ in range(5_000):
+            col.allreduce_refs([actor.ones.remote(1) for actor in lasting], group)
+        looks.append(growth.look(count, lasting))
+    group.destroy()
+    assert list(grown(*looks)) == []
+    for process, before in looks[0].figures.items():
+        grew = looks[1].figures[process]["private"] - before["private"]
+        assert grew < 100 * 15_000, process  # a nested ``ray.put`` in each result takes 150 of each of three actors
 
 
 _kept: list[Any] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import numpy as np
@@ -14,10 +13,10 @@ from raycollect import errors
 from raycollect.driver import stall_report
 from raycollect.group import watchdog
 from tests.faults import inject
-from tests.faults.user_errors import refs_of
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Gate, Plain, Worker
-from tests.waiting import stopped, wait_until
+from tests.faults.groups import refs_of
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Gate, Plain, Worker
+from tests.support.waiting import stopped, wait_until
 
 
 def inner(gate, begun):
@@ -78,24 +77,6 @@ def test_timeout_reports_the_activity_of_the_late_rank(actors, gate, held, backe
     ray.get(blocked)
     col.allreduce_refs(refs)
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 9))
-
-
-def test_captured_run_timeout_reports_the_late_rank(actors, gate, held):
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    refs = refs_of(workers)
-    with col.capture(timeout_s=1) as step:
-        col.allreduce_refs(refs)
-    step.run()
-    blocked = held(workers[1])
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        step.run()
-    (report,) = caught.value.reports
-    assert "call (" in report.doing
-    assert 1 <= report.awaited_s < 30
-    assert report.actor == group.status(0).members[1].actor
-    ray.get(gate[0].open.remote())
-    ray.get(blocked)
 
 
 def test_long_wait_is_logged_and_the_status_is_live(actors, gate, held, monkeypatch, caplog):
@@ -170,18 +151,10 @@ def test_timeout_ends_the_wait_for_a_rank_stuck_after_the_others(actors):
     (report,) = caught.value.reports
     assert report.rank == 1
     assert report.has_begun
+    ray.kill(workers[1])  # which is held for a minute
 
 
-def test_status_of_a_destroyed_group_queries_no_member(actors):
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    group.destroy()
-    status = group.status()
-    assert status.state == "destroyed"
-    assert not any(member.answers for member in status.members)
-
-
-@lasting
+@reusable
 @ray.remote
 class Stepping(Buffers):
     """Waits in a method of a captured step."""
@@ -226,32 +199,6 @@ def test_the_status_names_the_step_of_a_captured_run(actors, gate, held, held_by
     run.wait()
     if blocked is not None:
         ray.get(blocked)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_long_await_is_logged(actors, gate, held, monkeypatch, caplog, captured):
-    monkeypatch.setattr(stall_report, "QUIET_S", 0.2)
-    workers = actors(Worker, 2)
-    col.declare_collective_group(workers)
-    refs = refs_of(workers)
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-    blocked = held(workers[1])
-
-    async def wait():
-        work = step.run(async_op=True) if captured else col.allreduce_refs(refs, async_op=True)
-        waiting = asyncio.ensure_future(work)
-        while not caplog.records:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # polls, while the loop goes on
-        assert not waiting.done()
-        gate[0].open.remote()
-        await waiting
-
-    asyncio.run(asyncio.wait_for(wait(), 60))
-    ray.get(blocked)
-    (record,) = [one for one in caplog.records if "still under way after 0.2 s" in one.getMessage()]
-    assert "rank 1 (" in record.getMessage()
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
 
 
 def summed(self, quiet_s, warned=None):

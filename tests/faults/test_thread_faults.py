@@ -11,7 +11,7 @@ import ray
 import raycollect as col
 from raycollect.errors import InternalError
 from tests.faults import thread_failures
-from tests.ray.workers import Buffers
+from tests.support.actors import Buffers
 
 TESTED = frozenset({"raycollect-fetch", "raycollect-kernel", "raycollect-plan"})
 

@@ -11,10 +11,10 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Worker
-from tests.waiting import wait_until
+from tests.faults.groups import BACKENDS, PATIENT_S, assert_works
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Worker
+from tests.support.waiting import wait_until
 
 
 def in_threads(self, sizes, rounds, timeout_s):
@@ -38,7 +38,7 @@ def in_threads(self, sizes, rounds, timeout_s):
     return None if any(thread.is_alive() for thread in threads) else [found[at] for at in range(len(sizes))]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in BACKENDS[1:])])
 def test_threads_of_members_that_call_at_once(actors, backend):
     """They are told so, or their calls have met by luck; nobody waits for ever, and the group works on."""
     pair = actors(Worker, 2)
@@ -121,7 +121,7 @@ class Streams(Buffers):
         raise ValueError("half-way")
 
 
-Stream = lasting(ray.remote(Streams))
+Stream = reusable(ray.remote(Streams))
 
 
 def assert_half(streams):

@@ -19,7 +19,7 @@ import ray
 import raycollect as col
 from tests.hosts.cluster import outside
 from tests.hosts.values import FAR, PER_HOST, by_host, fill, keep, on, same
-from tests.ray.workers import buffers
+from tests.support.actors import buffers
 
 LIMIT_S = 8.0  # how long calls in a fault wait
 SLACK_S = 15.0  # how much later an error may come on a machine that is shared

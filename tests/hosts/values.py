@@ -13,8 +13,7 @@ import raycollect as col
 from raycollect.core.model import RANK_ORDER
 from raycollect.group import link_costs
 from tests.hosts.cluster import outside
-from tests.ray.three_nodes import every_call
-from tests.ray.workers import Buffers, buffers
+from tests.support.actors import Buffers, buffers
 
 PER_HOST = 2
 FAR = 1 << 21  # elements: enough that what else is on the links does not count
@@ -95,14 +94,6 @@ def member_sum(self, value):
     return found
 
 
-def calls(workers):
-    """The members' own calls, by the driver's group and by one of gloo that they make."""
-    trio = [workers[0], workers[2], workers[1]]
-    col.declare_collective_group(trio)
-    ray.get([actor.call.remote(every_call) for actor in trio])
-    col.destroy_collective_group()
-
-
 def minimum(workers):
     """No link carries more than 3 % above the fewest bytes possible."""
     col.declare_collective_group(workers)
@@ -159,4 +150,4 @@ def _between(refs):
     return found
 
 
-PROGRAMS = {one.__name__: one for one in (bits, calls, minimum, links)}
+PROGRAMS = {one.__name__: one for one in (bits, minimum, links)}

@@ -100,6 +100,18 @@ def allowed(op: ReduceOp, dtype: str) -> bool:
     return kind not in {ReduceOp.AVG: "biu", ReduceOp.MIN: "c", ReduceOp.MAX: "c"}.get(op, "")
 
 
+CASE_RULES: dict[tuple[str, str], Callable[..., bool]] = {
+    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
+    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
+    ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
+    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
+    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
+    ("world", "root"): lambda world, root: root < world,
+    ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in NARROW,
+}
+"""Which two values of a `Case`, and of its world, go together."""
+
+
 # ------------------------------------------------------------------------------- what must come out
 
 

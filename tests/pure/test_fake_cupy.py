@@ -151,40 +151,7 @@ def test_streams_belong_to_devices_and_the_current_ones_to_threads(fake):
     assert fake.contexts == {0, 1}
 
 
-def test_what_was_made_is_counted_and_gone_with_its_objects(fake):
-    cuda = fake.cupy.cuda
-    stream, event = cuda.Stream(non_blocking=True), cuda.Event()
-    pointers = stream.ptr, event.ptr
-    assert (fake.streams, fake.events) == (1, 1)
-    event.record(stream)
-    cuda.Device(0).synchronize()
-    del stream, event
-    assert (fake.streams, fake.events) == (0, 0)
-    assert fake.counts["eventCreateWithFlags"] == fake.counts["eventRecord"] == fake.counts["deviceSynchronize"] == 1
-    for call in (cuda.runtime.streamSynchronize, cuda.runtime.eventQuery):
-        for pointer in pointers:
-            with refused(fake, 400):
-                call(pointer)
-
-
 # ------------------------------------------------------------------------------------------------- runtime
-
-
-def test_the_runtime_by_pointers(fake):
-    cupy, runtime = fake.cupy, fake.cupy.cuda.runtime
-    source, target = cupy.arange(6, dtype=np.uint8), cupy.zeros(6, np.uint8)
-    runtime.memcpyAsync(target.data.ptr + 2, source.data.ptr, 3, runtime.memcpyDeviceToDevice, 0)
-    runtime.memsetAsync(target.data.ptr + 5, 9, 1, 0)
-    runtime.streamSynchronize(0)
-    assert target.get().tolist() == [0, 0, 0, 1, 2, 9]
-    assert runtime.getDeviceCount() == 2
-    assert runtime.deviceGetPCIBusId(0) != runtime.deviceGetPCIBusId(1)
-    with refused(fake, 101):
-        runtime.setDevice(2)
-    with refused(fake, 1):
-        runtime.memcpyAsync(target.data.ptr, 0, 3, 3, 0)
-    with refused(fake, 1):
-        runtime.memcpyAsync(target.data.ptr, source.data.ptr, 3, 5, 0)
 
 
 def test_handles_of_memory(fake):
@@ -267,27 +234,6 @@ LOOP = (
 def module(*functions: str, steps: str, takes: str = "const int* a, int* o") -> str:
     head = f'extern "C" __global__ void it({takes}, unsigned long long n) {{'
     return "\n".join([*functions, head, LOOP, *steps.splitlines(), "}", "}"])
-
-
-def test_kernels_run_what_is_written(fake):
-    cupy = fake.cupy
-    code = module(
-        "__device__ unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }",
-        "__device__ float bits(unsigned a) { return __uint_as_float(a << 16); }",
-        takes="const unsigned char* a, const unsigned char* b, const float* table, float* low, unsigned char* sum",
-        steps="""unsigned both = a[i] + b[i];
-                 float half = bits(unsigned(0x3f00));
-                 low[i] = table[least(a[i], b[i])] * half;
-                 sum[i] = both;""",
-    )
-    kernel = cupy.RawModule(code=code).get_function("it")
-    a, b = cupy.asarray(np.array([1, 5, 250], np.uint8)), cupy.asarray(np.array([4, 3, 9], np.uint8))
-    table, low, total = cupy.asarray(np.arange(256, dtype=np.float32)), cupy.empty(3, np.float32), cupy.empty(3, "u1")
-    kernel((1,), (256,), (*(one.data.ptr for one in (a, b, table, low, total)), 3))
-    assert low.get().tolist() == [0.5, 1.5, 4.5]
-    assert total.get().tolist() == [5, 8, 3]  # as it is stored
-    kernel((1,), (256,), (*(one.data.ptr for one in (a, b, table, low, a)), 3))  # in place
-    assert a.get().tolist() == [5, 8, 3]
 
 
 @pytest.mark.parametrize(("instruction", "is_kept"), [("a[i] + b[i]", False), ("sum(a[i], b[i])", True)])

@@ -13,31 +13,6 @@ from tests.pure.two_gpus import fake, refused
 __all__ = ["fake"]  # a fixture
 
 
-def test_a_captured_graph_runs_when_it_is_launched(fake):
-    cupy = fake.cupy
-    stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    value = cupy.zeros(4)
-    cupy.cuda.runtime.deviceSynchronize()
-    with stream:
-        stream.begin_capture()
-        assert stream.is_capturing()
-        value += 1
-        event = stream.record()
-        other.wait_event(event)
-        assert other.is_capturing()
-        with other:
-            value *= 2
-        stream.wait_event(other.record())
-        graph = stream.end_capture()
-    assert not stream.is_capturing()
-    assert not other.is_capturing()
-    assert value.get().tolist() == [0.0] * 4
-    for expected in (2.0, 6.0, 14.0):
-        graph.launch(stream)
-        stream.synchronize()
-        assert value.get().tolist() == [expected] * 4
-
-
 def test_what_a_capture_forbids(fake):
     cuda = fake.cupy.cuda
     stream, other = cuda.Stream(), cuda.Stream(non_blocking=True)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -116,16 +115,6 @@ def test_memory_must_outlast_the_kernels_that_touch_it():
         rank.stream.synchronize()
 
 
-def test_float8_came_with_2_24():
-    with ranks(1, nccl_version=22303) as team:
-        rank = team.all[0]
-        assert rank.cupy.cuda.nccl.get_version() == 22303
-        mine = rank.put(np.ones(4, ml_dtypes.float8_e5m2))
-        with refused(rank.fake, 4):
-            rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 4, 11, SUM, rank.stream.ptr)
-        rank.stream.synchronize()
-
-
 # ------------------------------------------------------------------------------------------ coming together
 
 
@@ -198,40 +187,6 @@ def test_an_abort_ends_what_one_rank_has_enqueued_and_its_stream_goes_on():
             rank.stream.synchronize()
 
 
-@pytest.mark.parametrize("status", [1, 3, 6, 8])
-def test_failures_by_order(status):
-    def body(rank: Rank) -> Any:
-        mine = rank.put(np.ones(3))
-        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
-        return mine
-
-    with ranks(2) as team:
-        rank, other = team.all
-        rank.fake.fail_next(rank.comm, status)
-        assert error_of(rank) == 0
-        kept = team.run(body)
-        rank.fake.drain()
-        with pytest.raises(KeyError if status == 8 else rank.cupy.cuda.nccl.NcclError):
-            rank.comm.check_async_error()
-        assert error_of(other) == 0
-        assert [one.stream.done for one in team.all] == [False, False]
-        for one in team.all:
-            one.comm.abort()
-            one.stream.synchronize()
-        assert len(kept) == 2
-
-
-def test_a_call_that_fails_itself():
-    with ranks(1) as team:
-        rank = team.all[0]
-        mine = rank.put(np.ones(3))
-        rank.fake.fail_next(rank.comm, 1, at_call=True)
-        with refused(rank.fake, 1):
-            rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
-        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
-        assert rank.get(mine).tolist() == [1.0] * 3
-
-
 def test_a_communicator_that_is_forgotten_under_way():
     with ranks(2) as team:
         rank = team.all[0]
@@ -240,21 +195,6 @@ def test_a_communicator_that_is_forgotten_under_way():
         rank.comm = team.all[1].comm
         assert "forgot its communicator" in rank.fake.violations.pop()
         assert rank.get(mine).tolist() == [1.0] * 3
-
-
-def test_kernels_of_a_graph():
-    def body(rank: Rank) -> Any:
-        mine = rank.put(np.ones(3))
-        rank.stream.synchronize()
-        rank.stream.begin_capture()
-        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
-        graph = rank.stream.end_capture()
-        for _ in range(3):
-            graph.launch(rank.stream)
-        return rank.get(mine).tolist()
-
-    with ranks(2) as team:
-        assert team.run(body) == [[8.0] * 3] * 2
 
 
 def test_a_graph_whose_peers_do_not_launch_theirs():

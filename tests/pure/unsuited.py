@@ -31,9 +31,6 @@ OF_TORCH = {
     "sparse": Unsuited(
         lambda torch: torch.eye(2).to_sparse(), ("torch.sparse_coo", "to_dense()"), lambda x: x.to_dense()
     ),
-    "sparse rows": Unsuited(
-        lambda torch: torch.eye(2).to_sparse_csr(), ("torch.sparse_csr", "to_dense()"), lambda x: x.to_dense()
-    ),
     "meta": Unsuited(lambda torch: torch.ones(2, device="meta"), ("device meta", "empty_like"), lambda x: _like(x)),
     "quantized": Unsuited(
         lambda torch: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
@@ -42,21 +39,8 @@ OF_TORCH = {
     ),
     "conjugated": Unsuited(
         lambda torch: torch.ones(2, dtype=torch.complex64).conj(),
-        ("conjugated", "x.resolve_conj()", "a copy"),
-        lambda x: x.resolve_conj(),
-    ),
-    "negated": Unsuited(
-        lambda torch: torch.ones(2, dtype=torch.complex64).conj().imag,
-        ("negated", "x.resolve_neg()", "a copy"),
-        lambda x: x.resolve_neg(),
-    ),
-    "both": Unsuited(
-        lambda torch: torch._neg_view(torch.ones(2, dtype=torch.complex64).conj()),
-        ("conjugated and negated", "x.resolve_conj().resolve_neg()"),
+        ("conjugated", "x.resolve_conj().resolve_neg()", "a copy"),
         lambda x: x.resolve_conj().resolve_neg(),
-    ),
-    "half complex": Unsuited(
-        lambda torch: torch.ones(2, dtype=torch.complex32), ("torch.complex32",), lambda x: x.cfloat()
     ),
     "nested": Unsuited(
         lambda torch: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
@@ -72,7 +56,6 @@ OF_TORCH = {
 
 OF_NUMPY = {
     "text": Unsuited(lambda _: np.array(["1", "2.5"]), ("<U3", "text", "astype(float)"), lambda x: x.astype(float)),
-    "bytes": Unsuited(lambda _: np.array([b"1"]), ("|S1", "text"), lambda x: x.astype(float)),
     "objects": Unsuited(lambda _: np.array([1, None])[:1], ("object", "astype(float)"), lambda x: x.astype(float)),
     "dates": Unsuited(lambda _: np.zeros(2, "M8[s]"), ("datetime64[s]", "int64"), lambda x: x.view("int64")),
     "records": Unsuited(
@@ -86,7 +69,6 @@ OF_SEVERAL = {
     "named tuple": Unsuited(
         lambda _: Pair(np.ones(2), np.ones(3)), ("Pair", "named tuple", "tuple(x)", "x._asdict()"), Pair._asdict
     ),
-    "named tuple, as a tuple": Unsuited(lambda _: Pair(np.ones(2), np.ones(3)), ("tuple(x)",), tuple),
     "subclass of list": Unsuited(
         lambda _: type("Own", (list,), {})([np.ones(2)]), ("Own", "subclass of list", "list(x)"), list
     ),

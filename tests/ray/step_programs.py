@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import raycollect as col
 from raycollect.errors import RaycollectError
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WORKERS = 3
 GROUPS = {"all": (0, 1, 2), "left": (0, 1), "right": (1, 2), "default": (2, 0)}

@@ -172,17 +172,3 @@ def test_dataclasses_are_actors(actors):
     ref = one.get.remote()
     col.allreduce_refs([ref])
     assert col.get(ref).tolist() == [1.0, 1.0]
-
-
-def test_torch_modules_see_no_overrides():
-    """torch asks a class whether it overrides a method, and calls it if so; Ray's own actors override all."""
-    torch = pytest.importorskip("torch")
-
-    class Model(torch.nn.Module, col.CollectiveParticipant):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 2, bias=False)
-
-    one = Model()
-    one.load_state_dict(one.state_dict())
-    assert list(one.state_dict()) == ["layer.weight"]

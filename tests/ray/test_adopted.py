@@ -41,6 +41,7 @@ class Member:
         self.communicator.close()
 
 
+@pytest.mark.full
 def test_gloo_group_of_ray_is_adopted(actors: Any) -> None:
     a, b = members = actors(Member, 2)
     ops = ray.get([member.join.remote(rank, 2) for rank, member in enumerate(members)])

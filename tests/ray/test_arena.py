@@ -14,12 +14,13 @@ import raycollect as col
 from raycollect.backends import arrays
 from raycollect.errors import ArenaFullError
 from raycollect.pos.segments import Segments
-from tests.ray.workers import Plain, Worker
-from tests.waiting import wait_until
+from tests.support.actors import Plain, Worker
 
 torch = pytest.importorskip("torch")
 
 SIZES = (8191, 8192, 8193, 262_145)
+"""Elements of float32: around 32 KiB, from where on kernels work in place, and about a megabyte, odd."""
+
 GROUPS = ((2, "all", "numpy"), (3, "all", "torch"), (2, "last", "torch"), (3, "first", "numpy"))
 """The number of ranks, whose tensors lie in an arena, and of which library they are."""
 
@@ -29,8 +30,6 @@ COVERED = [
     for at, size in enumerate(SIZES)
 ]
 """Each group with every other size."""
-
-"""Elements of float32: around 32 KiB, from where on kernels work in place, and about a megabyte, odd."""
 
 ARENA, ORDINARY = "arena", "ordinary"
 PLACES = {"all": (ARENA,) * 3, "first": (ARENA, ORDINARY, ORDINARY), "last": (ORDINARY, ORDINARY, ARENA)}
@@ -74,134 +73,38 @@ def crew(cluster):
         ray.kill(actor)
 
 
-class Ranks:
-    """The ranks of a group, and where each of them keeps its tensors."""
-
-    def __init__(self, actors, places, library):
-        self.actors = actors
-        self.world = len(actors)
-        self.places = (*places[: self.world - 1], places[-1])
-        self.library = library
-
-    def hold(self, function):
-        """Keeps ``function(rank)`` in each actor."""
-        triples = zip(self.actors, self.places, range(self.world), strict=True)
-        return [actor.make.remote(hold, place, self.library, function(rank)) for actor, place, rank in triples]
-
-    def blank(self, function):
-        """Keeps tensors like ``function(rank)`` that hold something else."""
-        return self.hold(lambda rank: one(function(rank), lambda array: np.full_like(array, -7)))
-
-    def check(self, outs, expected, given=None):
-        """The refs hold what they should, by rank; what the library made lies in the arena of its actor."""
-        assert given is None or outs == given
-        for rank, (found, wanted) in enumerate(zip(col.get(outs), expected, strict=True)):
-            pairs = zip(found, wanted, strict=True) if isinstance(wanted, list) else [(found, wanted)]
-            for tensor, array in pairs:
-                assert torch.is_tensor(tensor) == (self.library == "torch")
-                np.testing.assert_array_equal(np.asarray(tensor), array, f"rank {rank}")
-        if given is None:
-            asked = [
-                actor.call.remote(lambda self, made: one(made, lies_in_arena), out)
-                for actor, out in zip(self.actors, outs, strict=True)
-            ]
-            assert all(np.all(answer) for answer in ray.get(asked))
+def lie_in_arena(self, value):
+    return all(map(lies_in_arena, value if isinstance(value, list) else [value]))
 
 
-def one(value, function):
-    """Applies a function to a tensor, or to each of a list."""
-    return [function(item) for item in value] if isinstance(value, list) else function(value)
+@pytest.mark.parametrize(("group", "size"), COVERED)
+def test_collectives_of_tensors_in_arenas_and_outside(crew, tidy, group, size):
+    world, places, library = group
+    workers, places = crew[:world], (*PLACES[places][: world - 1], PLACES[places][-1])
+    col.declare_collective_group(workers)
 
+    def keep(given):
+        triples = zip(workers, places, given, strict=True)
+        return [actor.make.remote(hold, place, library, value) for actor, place, value in triples]
 
-# ---------------------------------------------------------------------------------------------- operations
+    def check(refs, expected):
+        for found, wanted in zip(col.get(refs), expected, strict=True):
+            for tensor, array in zip(found, wanted, strict=True) if isinstance(wanted, list) else [(found, wanted)]:
+                assert torch.is_tensor(tensor) == (library == "torch")
+                np.testing.assert_array_equal(np.asarray(tensor), array)
 
-
-@pytest.fixture
-def ranks(request, crew, tidy):
-    world, places, library = request.param
-    col.declare_collective_group(crew[:world])
-    return Ranks(crew[:world], PLACES[places], library)
-
-
-@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
-def test_reductions(ranks, size):
-    world = ranks.world
     given = [values(rank, 0, size) for rank in range(world)]
-    refs = ranks.hold(lambda rank: given[rank])
-    total = np.sum(given, axis=0)
-
-    ranks.check(col.allreduce_refs(refs, op="max", inplace=False), [given[-1]] * world)
-    ranks.check(refs, given, refs)
-    made = col.reduce_refs(refs, world - 1, inplace=False)
-    np.testing.assert_array_equal(np.asarray(col.get(made)), total)
-    ranks.check(refs, given, refs)
-    assert col.reduce_refs(refs, 0) == refs[0]
-    ranks.check(refs, [total, *given[1:]], refs)
-    ranks.check(col.allreduce_refs(refs), [total + np.sum(given[1:], axis=0)] * world, refs)
-
-    pieces = ranks.hold(lambda rank: [values(rank, taker, size) for taker in range(world)])
-    sums = [np.sum([values(giver, taker, size) for giver in range(world)], axis=0) for taker in range(world)]
-    ranks.check(col.reducescatter_refs(None, pieces), sums)
-    blank = ranks.blank(lambda rank: sums[rank])
-    ranks.check(col.reducescatter_refs(blank, pieces), sums, blank)
-
-
-@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
-def test_movements(ranks, size):
-    world, last = ranks.world, ranks.world - 1
-    sizes = [size + rank for rank in range(world)]
-    given = [values(rank, 0, sizes[rank]) for rank in range(world)]
-    refs = ranks.hold(lambda rank: given[rank])
-
-    ranks.check(col.allgather_refs(None, refs), [given] * world)
-    lists = ranks.blank(lambda rank: given)
-    ranks.check(col.allgather_refs(lists, refs), [given] * world, lists)
-    for root in (0, last):
-        assert col.gather_refs(lists[root], refs, root) == lists[root]
-    ranks.check(lists, [given] * world, lists)
-    gathered = col.gather_refs(None, refs, last)
-    assert [np.asarray(found).tolist() for found in col.get(gathered)] == [array.tolist() for array in given]
-
-    ranks.check(col.scatter_refs(None, gathered, last), given)
-    blank = ranks.blank(lambda rank: given[rank])
-    ranks.check(col.scatter_refs(blank, lists[0], 0), given, blank)
-
-    pieces = ranks.hold(lambda rank: [values(rank, taker, sizes[taker]) for taker in range(world)])
-    turned = [[values(giver, rank, sizes[rank]) for giver in range(world)] for rank in range(world)]
-    ranks.check(col.alltoall_refs(None, pieces), turned)
-    blank = ranks.blank(lambda rank: turned[rank])
-    ranks.check(col.alltoall_refs(blank, pieces), turned, blank)
-    square = ranks.hold(lambda rank: [values(rank, taker, size) for taker in range(world)])
-    expected = [[values(giver, rank, size) for giver in range(world)] for rank in range(world)]
-    ranks.check(col.alltoall_refs(square, square), expected, square)
-
-
-@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
-def test_from_one_to_others(ranks, size):
-    world, last = ranks.world, ranks.world - 1
-    given = [values(rank, 0, size) for rank in range(world)]
-    refs = ranks.hold(lambda rank: given[rank])
-
-    made = col.send_ref(refs[0], ranks.actors[last])
-    np.testing.assert_array_equal(np.asarray(col.get(made)), given[0])
-    assert ray.get(ranks.actors[last].call.remote(lambda self, tensor: lies_in_arena(tensor), made))
-    assert col.send_ref(refs[last], refs[0]) == refs[0]
-    ranks.check(refs, [given[last], *given[1:]], refs)
-    ranks.check(col.broadcast_refs(refs, last), [given[last]] * world, refs)
-
-
-def test_members_map_the_arenas_that_they_work_in_as_long_as_the_group_lasts(crew, tidy):
-    group = col.declare_collective_group(crew)
-    ranks = Ranks(crew, PLACES["all"], "numpy")
-    refs = ranks.hold(lambda rank: values(rank, 0, 1 << 16))
-    watching = col.declare_collective_group(crew, group_name="watching")
-    assert [member.arena.mapped for member in watching.statistics().members] == [0, 0, 0]
-    col.allreduce_refs(refs)
-    arenas = [member.arena for member in watching.statistics().members]
-    everybody = sum(arena.limit for arena in arenas)
-    assert [arena.mapped for arena in arenas] == [everybody - arena.limit for arena in arenas]
-    group.destroy()
-    assert wait_until(lambda: not any(member.arena.mapped for member in watching.statistics().members))
+    pieces = [[values(rank, taker, size) for taker in range(world)] for rank in range(world)]
+    refs, lists = keep(given), keep(pieces)
+    for made, expected in (
+        (col.allreduce_refs(refs, op="max", inplace=False), [given[-1]] * world),
+        (col.allgather_refs(None, refs), [given] * world),
+        (col.reducescatter_refs(None, lists), list(np.sum(pieces, axis=0))),
+    ):
+        check(made, expected)
+        assert all(ray.get([actor.call.remote(lie_in_arena, one) for actor, one in zip(workers, made, strict=True)]))
+    check(refs, given)
+    check(col.allreduce_refs(refs), [np.sum(given, axis=0)] * world)
 
 
 # ---------------------------------------------------------------------------------------------- reads

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
-import numpy as np
 import pytest
 
 import raycollect as col
 from raycollect.backends import Gpu
 from raycollect.driver import groups, member_discovery
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 pytestmark = pytest.mark.usefixtures("tidy")
-
-
-def _has_cupy(self):
-    return "cupy" in sys.modules
 
 
 @pytest.fixture
@@ -26,27 +19,6 @@ def owners(actors, monkeypatch):
     own = {"accelerators": (("GPU", ("0",)),)}
     monkeypatch.setattr(member_discovery, "describe", lambda *args: [info | own for info in described(*args)])
     return actors(Worker, 2)
-
-
-def test_auto_considers_no_gpu_backend_without_gpus(actors, monkeypatch):
-    monkeypatch.setattr("raycollect.member.runtime.gpu", None)
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    assert group.backend == "shm"
-    refs = [worker.get_buffer.remote() for worker in workers]
-    assert "chosen" not in col.plan(col.allreduce_refs, refs).explain()
-
-
-def test_actors_with_gpus_that_can_not_be_used_meet_as_before(owners):
-    """They are asked, and have no driver."""
-    group = col.declare_collective_group(owners)
-    refs = [worker.get_buffer.remote() for worker in owners]
-    told = col.plan(col.allreduce_refs, refs).explain()
-    assert "shm: chosen, as 2 ranks are on one machine" in told
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2, np.float32))
-    assert "chosen, as 2 ranks are on one machine" in group._repr_html_()
-    assert col.get([worker.call.remote(_has_cupy) for worker in owners]) == [False] * 2
 
 
 def test_the_plan_says_why_gpus_are_not_used(owners, monkeypatch):

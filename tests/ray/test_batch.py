@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,61 +11,29 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.driver import batch as batches
-from tests.ray.batching import found, hold, nothing_sent, pieces_of, spread
-from tests.ray.workers import AsyncActor, Plain, Worker
-from tests.waiting import wait_until
+from tests.support.actors import Plain, Worker, found, hold, spread
+from tests.support.checks import nothing_sent
+from tests.support.waiting import wait_until
 
 WAIT_S = 60
-
-
-@pytest.fixture
-def trio(actors):
-    """Three actors in a declared group."""
-    workers = actors(Worker, 3)
-    col.declare_collective_group(workers)
-    return workers
 
 
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize(("backend", "staging"), [("shm", 32 << 20), ("shm", 64), ("tcp", 0), ("gloo", 32 << 20)])
-def test_batched_calls_of_every_kind_equal_single_calls(actors, submits, backend, staging):
+def test_plan_of_any_size_sends_one_message_per_participant(actors, submits):
     workers = actors(Worker, 3)
-    col.declare_collective_group(workers, backend=backend)
-    a, b = spread(workers, lambda rank: [rank + 1, 2]), spread(workers, lambda rank: [3 * rank])
-    c = spread(workers, lambda rank: [rank, rank, 5])
-    lists = [worker.make.remote(pieces_of, rank) for rank, worker in enumerate(workers)]
-    submits.clear()
-    with col.batch(staging_nbytes=staging) as batch:
-        assert col.allreduce_refs(a) == a
-        out = col.allreduce_refs(b, op="max", inplace=False)
-        assert col.broadcast_refs(c, src_rank=2) == c
-        gathered = col.allgather_refs(None, a)
-        total = col.reduce_refs(c, 1, inplace=False)
-        pieces = col.reducescatter_refs(None, lists)
-        sent = col.send_ref(b[0], workers[2])
-        assert col.barrier() is None
-        swapped = col.alltoall_refs(None, lists)
-        assert [type(one) for one in (out[0], gathered[1], total, pieces[2], sent, swapped[0])] == [col.Pending] * 6
-    assert sorted(count for _, count in submits) == [4, 5, 5]
-    assert len({actor for actor, _ in submits}) == 3, "more than one message for a participant"
-    assert found(a) == [[6, 6]] * 3
-    assert found(out) == [[6]] * 3
-    assert found(b) == [[0], [3], [6]]
-    assert found(c) == [[2, 2, 5]] * 3
-    assert found(gathered) == [[[6, 6]] * 3] * 3
-    assert found([total]) == [[6, 6, 15]]
-    assert found(pieces) == [[30 + 3 * p] * 2 for p in range(3)]
-    assert found([sent]) == [[0]]
-    assert found(swapped) == [[[10 * giver + taker] * 2 for giver in range(3)] for taker in range(3)]
-    assert batch.refs[0] == a
-    assert batch.refs[7] is None
-    assert all(isinstance(ref, ray.ObjectRef) for ref in (*batch.refs[1], batch.refs[4], batch.refs[6]))
-    assert batch.refs[6] == sent.ref
-    assert batch.done()
-    assert batch.wait() == batch.refs
+    col.declare_collective_group(workers)
+
+    def many(self):
+        return [np.full(n, 1.0) for n in range(1, 40)]
+
+    refs = [worker.make.remote(many) for worker in workers]
+    col.allreduce_refs(refs)
+    assert len(submits) == len({actor for actor, _ in submits}) == 3
+    col.send_ref(refs[0], workers[2])
+    assert len(submits) == 5
+    np.testing.assert_array_equal(col.get(refs[1])[38], np.full(39, 3))
 
 
 def test_outputs_of_a_batched_call_are_operands_of_later_ones(trio, submits):
@@ -122,23 +88,6 @@ def test_random_batches_over_overlapping_groups_are_program_order(actors, seed):
             np.testing.assert_array_equal(col.get(refs[place]), value)
 
 
-def test_two_refs_of_one_storage_keep_program_order(trio):
-    def keep(self, rank):
-        self.b = np.full(4, rank, np.float32)
-        return self.b
-
-    shared = [worker.make.remote(keep, rank) for rank, worker in enumerate(trio)]
-    halves = [worker.make.remote(lambda self: self.b[:2]) for worker in trio]
-    other = spread(trio, lambda rank: [rank, rank])
-    with col.batch():
-        col.broadcast_refs(halves, 2)
-        col.broadcast_refs(other, 1)
-        col.allreduce_refs(shared)
-        col.broadcast_refs(halves, 0)
-    assert found(shared) == [[6, 6, 3, 3]] * 3
-    assert found(other) == [[1, 1]] * 3
-
-
 def test_groups_are_derived_in_the_block(actors):
     workers = actors(Worker, 4)
     refs = spread(workers)
@@ -148,21 +97,6 @@ def test_groups_are_derived_in_the_block(actors):
         made = col.send_ref(refs[2], workers[3])
     assert found(refs) == [[1], [3], [3], [3]]
     assert found([made]) == [[3]]
-
-
-def test_async_and_threaded_actors(actors):
-    threaded, waiting = actors(Worker, 1, max_concurrency=4), actors(AsyncActor, 1)
-    ref = waiting[0].get_buffer.remote()
-    zeros = np.zeros_like(col.get(ref))
-    expected = 2 * (col.get(ref) + 3)
-    with col.batch():
-        refs = [threaded[0].make.remote(lambda self, zeros: zeros + 3, zeros), ref]
-        col.allreduce_refs(refs)
-        out = col.allreduce_refs(refs, inplace=False)
-        again = col.allreduce_refs(out, inplace=False)
-    for one, other in zip(col.get(out), col.get(again), strict=True):
-        np.testing.assert_array_equal(one, expected)
-        np.testing.assert_array_equal(other, 2 * expected)
 
 
 def test_the_results_may_be_waited_for_later(trio):
@@ -198,43 +132,6 @@ def test_actors_without_the_mixin_take_part_in_barriers(actors):
     assert found(refs) == [[1]] * 2
 
 
-def test_the_same_calls_on_other_refs_are_not_planned_again(trio):
-    def once(first):
-        refs, others = spread(trio, lambda rank: [first + rank]), spread(trio)
-        with col.batch() as batch:
-            col.allreduce_refs(refs)
-            col.allreduce_refs(others)
-            made = col.allgather_refs(None, refs)
-        assert found(made) == [[[3 * first + 3]] * 3] * 3
-        assert found(others) == [[3]] * 3
-        return batch._work._tracker.plan
-
-    plan = once(0)
-    for first in (1, 2):
-        assert once(first) is plan
-
-
-def test_threads_of_the_driver_with_batches_in_opposite_order(actors):
-    workers = actors(Worker, 3)
-    for name, members in (("ab", (0, 1)), ("bc", (1, 2)), ("ca", (2, 0))):
-        col.declare_collective_group([workers[at] for at in members], group_name=name)
-    started = threading.Barrier(3)
-
-    def run(seed):
-        rng = random.Random(seed)
-        refs = spread(workers, lambda rank: [seed])
-        started.wait(WAIT_S)
-        for _ in range(8):
-            with col.batch():
-                for name, (a, b) in rng.sample([("ab", (0, 1)), ("bc", (1, 2)), ("ca", (2, 0))], 3):
-                    col.broadcast_refs([refs[a], refs[b]], 0, name)
-        return found(refs)
-
-    with ThreadPoolExecutor(3) as threads:
-        for seed, task in enumerate([threads.submit(run, seed) for seed in range(3)]):
-            assert task.result(WAIT_S) == [[seed]] * 3
-
-
 def test_threads_and_tasks_that_a_block_starts_are_outside_of_it(trio, submits):
     refs = spread(trio)
     submits.clear()
@@ -253,24 +150,6 @@ def test_threads_and_tasks_that_a_block_starts_are_outside_of_it(trio, submits):
 
     asyncio.run(main())
     assert found(refs) == [[9]] * 3
-
-
-def test_tasks_that_a_loop_inside_the_block_runs_are_outside_of_it(trio, submits):
-    refs = spread(trio)
-    submits.clear()
-
-    async def main():
-        assert batches.current() is None
-        col.allreduce_refs(refs)
-
-    with col.batch() as batch:
-        col.broadcast_refs(refs, 2)
-        asyncio.run(main())
-        assert len(submits) == 3
-        col.broadcast_refs(refs, 0)
-    assert len(submits) == 6
-    assert batch.refs == [refs, refs]
-    assert found(refs) == [[3]] * 3, "the sum came before the broadcasts"
 
 
 def test_operands_do_not_live_as_long_as_a_batch_and_its_work(trio):
@@ -295,24 +174,6 @@ def test_operands_do_not_live_as_long_as_a_batch_and_its_work(trio):
     assert "2 calls" in repr(batch)
     with pytest.raises(errors.BatchError, match="entered once"), batch:
         pass
-
-
-def test_operands_and_outputs_are_freed(trio):
-    def held():
-        return [member.store.held for member in col.Group.statistics(group).members]
-
-    group = col.declare_collective_group(trio, group_name="other")
-    before = held()
-    refs = spread(trio)
-    with col.batch() as batch:
-        out = col.allreduce_refs(col.allgather_refs(None, refs), inplace=False)
-    ray.wait(batch.refs[1], num_returns=3)  # the last rank tells the end for all; others may yet have to keep theirs
-    assert col.free(out[0]) == 1
-    with pytest.raises(errors.TensorFreedError):
-        col.get(out[0])
-    assert [now - then for now, then in zip(held(), before, strict=True)] == [2, 3, 3]
-    del batch, out, refs
-    assert wait_until(lambda: held() == before)
 
 
 # ---------------------------------------------------------------------------------------------- blocks
@@ -368,33 +229,3 @@ def test_a_block_in_a_block_joins_it(trio, submits):
     assert inner.work is outer.work
     with pytest.raises(errors.BatchError, match="failed"):
         dropped.refs  # noqa: B018
-
-
-# ---------------------------------------------------------------------------------------------- rehearsals
-
-
-def test_plan_of_a_batch_sends_nothing(trio, submits):
-    refs = spread(trio)
-    seen = []
-
-    def step(scale, *, op):
-        with col.batch(staging_nbytes=1 << 20, async_op=True) as batch:
-            made = col.allgather_refs(None, refs)
-            col.allreduce_refs(made, op=op)
-        seen.append(batch.wait())
-        col.broadcast_refs(refs, async_op=scale)
-        return made
-
-    with nothing_sent(submits):
-        recorded = batches.record(step, (True,), {"op": "max"})
-        assert [asked.kind.value for asked in recorded.asked] == ["allgather", "allreduce", "broadcast"]
-        assert recorded.staging == 1 << 20
-        assert [asked.group.spec.name for asked in recorded.asked] == ["default"] * 3
-        given = list(recorded.refs.values())
-        assert [given[src] for _, src, _ in recorded.asked[0].operands] == refs
-        with pytest.raises(errors.BatchError, match="only planned"):
-            col.get(seen[0][0])
-        assert batches.record(lambda: None).asked == ()
-        with pytest.raises(errors.ForeignRefError):
-            batches.record(col.allreduce_refs, ([1, 2, 3],))
-    assert batches.current() is None

@@ -1,4 +1,4 @@
-"""Captured steps: what is recorded once gives in each run what it gives call by call."""
+"""Captured steps: what is recorded once gives in each run what it gives call by call; one that ends holds nothing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ import raycollect as col
 from raycollect import errors
 from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES
 from raycollect.channel.messages import Run
-from raycollect.core import ray_internals
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
-from tests.ray.batching import found, hold, spread
-from tests.ray.capturing import Learner, trio
-from tests.ray.workers import Worker
-
-__all__ = ["trio"]  # a fixture
+from tests.support.actors import Worker, found, hold, spread
+from tests.support.checks import nothing_sent
+from tests.support.steps import Learner, held_by
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -41,36 +39,15 @@ def mailed(monkeypatch):
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
-def test_collectives_of_refs_run_again_and_again(actors, submits, backend):
-    workers = actors(Worker, 3)
-    col.declare_collective_group(workers, backend=backend)
-    a, b = spread(workers, lambda rank: [rank + 1, 2]), spread(workers, lambda rank: [3 * rank])
-    with col.capture() as step:
-        assert col.allreduce_refs(a) == a
-        assert col.broadcast_refs(b, src_rank=2) == b
-        made = col.allgather_refs(None, b)
-        assert [type(one) for one in made] == [col.Pending] * 3
-        step.returns(made[1])
-    assert found(a) == [[1, 2], [2, 2], [3, 2]], "captured, not run"
-    submits.clear()
-    assert [one.tolist() for one in step.run()] == [[6], [6], [6]]
-    assert found(a) == [[6, 6]] * 3
-    assert found(b) == [[6]] * 3
-    step.run()
-    assert found(a) == [[18, 18]] * 3
-    assert submits == []
-
-
-def test_outputs_of_collectives_are_operands_of_later_plans(trio):
-    refs = spread(trio, lambda rank: [rank, 10 * rank])
+def test_outputs_of_collectives_are_operands_of_later_plans(learners):
+    refs = spread(learners, lambda rank: [rank, 10 * rank])
     with col.capture() as step:
         lists = col.allgather_refs(None, refs)
-        first = step.call(trio[0].echo, lists[0])
+        first = step.call(learners[0].echo, lists[0])
         sums = col.allreduce_refs([first, lists[1], lists[2]], inplace=False)
-        back = col.send_ref(sums[0], trio[1])
-        count = step.call(trio[1].note, back, 7, name=back)
-        lone = step.call(trio[2].echo, sums[2])
+        back = col.send_ref(sums[0], learners[1])
+        count = step.call(learners[1].note, back, 7, name=back)
+        lone = step.call(learners[2].echo, sums[2])
         step.returns({"count": count, "lists": (lone, [refs[1]]), "back": back})
     expected = [[3 * rank, 30 * rank] for rank in range(3)]
     for run in (1, 2):
@@ -79,18 +56,18 @@ def test_outputs_of_collectives_are_operands_of_later_plans(trio):
         assert [one.tolist() for one in values["back"]] == expected
         assert [one.tolist() for one in values["lists"][0]] == expected
         assert values["lists"][1][0].tolist() == [1, 10]
-    ((args, kwargs), _) = ray.get(trio[1].noted.remote())
+    ((args, kwargs), _) = ray.get(learners[1].noted.remote())
     assert args[1] == 7
     assert [one.tolist() for one in kwargs["name"]] == expected
 
 
-def test_a_batch_in_a_step_joins_it(trio):
-    refs = spread(trio)
+def test_a_batch_in_a_step_joins_it(learners):
+    refs = spread(learners)
     with col.capture() as step:
         with col.batch() as batch:
             made = col.allgather_refs(None, refs)
             with pytest.raises(errors.CaptureError, match="inside a batch"):
-                step.call(trio[0].loss)
+                step.call(learners[0].loss)
         with pytest.raises(ZeroDivisionError), col.batch():
             gone = col.allreduce_refs(made, inplace=False)
             raise ZeroDivisionError
@@ -98,7 +75,7 @@ def test_a_batch_in_a_step_joins_it(trio):
         with pytest.raises(errors.CaptureError):
             col.allreduce_refs(gone)
         step.returns(sums[1])
-    assert len(step._stages) == 1
+    assert len(step.plan().stages) == 1
     with pytest.raises(errors.CaptureError, match="results"):
         batch.wait()
     assert [one.tolist() for one in step.run()] == [[0], [3], [6]]
@@ -115,55 +92,37 @@ def test_methods_only_and_actors_of_no_group(actors):
     assert step.run() == [4, 4]
 
 
-def test_groups_without_a_member_in_common(actors):
-    """The controller keeps the consistency check of the plan, by the places in it."""
-    workers = [actors(Learner, 1, seed)[0] for seed in range(5)]
-    col.declare_collective_group(workers[1:3], group_name="left")
-    col.declare_collective_group(workers[3:], group_name="right")
-    refs = spread(workers, lambda rank: [rank])
-    with col.capture() as step:
-        step.call(workers[0].note)
-        col.allreduce_refs(refs[1:3], "left")
-        step.call(workers[3].note)
-        with col.batch():
-            col.allreduce_refs(refs[3:], "right")
-            col.broadcast_refs(refs[1:3], 1, "left")
-    for _ in range(3):
-        step.run()
-    assert found(refs) == [[0], [12], [12], [28], [28]]
-
-
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def test_arguments_and_their_defaults(trio):
+def test_arguments_and_their_defaults(learners):
     with col.capture() as step:
         rate, text = step.argument("rate"), step.argument("text", default=None)
-        step.call(trio[0].note, rate, other=text)
-        step.call(trio[1].note, text)
-        step.call(trio[2].note)
+        step.call(learners[0].note, rate, other=text)
+        step.call(learners[1].note, text)
+        step.call(learners[2].note)
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     step.run(rate=1)
     step.run(rate=array.T, text=(1, "x"))
-    first, second = ray.get(trio[0].noted.remote())
+    first, second = ray.get(learners[0].noted.remote())
     assert first == ((1,), {"other": None})
     np.testing.assert_array_equal(second[0][0], array.T)
     assert second[1] == {"other": (1, "x")}
-    assert ray.get(trio[1].noted.remote()) == [((None,), {}), (((1, "x"),), {})]
-    assert ray.get(trio[2].noted.remote()) == [((), {})] * 2
+    assert ray.get(learners[1].noted.remote()) == [((None,), {}), (((1, "x"),), {})]
+    assert ray.get(learners[2].noted.remote()) == [((), {})] * 2
 
 
-def test_refs_as_arguments(trio):
-    own, put = hold(trio[0], [1, 2]), ray.put({"a": 1})
-    plain, others = trio[1].loss.remote(), spread(trio[1:], lambda rank: [0, 0])
+def test_refs_as_arguments(learners):
+    own, put = hold(learners[0], [1, 2]), ray.put({"a": 1})
+    plain, others = learners[1].loss.remote(), spread(learners[1:], lambda rank: [0, 0])
     with col.capture() as step:
-        step.call(trio[0].note, own, put, plain)
-        same = step.call(trio[0].echo, own)
+        step.call(learners[0].note, own, put, plain)
+        same = step.call(learners[0].echo, own)
         col.broadcast_refs([same, *others], 0)
         step.returns([own, put])
     value, given = step.run()
     assert (value.tolist(), given) == ([1, 2], {"a": 1})
-    ((args, _),) = ray.get(trio[0].noted.remote())
+    ((args, _),) = ray.get(learners[0].noted.remote())
     assert (args[0].tolist(), args[1], args[2]) == ([1, 2], {"a": 1}, 5.0)
     del own, put, plain
     gc.collect()
@@ -171,12 +130,12 @@ def test_refs_as_arguments(trio):
 
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
-def test_arguments_and_results_of_every_length(trio, mailed, request, carrier):
+def test_arguments_and_results_of_every_length(learners, mailed, request, carrier):
     if carrier == "channel":
         request.getfixturevalue("by_channel")
     with col.capture() as step:
         value = step.argument("value")
-        step.returns([step.call(worker.echo, value) for worker in trio])
+        step.returns([step.call(worker.echo, value) for worker in learners])
     step.run(value=0)  # through the actors' queues: nothing is known yet of what was called there before
     for count in (0, INLINE_NBYTES // 8 - 10, INLINE_NBYTES // 8 + 10, 50_000):
         mailed.clear()
@@ -189,37 +148,25 @@ def test_arguments_and_results_of_every_length(trio, mailed, request, carrier):
         assert len(mailed) == (0 if is_inline else 9)
 
 
-def test_a_process_that_had_groups_before_ray_began_knows_its_machine(trio, mailed, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(ray, "is_initialized", lambda: False)
-        before = ray_internals.machine_id()
-    assert ray_internals.machine_id() != before
-    assert ray.get(trio[0].call.remote(lambda self: ray_internals.machine_id())) == ray_internals.machine_id()
-    with col.capture() as step:
-        step.returns(step.call(trio[0].echo, 1))
-    assert step.run() == 1
-    assert mailed == [], "it goes by the doorbell"
-
-
 # ---------------------------------------------------------------------------------------------- runs
 
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
-def test_several_runs_are_under_way_in_order(trio, request, carrier):
+def test_several_runs_are_under_way_in_order(learners, request, carrier):
     if carrier == "channel":
         request.getfixturevalue("by_channel")
-    refs = spread(trio, lambda rank: [1])
+    refs = spread(learners, lambda rank: [1])
     with col.capture() as step:
         number = step.argument("number")
         col.allreduce_refs(refs, op="max")
-        step.returns([step.call(worker.note, number) for worker in trio])
+        step.returns([step.call(worker.note, number) for worker in learners])
     works = [step.run(number=number, async_op=True) for number in range(3 * IN_FLIGHT)]
     assert len([one for one in Controller.current().trackers() if not one.resolved]) <= IN_FLIGHT
     assert works[-1].wait() == [3 * IN_FLIGHT] * 3
     assert [work.wait() for work in works] == [[number + 1] * 3 for number in range(3 * IN_FLIGHT)]
     assert all(work.done() for work in works)
     assert "done" in repr(works[0])
-    assert ray.get(trio[1].noted.remote()) == [((number,), {}) for number in range(3 * IN_FLIGHT)]
+    assert ray.get(learners[1].noted.remote()) == [((number,), {}) for number in range(3 * IN_FLIGHT)]
     assert list(Controller.current().trackers()) == []
 
     async def main():
@@ -228,8 +175,8 @@ def test_several_runs_are_under_way_in_order(trio, request, carrier):
     assert asyncio.run(main()) == [[3 * IN_FLIGHT + 1 + number] * 3 for number in range(4)]
 
 
-def test_unawaited_runs_complete_and_are_visible(trio):
-    refs = spread(trio, lambda rank: [1])
+def test_unawaited_runs_complete_and_are_visible(learners):
+    refs = spread(learners, lambda rank: [1])
     with col.capture() as step:
         col.allreduce_refs(refs)
     for _ in range(4):
@@ -243,9 +190,9 @@ def test_unawaited_runs_complete_and_are_visible(trio):
     assert found(refs[1:]) == [[729]] * 2
 
 
-def test_runs_and_plans_keep_their_order(trio):
+def test_runs_and_plans_keep_their_order(learners):
     """What is begun before a run comes before it, and what is begun after it after."""
-    refs, others = spread(trio, lambda rank: [rank + 1]), spread(trio, lambda rank: [rank])
+    refs, others = spread(learners, lambda rank: [rank + 1]), spread(learners, lambda rank: [rank])
     with col.capture() as step:
         col.allreduce_refs(refs)
     with col.capture() as other:
@@ -272,7 +219,7 @@ def test_runs_and_plans_keep_their_order(trio):
         if expected.max() > 1e5:
             for at, ref in enumerate(refs):
                 col.get(ref)
-                trio[at].call.remote(_fill, ref, at + 1)
+                learners[at].call.remote(_fill, ref, at + 1)
             expected = np.array([1, 2, 3])
             step.run()
             expected = np.full(3, expected.sum())
@@ -284,16 +231,16 @@ def _fill(self, array, value):
     array[:] = value
 
 
-def test_a_run_comes_after_methods_whose_end_is_not_noted(trio):
+def test_a_run_comes_after_methods_whose_end_is_not_noted(learners):
     with col.capture() as step:
-        step.returns([step.call(worker.loss) for worker in trio])
+        step.returns([step.call(worker.loss) for worker in learners])
     assert step.run() == [5.0] * 3
-    for worker in trio:
+    for worker in learners:
         for _ in range(20):
             worker.apply.remote(np.ones(5, np.float32), 1.0)
         worker.__ray_call__.remote(lambda self: None)
     assert step.run() == [-95.0] * 3
-    for worker in trio:
+    for worker in learners:
         worker.apply.options(num_returns=0).remote(np.ones(5, np.float32), -1.0)
     works = [step.run(async_op=True), step.run(async_op=True)]
     assert [work.wait() for work in works] == [[-90.0] * 3] * 2
@@ -313,3 +260,51 @@ def test_derived_groups_are_kept(actors):
                 col.broadcast_refs([refs[a], refs[b]])
     step.run()
     assert found(refs[:2]) == [[2]] * 2
+
+
+def test_close_releases_everything(learners, submits):
+    group = col.declare_collective_group(learners, group_name="other")
+
+    def held():
+        return [member.store.held for member in col.Group.statistics(group).members]
+
+    before = held()
+    refs = spread(learners)
+    with col.capture() as step:
+        made = col.allreduce_refs(refs, inplace=False)
+        step.returns(made[0])
+    assert step.run().tolist() == [3]
+    assert held_by(learners) == [1] * 3
+    del refs, made
+    gc.collect()
+    assert [now - then for now, then in zip(held(), before, strict=True)] == [1] * 3
+    for _ in range(2):
+        step.close()
+    assert wait_until(lambda: held_by(learners) == [0] * 3)
+    assert wait_until(lambda: held() == before)
+    assert not Controller.current().groups.held
+    with nothing_sent(submits):
+        for use in (step.run, step.plan):
+            with pytest.raises(errors.CaptureError, match="closed"):
+                use()
+    assert "closed" in repr(step)
+
+
+def test_unreferenced_step_is_closed(actors):
+    learners = [actors(Learner, 1, seed)[0] for seed in range(3)]
+    col.declare_collective_group(learners, group_name="other")
+    refs = spread(learners)
+    with col.capture() as step:
+        col.allreduce_refs(refs, op="max")
+    work = step.run(async_op=True)
+    del step
+    gc.collect()
+    work.wait()
+    col.barrier("other")
+    assert held_by(learners) == [1] * 3, "a run that somebody has keeps its step"
+    del work
+    gc.collect()
+    col.barrier("other")
+    assert wait_until(lambda: held_by(learners) == [0] * 3)
+    col.allreduce_refs(refs[:2])
+    assert not Controller.current().groups.held

@@ -9,11 +9,10 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.controller import Controller
-from tests.ray.batching import found, nothing_sent, spread
-from tests.ray.capturing import held_by, is_broken, pipe, trio, works_on
-from tests.waiting import wait_until
-
-__all__ = ["pipe", "trio"]  # fixtures
+from tests.support.actors import found, spread
+from tests.support.checks import nothing_sent
+from tests.support.steps import held_by, is_broken, works_on
+from tests.support.waiting import wait_until
 
 
 def all_landed():
@@ -32,17 +31,17 @@ def let_go_once_they_have_left(work, let_go):
 
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
-def test_a_method_that_raises_breaks_the_step_and_nothing_else(trio, request, pipe, carrier):
+def test_a_method_that_raises_breaks_the_step_and_nothing_else(learners, request, pipe, carrier):
     if carrier == "channel":
         request.getfixturevalue("by_channel")
     path, let_go = pipe
-    refs = spread(trio, lambda rank: [1])
+    refs = spread(learners, lambda rank: [1])
     with col.capture() as step:
         col.allreduce_refs(refs)
-        step.call(trio[1].stall, path)
+        step.call(learners[1].stall, path)
         made = [
-            step.call(trio[1].fail_at, 3),
-            *(step.call(trio[at].echo, np.zeros(2, np.float32)) for at in (0, 2)),
+            step.call(learners[1].fail_at, 3),
+            *(step.call(learners[at].echo, np.zeros(2, np.float32)) for at in (0, 2)),
         ]
         col.allreduce_refs(made)
     let_go(2)
@@ -63,15 +62,15 @@ def test_a_method_that_raises_breaks_the_step_and_nothing_else(trio, request, pi
     assert all_landed()
     assert col.get(refs[1])[0] == 27, "what came before the method is done on its actor"
     step.close()
-    assert works_on(trio)
+    assert works_on(learners)
 
 
-def test_refusal_reaches_participants_of_other_plans(trio):
+def test_refusal_reaches_participants_of_other_plans(learners):
     """The third actor waits in a plan that will not come. It was not in the consistency check that refused."""
     with col.capture() as step:
-        col.allreduce_refs([step.call(trio[0].grow), step.call(trio[1].steady)], "pair")
-        step.call(trio[0].note)
-        col.allreduce_refs([step.call(worker.steady) for worker in trio])
+        col.allreduce_refs([step.call(learners[0].grow), step.call(learners[1].steady)], "pair")
+        step.call(learners[0].note)
+        col.allreduce_refs([step.call(worker.steady) for worker in learners])
     step.run()
     with pytest.raises(errors.MismatchError, match=r"\[3\]") as caught:
         step.run()
@@ -79,19 +78,19 @@ def test_refusal_reaches_participants_of_other_plans(trio):
     assert {one.call for one in caught.value.violations} == {2}
     assert is_broken(step, "MismatchError")
     assert all_landed(), "before any time limit"
-    assert len(ray.get(trio[0].noted.remote())) == 3, "what came after it was not done"
-    assert works_on(trio)
+    assert len(ray.get(learners[0].noted.remote())) == 3, "what came after it was not done"
+    assert works_on(learners)
 
 
-def test_a_participant_that_dies_between_runs(trio, submits):
-    refs = spread(trio[:2])
+def test_a_participant_that_dies_between_runs(learners, submits):
+    refs = spread(learners[:2])
     with col.capture() as step:
-        col.allreduce_refs([step.call(worker.steady) for worker in trio])
+        col.allreduce_refs([step.call(worker.steady) for worker in learners])
     with col.capture() as other:
         col.allreduce_refs(refs, "pair")
     step.run()
     before = Controller.current().revision
-    ray.kill(trio[2])
+    ray.kill(learners[2])
     assert wait_until(lambda: Controller.current().revision is not before)  # before that a run may still be sent
     with nothing_sent(submits), pytest.raises(errors.GroupBrokenError, match="died"):
         step.run()
@@ -101,25 +100,12 @@ def test_a_participant_that_dies_between_runs(trio, submits):
     other.run()
 
 
-def test_a_destroyed_group_is_refused_before_anything_is_sent(trio, submits):
-    refs = spread(trio[:2])
-    with col.capture() as step:
-        col.allreduce_refs(refs, "pair")
-    step.run()
-    col.destroy_collective_group("pair")
-    for _ in range(2):
-        with nothing_sent(submits), pytest.raises(errors.CaptureBrokenError, match="destroyed"):
-            step.run()
-    step.close()
-    assert works_on(trio)
-
-
 @pytest.mark.parametrize("end", ["cancelled", "closed"])
-def test_runs_under_way_end_with_the_step(trio, pipe, end):
+def test_runs_under_way_end_with_the_step(learners, pipe, end):
     path, let_go = pipe
-    refs = spread(trio, lambda rank: [1])
+    refs = spread(learners, lambda rank: [1])
     with col.capture() as step:
-        step.call(trio[0].stall, path)
+        step.call(learners[0].stall, path)
         col.allreduce_refs(refs)
     works = [step.run(async_op=True) for _ in range(3)]
     with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
@@ -141,12 +127,12 @@ def test_runs_under_way_end_with_the_step(trio, pipe, end):
     step.close()
     col.allreduce_refs(refs)
     assert found(refs) == [[3]] * 3, "plans after it do not wait for runs that never come"
-    assert wait_until(lambda: held_by(trio) == [0] * 3)
+    assert wait_until(lambda: held_by(learners) == [0] * 3)
 
 
-def test_unawaited_failure_is_logged(trio, caplog):
+def test_unawaited_failure_is_logged(learners, caplog):
     with col.capture() as step:
-        step.call(trio[0].fail_at, 1)
+        step.call(learners[0].fail_at, 1)
     step.run(async_op=True)
     assert wait_until(lambda: "nobody waited for it" in caplog.text)
     assert "ValueError" in caplog.text

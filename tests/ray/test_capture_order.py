@@ -12,9 +12,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.capturing import Learner
-from tests.ray.gates import gate  # noqa: F401 - a fixture
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
+from tests.support.steps import Learner
 
 WAIT_S = 30.0
 
@@ -49,7 +48,7 @@ PENDING = {
 
 
 @pytest.mark.parametrize("name", PENDING)
-def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):  # noqa: F811
+def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):
     """Else it would hold the turn of the first actor, for whose queued method the second waits."""
     (first, second, third), refs = trio
     col.declare_collective_group([second, third], group_name="far")
@@ -71,7 +70,7 @@ def test_run_follows_methods_for_which_pending_plans_wait(trio, gate, name):  # 
 
 @pytest.mark.parametrize("carrier", ["doorbell", pytest.param("channel", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "by value"])
-def test_run_comes_between_the_methods_before_and_after_it(trio, gate, request, carrier, kept):  # noqa: F811
+def test_run_comes_between_the_methods_before_and_after_it(trio, gate, request, carrier, kept):
     if carrier == "channel":
         request.getfixturevalue("by_channel")
     workers, refs = trio
@@ -99,56 +98,6 @@ def test_run_comes_between_the_methods_before_and_after_it(trio, gate, request, 
 def fill(self, opened):
     self.buffer[:] = 1
     return self.buffer
-
-
-def test_ended_unawaited_runs_do_not_delay_the_next_one(trio):
-    """They have ended, and the next one is the first to notice."""
-    (first, second, _), refs = trio
-    col.declare_collective_group([first, second], group_name="near")
-    step = summed(refs[:2], "near")
-    for _ in range(20):
-        runs = [step.run(async_op=True) for _ in range(3)]
-        runs[-1].wait(WAIT_S)
-        runs += [step.run(async_op=True)]
-        for one in runs:
-            one.wait(WAIT_S)
-
-
-@ray.remote
-class Coroutine(col.CollectiveParticipant):
-    """An async actor, whose tasks may come in another order than they were submitted in, where arguments are long."""
-
-    def __init__(self):
-        self.taken = []
-        self.buffer = np.ones(3)
-
-    def get_buffer(self):
-        return self.buffer
-
-    def take(self, value, number):
-        self.taken.append((len(value), number))
-
-    @col.by_value
-    async def read(self):
-        return self.taken
-
-
-def test_a_long_run_and_plans_behind_it_on_actors_with_coroutines(actors):
-    workers = actors(Coroutine, 2)
-    col.declare_collective_group(workers)
-    refs = [worker.get_buffer.remote() for worker in workers]
-    with col.capture(timeout_s=WAIT_S) as step:
-        value, number = step.argument("value"), step.argument("number")
-        for worker in workers:
-            step.call(worker.take, value, number)
-    step.run(value=b"", number=-1)
-    for turn in range(10):
-        run = step.run(async_op=True, value=bytes(500_000), number=turn)
-        plans = [col.allreduce_refs(refs, op="max", async_op=True) for _ in range(3)]
-        for one in (*reversed(plans), run):
-            one.wait(WAIT_S)
-    expected = [(0, -1), *((500_000, turn) for turn in range(10))]
-    assert ray.get([worker.read.remote() for worker in workers]) == [expected] * 2
 
 
 def test_a_dropped_step_that_failed_is_freed_without_the_collector(actors):

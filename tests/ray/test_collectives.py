@@ -15,67 +15,17 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.refusing import refused
-from tests.ray.workers import Gate, Worker, block
+from tests.support.actors import Worker, block, filled
+from tests.support.checks import refused
 
 
-def inputs(world, shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 5, shape).astype(dtype) for _ in range(world)]
-
-
-def hold(actors, arrays):
-    """Gives each actor an array and returns the refs."""
-    ray.get([actor.set_buffer.remote(array) for actor, array in zip(actors, arrays, strict=True)])
-    return [actor.get_buffer.remote() for actor in actors]
-
-
-MORE = [pytest.param(backend, marks=pytest.mark.full) for backend in ("tcp", "gloo")]
-on_shm = pytest.mark.parametrize("group", ["shm", *MORE], indirect=True)
-"""For what is above the kernels; tests/pure/backends/test_conformance.py has these on all backends."""
-
-
-@pytest.fixture(params=["shm", MORE[0], "gloo"])
-def group(request, actors):
-    """Three actors in a declared group."""
-    return col.declare_collective_group(actors(Worker, 3), backend=request.param)
-
-
-@on_shm
-def test_output_refs_chain(group):
-    refs = hold(group.actors, inputs(3, (11,), "float32"))
-    total = sum(col.get(refs))
-    outs = col.allreduce_refs(refs, inplace=False)
+def test_output_refs_chain(trio):
+    outs = col.allreduce_refs(filled(trio, (1, 2, 4)), inplace=False)
     again = col.allreduce_refs(outs)
-    np.testing.assert_array_equal(col.get(again[0]), 3 * total)
-    ray.get(group.actors[0].set_buffer.remote(outs[0]))
-    np.testing.assert_array_equal(ray.get(group.actors[0].read.remote()), 3 * total)
-    ray.get(group.actors[0].set_buffer.remote(outs[2]))  # a copy from another participant
-    np.testing.assert_array_equal(ray.get(group.actors[0].read.remote()), 3 * total)
-
-
-@on_shm
-def test_async_and_chained(group):
-    arrays = inputs(3, (5,), "int64")
-    refs = hold(group.actors, arrays)
-    gathered = col.gather_refs(None, refs, 1, async_op=True)
-    scattered = col.scatter_refs(None, gathered.refs, 1, async_op=True)
-    summed = col.reduce_refs(scattered.refs, 2, inplace=False, async_op=True)
-    assert summed.wait() == summed.refs
-    np.testing.assert_array_equal(col.get(summed.refs), sum(arrays))
-    assert gathered.done()
-    assert scattered.done()
-    assert col.barrier(async_op=True).wait() is None
-
-
-def test_shm_gives_the_left_fold_in_rank_order_on_all_ranks(actors):
-    group = col.declare_collective_group(actors(Worker, 3), backend="shm")
-    rng = np.random.default_rng(7)
-    arrays = [rng.standard_normal(300_001).astype(np.float32) for _ in range(3)]
-    refs = hold(group.actors, arrays)
-    col.allreduce_refs(refs)
-    for found in col.get(refs):
-        assert found.tobytes() == (arrays[0] + arrays[1] + arrays[2]).tobytes()
+    np.testing.assert_array_equal(col.get(again[0]), np.full(7, 21))
+    for out in (outs[0], outs[2]):  # the last is a copy from another participant
+        ray.get(trio[0].set_buffer.remote(out))
+        np.testing.assert_array_equal(ray.get(trio[0].read.remote()), np.full(7, 21))
 
 
 def test_one_rank_alone(actors):
@@ -95,31 +45,9 @@ def test_ranks_come_from_the_declaration(actors):
     a, b, c = actors(Worker, 3)
     group = col.declare_collective_group([a, b, c], world_size=3, ranks=[2, 0, 1], backend="shm", group_name="g")
     assert group.actors == (b, c, a)
-    arrays = inputs(3, (5,), "float32")
-    refs = hold([a, b, c], arrays)
+    refs = filled([a, b, c], (1, 2, 4))
     assert col.broadcast_refs(refs, src_rank=2, group_name="g") == [refs[1], refs[2], refs[0]]
-    np.testing.assert_array_equal(col.get(refs[1]), arrays[0])
-
-
-def test_the_documents_options(actors):
-    a, b = actors(Worker, 2)
-    options = {"group_name": "177", "world_size": 2, "ranks": [1, 0], "backend": "shm"}
-    assert col.declare_collective_group([a, b], options=options).actors == (b, a)
-    col.destroy_collective_group("177")
-    assert col.create_collective_group([a, b], 2, [0, 1], "shm", "177").world_size == 2
-
-
-def test_overlapping_groups(actors):
-    a, b, c = actors(Worker, 3)
-    col.declare_collective_group([a, b], group_name="ab")
-    col.declare_collective_group([b, c], group_name="bc")
-    col.declare_collective_group([c, a, b], group_name="cab")
-    refs = [actor.get_buffer.remote() for actor in (a, b, c)]
-    col.allreduce_refs(refs[:2], "ab")
-    col.allreduce_refs(refs[1:], "bc")
-    col.allreduce_refs(refs, "cab", op="max")
-    for found in col.get(refs):
-        np.testing.assert_array_equal(found, np.full(10, 3))
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(7, 1))
 
 
 def test_destroying_leaves_the_actors_and_frees_the_name(actors):
@@ -151,6 +79,12 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one, other, strict=True)
 
 
+def test_a_group_is_derived_from_the_refs(actors):
+    a, b = actors(Worker, 2)
+    col.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()])
+    np.testing.assert_array_equal(col.get(b.get_buffer.remote()), np.full(10, 2, np.float32))
+
+
 def test_derived_groups_take_their_ranks_from_the_tensors(actors):
     a, b = actors(Worker, 2)
     refs = make([a, b], part)
@@ -166,21 +100,6 @@ def test_derived_groups_take_their_ranks_from_the_tensors(actors):
     assert_same(col.get(col.alltoall_refs(None, lists[::-1])[0]), [part(1, 0), part(0, 0)])
     with refused(errors.MissingMemberError, "tensor_refs", "a declared group", actors=[a, b]):
         col.scatter_refs(None, source)
-
-
-def test_derived_groups_are_cached_and_bounded(actors):
-    from raycollect.driver.controller import Controller
-
-    workers = actors(Worker, 3)
-    refs = [worker.get_buffer.remote() for worker in workers]
-    col.allreduce_refs(refs)
-    col.allreduce_refs(refs)
-    assert len(Controller.current().groups._derived) == 1
-    pairs = [(i, j, k) for i in range(3) for j in range(3) for k in range(3) if len({i, j, k}) == 3]
-    for order in pairs:
-        col.broadcast_refs([refs[i] for i in order])
-    col.send_ref(refs[0], refs[1])
-    assert len(Controller.current().groups._derived) == 7
 
 
 @pytest.fixture
@@ -211,36 +130,6 @@ def test_nothing_is_left_behind(actors, own_folder):
 
 
 # ---------------------------------------------------------------------------------------------- order, async
-
-
-def test_collectives_take_their_place_in_program_order(actors):
-    a, b = actors(Worker, 2)
-    col.declare_collective_group([a, b])
-    refs = [a.get_buffer.remote(), b.get_buffer.remote()]
-
-    def add(self, amount):
-        self.buffer += amount
-
-    for actor in (a, b):
-        actor.call.remote(add, 1)  # 2, 2
-    works = [col.allreduce_refs(refs, async_op=True)]  # 4, 4
-    for actor in (a, b):
-        actor.call.remote(add, 1)  # 5, 5
-    works.append(col.allreduce_refs(refs, async_op=True))  # 10, 10
-    seen = [actor.read.remote() for actor in (a, b)]
-    for work in works:
-        assert work.wait() == refs
-        assert work.done()
-    for found in ray.get(seen):
-        np.testing.assert_array_equal(found, np.full(10, 10))
-
-
-def test_a_get_waits_for_collectives_under_way(actors):
-    a, b = actors(Worker, 2)
-    refs = [a.get_buffer.remote(), b.get_buffer.remote()]
-    for _ in range(5):
-        col.allreduce_refs(refs, async_op=True)
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 32))
 
 
 def test_await(actors):
@@ -281,7 +170,7 @@ def test_await_needs_no_thread_of_the_default_pool_of_the_loop(actors):
     np.testing.assert_array_equal(asyncio.run(main()), np.ones(10))
 
 
-def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, monkeypatch):
+def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, gate, monkeypatch):
     """The refs of outputs hold it as well, and Ray logs errors that nobody asked for: the last call shows that."""
     workers = actors(Worker, 2)
     logged, unhandled = [], threading.Event()
@@ -291,7 +180,6 @@ def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, monkeyp
         unhandled.set()
 
     monkeypatch.setattr(ray._private.worker.logger, "error", note)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.allgather_refs(None, make(workers, part))  # while both can join a group
     busy = block(workers[1], gate)
     work = col.gather_refs(None, make(workers, part), async_op=True)

@@ -11,9 +11,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.member.runtime import MOST_WAITING
-from tests.lives import lasting
-from tests.ray.workers import AsyncActor, Buffers, Gate, Worker
+from tests.support.actor_pool import reusable
+from tests.support.actors import AsyncActor, Buffers, Worker
 
 
 def test_async_actors_take_part(actors):
@@ -36,9 +35,8 @@ def test_threaded_actors_take_part(actors):
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 1024))
 
 
-def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors):
+def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors, gate):
     workers = actors(Worker, 2, max_concurrency=2)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
 
     def late(self, gate):
@@ -55,7 +53,7 @@ def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(ac
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 8))
 
 
-@lasting
+@reusable
 @ray.remote
 class Late(col.CollectiveParticipant):
     """An async actor with a method that waits for its argument."""
@@ -67,7 +65,7 @@ class Late(col.CollectiveParticipant):
         return self.buffer
 
 
-@lasting
+@reusable
 @ray.remote
 class LateThreaded(col.CollectiveParticipant):
     """The same, in threads."""
@@ -83,10 +81,9 @@ class LateThreaded(col.CollectiveParticipant):
     ("kind", "concurrency"),
     [(Late, 1), (Late, 2), (LateThreaded, 2)],
 )
-def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency):
+def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, gate, kind, concurrency):
     """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
     workers = actors(kind, 2, max_concurrency=concurrency)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     buffers = [worker.get_buffer.remote() for worker in workers]
     with col.capture() as step:
@@ -99,20 +96,6 @@ def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concu
         work.wait(60)
     step.close()
     np.testing.assert_array_equal(col.get(late[1]), np.full(10, 64))
-
-
-def test_plans_with_outputs_leave_a_thread_to_the_plans_before_them(actors):
-    workers = actors(Late, 2)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
-    col.declare_collective_group(workers)
-    buffers = [worker.get_buffer.remote() for worker in workers]
-    late = [worker.get_buffer.remote(gate.wait.remote()) for worker in workers]
-    works = [col.allreduce_refs(late, async_op=True) for _ in range(2)]
-    works += [col.allgather_refs(None, buffers, async_op=True) for _ in range(MOST_WAITING + 6)]
-    ray.get(gate.open.remote())
-    for work in works:
-        work.wait(60)
-    np.testing.assert_array_equal(col.get(buffers[0]), np.full(10, 4))
 
 
 class Grouped(Buffers):
@@ -150,18 +133,8 @@ class Meeting(Buffers):
         return self.buffer
 
 
-@pytest.mark.parametrize("transport", [False, True])
-def test_actor_whose_concurrency_groups_only_calls_name_is_not_ordered(actors, transport):
-    """Ray's own concurrency groups, which tensor transport brings, take no order from an actor."""
-    cls = ray.remote(concurrency_groups=None if transport else {"io": 2}, enable_tensor_transport=transport)(Meeting)
-    workers = actors(cls, 2)
-    group = col.declare_collective_group(workers)
-    assert [member.ordered for member in group.status().members] == [transport] * 2
-
-
-def test_methods_in_a_concurrency_group_that_a_call_names_overlap(actors):
+def test_methods_in_a_concurrency_group_that_a_call_names_overlap(actors, gate):
     workers = actors(ray.remote(concurrency_groups={"io": 2})(Meeting), 2)
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     ray.get([worker.begin.remote() for worker in workers])
     ray.get([worker.meet.options(concurrency_group="io").remote() for worker in workers for _ in range(2)], timeout=30)
@@ -192,7 +165,7 @@ def test_concurrency_group_that_an_ordered_actor_did_not_tell_is_refused(actors)
     col.allreduce_refs([ref])
 
 
-@lasting
+@reusable
 @ray.remote
 class Threads(col.CollectiveParticipant):
     """An async actor whose calls wait in the default pool of its event loop."""

@@ -1,25 +1,25 @@
-"""Collectives of threaded actors, which wait for their operands: who fails or stays away is named, and others go on."""
+"""Collectives that wait for their operands, on plain and threaded actors: who fails or stays away is named."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.gates import assert_works, crew, gate, occupy, wait_and_leave, wait_in
-from tests.ray.workers import buffers
-from tests.waiting import has_ended, wait_until
-
-__all__ = ["crew", "gate", "occupy"]  # fixtures
+from raycollect.driver import dispatch
+from tests.support.actors import buffers, wait_in
+from tests.support.checks import assert_works
+from tests.support.waiting import has_ended, wait_until
 
 THREADS = 4
 
 
 @pytest.mark.parametrize("when", ["before", "while it is waited for"])
-def test_a_producer_that_raises(crew, gate, when):
-    workers, refs = crew(2, THREADS)
+def test_a_producer_that_raises(make_group, gate, when):
+    workers, refs = make_group(2, THREADS)
 
     def fail(self, gate):
         ray.get(gate.wait.remote())
@@ -36,66 +36,14 @@ def test_a_producer_that_raises(crew, gate, when):
         work.wait()
     assert caught.value.violations[0].rank == 1
     np.testing.assert_array_equal(ray.get(workers[0].read.remote()), np.ones(10))
-    assert_works(refs, workers)
-
-
-def test_timeout_names_a_participant_that_is_not_ready(crew, gate):
-    workers, refs = crew(3, THREADS)
-    late = workers[1].make.remote(wait_in, gate)
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        col.allreduce_refs([refs[0], late, refs[2]], timeout_s=3)  # in which the others are ready
-    assert caught.value.missing == (1,)
-    assert "rank 1 (Buffers(" in str(caught.value)
-    assert "after 3 s" in str(caught.value)
-    assert col.get(refs[0])[0] == 1
-    ray.get(gate.open.remote())
-    assert_works(refs, workers)
-    assert_works([refs[0], late, refs[2]], workers)
-
-
-def test_call_without_a_ready_participant_ends_at_its_limit(crew, gate):
-    workers, _ = crew(2, THREADS)
-    late = [worker.make.remote(wait_in, gate) for worker in workers]
-    work = col.allreduce_refs(late, async_op=True, timeout_s=3)  # in which both have come to it
-    with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        work.wait()
-    assert (caught.value.timeout_s, [one.rank for one in caught.value.reports]) == (3, [0, 1])
-    ray.get(gate.open.remote())
-    col.allreduce_refs(late)
-    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
-
-
-@pytest.mark.full
-def test_call_without_a_limit_of_its_own_waits_for_participants(crew, gate):
-    workers, _ = crew(2, THREADS, timeout_s=3)
-    late = [worker.make.remote(wait_in, gate) for worker in workers]
-    work = col.allreduce_refs(late, async_op=True)
-    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
-        work.wait(timeout_s=4)
-    ray.get(gate.open.remote())
-    work.wait()
-    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
-
-
-def test_cancel(crew, gate, occupy):
-    workers, refs = crew(2, THREADS)
-    blocked = occupy(workers[1])
-    work = col.allreduce_refs([refs[0], blocked], async_op=True)
-    follower = col.allreduce_refs(refs, async_op=True)
-    assert work.cancel()
-    with pytest.raises(errors.PlanAbortedError, match="cancelled"):
-        work.wait()
-    crew.group.statistics()  # what has answered has heard of it
-    ray.get(gate.open.remote())
-    follower.wait()
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
+    assert_works(refs)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
+def test_a_participant_that_dies_while_one_waits(make_group, gate, victim):
     """If the rank that makes the operand dies, Ray may tell of the operand before the connection tells of the rank."""
-    workers, refs = crew(3, THREADS)
-    pid = crew.group.status().members[victim].pid
+    workers, refs = make_group(3, THREADS)
+    pid = make_group.group.status().members[victim].pid
     late = workers[1].make.remote(wait_in, gate)
     work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)
     ray.kill(workers[victim])
@@ -111,20 +59,55 @@ def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
     ray.get(gate.open.remote())
     living = [worker for rank, worker in enumerate(workers) if rank != victim]
     col.declare_collective_group(living, group_name="living")
-    assert_works(buffers(living), living, group_name="living")
+    assert_works(buffers(living), group_name="living")
 
 
-def test_a_group_that_is_destroyed_while_one_waits(crew, gate, occupy):
-    workers, refs = crew(2, THREADS)
-    blocked = occupy(workers[1], wait_and_leave)
-    work = col.allreduce_refs([refs[0], blocked], async_op=True)
-    col.destroy_collective_group()
-    with pytest.raises(errors.PlanAbortedError, match="destroyed"):
-        work.wait()
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_call_waits_for_the_methods_that_return_its_operands(make_group, gate, threads):
+    workers, refs = make_group(3, threads)
+    late = workers[1].make.remote(wait_in, gate)
+    work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)
+    behind = col.allreduce_refs(refs, async_op=True)
+    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
+        behind.wait(timeout_s=0.3)
+    assert not work.done()
     ray.get(gate.open.remote())
-    ray.wait([blocked])
-    assert [one[0] for one in ray.get([worker.read.remote() for worker in workers])] == [1, 1]
-    col.declare_collective_group(workers)
-    refs = buffers(workers)
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 2))
+    work.wait()
+    behind.wait()
+    np.testing.assert_array_equal(col.get(late), np.full(10, 9))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_get_waits_for_the_calls_that_write_a_tensor_and_no_longer_than_it_may(make_group, gate, threads):
+    workers, refs = make_group(2, threads)
+    handle = ray.get(refs[0])
+    late = workers[1].make.remote(wait_in, gate)
+    work = col.allreduce_refs([refs[0], late], async_op=True)
+    for given in (refs[0], handle, [handle, refs[0]]):
+        with pytest.raises(GetTimeoutError, match="allreduce, which writes the tensor, has not ended in time"):
+            col.get(given, timeout_s=0.2)
+    ray.get(gate.open.remote())
+    for found in col.get([handle, refs[0]], timeout_s=60):
+        np.testing.assert_array_equal(found, np.full(10, 2))
+    work.wait()
+
+
+def test_failed_send_of_an_order_aborts_the_call(make_group, monkeypatch):
+    """The order reaches rank 0 only: it is aborted there, and no tensor is touched."""
+    workers, refs = make_group(3)
+    order, told = dispatch.ParticipantLink.order, []
+
+    def second_fails(self, message):
+        told.append(self.info["actor"])
+        if len(told) == 2:
+            raise errors.ConnectionLostError(detail="cut")
+        order(self, message)
+
+    with monkeypatch.context() as patch, pytest.raises(errors.ParticipantDiedError, match="no order") as caught:
+        patch.setattr(dispatch.ParticipantLink, "order", second_fails)
+        col.allreduce_refs(refs)
+    assert caught.value.rank == 1
+    assert len(told) == 2
+    for found in ray.get([worker.read.remote() for worker in workers]):
+        np.testing.assert_array_equal(found, np.ones(10))
+    assert_works(refs)

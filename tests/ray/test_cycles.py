@@ -21,9 +21,9 @@ from raycollect.errors import (
     RefusedError,
 )
 from raycollect.member.runtime import Runtime
-from tests.lives import lasting
 from tests.support import cycles
-from tests.waiting import wait_until
+from tests.support.actor_pool import reusable
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -47,7 +47,7 @@ class Methods(col.CollectiveParticipant):
         col.allreduce(x, "g")
 
 
-Worker = lasting(ray.remote(Methods))
+Worker = reusable(ray.remote(Methods))
 
 
 # ---------------------------------------------------------------------------------------------- lives

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 import types
 
@@ -18,37 +17,19 @@ from raycollect.core.model import GroupSpec
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
 from raycollect.group.declaration import Declaration
-from tests.lives import lasting
-from tests.ray.refusing import refused
-from tests.ray.workers import Plain, Worker, filled
-from tests.waiting import has_ended, wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Plain, Worker, filled
+from tests.support.checks import refused
+from tests.support.waiting import has_ended, wait_until
 
 
-@lasting
+@reusable
 @ray.remote
 class AsyncPlain:
     """An async actor without the mixin."""
 
     async def get_buffer(self):
         return np.ones(10, np.float32)
-
-
-@ray.remote(concurrency_groups={"gate": 1})
-class Gated(col.CollectiveParticipant):
-    """An actor with a method that lasts until it is let go."""
-
-    def __init__(self):
-        self.gate = threading.Event()
-
-    def ready(self):
-        pass
-
-    def hold(self):
-        assert self.gate.wait(60)
-
-    @ray.method(concurrency_group="gate")
-    def let_go(self):
-        self.gate.set()
 
 
 @ray.remote
@@ -198,19 +179,6 @@ def test_defect_5_a_wrong_world_size_is_refused(actors):
         col.create_collective_group(workers, 4, [1, 1], 3, "", gloo_timeout=0)
 
 
-def test_the_call_of_rays_experimental_module_is_explained(actors):
-    workers = actors(Plain, 2)
-    with refused(
-        errors.InvalidGroupError,
-        "ray.experimental.collective",
-        "create_collective_group(actors, backend='gloo', group_name='g')",
-    ):
-        col.create_collective_group(workers, "gloo", "g")
-    assert col.create_collective_group(workers, backend="gloo", group_name="g").backend == "gloo"
-    with refused(errors.InvalidGroupError, "world_size is 'grads'", "group_name='grads'"):
-        col.declare_collective_group(workers, "grads")
-
-
 def test_the_names_of_rays_experimental_module(actors):
     first, second, third = actors(Plain, 3)
     pair = experimental.create_collective_group([first, second], "GLOO", "pair")
@@ -234,27 +202,6 @@ def test_the_names_of_rays_experimental_module(actors):
     assert experimental.get_collective_groups() == []
     with pytest.raises(AttributeError, match=r"Compiled Graphs\. Call allreduce_refs in a captured step"):
         _ = experimental.allreduce
-
-
-def test_timeout_distinguishes_pending_from_busy_actors(actors):
-    (busy,), unmade = actors(Gated, 1), Worker.options(num_cpus=1000).remote()
-    ray.get(busy.ready.remote())
-    held = busy.hold.remote()
-    with refused(
-        errors.CollectiveTimeoutError, "still busy with a method", "Gated(", "still waiting to be made"
-    ) as told:
-        col.declare_collective_group([busy, unmade], timeout_s=1.0)
-    assert told.value.missing == (0, 1)
-    ray.kill(unmade)
-    ray.get([busy.let_go.remote(), held])
-
-
-def test_member_operation_on_the_driver_raises_unknown_group_error(actors):
-    col.declare_collective_group(actors(Worker, 2), group_name="g")
-    with refused(errors.UnknownGroupError, "this process drives it", "allreduce_refs(refs)"):
-        col.allreduce(np.ones(2), "g")
-    with refused(errors.UnknownGroupError, "a ReduceOp is not the name of a group", "op='sum'"):
-        col.allreduce(np.ones(2), col.types.ReduceOp.SUM)
 
 
 def test_a_group_stands_for_its_name(actors):
@@ -382,23 +329,6 @@ def test_sccl_gets_the_devices_of_a_rank_table_as_chip_map():
 # ---------------------------------------------------------------------------------------------- inside the members
 
 
-def test_barrier_and_destroy_are_the_members_own_inside_them(actors):
-    """One name for the driver's operation and the member's: what this process is in the group decides."""
-    workers = actors(Plain, 2)
-
-    def meet(self, rank):
-        col.init_collective_group(2, rank, group_name="theirs")
-        col.barrier("theirs")
-        tensor = np.full(3, rank + 1.0)
-        col.allreduce(tensor, "theirs")
-        col.destroy_collective_group("theirs")
-        return tensor, col.get_rank("theirs"), col.is_group_initialized("theirs")
-
-    for tensor, rank, initialized in ray.get([w.call.remote(meet, rank) for rank, w in enumerate(workers)]):
-        np.testing.assert_array_equal(tensor, np.full(3, 3.0))
-        assert (rank, initialized) == (-1, False)
-
-
 @pytest.mark.parametrize("cls", [Plain, AsyncPlain, Worker])
 def test_members_may_leave_a_group_that_the_driver_declared(actors, cls):
     """As programs for `ray.util.collective` do, where the driver declares a group and each member destroys it."""
@@ -430,21 +360,4 @@ def test_members_may_leave_a_group_that_the_driver_declared(actors, cls):
         assert ray.get(workers[0].__ray_call__.remote(leave)) == -1
         ray.get([w.__ray_call__.remote(leave_again) for w in workers])
     assert col.declare_collective_group(workers).status().state == "alive"
-    col.barrier()
-
-
-@pytest.mark.parametrize("cls", [Plain, AsyncPlain, Worker])
-def test_members_of_a_declared_group_make_imperative_calls(actors, cls):
-    workers = actors(cls, 2)
-    col.declare_collective_group(workers, ranks=[1, 0], backend="gloo")
-
-    def add(self):
-        tensor = np.full(3, col.get_rank() + 1.0)
-        col.allreduce(tensor)
-        col.barrier()
-        return tensor, col.get_rank(), col.get_collective_group_size()
-
-    for rank, made in enumerate(ray.get([w.__ray_call__.remote(add) for w in workers[::-1]])):
-        np.testing.assert_array_equal(made[0], np.full(3, 3.0))
-        assert made[1:] == (rank, 2)
     col.barrier()

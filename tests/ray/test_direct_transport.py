@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import direct_transport
-from tests.ray.workers import Buffers, Gate, held
-from tests.waiting import wait_until
+from tests.support.actors import Buffers, held
+from tests.support.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -129,16 +128,6 @@ def test_inplace_allreduce_is_visible_after_ray_transfers_the_tensor(trio):
     assert type(col.get(refs[0])) is torch.Tensor
 
 
-def test_containers_keep_their_form(trio):
-    a, b, c = trio
-    refs = [a.get_layers.remote(), b.get_layers.remote()]
-
-    col.allreduce_refs(refs, op=col.ReduceOp.MAX)
-
-    assert ray.get(c.take_layers.remote(refs[0])) == ([[2.0] * 3] * 2, [2.0] * 3)
-    assert col.get(refs[0])["b"][0].tolist() == [2.0] * 3
-
-
 def test_mixed_with_ordinary_refs_in_a_batch_and_in_a_send(trio):
     a, b, c = trio
     moved, plain = a.get_moved.remote(), b.get_buffer.remote()
@@ -196,14 +185,6 @@ def test_transport_chosen_by_the_caller_of_a_method_works(trio):
     assert ray.get(c.take.remote(chosen)) == ("Tensor", [3.0] * 10)
 
 
-def test_arrays_that_ray_does_not_move_are_kept_as_ever(trio):
-    a, b, _ = trio
-    refs = [a.get_array.remote(), b.get_array.remote()]
-    col.allreduce_refs(refs)
-    assert col.get(refs[0]).tolist() == [2.0] * 4
-    assert ray.get(b.take.remote(refs[0])) == ("ndarray", [2.0] * 4)
-
-
 def test_freed_with_the_last_ref_in_both_stores(trio):
     a, b, _ = trio
     ray.get(a.call.remote(lambda self: None))
@@ -231,10 +212,9 @@ def test_use_after_free_raises_tensor_freed_error(trio):
     assert ray.get(c.take.remote(ref)) == ("Tensor", [1.0] * 10)  # Ray's own store has it until the ref is gone
 
 
-def test_a_plan_waits_for_the_method(trio, actors):
+def test_a_plan_waits_for_the_method(trio, actors, gate):
 
     a, b, c = trio
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group([a, b])
     ref = a.get_late.remote(gate)
     work = col.allreduce_refs([ref, b.get_moved.remote()], async_op=True)
@@ -243,22 +223,3 @@ def test_a_plan_waits_for_the_method(trio, actors):
     work.wait()
     assert ray.get(c.take.remote(ref)) == ("Tensor", [3.0] * 10)
     assert "float32" in col.plan(col.allreduce_refs, [ref, b.get_moved.remote()]).explain()
-
-
-def test_completion_callback_gets_the_handle(trio):
-    a, _, _ = trio
-    told, done = [], threading.Event()
-    direct_transport.on_completed(a.get_moved.remote(), lambda value: (told.append(value), done.set()))
-    assert done.wait(30)
-    assert isinstance(told[0], col.Handle)
-
-
-def test_unreadable_handle_raises_unsupported_error(trio, monkeypatch):
-    from ray._private.worker import Worker
-
-    a, _, _ = trio
-    ref = a.get_moved.remote()
-    ray.wait([ref])
-    monkeypatch.setattr(Worker, "deserialize_objects", lambda self, serialized, refs: None)
-    with pytest.raises(errors.UnsupportedError, match="tensor_transport"):
-        col.get(ref)

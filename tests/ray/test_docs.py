@@ -218,16 +218,3 @@ def test_every_comment_precedes_a_block():
     for name, text in TEXTS.items():
         assert len(_NOT_RUN.findall(text)) == len(blocks_of(text)[1]), name
         assert _ONE not in text or len(blocks_of(text)[0]) > 1, name
-
-
-def test_failing_program_fails_its_test(programs):
-    with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        programs.run("1 / 0")
-
-
-def test_a_program_of_parts_is_compared_part_by_part(monkeypatch, programs):
-    parts = ["x = 1\nprint(x)", "1"], ["print(x + 1)", "3"]
-    text = _ONE + "".join(f"\n```python\n{code}\n```\n\n```text\n{said}\n```\n" for code, said in parts)
-    monkeypatch.setitem(PROGRAMS, "parts", programs_of(text)[0])
-    with pytest.raises(AssertionError, match="2"):
-        test_document_program_prints_its_documented_output(programs, "parts")

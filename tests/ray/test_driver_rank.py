@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import threading
-import time
-
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.driver import driver_rank
-from tests.ray.refusing import refused
-from tests.ray.workers import Gate, Worker, block
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker, block
+from tests.support.checks import refused
+from tests.support.waiting import wait_until
 
 WORLD = 3
 
@@ -115,20 +108,6 @@ def test_all_operations_with_the_driver_at_each_place(actors, backend, at):
             check([col.send_ref(source, target)], [rows[giver]])
             check([col.send_ref(source, trio.members[taker])], [rows[giver]])
     col.barrier()
-
-
-def test_what_is_made_on_the_driver_is_there_when_a_call_returns(actors, monkeypatch):
-    """Also where another rank has ended last, and told for all."""
-    trio, keep = Trio(actors, 0), driver_rank._Runtime.keep_output
-
-    def slowly(*args):
-        time.sleep(0.05)  # the other rank ends meanwhile
-        return keep(*args)
-
-    monkeypatch.setattr(driver_rank._Runtime, "keep_output", slowly)
-    for n in range(10):
-        row = np.full(3, float(n))
-        check([col.send_ref(trio.operands([row] * WORLD)[1], trio.members[0])], [row])
 
 
 def test_sources_layouts_batches_and_plans(trio):
@@ -238,25 +217,6 @@ def test_death_timeout_and_retry(actors):
     col.barrier()
 
 
-def test_a_failure_in_its_thread_is_raised_and_the_next_program_runs(actors, monkeypatch):
-    trio = Trio(actors, 0)
-    given = trio.operands([np.ones(3)] * WORLD)
-    lease = type(col.driver.controller.Controller.current().driver_rank().runtime.leased())
-    before, told = lease._run, []
-
-    def fails(self, *args):
-        assert threading.current_thread().name == "raycollect-order"
-        told.append(self)
-        raise TypeError("injected")
-
-    monkeypatch.setattr(lease, "_run", fails)
-    with pytest.raises(errors.InternalError, match="injected"):
-        col.allreduce_refs(given)
-    assert told
-    monkeypatch.setattr(lease, "_run", before)
-    check(col.allreduce_refs(given), [np.full(3, 3.0)] * WORLD)
-
-
 def test_status_statistics_members_calls_timeline_and_lifetime(actors):
     trio = Trio(actors, 1)
     given = trio.operands([np.ones(3)] * WORLD)
@@ -302,51 +262,3 @@ def test_an_actor_that_drives_is_a_rank_too(actors):
     mine, name = ray.get(trainer.call.remote(drive, workers))
     np.testing.assert_array_equal(mine, np.full(10, 21, np.float32))
     assert "the driver Buffers(" in name
-
-
-_TWO_SESSIONS = """
-import signal, threading
-import numpy as np, ray, raycollect as col
-from raycollect import errors
-from tests.ray.workers import Worker, Gate, block
-before = None
-for number in range(2):
-    ray.init(address="local", num_cpus=2, log_to_driver=False)
-    actor = Worker.remote()
-    if before is not None:
-        try:
-            col.create_collective_group([before, actor])
-        except errors.InvalidGroupError as exc:
-            assert "call it again" in str(exc), exc
-        else:
-            raise AssertionError("a rank of another Ray")
-    before = col.this_process()
-    col.create_collective_group([actor, before])
-    mine = np.ones(10, np.float32)
-    for _ in range(3):
-        col.allreduce_refs([actor.get_buffer.remote(), mine])
-    np.testing.assert_array_equal(mine, np.full(10, 8))
-    gate = Gate.options(max_concurrency=2).remote()
-    busy = block(actor, gate)
-    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
-    try:
-        col.allreduce_refs([actor.get_buffer.remote(), mine])
-    except KeyboardInterrupt:
-        pass
-    else:
-        raise AssertionError("it was not interrupted")
-    ray.get([gate.open.remote(), busy])
-    np.testing.assert_array_equal(mine, np.full(10, 8))
-    col.allreduce_refs([actor.get_buffer.remote(), mine])
-    np.testing.assert_array_equal(mine, np.full(10, 16))
-    ray.shutdown()
-left = [one.name for one in threading.enumerate() if one.name.startswith("raycollect-order")]
-print("done", left)
-"""
-
-
-def test_two_sessions_of_ray_and_ctrl_c():
-    run = subprocess.run([sys.executable, "-c", _TWO_SESSIONS], capture_output=True, text=True, timeout=150)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "done" in run.stdout
-    assert signal.SIGINT.name not in run.stderr

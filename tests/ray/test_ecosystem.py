@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.workers import Buffers, filled
+from tests.support.actors import Buffers, filled
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import ray
 
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 
 def seen(self):
@@ -53,6 +54,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.full
 def test_forks_draw_ids_of_their_own():
     drawn = subprocess.run([sys.executable, "-c", DRAWING], check=True, capture_output=True, text=True).stdout.split()
     assert len(drawn) == len(set(drawn)) == 2

@@ -11,23 +11,11 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
-from tests.ray.refusing import refused
-from tests.ray.workers import Gate, Plain, Worker, buffers
-from tests.waiting import wait_until
+from tests.support.actors import Worker
+from tests.support.checks import refused
+from tests.support.waiting import wait_until
 
 WRONG_NAMES = ["", "\ud800", "x" * 1001, b"x", None, 3]
-
-
-def test_versions_of_weights_are_not_published_or_subscribed_to_under_such_names(actors):
-    a, b = actors(Worker, 2)
-    source, target = buffers([a, b])
-    for name in WRONG_NAMES:
-        with pytest.raises(errors.InvalidArgumentError) as caught:
-            col.publish([source], name=name)
-        assert caught.value.violations[0].field == "name"
-        with pytest.raises(errors.InvalidArgumentError) as caught:
-            col.subscribe(name, [target])
-        assert caught.value.violations[0].field == "name"
 
 
 def test_group_errors(actors):
@@ -73,38 +61,6 @@ def test_actor_without_a_handle_raises_actor_gone_error(cluster, actors):
         col.allreduce_refs([ref, kept.get_buffer.remote()])
 
 
-def test_a_second_controller_is_refused_while_the_first_lives(actors):
-    a, b = actors(Worker, 2)
-    col.declare_collective_group([a, b])
-    (other,) = actors(Plain, 1)
-
-    def drive(self, workers):
-        import os
-
-        try:
-            col.declare_collective_group(workers)
-        except errors.ControllerConflictError as exc:
-            return str(exc), exc.holder, os.getpid()
-
-    message, holder, pid = ray.get(other.call.remote(drive, [a, b]))
-    assert "Buffers(" in message
-    assert "driver process" in holder
-    assert str(pid) not in holder
-    task = ray.remote(num_cpus=0)(ray_internals.describe_process)
-    assert ray.get(task.remote()).startswith("task process")  # which is kept for other tasks
-    col.allreduce_refs(buffers([a, b]))
-    col.destroy_collective_group()
-
-    def drive_alone(self, workers):
-        col.declare_collective_group(workers)
-        col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
-        col.destroy_collective_group()
-
-    ray.get(other.call.remote(drive_alone, [a, b]))
-    np.testing.assert_array_equal(ray.get(a.read.remote()), np.full(10, 4))
-    col.declare_collective_group([a, b])
-
-
 def test_an_actor_that_drives_itself_is_refused(actors):
     a, b = actors(Worker, 2)
 
@@ -130,13 +86,12 @@ def when_accepted(submit):
     return made[0]
 
 
-def test_too_many_pending_calls_in_mid_submit(actors):
+def test_too_many_pending_calls_in_mid_submit(actors, gate):
     a = actors(Worker, 1)[0]
     b = actors(Worker, 1, max_pending_calls=1)[0]
     group = when_accepted(lambda: col.declare_collective_group([a, b]))
     refs = [a.get_buffer.remote(), when_accepted(b.get_buffer.remote)]
     ray.wait(refs, num_returns=2)
-    gate = actors(Gate, 1, max_concurrency=8)[0]
     opened = gate.wait.remote()
     # It can't begin yet, so that the plan behind it has to ask for an actor task.
     blocked = when_accepted(lambda: b.call.remote(lambda self, _: None, opened))

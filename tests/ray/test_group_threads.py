@@ -14,8 +14,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import threads
 from raycollect.driver import member_discovery
-from tests.ray.workers import Gate, Worker, block, filled, groups_here
-from tests.waiting import is_in, wait_until
+from tests.support.actors import Gate, Worker, block, filled, groups_here
+from tests.support.waiting import is_in, wait_until
 
 WAIT_S = 20.0
 LONG_S = 60.0  # far more than anything here takes
@@ -69,20 +69,6 @@ def test_forming_a_group_holds_up_no_call_of_another_thread(actors):
     assert group.world_size == 4
     col.allreduce_refs(ones(group.actors), "late", timeout_s=WAIT_S)
     np.testing.assert_array_equal(ray.get(trio[0].read.remote()), np.full(7, 4))
-
-
-def test_a_change_of_members_holds_up_no_other_group(actors):
-    pair = actors(Worker, 2)
-    changing = col.declare_collective_group(pair, group_name="changing")
-    col.declare_collective_group(pair, group_name="other")
-    refs = ones(pair)
-    held = Held(actors, lambda busy: changing.add(busy, timeout_s=LONG_S))
-    col.allreduce_refs(refs, "other", timeout_s=WAIT_S)
-    col.allreduce_refs(refs, "changing", timeout_s=WAIT_S)  # which has its members until all are ready
-    held.let_go()
-    held.result.result(WAIT_S)
-    assert changing.world_size == 3
-    col.allreduce_refs(ones(changing.actors), "changing", timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -10,23 +10,19 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.core import ray_internals
 from raycollect.errors import (
-    CollectiveTimeoutError,
     GroupBrokenError,
     GroupExistsError,
     InvalidGroupError,
     MismatchError,
-    ParticipantDiedError,
     UnknownGroupError,
-    UnsupportedError,
 )
-from tests.lives import lasting
-from tests.ray.workers import Plain, Worker, told
-from tests.waiting import wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Plain, Worker, told
+from tests.support.waiting import wait_until
 
 
-@lasting
+@reusable
 @ray.remote
 class Bare:
     """Code as it is written for `ray.util.collective`: no mixin, the group is made inside."""
@@ -121,53 +117,12 @@ def test_a_group_is_formed_again_and_again_by_members_of_unequal_pace(actors):
     assert told(living) == [None] * 3
 
 
-def _post_garbage(worker):
-    from raycollect.group.ray_bootstrap_store import RayBootstrapStore
-
-    RayBootstrapStore(ray_internals.owner_id()).replace("garbage", b"{}")
-
-
-def _join_there(worker, rank, timeout_ms):
-    col.init_collective_group(2, rank, "auto", "garbage", timeout_ms)
-    return allreduce(rank, "garbage")[0]
-
-
-def test_malformed_record_is_reported_by_followers_and_replaced_by_the_leader(actors):
-    workers = actors(Plain, 2)
-    assert told([workers[0].call.remote(_post_garbage)]) == [None]
-    [error] = told([workers[1].call.remote(_join_there, 1, 300)])
-    assert isinstance(error, CollectiveTimeoutError), error
-    assert "not a record of rank 0" in str(error)
-    assert "Ray's internal key-value store" in str(error)
-    assert told([one.call.remote(_join_there, rank, 20_000) for rank, one in enumerate(workers)]) == [3.0] * 2
-
-
-def test_second_init_raises_group_exists_error(actors):
-    workers = bare(actors, 2)
-    assert on_all(workers, allreduce)
-    again = on_all(workers, lambda rank: col.init_collective_group(2, rank))
-    assert [type(one) for one in again] == [GroupExistsError] * 2
-
-
 def test_the_driver_is_no_member(cluster):
     with pytest.raises(InvalidGroupError, match="neither a Ray actor nor a task"):
         col.init_collective_group(2, 0)
     with pytest.raises(UnknownGroupError):
         col.allreduce(np.ones(2), "nobody")
     assert col.get_rank("nobody") == -1
-
-
-def test_an_actor_that_dies_is_named_and_its_group_says_how_to_go_on(actors):
-    workers = bare(actors, 2, "auto", "mortal")
-    on_all(workers, allreduce, "mortal")
-    waiting = workers[0].call.remote(allreduce, "mortal")
-    ray.kill(workers[1])
-    [error] = told([waiting])
-    assert isinstance(error, (ParticipantDiedError, GroupBrokenError)), error
-    assert "rank 1" in str(error)
-    [error] = told([workers[0].call.remote(allreduce, "mortal")])
-    assert isinstance(error, GroupBrokenError)
-    assert "destroy_collective_group" in str(error)
 
 
 def test_defect_6_nothing_of_a_group_stays_in_the_cluster(actors):
@@ -247,41 +202,19 @@ def test_members_that_different_processes_made_meet_where_they_say_so(actors):
     assert told(refs) == [11, 11]
 
 
-def test_several_gpus_per_process_need_a_gpu(actors):
-    workers = bare(actors, 1)
-    for call in (
-        lambda rank: col.allreduce_multigpu([np.ones(2)]),
-        lambda rank: col.send_multigpu(np.ones(2), 0, 0),
-        lambda rank: col.synchronize(0),
-    ):
-        [error] = on_all(workers, call)
-        assert isinstance(error, UnsupportedError)
-        assert "GPU" in str(error)
-
-
 # ---------------------------------------------------------------------------------------------- declared groups
 
 
-@pytest.mark.parametrize(
-    ("backend", "cls"),
-    [
-        pytest.param(backend, cls, id=f"{backend}-{kind}", marks=[pytest.mark.full] * (backend not in shown))
-        for kind, cls, shown in (("mixin", Worker, ("shm", "gloo")), ("plain", Plain, ("tcp",)))
-        for backend in ("shm", "tcp", "gloo")
-    ],
-)
-def test_members_of_a_declared_group_call_it_themselves(actors, backend, cls):
+@pytest.mark.parametrize("cls", [Worker, Plain])
+def test_members_of_a_declared_group_call_it_until_it_is_destroyed(actors, cls):
     workers = actors(cls, 2)
-    group = col.declare_collective_group(workers, backend=backend, group_name="declared")
+    group = col.declare_collective_group(workers, group_name="declared")
 
     def body(self):
         rank = col.get_rank("declared")
-        x = allreduce(rank, "declared")
-        y = np.full(3, rank)
-        col.send(y, 1, "declared") if rank == 0 else col.recv(y, 0, "declared")
-        return x[0], y[0], rank
+        return allreduce(rank, "declared")[0], rank
 
-    assert on_all(workers, body) == [(3.0, 0, 0), (3.0, 0, 1)]
+    assert on_all(workers, body) == [(3.0, 0), (3.0, 1)]
     group.destroy()
 
     def is_gone():
@@ -292,19 +225,7 @@ def test_members_of_a_declared_group_call_it_themselves(actors, backend, cls):
     assert wait_until(is_gone)
 
 
-def test_plans_and_calls_of_one_group_take_turns(actors):
-    workers = actors(Worker, 2)
-    col.declare_collective_group(workers, group_name="both")
-    refs = [one.get_buffer.remote() for one in workers]
-    for _ in range(3):
-        col.allreduce_refs(refs, "both", async_op=True)
-        called = [one.call.remote(lambda self: allreduce(col.get_rank("both"), "both")) for one in workers]
-        col.allreduce_refs(refs, "both")
-        assert all((x == 3).all() for x in told(called))
-    assert all((x == 64).all() for x in col.get(refs))
-
-
-@pytest.mark.parametrize("is_formed", [False, True])
+@pytest.mark.parametrize("is_formed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_ranks_that_come_later_to_a_call_that_was_refused_are_refused_as_well(actors, is_formed):
     workers = actors(Worker, 3)
     col.declare_collective_group(workers)
@@ -328,59 +249,12 @@ def call_here(self, timeout_s):
     col.allreduce(np.ones(3), timeout_s=timeout_s)
 
 
-def test_a_member_of_a_declared_group_that_dies_is_named(actors):
-    workers = actors(Worker, 2)
-    col.declare_collective_group(workers, group_name="mortal")
-    on_all(workers, lambda self: allreduce(col.get_rank("mortal"), "mortal"))
-    waiting = workers[0].call.remote(lambda self: allreduce(0, "mortal"))
-    ray.kill(workers[1])
-    [error] = told([waiting])
-    assert isinstance(error, (ParticipantDiedError, GroupBrokenError)), error
-    assert "rank 1" in str(error)
-
-
 def test_a_group_of_the_members_keeps_its_name_from_the_driver(actors):
     workers = bare(actors, 2, "auto", "taken")
     on_all(workers, allreduce, "taken")
     with pytest.raises(GroupExistsError):
         col.declare_collective_group(workers, group_name="taken")
     assert all((x == 3).all() for x in on_all(workers, allreduce, "taken"))
-
-
-def test_a_tensor_that_a_call_left_dirty_is_known_to_plans(actors):
-    """Both work on one store: what one leaves half-written, the other does not use."""
-    [worker] = actors(Worker, 1)
-
-    def shared(self):
-        from raycollect.group.process_groups import ProcessGroups
-        from raycollect.member.runtime import Runtime
-
-        return Runtime.current().store is ProcessGroups.current().instruments.store
-
-    assert ray.get(worker.call.remote(shared))
-
-
-def test_threads_of_an_actor_that_call_a_declared_group_at_once_are_refused(actors):
-    workers = actors(Worker, 2, max_concurrency=4)
-    group = col.declare_collective_group(workers, group_name="g")
-
-    def body(self):
-        try:
-            return allreduce(1, "g")[0]
-        except col.errors.ConcurrentCallError as exc:
-            return "while a call of" in str(exc)
-
-    def contested(self):
-        from raycollect.group.process_groups import ProcessGroups
-
-        communicator = ProcessGroups.current().find("g").communicator("all")
-        assert wait_until(lambda: communicator._callers.contest is not None)
-
-    at_once = [workers[0].call.remote(body) for _ in range(2)]
-    assert told([workers[0].call.remote(contested)]) == [None]
-    twice = workers[1].call.remote(lambda self: [body(self), body(self)])
-    assert told([*at_once, twice]) == [True, True, [True, True]]
-    group.destroy()
 
 
 def test_threads_of_an_actor_use_groups_of_their_own(actors):

@@ -17,8 +17,8 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver.batch import current
 from raycollect.driver.controller import Controller
-from tests.ray.workers import Worker, filled
-from tests.waiting import wait_until
+from tests.support.actors import Worker, filled
+from tests.support.waiting import wait_until
 
 WAIT_S = 60.0
 

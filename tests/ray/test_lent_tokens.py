@@ -16,11 +16,10 @@ import ray
 import raycollect as col
 from raycollect.core import call_tokens, submitted_calls
 from raycollect.driver.controller import Controller
-from raycollect.errors import TensorFreedError
 from raycollect.member import token_lenders
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Gate, Plain
-from tests.waiting import has_ended, wait_until
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Plain
+from tests.support.waiting import has_ended, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,7 +58,7 @@ class Maker(Buffers):
         return here.store.statistics().held, sum(map(len, keys.values())), len(keys)
 
 
-MakerActor = lasting(ray.remote(num_cpus=0)(Maker))
+MakerActor = reusable(ray.remote(num_cpus=0)(Maker))
 
 
 @pytest.fixture
@@ -114,15 +113,6 @@ def test_a_result_lives_as_long_as_somebody_holds_it(maker):
     assert is_empty(maker)
 
 
-def test_only_methods_that_return_tensors_are_lent_tokens(maker):
-    ready = tokens_of(maker)._ready
-    before = len(ready)
-    ray.get([maker.number.remote(), maker.values.remote(), maker.static.remote(1)])
-    assert len(ready) == before
-    ray.wait([maker.make.remote()])
-    assert len(ready) == before - 1
-
-
 def test_discarded_results_are_freed(maker):
     for _ in range(3 * call_tokens.BATCH):  # more than there are tokens
         maker.make.remote()
@@ -149,19 +139,6 @@ def test_each_method_gets_its_arguments(maker):
 def wait_and_add(handle, gate):
     ray.get(gate.wait.remote())
     return float(np.asarray(handle).sum())
-
-
-@pytest.fixture
-def gate(actors):
-    return actors(Gate, 1, max_concurrency=8)[0]
-
-
-def test_a_task_that_got_it_in_its_arguments_holds_it(maker, gate):
-    total = wait_and_add.remote(maker.make.remote(2, 3), gate)
-    assert not wait_until(lambda: lent(maker)[1] == 0, 0.3)
-    ray.get(gate.open.remote())
-    assert ray.get(total) == 5
-    assert is_empty(maker)
 
 
 def test_an_actor_holds_it_longer_than_its_method_runs(maker):
@@ -249,15 +226,6 @@ def test_a_connection_that_is_cut_frees_nothing(maker, is_destroyed):
     assert col.get(ref).tolist() == [3]
     del ref
     assert wait_until(lambda: lent(maker) == (0, 0, 0))
-
-
-def test_free_and_use_after_free(maker):
-    ref = maker.make.remote(3)
-    assert col.free(ref) == 1
-    with pytest.raises(TensorFreedError):
-        col.get(ref)
-    del ref
-    assert is_empty(maker)
 
 
 def test_calls_while_the_actor_is_busy_do_without(maker, gate):

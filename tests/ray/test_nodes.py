@@ -63,7 +63,7 @@ def test_ray_starts_by_itself():
 _STALE = """
 import numpy as np, ray
 import raycollect as col
-from tests.ray.workers import Buffers
+from tests.support.actors import Buffers
 
 def start():
     ray.init(address="local", num_cpus=2, include_dashboard=False)
@@ -103,6 +103,7 @@ errors_of({name: calls[name] for name in calls if name not in ("handle", "named"
 """
 
 
+@pytest.mark.full
 def test_what_is_left_of_a_ray_that_was_shut_down_starts_none():
     told = [line.split() for line in run("-c", _STALE).splitlines() if line.endswith(("False", "True"))]
     down = {name: error for name, error, is_up in told if is_up == "False"}

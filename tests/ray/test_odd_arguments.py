@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import RaycollectError
-from tests.ray.workers import Worker, buffers
+from tests.support.actors import Worker, buffers
 
 HUGE = 2**20_000
 """A number that Python refuses to write out."""

@@ -19,16 +19,16 @@ import ray
 import raycollect as col
 from raycollect.core.model import OpKind
 from raycollect.member.runtime import Runtime
-from tests.lives import lasting
-from tests.pure.driver.test_order_model import FOLDS, KINDS, MUCH, Call
+from tests.pure.driver.order_model import FOLDS, KINDS, MUCH, Call
 from tests.pure.sites import BUFFERS, OFTEN, first_values
+from tests.support.actor_pool import reusable
 
 WAIT_S = 100.0
 GROUPS = {"left": (0, 1, 2), "right": (3, 2, 1), "round": (2, 0, 3)}
 """Four actors; no group has all, and each shares two with each other."""
 
 
-@lasting
+@reusable
 @ray.remote
 class Loaded(col.CollectiveParticipant):
     """A participant with some arrays, which notes when its methods ran."""

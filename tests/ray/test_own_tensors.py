@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.driver import operand_binding
 from raycollect.driver.controller import Controller
-from tests.ray.workers import Plain, Worker, filled
-from tests.waiting import wait_until
+from tests.support.actors import Plain, Worker, filled
+from tests.support.waiting import wait_until
 
 ROWS = np.arange(14.0).reshape(2, 7)
 
@@ -105,26 +102,3 @@ def test_what_was_taken_in_is_freed(workers):
         col.broadcast_refs(refs, source=ROWS[0])
     assert wait_until(lambda: [member.store.held for member in group.statistics().members] == [1, 1])
     assert not list(Controller.current().trackers())
-
-
-def test_large_values_do_not_come_to_the_driver(workers, monkeypatch):
-    """Whoever takes them in asks for them; the driver does so for what may be a handle."""
-    fetched, transport = [], operand_binding.direct_transport
-    watched = SimpleNamespace(get=lambda ref, *limit: fetched.append(ref) or transport.get(ref, *limit))
-    monkeypatch.setattr(operand_binding, "direct_transport", watched)
-    large = np.arange(1 << 18, dtype=np.float64)
-    refs = [worker.make.remote(lambda self: np.zeros(1 << 18)) for worker in workers]
-    for at, value in enumerate((make.remote(large), ray.put(large + 1), borrowed(large + 2))):
-        col.broadcast_refs(refs, source=value)
-        assert_holds(refs, [large + at] * 2)
-    assert not fetched
-    assert_holds(col.broadcast_refs(floats(workers), source=make.remote(ROWS[1])), [ROWS[1]] * 2)
-    assert len(fetched) == 1
-    with pytest.raises(errors.RefusedError, match="str"):
-        col.broadcast_refs(refs, source=make.remote("x" * (1 << 20)))
-    assert_holds(refs, [large + 2] * 2)
-
-
-def borrowed(value):
-    """A ref that another process owns."""
-    return ray.get(ray.remote(lambda: [ray.put(value)]).options(num_cpus=0).remote())[0]

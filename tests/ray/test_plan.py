@@ -1,4 +1,4 @@
-"""`plan`: what a call would do, told by the refs themselves, without doing it."""
+"""What a call or each run of a captured step would do, told by the refs themselves, without doing it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import raycollect as col
 from raycollect.errors import (
     BatchError,
     CollectiveTimeoutError,
-    GroupBrokenError,
-    UnknownGroupError,
 )
-from tests.ray.workers import Worker
-from tests.waiting import wait_until
+from raycollect.planner.report import Explanation, Methods
+from tests.support.actor_pool import reusable
+from tests.support.actors import Buffers, Worker, wait_in
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
@@ -82,61 +81,7 @@ def test_a_function_is_explained_as_one_batch(pair):
     assert unchanged([*refs, *others])
 
 
-def test_a_batch_inside_is_joined_with_its_staging(pair):
-    refs = [[made(worker, 10) for worker in pair] for _ in range(2)]
-
-    def step():
-        with col.batch(staging_nbytes=0):
-            for each in refs:
-                col.allreduce_refs(each)
-
-    found = col.plan(step)
-
-    assert found.staging == 0
-    assert [row.packed for row in found.rows] == [(0, 2, 0)] * 2
-
-
-def test_lists_and_dicts_of_tensors_are_counted(pair):
-    refs = [made(worker, 10, count=7) for worker in pair]
-    (row,) = col.plan(col.allreduce_refs, refs).rows
-    assert (row.tensors, row.nbytes) == (7, 280)
-
-
-def test_pieces_are_lists_or_one_tensor_that_is_cut(pair):
-    for refs in ([made(worker, 6, count=2) for worker in pair], [made(worker, (2, 6)) for worker in pair]):
-        (row,) = col.plan(col.reducescatter_refs, None, refs).rows
-        assert (row.nbytes, row.made_nbytes) == (48, 24)
-
-
-def test_a_group_is_derived_from_the_refs(actors):
-    workers = actors(Worker, 3)
-    found = col.plan(col.allreduce_refs, [made(worker, 4) for worker in workers])
-    assert found.rows[0].ranks == (0, 1, 2)
-
-
-def test_sends_name_their_ends(pair):
-    found = col.plan(col.send_ref, made(pair[1], 5), made(pair[0], 5))
-    assert found.rows[0].op == "send from rank 1 to rank 0"
-    assert found.participants == 2
-
-
 # ---------------------------------------------------------------------------------------------- refusals
-
-
-def test_an_unknown_group_is_an_error(pair):
-    with pytest.raises(UnknownGroupError):
-        col.plan(col.allreduce_refs, [made(worker, 4) for worker in pair], group_name="nobody")
-
-
-def test_a_group_that_can_not_communicate_is_an_error(actors):
-    workers = actors(Worker, 2)
-    group = col.declare_collective_group(workers)
-    refs = [made(worker, 4) for worker in workers]
-    ray.wait(refs, num_returns=2)
-    ray.kill(workers[1])
-    assert wait_until(lambda: group.status(timeout_s=0).state == "broken")
-    with pytest.raises(GroupBrokenError):
-        col.plan(col.allreduce_refs, refs)
 
 
 def test_a_function_without_calls_is_an_error(pair):
@@ -144,33 +89,13 @@ def test_a_function_without_calls_is_an_error(pair):
         col.plan(len, "")
 
 
-def test_an_exception_of_the_function_is_passed_on(pair):
-    def step():
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        col.plan(step)
-    assert unchanged([made(pair[0], 3)])
-
-
-def test_a_method_that_does_not_return_in_time_is_named(pair, tmp_path):
-    gate = tmp_path / "gate"
-
-    def waits(self):
-        import time
-
-        until = time.monotonic() + 30
-        while not gate.exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        return np.ones(4, np.float32)
-
-    refs = [made(pair[0], 4), pair[1].make.remote(waits)]
+def test_a_method_that_does_not_return_in_time_is_named(pair, gate):
+    refs = [made(pair[0], 4), pair[1].make.remote(wait_in, gate)]
     ray.wait(refs[:1])  # that one is not late
     with pytest.raises(CollectiveTimeoutError) as late:
         col.plan(col.allreduce_refs, refs, timeout_s=3)  # in which the other is asked
-    gate.touch()
+    ray.get(gate.open.remote())
     assert late.value.missing == (1,)
-    assert col.plan(col.allreduce_refs, refs).rows[0].nbytes == 16
 
 
 def test_a_plan_inside_a_batch_adds_nothing_to_it(pair):
@@ -180,3 +105,89 @@ def test_a_plan_inside_a_batch_adds_nothing_to_it(pair):
     assert len(found.rows) == 1
     assert b.refs == []
     assert unchanged(refs)
+
+
+@reusable
+@ray.remote
+class Trainer(Buffers):
+    """Counts what it is asked for."""
+
+    def __init__(self):
+        super().__init__(np.zeros(100, np.float64))
+        self.runs = 0
+
+    def gradient(self):
+        self.runs += 1
+        self.buffer[:] = self.runs
+        return self.buffer
+
+    def parts(self):
+        return {"one": np.ones(10, np.float32), "two": np.ones((2, 3), np.float32)}
+
+    def apply(self, gradient, rate=1.0):
+        assert gradient is self.buffer
+        return rate * float(gradient[0])
+
+    @col.by_value
+    def count(self):
+        return self.runs
+
+
+@pytest.fixture
+def trainers(actors):
+    made = actors(Trainer, 2)
+    col.declare_collective_group(made, group_name="digits")
+    return made
+
+
+def training(trainers):
+    with col.capture() as step:
+        rate = step.argument("rate", 0.5)
+        gradients = [step.call(one.gradient) for one in trainers]
+        col.allreduce_refs(gradients, group_name="digits")
+        for one, gradient in zip(trainers, gradients, strict=True):
+            step.call(one.apply, gradient, rate=rate)
+    return step
+
+
+def test_a_step_of_refs_is_explained_as_col_plan_explains_its_calls(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    refs = [worker.get_buffer.remote() for worker in workers]
+
+    def calls():
+        pieces = col.allgather_refs(None, refs)
+        col.allreduce_refs(pieces, op="max")
+        col.broadcast_refs(refs, src_rank=1)
+
+    with col.capture() as step:
+        calls()
+    found = step.plan()
+
+    (stage,) = found.stages
+    assert isinstance(stage, Explanation)
+    assert stage.rows == col.plan(calls).rows
+    assert (found.participants, found.calls) == (2, 3)
+    assert "allgather" in found.explain()
+    assert all(np.all(array == 1) for array in col.get(refs))
+    step.close()
+
+
+def test_stages_are_methods_and_plans_in_order(trainers):
+    step = training(trainers)
+    step.run()
+
+    found = step.plan()
+
+    first, plan, last = found.stages
+    assert isinstance(first, Methods)
+    assert isinstance(last, Methods)
+    assert [(one.call, one.method) for one in first.calls] == [(0, "gradient"), (1, "gradient")]
+    assert [(row.call, row.op, row.nbytes, row.dtypes) for row in plan.rows] == [
+        (2, "allreduce sum", 800, ("float64",))
+    ]
+    assert [(one.call, one.method, one.after) for one in last.calls] == [(3, "apply", (0,)), (4, "apply", (1,))]
+    assert len({one.actor for one in first.calls}) == 2
+    assert all("Trainer" in one.actor for one in first.calls)
+    assert (found.participants, found.calls, found.launches) == (2, 5, 1)
+    step.close()

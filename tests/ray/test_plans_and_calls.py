@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.workers import Gate, Worker, block, told
+from tests.support.actors import Worker, block, told
 
 WORLD, ODD = 3, 1
 
@@ -36,9 +36,8 @@ def summed(self):
     return list(tensor)
 
 
-def test_a_cancelled_plan_ends_the_wait_of_its_ranks(trio, actors):
+def test_a_cancelled_plan_ends_the_wait_of_its_ranks(trio, actors, gate):
     """The wait ends with the cancel, not with the time limit. The rank that was awaited finds nothing to do."""
-    (gate,) = actors(Gate, 1, max_concurrency=8)
     busy = block(trio[ODD], gate)
     refs = [worker.make.remote(lambda self: np.ones(5)) for worker in trio]
     work = col.allreduce_refs(refs, async_op=True, timeout_s=60)

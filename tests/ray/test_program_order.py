@@ -19,8 +19,7 @@ from raycollect.driver import dispatch
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.member import plan_queue
 from raycollect.member.finished_calls import KEPT
-from tests.lives import lasting
-from tests.ray.gates import gate  # noqa: F401 - a fixture
+from tests.support.actor_pool import reusable
 
 SLOW_S = 0.02  # how long a method takes: whoever does not wait for it sees what was before
 
@@ -69,7 +68,7 @@ class Slow(col.CollectiveParticipant):
         return 1
 
 
-Slow = lasting(ray.remote(Slow))
+Slow = reusable(ray.remote(Slow))
 
 
 @ray.remote
@@ -218,7 +217,7 @@ def test_no_actor_task_is_needed(actors, tasks):
         assert tasks == [], name
 
 
-def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks, gate):  # noqa: F811
+def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks, gate):
     workers, refs = pair()
     col.barrier()
     tasks.clear()

@@ -12,8 +12,8 @@ import ray
 import tqdm.auto
 
 import raycollect as col
-from tests.ray.workers import Worker
-from tests.waiting import wait_until
+from tests.support.actors import Worker
+from tests.support.waiting import wait_until
 
 MB = 1 << 20
 
@@ -92,62 +92,6 @@ def test_allreduce_progress_sums_its_ranks(workers, gate, capsys):
     assert (found.done_nbytes, found.total_nbytes, found.fraction, found.left_s) == (16 * MB, 16 * MB, 1.0, 0.0)
     assert found.rate > 0
     assert capsys.readouterr().out == ""
-
-
-def test_progress_block_shows_bars_that_end_full(workers, gate, capsys):
-    """An operation, a batch, and a run; the bars of a test are drawn as soon as there is something to say."""
-    col.declare_collective_group(workers, backend="shm")
-    refs = made(workers)
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-        col.broadcast_refs(refs)
-
-    def shown(run):
-        capsys.readouterr()
-        ray.get(workers[1].call.remote(hold_fold, gate.path, 10))
-        with col.progress(after_s=0.0), opened_by_the_bar(gate.open):
-            run()
-        return capsys.readouterr()
-
-    def in_batch():
-        with col.batch():
-            for _ in range(3):
-                col.allreduce_refs(refs)
-
-    for name, run in (("allreduce", lambda: col.allreduce_refs(refs)), ("batch", in_batch), ("captured", step.run)):
-        out, err = shown(run)
-        last = err.replace("\r", "\n").strip().splitlines()[-1]
-        assert last.startswith(name)
-        assert "100%" in last
-        assert "B/s" in last
-        assert out == ""
-    run = step.run(async_op=True)
-    run.wait()
-    run.progress()
-    step.close()
-
-
-class opened_by_the_bar:
-    """A block in which a gate is opened as soon as a bar has shown some bytes."""
-
-    def __init__(self, opens):
-        self.opens = opens
-
-    def __enter__(self):
-        self.refresh = tqdm.auto.tqdm.refresh
-
-        def refresh(bar, *args, **kwargs):
-            found = self.refresh(bar, *args, **kwargs)
-            if bar.n and self.opens is not None:
-                self.opens()
-                self.opens = None
-            return found
-
-        tqdm.auto.tqdm.refresh = refresh
-
-    def __exit__(self, *exc):
-        del tqdm.auto.tqdm.refresh
-        assert self.opens is None, "no bar has shown anything"
 
 
 def test_progress_names_ranks_not_begun_and_ctrl_c_cancels_the_operation(workers, gate, monkeypatch, capsys):

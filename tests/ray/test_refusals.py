@@ -8,11 +8,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.refusing import refused, trio
-from tests.ray.workers import Plain, Worker, buffers
-
-__all__ = ["trio"]  # a fixture
-
+from tests.support.actors import Plain, Worker, buffers
+from tests.support.checks import refused
 
 # ---------------------------------------------------------------------------------------------- refs
 
@@ -42,20 +39,6 @@ def test_what_works_only_in_its_own_process_says_what_to_pass_instead(trio):
                 with pytest.raises(errors.BoundToProcessError, match=f"What to do: .*{instead}") as caught:
                     send(one)
                 assert caught.value.found.startswith(f"<{type(one).__name__}")  # what follows tells how far it is
-
-
-def test_a_reduce_op_in_the_place_of_the_group(trio):
-    for given, said in (
-        (col.ReduceOp.MAX, "a ReduceOp is not the name of a group; .* op='max'"),
-        ("avg", "'avg'.* not declared; .* op='avg'"),
-        ("Sum", "op='sum'"),
-        ([1], "a list is not the name of a group"),
-    ):
-        with pytest.raises(errors.UnknownGroupError, match=said):
-            col.allreduce_refs(buffers(trio), given)
-    with pytest.raises(errors.UnknownGroupError, match="not declared") as caught:
-        col.allreduce_refs(buffers(trio), "average")
-    assert "op=" not in str(caught.value)
 
 
 def test_a_group_that_was_destroyed(actors):
@@ -117,41 +100,3 @@ def test_a_wait_whose_time_is_over_looks(trio):
     work = col.allreduce_refs(refs, async_op=True)
     assert work.wait(30) == work.wait(-0.5)
     assert len(col.get(refs, timeout_s=-0.5)) == 3
-
-
-WRONG_TIMES = ["5", [], 10**400, float("nan"), float("-inf"), np.ones(2)]
-WRONG_FLAGS = ["no", [], 2, np.ones(2)]
-
-
-def test_an_option_that_makes_no_sense_is_refused_by_its_name(trio):
-    """A flag that travels as it is would be refused at the other end, and cost the connection."""
-
-    def timeline(**options):
-        with col.timeline(**options):
-            pass
-
-    refs = buffers(trio)
-    work = col.allreduce_refs(refs, async_op=True)
-    work.wait(30)
-    with col.capture() as step:
-        col.barrier()
-    calls = [
-        (lambda **given: col.allreduce_refs(refs, **given), {"async_op", "inplace", "snapshot"}),
-        (lambda **given: col.broadcast_refs(refs, **given), {"async_op"}),
-        (lambda **given: col.barrier(**given), {"async_op"}),
-        (lambda **given: col.batch(**given), {"async_op"}),
-        (step.run, {"async_op"}),
-        (lambda **given: col.get(refs, **given), {"ordered"}),
-        (timeline, {"metrics"}),
-        (work.wait, {"progress"}),
-    ]
-    for call, flags in calls:
-        for option, values in ({"timeout_s": WRONG_TIMES} | dict.fromkeys(sorted(flags), WRONG_FLAGS)).items():
-            for value in values:
-                with pytest.raises(errors.InvalidArgumentError, match=f"{option} is"):
-                    call(**{option: value})
-    with pytest.raises(errors.InvalidArgumentError, match="path is"):
-        timeline(path=3)
-    with pytest.raises(errors.UnknownGroupError):
-        col.barrier(np.ones(2))
-    step.close()

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.workers import Worker
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"replaced/{os.getpid()}/{next(_numbers)}"
+from tests.support.actors import Worker
 
 
 def made(worker, library="numpy"):
@@ -55,13 +45,6 @@ def add_anew(held, value):
     held["b"] += value
 
 
-def set_parameters(held, value):
-    import torch
-
-    for key in held:
-        held[key] = torch.nn.Parameter(torch.full((5, 3), float(value)))
-
-
 def flat(worker):
     """A ref of a dict of two arrays, as publications take it."""
 
@@ -95,20 +78,6 @@ def test_versions_are_put_and_shown_in_the_tensors_of_now(actors, name, inplace)
         change(rollout, add_flat, 0)  # between what is shown and the next update, which changes nothing
         assert sub.update().version.number == 4
         assert values_of(rollout) == [[4.0]] * 2
-
-
-def test_new_parameters_of_torch_take_part(actors, name):
-    pytest.importorskip("torch")
-    trainer, rollout = actors(Worker, 2)
-    with (
-        col.publish([made(trainer, "torch")], name) as pub,
-        col.subscribe(name, [made(rollout, "torch")]) as sub,
-    ):
-        change(trainer, set_parameters, 2)
-        change(rollout, set_parameters, 9)
-        pub.put()
-        sub.update()
-        assert values_of(rollout) == [[2.0]] * 2
 
 
 def test_collectives_take_the_tensors_of_now_the_first_time_and_in_a_loop(actors):

@@ -9,7 +9,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.pure.resharding import empty_of, held_by, whole_tensors
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 SRC = {
     "norm": col.layout([6], mesh={"tp": 2}),
@@ -122,66 +122,6 @@ def test_targets_stay_as_they_are_or_all_are_written_or_none(actors):
     check(batch.refs[0], held_by(DST, whole))
 
 
-def test_floats_are_converted_where_the_target_asks_for_it(actors):
-    workers = actors(Worker, 3)
-    given = [worker.make.remote(lambda self: np.full((2, 4), 1 / 3, np.float32)) for worker in workers[:2]]
-    src = col.layout([4, 4], mesh={"tp": 2}, spec=("tp",))
-    (made,) = col.get(
-        col.reshard_refs(given, workers[2:], src=src, dst=col.layout([4, 4], mesh={"tp": 1}, dtype="float16"))
-    )
-    np.testing.assert_array_equal(made, np.full((4, 4), 1 / 3, np.float16))
-    with pytest.raises(errors.LayoutError, match="asks for it"):
-        col.reshard_refs(given, workers[2:], src=src.astype("float64"), dst=col.layout([4, 4], mesh={"tp": 1}))
-
-
-def test_plan_tells_what_moves_and_refuses_what_the_call_would(actors):
-    workers = actors(Worker, 5)
-    given = keep(workers[:2], held_by(SRC, whole_tensors(SRC, 3)))
-    told = col.plan(col.reshard_refs, given, workers[2:], src=SRC, dst=DST)
-    (row,) = told.rows
-    assert row.op == "reshard"
-    assert row.moved.nbytes_inside == sum(4 * one.regions.world_size * one.shape[0] for one in [DST["norm"]]) + 4 * (
-        48 + 72
-    )
-    assert "staging" in told.explain()
-    wrong = keep(workers[:2], empty_of({"up": SRC["up"]}))
-    with pytest.raises(errors.LayoutError, match="without 'norm'"):
-        col.plan(col.reshard_refs, wrong, workers[2:], src=SRC, dst=DST)
-
-
-def test_what_does_not_fit_its_layout_is_told_of_all_ranks_and_nothing_moves(actors):
-    workers = actors(Worker, 5)
-    held = held_by(SRC, whole_tensors(SRC, 3))
-    held[0]["up"] = held[0]["up"].astype(np.float64)
-    del held[1]["norm"]
-    held[1]["more"] = np.ones(1)
-    given, taken = keep(workers[:2], held), keep(workers[2:], empty_of(DST))
-    with pytest.raises(errors.LayoutError) as caught:
-        col.reshard_refs(given, taken, src=SRC, dst=DST)
-    told = [(one.rank, one.field, one.found) for one in caught.value.violations]
-    assert told == [
-        (0, "dtype of 'up' of src", "float64"),
-        (1, "dict of src", "without 'norm'"),
-        (1, "dict of src", "with 'more'"),
-    ]
-    check(taken, empty_of(DST))
-
-
-def test_wrong_arguments_are_named(actors):
-    workers = actors(Worker, 4)
-    given, taken = keep(workers[:2], empty_of(SRC)), workers[2:]
-    with pytest.raises(errors.LayoutError, match="number of ranks dst"):
-        col.reshard_refs(given, taken, src=SRC, dst=DST)
-    with pytest.raises(errors.InvalidArgumentError, match="src is 3"):
-        col.reshard_refs(given, taken, src=3, dst=DST)
-    with pytest.raises(errors.LayoutError, match="src is without a layout of 'norm', 'up', 'qkv'"):
-        col.reshard_refs(given, taken, dst=DST)
-    with pytest.raises(errors.DuplicateActorError):
-        col.reshard_refs([given[0], given[0]], taken, src=SRC, dst=DST)
-    with pytest.raises(errors.MissingMemberError, match="src_refs"):
-        col.reshard_refs([], taken, src=SRC, dst=DST)
-
-
 def test_what_a_reshard_makes_is_an_operand_of_later_calls(actors):
     workers = actors(Worker, 4)
     src, dst = (col.layout([4, 6], mesh={"tp": 2}, spec=spec) for spec in (("tp",), (None, "tp")))
@@ -215,17 +155,6 @@ def test_layouts_go_by_patterns(actors):
     check(made, expected)
     check(col.reshard_refs(given, made, src={"*": SRC["up"]}, dst=spelt), expected)
     assert col.plan(col.reshard_refs, given, made, src={"*": SRC["up"]}, dst=BY_PATTERN).rows[0].op == "reshard"
-
-
-def test_tensors_that_no_pattern_matches_are_listed_and_nothing_moves(actors):
-    workers = actors(Worker, 5)
-    given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
-    with pytest.raises(errors.LayoutError, match=r"without a layout of '0\.down', '1\.down'"):
-        col.reshard_refs(given, workers[2:], src=LAYERS, dst={"*.up": DST["up"]})
-    with pytest.raises(errors.LayoutError, match=r"without a layout of '0\.up', '1\.up'"):
-        col.reshard_refs(given, workers[2:], src={"*.down": SRC["up"]}, dst=BY_PATTERN)
-    with pytest.raises(errors.LayoutError, match="its wildcards"):
-        col.reshard_refs(given, workers[2:], src=LAYERS, dst=col.fused_layouts("w", {"*": DST["up"]}))
 
 
 def test_names_that_are_not_known_yet_have_to_be_spelt(actors):

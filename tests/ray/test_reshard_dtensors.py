@@ -8,7 +8,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
 
 pytest.importorskip("torch.distributed.tensor")
 pytestmark = pytest.mark.usefixtures("tidy")

@@ -1,17 +1,14 @@
-"""A spaCy pipeline is trained to the same weights in all ways; its loss falls; spaCy takes its project and config."""
+"""A spaCy pipeline is trained to the same weights in all ways; its loss falls; spaCy takes its project."""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import shutil
 
-import numpy as np
 import pytest
 
 pytest.importorskip("spacy")
 
-from examples.spacy_ner import __main__ as benchmark
 from examples.spacy_ner import corpus, learner, train, ways
 
 SMALL = {
@@ -67,17 +64,6 @@ def test_every_way_learns_what_one_process_learns(name, team, expected):
 
 
 @pytest.mark.full
-def test_ranks_that_learn_alone_differ(team, expected):
-    way = team.ways[ways.ALONE]
-    way.restart()
-    way.train(UPDATES)
-
-    assert len({expected[0].digest(), *way.digests()}) == 1 + RANKS
-    with pytest.raises(AssertionError, match="other weights"):
-        benchmark._check(ways.CAPTURED, way, expected[0])
-
-
-@pytest.mark.full
 def test_the_loss_falls_and_entities_are_found(team, tmp_path):
     import spacy
 
@@ -90,48 +76,6 @@ def test_the_loss_falls_and_entities_are_found(team, tmp_path):
     nlp = spacy.load(tmp_path / train.BEST)
     assert nlp.pipe_names == ["tok2vec", "ner"]
     assert {entity.label_ for entity in nlp("Adele Ito paid $5 million on Monday.").ents} <= set(corpus.KINDS)
-
-
-def test_parameters_are_shared_out_whole_and_evenly(job):
-    one = learner.Learner(job, rank=1, ranks=4)
-
-    sizes = [sum(p.stop - p.start for p in one.owned(rank)) for rank in range(4)]
-    pieces = one.pieces(one.flat_weights)
-
-    assert [piece.size for piece in pieces] == sizes
-    assert sum(sizes) == one.flat_weights.size
-    biggest = max(p.stop - p.start for p in one.parameters)
-    assert max(sizes) - min(sizes) <= biggest
-    for parameter in one.parameters:
-        assert np.shares_memory(parameter.of(one.flat_weights), one.weight(parameter))
-
-
-def test_ranks_have_all_batches_in_turn(job):
-    def texts(rank, ranks, count):
-        batches = learner.Learner(job, rank, ranks).batches()
-        return [[example.text for example in batch] for batch in itertools.islice(batches, count)]
-
-    everything = texts(0, 1, 60)
-
-    assert texts(0, 2, 30) == everything[0::2]
-    assert texts(1, 2, 30) == everything[1::2]
-    epoch = [text for batch in everything for text in batch][:80]
-    assert sorted(epoch) == sorted(example.text for example in learner.Learner(job, 0, 1).examples)
-
-
-def test_the_corpus_is_the_same_each_time_and_its_tests_have_other_names(tmp_path, job):
-    again = corpus.write(tmp_path, train=80, dev=40)
-
-    assert [path.read_bytes() for path in again] == [job.train.read_bytes(), job.dev.read_bytes()]
-    for field in ("given", "family", "places", "firms"):
-        assert not set(getattr(corpus.TRAIN, field).split("/")) & set(getattr(corpus.DEV, field).split("/"))
-    assert not set(corpus.TRAIN.frames) & set(corpus.DEV.frames)
-
-
-def test_spacy_takes_the_config(job):
-    from spacy.cli.debug_config import debug_config
-
-    debug_config(learner.CONFIG, overrides={"paths.train": str(job.train), "paths.dev": str(job.dev)})
 
 
 def test_spacy_takes_the_project(tmp_path, monkeypatch, capfd):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 import weakref
@@ -14,8 +13,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.capturing import Coroutines, Learner, captured_here
-from tests.waiting import wait_until
+from tests.support.steps import Coroutines, Learner, captured_here
+from tests.support.waiting import wait_until
 
 
 class Report(NamedTuple):
@@ -72,15 +71,6 @@ def test_a_step_does_what_the_same_code_does_by_ray(actors, pair):
         np.testing.assert_array_equal(*ray.get([one.read_weights.remote(), other.read_weights.remote()]))
 
 
-def test_the_first_call_runs_each_method_once(pair):
-    @col.step
-    def step(value):
-        return pair[0].note.remote(value)
-
-    assert [step(1), step(2)] == [1, 2]
-    assert noted(pair[0]) == [(1,), (2,)]
-
-
 def test_a_failed_trace_has_run_nothing_and_the_next_call_traces_again(pair):
     fails = [True]
 
@@ -123,38 +113,6 @@ def test_asynchronous_actors_take_part(actors):
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-ARGUMENTS = [
-    (1, 2),
-    (True, False),
-    (0.5, float("inf")),
-    (1 << 80, -1),
-    ("a", "other"),
-    (b"a", b""),
-    (2j, 1j),
-    (None, None),
-    ([1, "x", (2.5, None)], [2, "y", (0.5, None)]),
-    ({"a": 1, 2: [b"x"]}, {"a": 3, 2: [b"z"]}),
-    (np.float32(1.5), np.float32(2.5)),
-]
-
-
-@pytest.mark.parametrize(("first", "second"), ARGUMENTS)
-def test_values_of_one_structure_are_arguments(pair, first, second):
-    @col.step
-    def step(value, scale=1):
-        pair[0].note.remote(value, [value, "fixed"], {"key": (value, scale)})
-        return value, pair[1].echo.remote(value)
-
-    assert step(first) == (first, first)
-    assert step(value=second, scale=2) == (second, second)
-    assert noted(pair[0]) == [
-        (first, [first, "fixed"], {"key": (first, 1)}),
-        (second, [second, "fixed"], {"key": (second, 2)}),
-    ]
-    assert {type(one) for one, *_ in noted(pair[0])} == {type(first)}
-    assert step.cache_info().misses == 1
-
-
 def test_arrays_and_tensors_are_arguments(pair):
     torch = pytest.importorskip("torch")
 
@@ -169,19 +127,6 @@ def test_arrays_and_tensors_are_arguments(pair):
     assert step.cache_info().misses == 1
     step(np.full((3, 2), 1), torch.full((4,), 1, dtype=torch.float16))
     assert step.cache_info().misses == 2
-
-
-def test_each_method_gets_a_copy_of_its_own(pair):
-    def append(self, values):
-        values.append(len(values))
-        return values
-
-    @col.step
-    def step(values):
-        return pair[0].call.remote(append, values), pair[0].call.remote(append, values)
-
-    assert step([7]) == ([7, 1], [7, 1])
-    assert step([8]) == ([8, 1], [8, 1])
 
 
 def test_methods_get_arguments_as_they_were_when_they_were_called(pair):
@@ -225,14 +170,6 @@ def test_static_parameters_are_known_while_the_function_is_traced(pair):
 
     assert [step(2, 1), step(0, 1), step(2, 3), step(3, 5)] == [[1, 1], [], [3, 3], [5, 5, 5]]
     assert step.cache_info() == (1, 3, 8, 3)
-
-
-def test_objects_that_do_not_travel_with_a_run_are_sent_once(pair):
-    @col.step
-    def step():
-        return pair[0].call.remote(lambda self, values, kind: (sorted(values), kind.__name__), {1, 2}, dict)
-
-    assert [step(), step()] == [([1, 2], "dict")] * 2
 
 
 def test_traces_are_bounded(pair, caplog):
@@ -302,21 +239,6 @@ def test_kept_values_of_several_runs_in_flight_are_their_own(pair):
 # ---------------------------------------------------------------------------------------------- several at once
 
 
-def test_several_runs_are_in_flight(pair):
-    @col.step
-    def step(value):
-        return [one.note.remote(value) for one in pair]
-
-    runs = [step.start(value) for value in range(20)]
-    assert [run.wait() for run in runs] == [[n, n] for n in range(1, 21)]
-    assert noted(pair[1]) == [(n,) for n in range(20)]
-
-    async def awaited():
-        return await step.start(5)
-
-    assert asyncio.run(awaited()) == [21, 21]
-
-
 def test_any_thread_calls_a_step_and_records_only_its_own_calls(pair):
     entered, called = threading.Event(), threading.Event()
     traced = []
@@ -383,25 +305,6 @@ def test_an_object_is_let_go_of_with_its_steps(pair):
         gc.enable()
 
 
-def test_a_cell_that_is_run_again_releases_the_step_before(pair):
-    def cell():
-        @col.step
-        def step(value):
-            return [one.note.remote(value) for one in pair]
-
-        return step
-
-    gc.disable()
-    try:
-        step = cell()
-        assert step(1) == [1, 1]
-        step = cell()
-        assert wait_until(lambda: ray.get([one.call.remote(captured_here) for one in pair]) == [0, 0])
-        assert step(2) == [2, 2]
-    finally:
-        gc.enable()
-
-
 def test_a_step_in_a_step_is_a_part_of_it(pair):
     @col.step
     def inner(value):
@@ -415,15 +318,6 @@ def test_a_step_in_a_step_is_a_part_of_it(pair):
     assert [outer(1), outer(2)] == [(1, 2, 1), (3, 4, 2)]
     assert inner.cache_info().currsize == 0
     assert noted(pair[0]) == [(1,), (7,), (2,), (7,)]
-
-
-def test_remote_in_the_block_of_a_captured_step_is_recorded(pair):
-    with col.capture() as step:
-        inner = col.step(lambda: pair[1].note.remote("inner"))
-        step.returns([pair[0].note.remote(step.argument("value")), inner()])
-    assert noted(pair[0]) == []
-    assert [step.run(value=1), step.run(value=2)] == [[1, 1], [2, 2]]
-    step.close()
 
 
 # ---------------------------------------------------------------------------------------------- tracing again
@@ -459,21 +353,6 @@ def test_after_a_run_that_failed_the_function_is_traced_again(pair):
 
 
 # ---------------------------------------------------------------------------------------------- looking, ending
-
-
-def test_a_step_is_explained_without_a_run(pair):
-    refs = [one.steady.remote() for one in pair]
-
-    @col.step
-    def step(value):
-        col.allreduce_refs(refs)
-        return pair[0].note.remote(value)
-
-    assert "allreduce" in step.explain(1)
-    assert step.plan(1).explain() == step.explain(1)
-    assert noted(pair[0]) == []
-    assert step(2) == 1
-    assert step.cache_info().misses == 1
 
 
 def test_a_closed_step_is_traced_again(pair):

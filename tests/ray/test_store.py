@@ -13,8 +13,8 @@ import ray
 import raycollect as col
 from raycollect.errors import InvalidArgumentError, NotATensorError, StoreFullError, TensorFreedError, TensorLostError
 from raycollect.observe import run_steps
-from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain, Worker, held
-from tests.waiting import has_ended, wait_until
+from tests.support.actors import Kinds, KindsActor, Plain, Worker, held
+from tests.support.waiting import has_ended, wait_until
 
 
 @pytest.fixture
@@ -92,23 +92,6 @@ def test_values_of_very_many_tensors_are_fetched_by_the_driver_and_by_other_part
     assert all(map(np.array_equal, found.values(), expected.values()))
     total = other.call.remote(lambda self, value: (len(value), sum(map(np.sum, value.values()))), ref)
     assert ray.get(total) == (count, sum(map(np.sum, expected.values())))
-
-
-def test_streaming_generators(kinds, actors):
-    for i, ref in enumerate(kinds.stream.remote()):
-        assert_key(ref)
-        np.testing.assert_array_equal(col.get(ref), np.full(3, i))
-    for i, ref in enumerate(actors(AsyncActor, 1)[0].stream.remote()):
-        assert_key(ref)
-        np.testing.assert_array_equal(col.get(ref), np.full(3, i))
-
-
-def test_containers(kinds):
-    found = col.get([kinds.listed.remote(), kinds.pair.remote(), kinds.named.remote()])
-    assert [type(value) for value in found] == [list, tuple, dict]
-    np.testing.assert_array_equal(found[0][1], np.ones(4))
-    assert list(found[2]) == ["a", "b", 7]
-    np.testing.assert_array_equal(found[2][7], np.arange(2))
 
 
 @pytest.mark.parametrize("name", ["int", "mixed", "empty", "object", "text", "masked"])
@@ -210,41 +193,6 @@ def test_a_copy_arrives_while_the_holder_is_busy(kinds, actors):
     assert ray.get(busy, timeout=30) is False
 
 
-def test_async_actors(actors):
-    (actor,) = actors(AsyncActor, 1)
-    ref = actor.get_buffer.remote()
-    assert_key(ref)
-    assert ray.get(actor.is_my_buffer.remote(ref))
-    np.testing.assert_array_equal(col.get(actor.plain.remote()), np.full(4, 2.0))
-    (other,) = actors(AsyncActor, 1)
-    assert not ray.get(other.is_my_buffer.remote(ref))
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint16", "float16", "float64", "bool", "complex64", ">f4"])
-def test_fetching_any_array(kinds, dtype):
-    for shape in ((1,), (0,), (3, 0), (2, 3)):
-        expected = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-        ref = kinds.make.remote(lambda self, array: np.array(array), expected)
-        found = col.get(ref)
-        assert found.shape == shape
-        assert found.dtype == expected.dtype.newbyteorder("=")
-        np.testing.assert_array_equal(found, expected)
-
-
-def test_fetching_views(kinds):
-    base = np.arange(24.0).reshape(4, 6)
-    for view in (base[::2], base.T, base[:, ::-1], base[1:3, 2:5]):
-        ref = kinds.make.remote(lambda self, array: array, view)
-        np.testing.assert_array_equal(np.asarray(ray.get(ref)), view)
-
-
-def test_a_handle_explains_itself(kinds):
-    text = repr(ray.get(kinds.get_buffer.remote()))
-    for part in ("float32[10]", "Kinds(", "raycollect.get", "numpy.asarray"):
-        assert part in text
-    assert "dict of" in repr(ray.get(kinds.named.remote()))
-
-
 def test_an_ordered_get_waits_for_the_actors_queue(kinds):
     ref = kinds.get_buffer.remote()
     ray.wait([ref])
@@ -263,14 +211,6 @@ def test_an_ordered_get_waits_for_the_actors_queue(kinds):
         ray.get(elsewhere.remote([ref]))
 
 
-def test_discarded_results_are_freed(kinds):
-    ray.get(kinds.call.remote(lambda self: None))
-    before = held(kinds)
-    for _ in range(50):
-        kinds.get_buffer.remote()
-    assert wait_until(lambda: held(kinds) == before), held(kinds)
-
-
 def test_freed_when_the_last_ref_is_gone_and_not_before(kinds):
     before = held(kinds)
     ref = kinds.get_buffer.remote()
@@ -281,21 +221,6 @@ def test_freed_when_the_last_ref_is_gone_and_not_before(kinds):
     ray.get(kinds.call.remote(lambda self: None))
     assert col.get(copy).shape == (10,)
     del copy
-    assert wait_until(lambda: held(kinds) == before), held(kinds)
-
-
-def test_a_ref_owned_by_another_process_keeps_its_tensor(kinds, actors):
-    """Borrowers and owners are counted alike; the tensor goes when the owner dies."""
-    before = held(kinds)
-    owner = Plain.options(num_cpus=0).remote()
-
-    def own(self, participant):
-        self.ref = participant.get_buffer.remote()
-        ray.wait([self.ref])
-
-    ray.get(owner.call.remote(own, kinds))
-    assert held(kinds) == before + 1
-    ray.kill(owner)
     assert wait_until(lambda: held(kinds) == before), held(kinds)
 
 

@@ -9,8 +9,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.refusing import refused
-from tests.ray.workers import Worker
+from tests.support.actors import Worker
+from tests.support.checks import refused
 
 torch = pytest.importorskip("torch")
 
@@ -34,7 +34,7 @@ class WithDLPack(Borrowed):
         return self.array.__dlpack_device__()
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", pytest.param("gloo", marks=pytest.mark.full)])
 def pair(request, actors):
     """Two actors in a declared group."""
     workers = actors(Worker, 2)
@@ -152,46 +152,6 @@ def test_odd_layouts(pair):
         np.testing.assert_array_equal(found[4], np.ones(()))
     base = ray.get(pair[0].call.remote(lambda self: self.base))
     assert base.sum() == 3 * 7 + 1 * 17
-
-
-def test_read_only_memory(pair):
-    def put(self, rank):
-        array = np.zeros(3)
-        array.flags.writeable = False
-        return array
-
-    refs = make(pair, put)
-    with refused(errors.ReadOnlyError, "rank 0", "rank 1", actors=pair):
-        col.allreduce_refs(refs)
-    lists = [actor.make.remote(lambda self: [np.ones(3), np.ones(3)]) for actor in pair]
-    assert col.allgather_refs(lists, refs) == lists  # what is only read may be read-only
-    np.testing.assert_array_equal(col.get(lists[0])[1], np.zeros(3))
-
-
-def test_two_refs_to_views_of_one_storage(pair):
-    """P6: by storage, whatever the objects are."""
-
-    def put(self, rank):
-        self.storage = torch.zeros(8)
-        return self.storage[:4]
-
-    refs = make(pair, put)
-    halves = [actor.make.remote(lambda self: [self.storage[2:6].numpy(), np.zeros(4, np.float32)]) for actor in pair]
-    with refused(errors.AliasError, "rank 0", "rank 1", "overlapping", actors=pair):
-        col.allgather_refs(halves, refs)
-    apart = [actor.make.remote(lambda self: [self.storage[4:].numpy(), np.zeros(4, np.float32)]) for actor in pair]
-    col.allgather_refs(apart, refs)
-
-
-def test_defect_11_a_list_of_one_tensor_twice(pair):
-    def twice(self):
-        return [torch.zeros(3)] * 2
-
-    lists = [actor.make.remote(twice) for actor in pair]
-    refs = make(pair, lambda self, rank: torch.full((3,), rank + 1.0))
-    with refused(errors.AliasError, "rank 0", "rank 1", "overlapping", actors=pair):
-        col.allgather_refs(lists, refs)
-    assert not any(one.any() for found in col.get(lists) for one in found)
 
 
 def test_unsupported_tensors_go_by_value(pair):

@@ -12,8 +12,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.channel.doorbell import IN_FLIGHT
-from tests.ray.workers import Gate, Worker, buffers
-from tests.waiting import wait_until
+from tests.support.actors import Gate, Worker, buffers
+from tests.support.waiting import wait_until
 
 LIMIT_S = 0.4
 """The limit of calls that can't end."""
@@ -22,11 +22,6 @@ WHOLE = col.layout((10,), mesh={"rank": 1})
 
 WITHIN_S = 20.0
 """Far less than a wait without a limit: gates stay closed for 60 s."""
-
-
-@pytest.fixture
-def gate(actors):
-    return actors(Gate, 1, max_concurrency=32)[0]
 
 
 def hold(self, gate, begun):
@@ -187,19 +182,6 @@ def test_a_ref_of_a_task_is_waited_for_within_the_limit(actors, gate, timed, nam
     assert task.hex() in error.detail
     ray.get(gate.open.remote())
     col.allreduce_refs(refs)
-
-
-def test_a_ref_of_a_task_in_a_batch_is_waited_for_within_the_limit_of_the_batch(actors, gate, timed):
-    workers = actors(Worker, 2)
-    col.declare_collective_group(workers)
-    refs = buffers(workers)
-
-    def call():
-        with col.batch(timeout_s=LIMIT_S):
-            col.broadcast_refs(refs, source=late.remote(gate))
-
-    assert timed(call).timeout_s == LIMIT_S
-    ray.get(gate.open.remote())
 
 
 def test_a_group_is_derived_within_the_limit(actors, gate, block, timed):

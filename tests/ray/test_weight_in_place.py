@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-
 import numpy as np
 import pytest
 import ray
@@ -12,13 +9,6 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.ray.weight_actors import Weights, replicas, spoil
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"in place/{os.getpid()}/{next(_numbers)}"
 
 
 def run(actor, function, *args):
@@ -66,20 +56,3 @@ def test_pain_1_a_receiver_that_is_dirty_refuses_to_compute(actors, name):
         sub.update()
         assert ray.get(rollout.look.remote(sub)) == ([2.0], 3)
         np.testing.assert_equal(col.get(refs[0])["bias"], 2)
-
-
-def test_what_is_verified_and_not_shown_is_refused_and_another_driver_goes_on(actors, name):
-    trainer, rollout = actors(Weights, 2)
-    refs = replicas([rollout])
-    with col.publish(replicas([trainer]), name) as pub:
-        ray.get(trainer.fill.remote(1))
-        pub.put()
-        sub = col.subscribe(name, refs, inplace=True)
-        version = sub._find("latest")
-        job, tell, _ = sub._job(version, sub._records(version), lambda: 10.0)
-        ray.get(job.tell(tell, 0))
-        with pytest.raises(errors.VersionDirtyError):
-            ray.get(rollout.look.remote())
-        with col.subscribe(name, refs, inplace=True) as other:
-            assert other.update().nbytes == 0
-            assert ray.get(rollout.look.remote(other)) == ([1.0], 1)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 
-import numpy as np
 import pytest
 import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.weights.directory import Directory
 from tests.ray.weight_actors import Weights, looks, replicas
 
 SHAPES = {f"layer{at}": (4, 6) for at in range(6)}
 NBYTES = 6 * 4 * 6 * 4
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"parts/{os.getpid()}/{next(_numbers)}"
 
 
 @pytest.fixture
@@ -156,55 +147,3 @@ def test_pain_2_a_death_in_the_middle_of_a_stream(actors, name, who, gate):
             gate.write_text("go")
             assert stream.commit()[0].lost == (0,)
             assert looks(rollouts[1:], sub) == [([1.0], 1)]
-
-
-def test_a_push_asks_the_directory_once_for_all_groups(actors, name, monkeypatch):
-    trainer, *rollouts = actors(Weights, 4)
-    asked = []
-    monkeypatch.setattr(Directory, "_ask", lambda self, call, ask=Directory._ask: (asked.append(1), ask(self, call))[1])
-    with col.publish(replicas([trainer]), name) as pub:
-        subs = [col.subscribe(name, replicas([one])) for one in rollouts]
-        for _ in range(3):
-            asked.clear()
-            pub.put()
-            put = len(asked)
-            pub.push(subs)
-        assert put <= 6
-        assert len(asked) - put <= 2 + 3 + 3  # who holds it; each keeps its layouts, and tells that it holds it
-        for one in subs:
-            one.close()
-
-
-@pytest.mark.parametrize(
-    ("part", "match"),
-    [
-        ("other", "'other' is no name"),
-        (["layer0", "layer0"], None),
-        ({"layer0": np.zeros(3, np.float32)}, r"float32\[3\], where float32\[4, 6\]"),
-        ({"layer0": 7}, "no tensor"),
-        (7, "int is no part"),
-        ("again", "'layer0' was sealed before"),
-    ],
-)
-def test_what_is_no_part(actors, name, part, match):
-    (trainer,) = actors(Parts, 1)
-    with col.publish(replicas([trainer], SHAPES), name) as pub:
-        stream = pub.stream()
-        stream.call("give", ["layer0", "layer0"] if part == "again" else [part])
-        if match is None:
-            assert stream.commit() == []
-        else:
-            with pytest.raises(errors.VersionNotPutError, match=match):
-                stream.commit()
-
-
-@ray.remote(num_cpus=0)
-class Parts(col.CollectiveParticipant):
-    """A trainer that yields what it is given."""
-
-    def make(self, shapes):
-        self.weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        return self.weights
-
-    def give(self, parts):
-        yield from parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 
 import numpy as np
 import pytest
@@ -11,16 +10,10 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.pure.weights.files import resident, write
-from tests.ray.workers import Worker
+from tests.pure.weights.files import write
+from tests.support.actors import Worker
 
 ROWS = 512
-SHAPE = (ROWS, 16384)  # 32 MiB of float32
-
-
-@pytest.fixture
-def name():
-    return f"sources/{os.getpid()}"
 
 
 def tensors(rows=ROWS, columns=64):
@@ -74,26 +67,6 @@ def test_a_file_is_broadcast_published_and_resharded(actors, tmp_path, name):
 def holding(worker, name, ref):
     """The same tensor in a dict."""
     return worker.make.remote(lambda self, name, value: {name: value}, name, ref)
-
-
-def test_each_rank_reads_its_part_of_a_file_alone(actors, tmp_path):
-    """The file is mapped in each rank, which takes what it needs from its own mapping."""
-    workers = actors(Worker, 2)
-    whole = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
-    path = write(tmp_path / "model.safetensors", {"up": whole})
-    files = [opened(worker, path) for worker in workers]
-    parts = [worker.make.remote(lambda self: {"up": np.zeros((ROWS // 2, SHAPE[1]), np.float32)}) for worker in workers]
-    col.reshard_refs(
-        files,
-        parts,
-        src={"up": col.layout(SHAPE, mesh={"rank": 2}, dtype="float32")},
-        dst={"up": col.layout(SHAPE, mesh={"rank": 2}, spec=("rank",), dtype="float32")},
-    )
-    for at, found in enumerate(col.get(parts)):
-        np.testing.assert_array_equal(found["up"], whole[at * ROWS // 2 : (at + 1) * ROWS // 2])
-    read = ray.get([worker.call.remote(lambda self, path: resident(path), path) for worker in workers])
-    # The system reads ahead.
-    assert all(whole.nbytes // 2 <= one <= whole.nbytes * 3 // 4 for one in read), read
 
 
 # ---------------------------------------------------------------------------------------------- torch

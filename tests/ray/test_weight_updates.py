@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
 import threading
 import time
 
@@ -14,16 +11,9 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.weight_actors import SHAPES, Weights, held_by, looks, replicas, spoil
-from tests.ray.workers import Gate, Worker
-from tests.waiting import has_ended, stopped, wait_until
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    return f"updates/{os.getpid()}/{next(_numbers)}"
+from tests.ray.weight_actors import SHAPES, Weights, held_by, looks, replicas
+from tests.support.actors import Gate, Worker
+from tests.support.waiting import has_ended, stopped, wait_until
 
 
 def end(actor):
@@ -48,16 +38,6 @@ def test_a_version_that_several_rounds_show_is_held_once_and_can_be_gone_back_to
         sub.update(first, timeout_s=20.0)
         assert looks([rollout], sub) == [([1.0], 1)]
         assert held_by(rollout) == held
-
-
-def test_a_subscription_that_is_named_twice_is_refused(actors, name):
-    trainer, rollout = actors(Weights, 2)
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
-        pub.put()
-        for call in (pub.push, pub.stream):
-            with pytest.raises(errors.InvalidArgumentError) as raised:
-                call([sub, sub])
-            assert [one.field for one in raised.value.violations] == ["subscriptions"]
 
 
 def test_an_update_that_fails_leaves_the_version_before_shown_and_served(actors, name):
@@ -136,25 +116,6 @@ def test_what_one_group_of_several_lacks_is_told_beside_the_receipts_of_the_othe
         assert [one and one.version.number for one in raised.value.receipts] == [2, None]
 
 
-def test_a_rank_that_is_late_is_named_with_its_stack(actors, name):
-    trainer, rollout, gate = actors(Weights, 1)[0], actors(Worker, 1)[0], actors(Gate, 1, max_concurrency=2)[0]
-
-    def sits_here(self, gate):
-        ray.get(gate.wait.remote())
-
-    refs = [rollout.make.remote(lambda self: {key: np.zeros(shape, np.float32) for key, shape in SHAPES.items()})]
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, refs) as sub:
-        pub.put()
-        busy = rollout.call.remote(sits_here, gate)
-        with pytest.raises(errors.VersionTimeoutError) as raised:
-            sub.update(timeout_s=3.0)
-        (report,) = raised.value.reports
-        assert (raised.value.missing, report.rank, report.answers, report.has_begun) == ((0,), 0, True, False)
-        assert any("sits_here" in line for line in report.stack)
-        ray.get([gate.open.remote(), busy])
-        assert sub.update().version.number == 1
-
-
 def test_threads_that_share_a_subscription_take_turns(actors, name):
     trainer, rollout, gate = actors(Weights, 1)[0], actors(Worker, 1)[0], actors(Gate, 1, max_concurrency=2)[0]
     refs = [rollout.make.remote(lambda self: {key: np.zeros(shape, np.float32) for key, shape in SHAPES.items()})]
@@ -180,40 +141,6 @@ def test_threads_that_share_a_subscription_take_turns(actors, name):
         assert [one.version.number for one in receipts] == [1]
 
 
-def test_an_update_inside_another_one_of_its_thread_is_refused(actors, name):
-    trainer, rollout = actors(Weights, 2)
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
-        pub.put()
-        found = []
-
-        def handle(number, frame):
-            try:
-                sub.update()
-            except errors.VersionError as exc:
-                found.append(type(exc))
-
-        before = signal.signal(signal.SIGUSR1, handle)
-        try:
-            pid = ray.get(rollout.pid.remote())
-            with stopped(pid):
-                waker = threading.Thread(target=interrupt_update, args=(sub, found, pid))
-                waker.start()
-                assert sub.update(timeout_s=60.0).version.number == 1
-                waker.join(20)
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-        assert found == [errors.VersionError]
-        assert sub.update().version.number == 1
-
-
-def interrupt_update(sub, found, pid):
-    """Sends a signal to the main thread once it is in an update, and lets the receiver go on when it was handled."""
-    assert wait_until(lambda: sub._turns.is_taken)
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-    wait_until(lambda: found)
-    os.kill(pid, signal.SIGCONT)
-
-
 def test_without_the_clusters_store_put_and_update_end_in_time(actors, name):
     trainer, rollout = actors(Weights, 2)
     with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
@@ -236,17 +163,3 @@ def control_store():
     """The process id of the control store of this Ray."""
     (server,) = ray._private.worker._global_node.all_processes["gcs_server"]
     return server.process.pid
-
-
-def test_bits_that_changed_at_a_holder_leave_the_receiver_as_it_was(actors, name):
-    trainer, rollout = actors(Weights, 2)
-    with col.publish(replicas([trainer]), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
-        ray.get(trainer.fill.remote(1))
-        pub.put()
-        sub.update()
-        ray.get(trainer.fill.remote(2))
-        pub.put()
-        ray.get(trainer.__ray_call__.remote(spoil))
-        with pytest.raises(errors.VersionNotWholeError):
-            sub.update()
-        assert looks([rollout], sub) == [([1.0], 1)]

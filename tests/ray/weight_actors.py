@@ -9,12 +9,12 @@ import numpy as np
 import ray
 
 import raycollect as col
-from tests import lives
+from tests.support import actor_pool
 
 SHAPES = {"up": (8, 6), "down": (6, 8), "bias": (5,)}
 
 
-@lives.lasting
+@actor_pool.reusable
 @ray.remote(num_cpus=0)
 class Weights(col.CollectiveParticipant):
     """One rank of a trainer or of a rollout."""

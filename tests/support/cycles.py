@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import raycollect
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 HELD = (np.ndarray, mmap.mmap, memoryview, socket.socket, threading.Thread)
 """What matters besides what is ours, and Ray's handles and refs."""

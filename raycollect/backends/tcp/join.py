@@ -11,8 +11,8 @@ rendezvous, which is authenticated, so holders of the key are members::
 
 Each HMAC-SHA256 is keyed with the group's key and covers its sender's role, the group's id, both ranks and both nonces,
 so that no message can be replayed on another connection. All handshakes run concurrently and each has a time limit, so
-that a silent stranger delays nobody; if there are many, the oldest unfinished ones are dropped, and members among them
-connect again. The log has a line on the first stranger and one on all others. Later frames are not authenticated.
+that a silent stranger delays nobody; more than `MAX_STRANGERS` at once delay a join by that limit. The log has a line
+on the first stranger and one on all others. Later frames are not authenticated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ USER_TIMEOUT_S = 120.0
 # How many handshakes beside the members' may be open, with a descriptor each; more wait in the kernel's backlog
 MAX_STRANGERS = 64
 _RETRY_S = 0.05
-_GRACE_S = 0.25
 _MAGIC = b"rcT3"
 _HELLO = struct.Struct("<4sII32s")
 _NONCE_NBYTES = _TAG_NBYTES = 32
@@ -131,7 +130,6 @@ class _Joining:
         self._handshakes: dict[socket.socket, _Handshake] = {}
         self._to_connect = dict.fromkeys(where, 0.0)  # rank -> the earliest time to connect
         self._most = MAX_STRANGERS + spec.world_size
-        self._full_until_s = 0.0  # when to drop handshakes to make room; 0: there is room
         self._refused = 0
         self._paused_until_s = 0.0  # until when nothing is accepted, for lack of descriptors
         self.trouble: str = ""  # the last local failure, for the message about missing ranks
@@ -151,11 +149,10 @@ class _Joining:
                     self._connect(rank, now_s, until_s)
             for handshake in [one for one in self._handshakes.values() if one.until_s <= now_s]:
                 self._drop(handshake, "it did not finish its handshake in time")
-            self._make_room(now_s)
             paused = now_s < self._paused_until_s
-            self._watch_listeners(not paused and not self._full_until_s and bool(self._higher - self._done.keys()))
+            is_full = len(self._handshakes) >= self._most
+            self._watch_listeners(not paused and not is_full and bool(self._higher - self._done.keys()))
             wakes = (
-                self._full_until_s or until_s,
                 self._paused_until_s if paused else until_s,
                 until_s,
                 *self._to_connect.values(),
@@ -172,18 +169,6 @@ class _Joining:
             _log.warning("%s: refused %d more connections while it formed", self._label, self._refused - 1)
         sockets.close((*self._handshakes, *self._done.values()))
         self._selector.close()
-
-    def _make_room(self, now_s: float) -> None:
-        # Drops the older half of the incoming handshakes after too many for a moment.
-        if len(self._handshakes) < self._most:
-            self._full_until_s = 0.0
-        elif not self._full_until_s:
-            self._full_until_s = now_s + _GRACE_S
-        elif self._full_until_s <= now_s:
-            callers = [one for one in self._handshakes.values() if one.wanted < 0]
-            for handshake in callers[: -(-len(callers) // 2)]:
-                self._drop(handshake, "it was not done while others waited")
-            self._full_until_s = 0.0
 
     def _watch_listeners(self, wanted: bool) -> None:
         for listener in self._listeners:

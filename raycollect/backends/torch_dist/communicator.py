@@ -12,8 +12,8 @@ connections are shut down, which ends the kernel, and the end is waited for. Whe
 received in memory of our own and copied out when complete. A large array is reduced in parts (`PART_NBYTES`), several
 of them at the same time.
 
-Pieces of several sizes, in device memory: ALLTOALL moves exactly them; ALLGATHER moves up to the smallest size, and the
-rest by broadcasts; GATHER, SCATTER and REDUCESCATTER pad each chunk to the largest piece.
+Pieces of several sizes, in device memory: ALLTOALL moves exactly them, and the others pad each chunk to the largest
+piece.
 
 Waiting releases the GIL and notices an abort, which breaks the group. Extra memory: at most 4 x `CHUNK_NBYTES` per rank
 (P8), and a copy of each device tensor that has gaps.
@@ -33,8 +33,7 @@ from raycollect.backends.severed import sever
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.backends.torch_dist.calls import Calls, Library
 from raycollect.backends.torch_dist.group import make
-from raycollect.backends.torch_dist.rows import is_native
-from raycollect.backends.torch_dist.run import run
+from raycollect.backends.torch_dist.run import is_native, run
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource

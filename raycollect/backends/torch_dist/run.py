@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -13,9 +14,9 @@ import torch
 from raycollect.backends.arrays import Array, DeviceArray, Flat
 from raycollect.backends.completion import chunks, clipped, metered, movement, one_each, reduce_op, reduction
 from raycollect.backends.folds import finish
+from raycollect.backends.meshed import is_as_numpy
 from raycollect.backends.torch_dist.calls import Calls
 from raycollect.backends.torch_dist.group import c10d
-from raycollect.backends.torch_dist.rows import Row, host_tensor
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import InternalError
 
@@ -25,6 +26,23 @@ LENT_NBYTES = 16 << 20  # The same where it works in the user's arrays; those wi
 # threads reduces, the other moves. 1.1 to 1.2 times as fast as in one part, on 2 cores that were busy.
 PART_NBYTES = 4 << 20
 AHEAD = 4
+
+
+# The libraries for CPU memory reduce these as numpy does. They round 16-bit floats at each step.
+_NATIVE_DTYPES = frozenset({"int8", "uint8", "int32", "int64", "float32", "float64"})
+
+
+def is_native(op: ReduceOp, dtype: str) -> bool:
+    """Tells whether the libraries for CPU memory reduce these as numpy does."""
+    return dtype in _NATIVE_DTYPES and is_as_numpy(op, dtype)
+
+
+def host_tensor(array: Array) -> Any:
+    """Wraps a flat, contiguous array as a tensor; the library must not write to one that is read-only."""
+    if not array.flags.writeable:  # torch has no read-only tensors, and warns of them
+        memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+        array = np.ndarray(array.shape, array.dtype, memoryview(memory))
+    return torch.from_numpy(array)
 
 
 def run(calls: Calls, launch: Launch, kernel: Kernel) -> None:
@@ -116,6 +134,45 @@ class _HostRun(_Run):
             dst.write(lo, hi, out)
 
 
+class Row:
+    """A tensor in device memory as a row of elements; a tensor with gaps is copied.
+
+    Chunks are tensors of bytes, which every library moves, whatever the dtype. The device's library reduces.
+    """
+
+    def __init__(self, array: DeviceArray) -> None:
+        self._tensor = tensor = array.tensor
+        self._line = tensor.contiguous().as_strided(
+            (tensor.numel(),), (1,)
+        )  # a view may keep the stride of one element
+        self._is_copy = not tensor.is_contiguous()
+        self.size: int = tensor.numel()
+        self.itemsize: int = tensor.element_size()
+
+    def read(self, lo: int, hi: int) -> Any:
+        """Returns elements [lo, hi) as bytes; this may be a view, which must not be written."""
+        return self._line[lo:hi].view(torch.uint8)
+
+    def write(self, lo: int, hi: int, values: Any) -> None:
+        """Writes elements [lo, hi) from bytes."""
+        self._line[lo:hi] = self.typed(values)
+        if self._is_copy and hi == self.size:
+            self._tensor.copy_(self._line.view(self._tensor.shape))
+
+    def room(self, count: int) -> Any:
+        """Allocates bytes for `count` elements on the same device, contents undefined."""
+        return torch.empty(count * self.itemsize, dtype=torch.uint8, device=self._tensor.device)
+
+    def typed(self, values: Any) -> Any:
+        """Views bytes as elements, for the library to reduce."""
+        return values.view(self._tensor.dtype)
+
+    def finish(self, op: ReduceOp, values: Any, world_size: int) -> None:
+        """Turns the library's sum into the average, for AVG only."""
+        if op is ReduceOp.AVG:
+            self.typed(values).div_(world_size)
+
+
 class _DeviceRun(_Run):
     """A kernel on tensors in device memory."""
 
@@ -153,29 +210,27 @@ class _DeviceRun(_Run):
             src, dst = (dst, None) if src is None else (src, None if dst is src else dst)
         else:
             src, dst = None, src if dst is None else dst
-        self._spread(None if src is None else Row(src), None if dst is None else Row(dst), kernel.peer)
-
-    def _spread(self, src: Row | None, dst: Row | None, root: int, at: int = 0) -> None:
-        whole = src or dst
+        given, taken = None if src is None else Row(src), None if dst is None else Row(dst)
+        whole = given or taken
         if whole is None:
             raise InternalError(detail="a broadcast without an array")
-        for lo, hi in self._chunks(whole.size - at, whole):
-            lo, hi = lo + at, hi + at
-            buffer = src.read(lo, hi) if src else whole.room(hi - lo)
-            self._calls.do(self._torch.broadcast, [buffer], self._calls.options(c10d.BroadcastOptions, root=root))
-            if dst:
-                dst.write(lo, hi, buffer)
+        for lo, hi in self._chunks(whole.size, whole):
+            buffer = given.read(lo, hi) if given else whole.room(hi - lo)
+            options = self._calls.options(c10d.BroadcastOptions, root=kernel.peer)
+            self._calls.do(self._torch.broadcast, [buffer], options)
+            if taken:
+                taken.write(lo, hi, buffer)
 
     def allgather(self, kernel: Kernel) -> None:
-        # Moves the size of the smallest piece by an allgather, and the rest by broadcasts.
+        # Chunks are padded to the largest piece.
         src, dst = Row(kernel.src), self._pieces(kernel, kernel.dst)
         _check_same(kernel, src, dst[self._me])
-        least = min(piece.size for piece in dst)
-        for lo, hi in self._chunks(least, src, len(dst)):
-            for piece, values in zip(dst, self._everyone(src.read(lo, hi)), strict=True):
-                piece.write(lo, hi, values)
-        for rank, piece in enumerate(dst):
-            self._spread(src if rank == self._me else None, piece, rank, least)
+        for lo, hi in self._chunks(max(piece.size for piece in dst), src, len(dst)):
+            own = _padded(src, lo, hi)
+            everyone = [torch.empty_like(own) for _ in self._ranks]
+            self._calls.do(self._torch.allgather, [everyone], [own], self._calls.options(c10d.AllgatherOptions))
+            for piece, values in zip(dst, everyone, strict=True):
+                _write(piece, lo, hi, values)
 
     def gather(self, kernel: Kernel) -> None:
         # Chunks are padded to the largest piece: only the root knows the sizes of all.
@@ -217,11 +272,6 @@ class _DeviceRun(_Run):
             buffer = dst.room(hi - lo)
             self._calls.do(self._torch.recv, [buffer], kernel.peer, 0, is_pair=True)
             dst.write(lo, hi, buffer)
-
-    def _everyone(self, own: Any) -> list[Any]:
-        everyone = [torch.empty_like(own) for _ in self._ranks]
-        self._calls.do(self._torch.allgather, [everyone], [own], self._calls.options(c10d.AllgatherOptions))
-        return everyone
 
     def _collected(self, own: Any, root: int) -> list[Any]:
         parts = [torch.empty_like(own) for _ in self._ranks] if self._me == root else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from raycollect import backends, types
-from raycollect.backends.adopted import AdoptedCommunicator, adopt, register_collective_backend
+from raycollect.backends.adopted import REDUCE_OPS, AdoptedCommunicator, adopt, register_collective_backend
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import (
     BackendNotInstalledError,
@@ -26,6 +26,8 @@ from raycollect.errors import (
 )
 from tests.pure.backends.adopted_groups import WAIT_S, Threads, table
 from tests.pure.communicators import ThreadTeam
+from tests.pure.conformance import LAYOUTS, check_cases, every_case, run_launch
+from tests.support.values import replace
 
 __all__ = ["table"]  # a fixture
 
@@ -38,131 +40,14 @@ def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
     made.close()
 
 
-def values(rank: int, size: int, dtype: str = "int64") -> np.ndarray:
-    return np.random.default_rng([rank, size]).integers(1, 5, size).astype(dtype)
-
-
-def run(team: ThreadTeam, kernel_of: Callable[[int], Kernel], ranks: tuple[int, ...] | None = None) -> None:
-    """One launch as the executor does it, of the kernel that each rank has."""
-    launch = team.launch(ranks)
-
-    def body(communicator: AdoptedCommunicator) -> None:
-        kernel = kernel_of(communicator.rank)
-        communicator.stage(launch, kernel)
-        arrivals = communicator.agree(launch, bytes([communicator.rank]))
-        assert list(arrivals) == [bytes([rank]) for rank in launch.ranks]
-        communicator.launch(launch, kernel).wait(launch.timeout_s)
-        communicator.end(launch, True)
-
-    team.must(body, ranks=ranks)
-
-
-LAYOUTS = {
-    "plain": lambda array: array.copy(),
-    "every other": lambda array: np.repeat(array, 2)[::2],
-    "big-endian": lambda array: array.astype(array.dtype.newbyteorder(">")),
-    "square": lambda array: np.asfortranarray(array.reshape(2, -1)),
-}
-
-
-@pytest.mark.parametrize("how", LAYOUTS)
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG])
-def test_reductions_of_any_layout(team: ThreadTeam, op: ReduceOp, how: str) -> None:
-    world = range(team.world_size)
-    given = [values(rank, 6, "float64") for rank in world]
-    expected = {
-        ReduceOp.SUM: np.sum,
-        ReduceOp.PRODUCT: np.prod,
-        ReduceOp.MIN: np.min,
-        ReduceOp.MAX: np.max,
-        ReduceOp.AVG: np.mean,
-    }[op](given, axis=0)
-    src = [LAYOUTS[how](array) for array in given]
-    for array in src:
-        array.flags.writeable = False
-    out = [LAYOUTS[how](array) for array in given]
-    run(team, lambda rank: Kernel(kind=OpKind.ALLREDUCE, src=src[rank], dst=out[rank], op=op))
-    for rank in world:
-        np.testing.assert_allclose(out[rank].reshape(-1), expected)
-    root = team.world_size - 1
-    landing = np.zeros(6)
-    run(
-        team,
-        lambda rank: Kernel(kind=OpKind.REDUCE, src=src[rank], dst=landing if rank == root else None, op=op, peer=root),
-    )
-    np.testing.assert_allclose(landing, expected)
-    for rank in world:
-        np.testing.assert_array_equal(src[rank].reshape(-1), given[rank], err_msg="a source was written")
-
-
-def test_in_place_and_zero_dimensions(team: ThreadTeam) -> None:
-    arrays = [np.array(float(rank + 1)) for rank in range(team.world_size)]
-    run(team, lambda rank: Kernel(kind=OpKind.ALLREDUCE, src=arrays[rank], dst=arrays[rank], op=ReduceOp.SUM))
-    assert [float(array) for array in arrays] == [sum(range(1, team.world_size + 1))] * team.world_size
-
-
-@pytest.mark.parametrize("how", ["plain", "every other", "big-endian"])
-def test_broadcast_from_each_root(team: ThreadTeam, how: str) -> None:
-    for root in range(team.world_size):
-        arrays = [LAYOUTS[how](values(rank, 8)) for rank in range(team.world_size)]
-        arrays[root].flags.writeable = False
-        own = np.zeros(8)
-        run(
-            team,
-            lambda rank, root=root, arrays=arrays, own=own: (
-                Kernel(kind=OpKind.BROADCAST, src=arrays[root], dst=own, peer=root)
-                if rank == root
-                else Kernel(kind=OpKind.BROADCAST, dst=arrays[rank], peer=root)
-            ),
-        )
-        for array in (*arrays, own):
-            np.testing.assert_array_equal(array, values(root, 8))
-
-
-@pytest.mark.parametrize("sizes", [(4, 4, 4), (1, 5, 2), (0, 3, 0), (0, 0, 0)])
-def test_pieces_of_any_size_in_place_and_not(team: ThreadTeam, sizes: tuple[int, ...]) -> None:
-    world = range(team.world_size)
-    for inplace in (False, True):
-        pieces = [tuple(np.full(sizes[peer], -1) for peer in world) for _ in world]
-        for rank in world:
-            pieces[rank][rank][...] = values(rank, sizes[rank])
-        src = [pieces[rank][rank] if inplace else pieces[rank][rank].copy() for rank in world]
-        run(team, lambda rank, p=pieces, s=src: Kernel(kind=OpKind.ALLGATHER, src=s[rank], dst=p[rank], most=5))
-        for rank in world:
-            for peer in world:
-                np.testing.assert_array_equal(pieces[rank][peer], values(peer, sizes[peer]))
-
-        given = [tuple(values(10 * rank + peer, sizes[peer]) for peer in world) for rank in world]
-        kept = [tuple(piece.copy() for piece in row) for row in given]
-        out = [given[rank][rank] if inplace else np.zeros(sizes[rank], np.int64) for rank in world]
-        run(
-            team,
-            lambda rank, g=given, o=out: Kernel(kind=OpKind.REDUCESCATTER, src=g[rank], dst=o[rank], op=ReduceOp.SUM),
-        )
-        for rank in world:
-            np.testing.assert_array_equal(out[rank], np.sum([kept[peer][rank] for peer in world], axis=0))
-            for peer in world:
-                if peer != rank or not inplace:
-                    np.testing.assert_array_equal(given[rank][peer], kept[rank][peer], err_msg="a piece was written")
-
-
-def test_send_and_barrier(team: ThreadTeam) -> None:
-    run(team, lambda rank: Kernel(kind=OpKind.BARRIER))
-    if team.world_size == 1:
-        return
-    giver, taker = 0, team.world_size - 1
-    given, taken = values(1, 6)[::2], np.zeros(6, ">i8")[::2]
-    given.flags.writeable = False
-    run(
-        team,
-        lambda rank: (
-            Kernel(kind=OpKind.SEND, src=given, peer=taker)
-            if rank == giver
-            else Kernel(kind=OpKind.RECV, dst=taken, peer=giver)
-        ),
-        ranks=(giver, taker),
-    )
-    np.testing.assert_array_equal(taken, given)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_every_kernel_of_such_a_group(team: ThreadTeam, layout: str, dtype: str) -> None:
+    ops = backends.get("threads").ops
+    cases = [case for case in every_case(dtype, team.world_size, (0, 1, 7)) if case.kind in ops]
+    chosen = [case for case in cases if case.op in (None, *REDUCE_OPS)]
+    assert {case.kind for case in chosen} >= ops - {OpKind.BARRIER, OpKind.RECV, OpKind.SEND}
+    check_cases(team, [replace(case, layout=layout) for case in chosen])
 
 
 def test_one_calls_reduce_op_is_not_the_next_calls_default() -> None:
@@ -171,10 +56,9 @@ def test_one_calls_reduce_op_is_not_the_next_calls_default() -> None:
     team = ThreadTeam("threads", 2)
     a, b = np.array([1, 5]), np.array([3, 2])
     for op, expected in ((ReduceOp.MAX, [3, 5]), (ReduceOp.SUM, [6, 10])):
-        run(
-            team,
-            lambda rank, op=op: Kernel(kind=OpKind.ALLREDUCE, src=(a, b)[rank], dst=(a, b)[rank], op=op),
-        )
+        kernels = [Kernel(kind=OpKind.ALLREDUCE, src=one, dst=one, op=op) for one in (a, b)]
+        launch = team.launch()
+        team.must(lambda mine, launch=launch, kernels=kernels: run_launch(mine, launch, kernels[mine.rank]))
         np.testing.assert_array_equal(a, expected)
     first, second = (call.reduceOp for call in Threads.made[0].calls)
     assert (first, second) == (ReduceOp.MAX, ReduceOp.SUM)

@@ -124,43 +124,15 @@ def test_a_kernel_remembered_for_some_ranks_is_run_by_others(team: MakeTeam, see
             crew.sum(ranks)
 
 
-@pytest.mark.parametrize("size", SIZES[:3])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_kernel_remembered_by_some_ranks_alone(team: MakeTeam, seed: int, size: int) -> None:
-    """The others come with arrays that they have not had before; too small for work in place."""
+    """The others come with arrays that they have not had before."""
     rng, crew = random.Random(seed), Crew(team(3), [np.zeros(size) for _ in range(3)])
     for _ in range(12):
         for rank in rng.sample(range(3), rng.randrange(3)):
             crew.renew(rank, rng.choice((np.zeros, tensors.zeros))(size))
         crew.sum()
-
-
-@pytest.mark.parametrize("size", [4096, 5000, 131_072])
-@pytest.mark.parametrize(
-    ("make", "between"),
-    [
-        (np.zeros, False),
-        (np.zeros, True),
-        (tensors.zeros, False),
-        (tensors.zeros, True),
-    ],
-    ids=["plain", "plain, another between", "shared", "shared, another between"],
-)
-def test_a_large_kernel_remembered_by_one_rank_alone(team: MakeTeam, make: Any, between: bool, size: int) -> None:
-    """The other comes with an array that it has not had before; between the two, both may have worked in place."""
-    pair = team(2)
-    crew, others = (Crew(pair, [one(size) for _ in range(2)]) for one in (np.zeros, tensors.zeros))
-    for _ in range(3):
-        crew.sum()
-    if between:
-        others.sum()
-    crew.renew(1, make(size))
-    kept = [array.copy() for array in others.arrays]
-    crew.sum()
-    for array, values in zip(others.arrays, kept, strict=True):
-        np.testing.assert_array_equal(array, values)
-    crew.renew(1, np.zeros(size))
-    crew.sum()
 
 
 # ---------------------------------------------------------------------------------------------- who holds the memory

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.backends.arrays import DeviceArray
 from raycollect.core.model import TensorInfo
 from tests.pure.conformance import DTYPES, bits
 from tests.pure.operands import NARROW, operand
@@ -86,11 +85,6 @@ def test_a_numpy_array_is_its_own_view(value: np.ndarray) -> None:
     assert arrays.library(value) == "numpy"
 
 
-def test_a_memmap_is_a_tensor(tmp_path: Any) -> None:
-    mapped = np.memmap(tmp_path / "f", np.float32, "w+", shape=(4,))
-    assert arrays.view(mapped) is mapped
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -122,6 +116,9 @@ def test_a_memmap_is_a_tensor(tmp_path: Any) -> None:
 def test_what_is_no_tensor(value: object) -> None:
     assert arrays.view(value) is None
     assert not arrays.is_tensor(value)
+    for function in (arrays.memory, arrays.describe):
+        with pytest.raises(TypeError, match=type(value).__name__):
+            function(value)
     assert arrays.library(value) == "numpy"
 
 
@@ -261,77 +258,7 @@ def test_restore_shares_the_memory(dtype: str) -> None:
     assert arrays.restore(values, "numpy") is values
 
 
-def test_memory_and_describe_refuse_what_is_no_tensor() -> None:
-    for function in (arrays.memory, arrays.describe):
-        with pytest.raises(TypeError, match="str"):
-            function("text")
-
-
 # ------------------------------------------------------------------------------- memory of a device
-
-
-@with_torch
-def test_a_device_array_answers_like_the_array_at_that_place() -> None:
-    """On the CPU both can be asked; the answers must be the same."""
-    base = torch.arange(60, dtype=torch.float32).reshape(6, 10)
-    for tensor in (
-        base,
-        base.t(),
-        base[1:4, ::2],
-        base[:0],
-        base[2, 3],
-        base[0].expand(3, 10),
-        base[:, 1:].unfold(1, 4, 1),
-    ):
-        device, plain = DeviceArray(tensor), tensor.numpy()
-        assert (device.shape, device.size, device.nbytes, device.dtype) == (
-            plain.shape,
-            plain.size,
-            plain.nbytes,
-            plain.dtype,
-        )
-        assert arrays.byte_range(device)[1] - arrays.byte_range(device)[0] == np.ptp(arrays.byte_range(plain))
-        if tensor.numel():
-            assert arrays.byte_range(device) == arrays.byte_range(plain)
-            assert arrays.place(device) == arrays.place(plain)
-        assert arrays.overlaps_itself(device) == arrays.overlaps_itself(plain)
-        assert arrays.owner(device) is device
-        assert arrays.is_writeable(device)
-        assert arrays.library(device) == "torch"
-
-
-@with_torch
-def test_device_arrays_overlap_by_element() -> None:
-    base = torch.zeros(4, 6, dtype=torch.bfloat16)
-    even, odd = DeviceArray(base[:, ::2]), DeviceArray(base[:, 1::2])
-    assert not arrays.overlap(even, odd)
-    assert arrays.overlap(even, DeviceArray(base[1]))
-    assert arrays.info(even, "torch") == TensorInfo(shape=(4, 3), dtype="bfloat16", itemsize=2, library="torch")
-    assert arrays.place(even) != arrays.place(DeviceArray(base.view(torch.int16)[:, ::2]))
-
-
-@with_torch
-def test_a_device_array_is_cut_by_its_library() -> None:
-    base = torch.arange(12).reshape(4, 3)
-    pieces = arrays.split(DeviceArray(base), 2)
-    assert [piece.tensor.tolist() for piece in pieces] == [base[:2].tolist(), base[2:].tolist()]
-    assert [piece.tensor.data_ptr() for piece in pieces] == [base.data_ptr(), base[2:].data_ptr()]
-    assert arrays.split(DeviceArray(base.t()), 3) is None
-
-
-@pytest.mark.gpu
-def test_a_tensor_on_a_gpu_is_a_device_array() -> None:
-    if torch is None or not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    tensor = torch.zeros(4, 6, dtype=torch.float16, device="cuda", requires_grad=True)
-    seen = arrays.view(tensor.t()[1:])
-    assert isinstance(seen, DeviceArray)
-    assert seen.shadow.ctypes.data == tensor.t()[1:].data_ptr()
-    wanted = TensorInfo(shape=(5, 4), dtype="float16", itemsize=2, device="cuda:0", library="torch")
-    assert arrays.info(seen, "torch") == wanted
-    assert arrays.describe(arrays.empty(wanted)) == wanted
-    with pytest.raises(MemoryError):
-        arrays.empty(TensorInfo(shape=(1 << 50,), dtype="int8", itemsize=1, device="cuda:0", library="torch"))
 
 
 # ------------------------------------------------------------------------------- pieces
@@ -362,11 +289,8 @@ def test_split(shape: tuple[int, ...], count: int, piece: tuple[int, ...] | None
     assert [part.shape for part in pieces] == [piece] * count
     np.testing.assert_array_equal(np.concatenate([part.reshape(-1) for part in pieces]), whole.reshape(-1))
     assert all(np.shares_memory(part, whole) for part in pieces if part.size)
-
-
-def test_split_leaves_what_is_not_contiguous() -> None:
-    assert arrays.split(np.zeros((4, 6)).T, 3) is None
-    assert arrays.split(np.zeros(12)[::2], 3) is None
+    if count > 1 and whole.ndim > 1 and whole.size:
+        assert arrays.split(np.asfortranarray(whole), count) is None
 
 
 # ------------------------------------------------------------------------------- storage, and chunks

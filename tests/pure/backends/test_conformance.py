@@ -7,30 +7,43 @@ here (each rank with a communicator of its own); `test_shm.py` runs shm in proce
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from raycollect import backends
 from raycollect.backends import folds
-from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
-from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Workers
+from tests.pure.communicators import (
+    MemoryExchange,
+    MemoryRendezvous,
+    MemoryStar,
+    ProcessTeam,
+    Team,
+    ThreadTeam,
+    Workers,
+)
 from tests.pure.conformance import (
     ALL_KINDS,
     BACKENDS,
+    CASE_RULES,
     DTYPES,
     FOLDING,
     IN_THREADS,
     LAYOUTS,
-    ROOTED,
     SIZES,
     SPREADS,
     WORLDS,
     Case,
     allowed,
+    bits,
     body_arrive,
     check_allreduce,
     check_cases,
@@ -58,13 +71,8 @@ MOST_OF_LARGE = 3
 """The largest world of the largest arrays."""
 
 RULES = {
+    **CASE_RULES,
     ("kind", "op"): lambda kind, op: (kind in FOLDING) == (op is not None),
-    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
-    ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
-    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
-    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
-    ("world", "root"): lambda world, root: root < world,
-    ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in NARROW,
     # Large arrays cost per rank: `test_all_ranks_have_the_same_bits_whatever_the_chunks` has some on all ranks.
     ("world", "size"): lambda world, size: world <= MOST_OF_LARGE or size < max(SIZES),
     ("root", "size"): lambda root, size: root < MOST_OF_LARGE or size < max(SIZES),
@@ -155,6 +163,35 @@ def body_sum_of_halves(communicator: Communicator, launch: Launch, dtype: str) -
     src = np.ones(1, dtype) if communicator.rank == 0 else _half_step(dtype)
     run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=src, dst=src, op=ReduceOp.SUM))
     return src.astype(np.float64).item()
+
+
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0], np.float32)
+
+
+def special_values(rank: int, size: int) -> np.ndarray:
+    return np.random.default_rng([rank, size]).choice(SPECIAL, size)
+
+
+def body_special_values(communicator: Communicator, launch: Launch, op: ReduceOp, size: int) -> np.ndarray:
+    array = special_values(communicator.rank, size)
+    run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op))
+    return array
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("world", [2, 5])
+def test_zeros_infinities_and_nans_are_those_of_the_left_fold(team_of: TeamOf, op: ReduceOp, world: int) -> None:
+    """Whatever the algorithm, and wherever a chunk or a slice begins."""
+    team = team_of(world)
+    is_bitwise = backends.get(team.backend).bitwise
+    for size in (7, 600_001):
+        results = team.must(body_special_values, team.launch(timeout_s=60), op, size)
+        expected = left_fold(op, [special_values(rank, size) for rank in team.everyone])
+        number = ~np.isnan(expected)
+        for result in results:
+            np.testing.assert_array_equal(result, expected)
+            assert bits(result) == bits(results[0])
+            assert not is_bitwise or bits(result[number]) == bits(expected[number])
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -254,3 +291,39 @@ def test_a_subset_works_while_a_rank_that_was_missed_is_still_away(team_of: Team
     launch = team.launch(ranks=(0, 1))
     assert len(team.must(body_arrive, launch, ranks=(0, 1))) == 2
     check_allreduce(team, ReduceOp.SUM, "float64", 7, "plain", False)
+
+
+# ------------------------------------------------------------------------------- who never comes
+
+WAITS = {
+    "shm": "raycollect.backends.shm.segment",
+    "tcp": "raycollect.backends.tcp.communicator",
+    "gloo": "raycollect.backends.gloo.communicator",
+    "torch:gloo": "raycollect.backends.tcp.communicator",
+}
+"""The module that says how long members of a backend wait for each other."""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("backend", WAITS)
+def test_members_that_never_join_are_named_and_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch, backend: str, rank: int
+) -> None:
+    if absent := is_absent(backend):
+        pytest.skip(absent)
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    create = backends.load(backend)
+    monkeypatch.setattr(import_module(WAITS[backend]), "JOIN_TIMEOUT_S", 0.2)
+    spec = GroupSpec(name="g", group_id="1", backend=backend, world_size=3)
+    before = descriptors()
+    with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
+        create(spec, rank, MemoryRendezvous(), MemoryExchange(MemoryStar(), rank))
+    assert caught.value.op == "join"
+    assert caught.value.missing
+    assert set(caught.value.missing) <= {0, 1, 2} - {rank}
+    del caught
+    assert descriptors() == before

@@ -149,23 +149,6 @@ def test_nobody_writes_into_an_array_before_its_owner_runs_the_kernel(kind: OpKi
         assert (array == -1).all()
 
 
-def test_many_kernels_of_one_launch(trio: ThreadTeam) -> None:
-    """In place and staged in turn; listings alternate between two areas."""
-    arrays = {
-        rank: [(tensors if i % 3 else np).full(20_001, rank + i, "float64") for i in range(7)] for rank in trio.everyone
-    }
-    launch = trio.launch()
-
-    def body(communicator: Communicator) -> None:
-        mine = arrays[communicator.rank]
-        run_launch(communicator, launch, *(Kernel(kind=OpKind.ALLREDUCE, src=a, dst=a, op=ReduceOp.SUM) for a in mine))
-
-    trio.must(body)
-    for mine in arrays.values():
-        for i, array in enumerate(mine):
-            np.testing.assert_array_equal(array, np.full(20_001, 3.0 + 3 * i))
-
-
 # ---------------------------------------------------------------------------------------------- mapping
 
 

@@ -26,7 +26,7 @@ from raycollect.errors import (
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker, Workers
 from tests.pure.conformance import body_arrive, body_peak, check_allreduce
 from tests.pure.mixed import body_staged
-from tests.waiting import stopped
+from tests.support.waiting import stopped
 
 library = pytest.importorskip("raycollect.backends.gloo.library", reason="no gloo is installed", exc_type=ImportError)
 
@@ -50,45 +50,6 @@ def mortals() -> Iterator[ProcessTeam]:
 
 
 # ------------------------------------------------------------------------------- reductions
-
-
-def body_nan(communicator: Communicator, launch: Launch, op: ReduceOp, dtype: str, holder: int) -> list[np.ndarray]:
-    """An allreduce and a reduce to rank 1 where one rank holds NaN in every other place."""
-    src = np.arange(10_000).astype(dtype)
-    if communicator.rank == holder:
-        src[::2] = np.nan
-    everywhere, root = np.zeros_like(src), np.zeros_like(src)
-    communicator.launch(launch, Kernel(kind=OpKind.ALLREDUCE, src=src, dst=everywhere, op=op))
-    dst = root if communicator.rank == 1 else None
-    communicator.launch(launch, Kernel(kind=OpKind.REDUCE, src=src, dst=dst, op=op, peer=1))
-    return [everywhere, root] if communicator.rank == 1 else [everywhere]
-
-
-@pytest.mark.parametrize("holder", [0, 3])
-@pytest.mark.parametrize(("op", "dtype"), [(ReduceOp.MAX, "float32"), (ReduceOp.MIN, "float64")])
-def test_a_nan_stays_wherever_it_is(team: ProcessTeam, op: ReduceOp, dtype: str, holder: int) -> None:
-    """gloo's own MAX of [1, nan] is 1 or nan, as the place in its ring has it."""
-    expected = np.arange(10_000).astype(dtype)
-    expected[::2] = np.nan
-    for result in team.must(body_nan, team.launch(), op, dtype, holder):
-        for array in result:
-            np.testing.assert_array_equal(array, expected)
-
-
-def body_half_error(communicator: Communicator, launch: Launch) -> float:
-    """The error of a float16 sum, in units of the last place."""
-    parts = [np.random.default_rng(rank).uniform(0.5, 1.5, 50_000).astype(np.float16) for rank in launch.ranks]
-    out = np.zeros_like(parts[0])
-    communicator.launch(
-        launch, Kernel(kind=OpKind.ALLREDUCE, src=parts[communicator.rank], dst=out, op=ReduceOp.SUM)
-    ).wait(5)
-    exact = np.sum([part.astype(np.float64) for part in parts], axis=0)
-    return float(np.max(np.abs(out - exact) / np.spacing(exact.astype(np.float16)).astype(np.float64)))
-
-
-def test_a_sum_of_float16_is_rounded_once(team: ProcessTeam) -> None:
-    """gloo's ring rounds at each of three steps, and is up to 1.5 off."""
-    assert max(team.must(body_half_error, team.launch())) <= 0.5
 
 
 def body_broadcast(communicator: Communicator, launch: Launch) -> tuple[bool, float]:
@@ -142,16 +103,6 @@ def test_a_peer_that_dies_in_mid_kernel_breaks_the_group(mortals: ProcessTeam, k
     for body in (body_arrive, body_kernel) if kind is OpKind.ALLREDUCE else (body_arrive,):
         broken = mortals.run(body, mortals.launch(), ranks=(0,))[0]
         assert isinstance(broken, GroupBrokenError)
-
-
-def body_aborted(communicator: Communicator, launch: Launch) -> None:
-    communicator.abort(launch.seq)
-    body_kernel(communicator, launch)
-
-
-def test_an_abort_before_the_first_chunk_is_seen(team: ProcessTeam) -> None:
-    for result in team.run(body_aborted, team.launch()):
-        assert isinstance(result, PlanAbortedError)
 
 
 def body_forsake_or_run(communicator: Communicator, launch: Launch, size: int) -> None:
@@ -225,14 +176,6 @@ def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: 
         assert lasted_s < limit_s + ANSWER_S + 3, "the machine may be busy"
     finally:
         team.close()
-
-
-def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "JOIN_TIMEOUT_S", 0.1)
-    spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=2)
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come") as caught:
-        gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
-    assert caught.value.missing == (1,)
 
 
 # ------------------------------------------------------------------------------- which library

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.adopted import Adoption
+from raycollect.backends.adopted import adopt
 from raycollect.backends.gloo.communicator import GlooCommunicator
 from raycollect.backends.in_use import InUse
 from raycollect.backends.tcp.communicator import connect
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import GroupBrokenError
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 LARGE = 65 << 20
@@ -125,7 +125,8 @@ def _torch(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
 
 
 def _adopted(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
-    made = Adoption(Slow)(spec, 0, mesh, mesh)
+    create: Any = adopt("slow", Slow).factory
+    made = create(spec, 0, mesh, mesh)
     made._use._held = slow  # the one that the test has
     return made
 

@@ -28,7 +28,7 @@ from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, patient, sums
 from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
 from tests.pure.on_one_gpu import OLD, SharingTeam, sharing
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -73,12 +73,6 @@ def check_works(team: SharingTeam) -> None:
 # ------------------------------------------------------------------------------- how they come together
 
 
-def test_why_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), sharing(3) as (_, team):
-        assert [team.of(rank).device for rank in team.everyone] == ["cuda:0"] * 3
-    assert caplog.text.count("all of ranks [0, 1, 2] share the GPU 127.0.0.1/0000:10:00.0") == 3
-
-
 def test_processes_that_can_not_open_each_others_memory_are_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in containers that don't share their IPC namespace; all ranks hear it at once."""
     with gpus(1, nccl_version=OLD) as fake:
@@ -115,18 +109,6 @@ def test_a_rank_that_does_not_come_to_the_kernel(three: tuple[Fake, SharingTeam]
         found = one.result(WAIT_S)
         assert isinstance(found, CollectiveTimeoutError | PlanAbortedError), repr(found)
     assert any(isinstance(one.result(), CollectiveTimeoutError) and one.result().missing == (1,) for one in running)
-    check_works(team)
-
-
-def test_a_rank_that_leaves_behind_the_check(three: tuple[Fake, SharingTeam]) -> None:
-    _, team = three
-    launch = team.launch(timeout_s=WAIT_S)
-    running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
-    team.must(body_leave, launch, ranks=(1,))
-    for one in running:
-        found = one.result(WAIT_S)
-        assert isinstance(found, PlanAbortedError), repr(found)
-        assert found.group_name == "team"
     check_works(team)
 
 
@@ -173,14 +155,6 @@ def test_an_abort(three: tuple[Fake, SharingTeam], held: bool) -> None:
         found = one.result(WAIT_S)
         assert isinstance(found, PlanAbortedError), repr(found)
     check_works(team)
-
-
-def test_an_abort_of_another_launch_is_not_this_ones(three: tuple[Fake, SharingTeam]) -> None:
-    _, team = three
-    launch = team.launch()
-    for communicator in team.communicators:
-        communicator.abort(launch.seq + 1)
-    assert team.must(body_sum, launch) == [[6] * 50] * 3
 
 
 # ------------------------------------------------------------------------------- whose memory it is
@@ -282,31 +256,6 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
 
 
 # ------------------------------------------------------------------------------- what fails
-
-
-def test_no_memory_for_a_copy(three: tuple[Fake, SharingTeam]) -> None:
-    fake, team = three
-    allocated = threading.Barrier(3, lambda: fake.limit(fake.allocated()))
-
-    def body(communicator: Communicator, launch: Launch) -> Any:
-        src = pending(np.zeros(50, np.int32), "every other" if communicator.rank == 1 else "plain")
-        allocated.wait(WAIT_S)
-        try:
-            communicator.agree(launch, b"")
-            communicator.launch(launch, sums(src))
-        finally:
-            communicator.end(launch, False)
-
-    launch = team.launch(timeout_s=WAIT_S)
-    running = [team.start(rank, body, launch) for rank in team.everyone]
-    found = running[1].result(WAIT_S)
-    assert isinstance(found, KernelError), repr(found)
-    assert (found.op, found.group_name, found.rank) == ("allreduce", "team", 1)
-    assert "Out of memory" in str(found)
-    for rank in (0, 2):
-        assert isinstance(running[rank].result(WAIT_S), PlanAbortedError | KernelError)
-    fake.limit(1 << 30)
-    check_works(team)
 
 
 def test_an_error_of_the_device(three: tuple[Fake, SharingTeam], monkeypatch: pytest.MonkeyPatch) -> None:

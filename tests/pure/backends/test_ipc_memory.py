@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.nccl import ipc_driver, ipc_memory
-from raycollect.backends.nccl.ipc_memory import LISTINGS, Exports, Imports, Listing, Shown
+from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
-from raycollect.errors import ProtocolError
 from tests.fake_cupy import Fake
 from tests.pure.backends.streams import sums
 from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
@@ -47,18 +45,6 @@ def made_by(fake: Fake, values: Any, process: int = 1) -> Any:
 
 
 # ------------------------------------------------------------------------------- listings
-
-
-def test_a_listing_as_bytes() -> None:
-    listing = Listing(
-        process=bytes(range(20)),
-        allocations=((1 << 47, b"a" * 64), (3, b"b" * 64)),
-        kernels=((((0, 5, 6),), ((1, 1 << 33, 1 << 34), (0xFFFF, 0, 0))), ((), ())),
-    )
-    packed = LISTINGS.encode(listing)
-    assert LISTINGS.decode(packed) == listing
-    with pytest.raises(ProtocolError, match="malformed listing of GPU memory"):
-        LISTINGS.decode(packed + b"x")
 
 
 def test_an_array_is_told_by_its_place_in_its_allocation(fake: Fake) -> None:
@@ -193,13 +179,3 @@ def test_rooms_are_used_again(fake: Fake) -> None:
 
 
 # ------------------------------------------------------------------------------- the driver
-
-
-def test_a_process_has_a_name_of_its_own() -> None:
-    assert ipc_driver.process()[:4] == os.getpid().to_bytes(4, "little")
-    assert ipc_driver.process() == ipc_driver.process()
-
-
-def test_an_address_that_is_no_devices_has_no_allocation() -> None:
-    """Nor where there is no driver."""
-    assert ipc_driver.allocation(1) is None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -53,26 +54,6 @@ def test_who_waits_for_a_rank_of_its_own_core_goes_to_one_that_has_none(cores: C
     wait_in_vain(third, 3, 1, cores)
     assert cores.moves == [{2}, {0, 1, 2}]  # and may run everywhere again
     assert cores.at[threading.get_ident()] == 2
-
-
-@pytest.mark.parametrize("mask", [{0}, {0, 1}])
-def test_who_finds_no_free_core_stays(cores: Cores, mask: set[int]) -> None:
-    cores.mask = mask
-    first, second, third = meetings(3)
-    wait_in_vain(first, 1, 0, cores)
-    wait_in_vain(second, 2, 1, cores)
-    wait_in_vain(third, 3, 0, cores)
-    assert cores.moves == []
-
-
-def test_more_ranks_than_cores_spread_evenly(cores: Cores) -> None:
-    cores.mask = {0, 1}
-    ranks = meetings(4)
-    for seq, (rank, core) in enumerate(zip(ranks[:3], (0, 1, 0), strict=True), 1):
-        wait_in_vain(rank, seq, core, cores)
-    assert cores.moves == []
-    wait_in_vain(ranks[3], 4, 0, cores)  # with two others, and one on the other core
-    assert cores.moves == [{1}, {0, 1}]
 
 
 def test_who_has_looked_does_not_look_again_at_once(cores: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,92 +181,32 @@ def test_who_agrees_again_hears_of_all_that_is_not_as_expected(world: int, seed:
     assert min(heard["as expected"], heard["otherwise"]) > 10 * world
 
 
-class Table:
-    """A few ranks that agree, launch by launch, and what they read of each other's arrivals."""
-
-    def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seq = 0
-        self.meetings = meetings(world)
-        self.read: list[int] = []
-        read = Meeting._read
-
-        def noted(meeting: Meeting, rank: int, parity: int) -> memoryview:
-            self.read.append(rank)
-            return read(meeting, rank, parity)
-
-        monkeypatch.setattr(Meeting, "_read", noted)
-
-    def agree(
-        self, turns: Sequence[tuple[Sequence[bytes], Sequence[bytes]]], ranks: tuple[int, ...] = ()
-    ) -> list[list[Sequence[bytes] | None]]:
-        """One launch, of all ranks or some; turns of what all would bring, and what those expect who come.
-
-        Returns:
-            What each turn told each rank.
-        """
-        self.seq += 1
-        self.read.clear()
-        ranks = ranks or tuple(range(len(self.meetings)))
-        launch = Launch(seq=self.seq, ranks=ranks, timeout_s=WAIT_S)
-        until_s = time.monotonic() + WAIT_S
-
-        def come(meeting: Meeting) -> list[Sequence[bytes] | None]:
-            meeting.enter(launch, until_s)
-            found = [meeting.agree_again(launch, arrivals[meeting.rank], told, until_s) for arrivals, told in turns]
-            meeting.end(launch, True)
-            return found
-
-        with ThreadPoolExecutor(len(ranks)) as threads:
-            by_rank = list(threads.map(come, [self.meetings[rank] for rank in ranks]))
-        return [list(one) for one in zip(*by_rank, strict=True)]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_changes_and_changes_back_is_told_each_time(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    table = Table(world, monkeypatch)
-    usual, odd = (b"one",) * world, (*(b"one",) * (world - 1), b"two")
-    for brought, told in ((usual, None), (usual, None), (odd, list(odd)), (usual, None), (odd, list(odd))):
-        assert table.agree([(brought, usual)]) == [[told] * world]
-    assert table.agree([(odd, odd)]) == [[None] * world], "now it is what is expected"
-    assert table.agree([(usual, odd)]) == [[list(usual)] * world]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("turn", [0, 1])
-def test_what_changes_in_one_area_alone_is_told_there_alone(
-    monkeypatch: pytest.MonkeyPatch, world: int, turn: int
-) -> None:
-    """Whoever is the one that changes; and the same object may be expected in both."""
-    table, usual = Table(world, monkeypatch), (b"usual",) * world
-    for _ in range(2):
-        assert table.agree([(usual, usual)] * 2) == [[None] * world] * 2
-    for rank in range(world):
-        odd = tuple(b"other" if one == rank else b"usual" for one in range(world))
-        turns, told = [(usual, usual)] * 2, [[None] * world for _ in range(2)]
-        turns[turn], told[turn] = (odd, usual), [list(odd)] * world
-        assert table.agree(turns) == told
-        assert table.agree([(usual, usual)] * 2) == [[None] * world] * 2
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_is_as_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    table = Table(world, monkeypatch)
+    ranks, read, reads = meetings(world), Meeting._read, list[int]()
+
+    def noted(meeting: Meeting, rank: int, parity: int) -> memoryview:
+        reads.append(rank)
+        return read(meeting, rank, parity)
+
+    monkeypatch.setattr(Meeting, "_read", noted)
     brought = [b"x" * 1000] * world
-    expected, equal = tuple(brought), tuple(brought)
-    reads = []
-    for told in (expected, expected, expected, equal, equal):
-        assert table.agree([(brought, told)] * 2) == [[None] * world] * 2
-        reads.append(len(table.read))
+    expected, equal, counts = tuple(brought), tuple(brought), list[int]()
+    for seq, told in enumerate((expected, expected, expected, equal, equal), 1):
+        launch, until_s = Launch(seq=seq, ranks=tuple(range(world)), timeout_s=WAIT_S), time.monotonic() + WAIT_S
+        reads.clear()
+
+        def come(one: Meeting, launch: Launch = launch, until_s: float = until_s, told: Any = told) -> list[Any]:
+            one.enter(launch, until_s)
+            found = [one.agree_again(launch, brought[one.rank], told, until_s) for _ in range(2)]  # in each area
+            one.end(launch, True)
+            return found
+
+        with ThreadPoolExecutor(world) as threads:
+            assert list(threads.map(come, ranks)) == [[None] * 2] * world
+        counts.append(len(reads))
     all_of_it = 2 * world * world
-    assert reads == [all_of_it, 0, 0, all_of_it, 0]
-
-
-def test_the_same_arrivals_of_other_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is expected may be the very object; the ranks are not those of whom it was."""
-    table, expected = Table(3, monkeypatch), (b"one", b"one")
-    brought = (b"one", b"one", b"two")
-    for ranks, told in (((0, 1), None), ((0, 2), [b"one", b"two"]), ((0, 1), None), ((1, 2), [b"one", b"two"])):
-        assert table.agree([(brought, expected)], ranks) == [[told] * 2]
+    assert counts == [all_of_it, 0, 0, all_of_it, 0]
 
 
 # ---------------------------------------------------------------------------------------------- who wakes whom

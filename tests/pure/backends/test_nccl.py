@@ -1,18 +1,36 @@
-"""What `nccl` computes, on the fake of cupy: the conformance suite's cases on arrays of GPUs."""
+"""What `nccl` computes, on the fake of cupy: the conformance suite's cases on arrays of GPUs.
+
+So do ranks that share a GPU with an old NCCL, and do without it, bit by bit. There each rank stands for a process:
+memory of others is reached where it was opened, and nowhere else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import cycle, product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect.backends.nccl import ops
+from raycollect.backends.nccl import ipc_group, ops
 from raycollect.backends.nccl import run as _nccl_run
+from raycollect.backends.nccl.fold_kernels import AT_ONCE
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from tests.pure.conformance import DTYPES, KINDS, REDUCTIONS, ROOTED, SPREADS, WORLDS, Case, allowed, run_launch
+from tests.pure.backends.streams import sums
+from tests.pure.conformance import (
+    CASE_RULES,
+    DTYPES,
+    KINDS,
+    REDUCTIONS,
+    SPREADS,
+    WORLDS,
+    Case,
+    allowed,
+    run_launch,
+)
 from tests.pure.covering import pairwise
 from tests.pure.on_gpu import (
     LAYOUTS,
@@ -27,8 +45,11 @@ from tests.pure.on_gpu import (
     sends,
     team_on_gpus,
 )
+from tests.pure.on_one_gpu import sharing
 from tests.pure.operands import left_fold, operand
 from tests.support.values import replace
+
+TeamOf = Callable[..., AbstractContextManager[tuple[Any, Any]]]
 
 PARAMETERS = {
     "kind": KINDS,
@@ -44,16 +65,11 @@ PARAMETERS = {
     "library": LIBRARIES,
     "stream": STREAMS,
 }
-RULES = {
-    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
-    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
-    ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
-    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
-    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
-    ("world", "root"): lambda world, root: root < world,
-    ("layout", "library"): lambda layout, library: layout != "reversed" or library != "torch",
-}
+RULES = CASE_RULES | {("layout", "library"): lambda layout, library: layout != "reversed" or library != "torch"}
 SELECTED = pairwise(PARAMETERS, RULES)
+
+each_way = pytest.mark.parametrize("team_of", [team_on_gpus, sharing])
+"""With a GPU for each rank, and with one for all."""
 
 
 def case_of(chosen: dict[str, Any]) -> GpuCase:
@@ -81,6 +97,12 @@ def test_an_average_of_8_bit_floats_of_one_rank(kind: OpKind, dtype: str) -> Non
 )
 def test_every_two_values_meet(world: int, seed: int) -> None:
     with team_on_gpus(world, seed=seed) as (_, team):
+        check(team, [case_of(chosen) for chosen in SELECTED if chosen["world"] == world])
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, pytest.param(8, marks=pytest.mark.full)])
+def test_every_two_values_meet_on_a_gpu_that_ranks_share(world: int) -> None:
+    with sharing(world, seed=world) as (_, team):
         check(team, [case_of(chosen) for chosen in SELECTED if chosen["world"] == world])
 
 
@@ -154,8 +176,9 @@ def test_all_ranks_have_the_same_bits(world: int) -> None:
         check(team, cases)
 
 
+@each_way
 @pytest.mark.parametrize("inplace", [True, False])
-def test_arrays_without_dimensions(inplace: bool) -> None:
+def test_arrays_without_dimensions(team_of: TeamOf, inplace: bool) -> None:
     cases = [
         GpuCase(case=Case(kind=kind, op=op, dtype=dtype, size=1, layout="0-d", inplace=inplace), library=library)
         for dtype, library, (kind, op) in product(
@@ -164,26 +187,28 @@ def test_arrays_without_dimensions(inplace: bool) -> None:
             ((OpKind.ALLREDUCE, ReduceOp.PRODUCT), (OpKind.REDUCE, ReduceOp.MAX), (OpKind.BROADCAST, None)),
         )
     ]
-    with team_on_gpus(3) as (_, team):
+    with team_of(3) as (_, team):
         check(team, cases)
 
 
+@each_way
 @pytest.mark.parametrize("how", LAYOUTS)
-def test_a_million_elements(how: str) -> None:
+def test_a_million_elements(team_of: TeamOf, how: str) -> None:
     cases = [
         Case(kind=OpKind.ALLREDUCE, op=ReduceOp.SUM, dtype="float32", size=1_000_001, layout=how),
         Case(kind=OpKind.ALLGATHER, dtype="uint8", size=1_000_001, layout=how, spread="uneven", inplace=True),
     ]
-    with team_on_gpus(2) as (_, team):
+    with team_of(2) as (_, team):
         check(team, [GpuCase(case=case) for case in cases])
 
 
 # ------------------------------------------------------------------------------- sends
 
 
+@each_way
 @pytest.mark.parametrize("seed", range(3))
-def test_everyone_sends_to_everyone(seed: int) -> None:
-    with team_on_gpus(3, seed=seed) as (_, team):
+def test_everyone_sends_to_everyone(team_of: TeamOf, seed: int) -> None:
+    with team_of(3, seed=seed) as (_, team):
         check(team, sends(3))
 
 
@@ -213,11 +238,93 @@ def body_several(communicator: Communicator, launch: Launch) -> list[np.ndarray]
     return [read_elsewhere(row, caller.other) for row in rows]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_several_agreements_and_kernels_in_one_launch(seed: int) -> None:
-    with team_on_gpus(3, seed=seed) as (_, team):
+@each_way
+@pytest.mark.parametrize("seed", range(3))
+def test_several_agreements_and_kernels_in_one_launch(team_of: TeamOf, seed: int) -> None:
+    with team_of(3, seed=seed) as (_, team):
         expected = left_fold(ReduceOp.SUM, [operand(rank, "int32", 500, 1) for rank in range(3)])
         for _ in range(3):
             for rank, rows in enumerate(team.must(body_several, team.launch())):
                 for row in rows:
                     np.testing.assert_array_equal(row, expected + np.int32(rank))
+
+
+# ------------------------------------------------------------------------------- on a GPU that ranks share
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_every_reduction_of_every_dtype_is_the_left_fold(seed: int) -> None:
+    """Also where NCCL has another order, or nothing."""
+    turns, cases = cycle(product(LAYOUTS, LIBRARIES, (False, True))), []
+    for (op, dtype), kind in zip(product(ReduceOp, DTYPES), cycle(REDUCTIONS)):
+        if allowed(op, dtype):
+            how, library, inplace = next(turns)
+            case = Case(
+                kind=kind, dtype=dtype, op=op, size=1023, layout=how, inplace=inplace, spread="uneven", seed=seed
+            )
+            cases.append(GpuCase(case=case, library="cupy" if how == "reversed" else library))
+    with sharing(3, seed=seed) as (_, team):
+        check(team, cases)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", "bfloat16", "complex64"]
+    + [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("float8_e4m3fn", "int8", "bool")],
+)
+def test_more_ranks_than_one_kernel_takes(dtype: str) -> None:
+    """What is folded so far stays wide in between."""
+    ops = [op for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MAX) if allowed(op, dtype)]
+    with sharing(AT_ONCE + 2) as (_, team):
+        check(team, [GpuCase(case=Case(kind=OpKind.ALLREDUCE, dtype=dtype, op=op, size=700)) for op in ops])
+
+
+def test_a_nan_wins() -> None:
+    """As in the backends for the host, and not as in NCCL."""
+    expected = np.array([np.nan, np.nan, 1.0], np.float32)
+
+    def body(communicator: Communicator, launches: list[Launch]) -> list[np.ndarray]:
+        caller, found = Caller(), []
+        for launch, op in zip(launches, (ReduceOp.MIN, ReduceOp.MAX), strict=True):
+            values = np.array([1.0, np.nan, 1.0] if communicator.rank else [np.nan, 1.0, 1.0], np.float32)
+            array = pending(values)
+            communicator.launch(launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op)).wait(5)
+            communicator.end(launch, True)
+            found.append(read_elsewhere(array, caller.other))
+        return found
+
+    with sharing(2) as (_, team):
+        for results in team.must(body, [team.launch(), team.launch()]):
+            for found in results:
+                np.testing.assert_array_equal(found, expected)
+
+
+def body_together(communicator: Any, launch: Launch, count: int) -> tuple[list[int], list[np.ndarray]]:
+    """Sums that share their meetings; how many at a time, and the results."""
+    caller = Caller()
+    with caller["non-blocking"]:
+        arrays = [pending(np.arange(at, dtype=np.int64) + communicator.rank) for at in range(count)]
+        kernels, done = [sums(one) for one in arrays], []
+        while sum(done) < count:
+            done.append(communicator.launch_together(launch, kernels[sum(done) :]))
+        communicator.end(launch, True)
+    return done, [read_elsewhere(one, caller.other) for one in arrays]
+
+
+def test_kernels_that_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc_group, "TOGETHER", 7)
+    with sharing(3) as (_, team):
+        for done, results in team.must(body_together, team.launch(), 10):
+            assert done == [7, 3]
+            for at, found in enumerate(results):
+                np.testing.assert_array_equal(found, 3 * np.arange(at) + 3)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_in_one_process_use_its_own_pointers(processes: int) -> None:
+    """A process can't open its own handles; the fake refuses that, as CUDA does."""
+    cases = [GpuCase(case=Case(kind=kind, dtype="int32", size=999)) for kind in (OpKind.ALLGATHER, OpKind.ALLTOALL)]
+    cases.append(GpuCase(case=Case(kind=OpKind.ALLREDUCE, op=ReduceOp.SUM, dtype="int32", size=999)))
+    with sharing(3, processes=processes) as (fake, team):
+        check(team, cases)
+        assert bool(fake.counts["ipcOpenMemHandle"]) == (processes > 1)

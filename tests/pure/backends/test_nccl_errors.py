@@ -13,15 +13,14 @@ import pytest
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import run as _nccl_run
 from raycollect.backends.nccl.communicator import NcclCommunicator
-from raycollect.core.model import Kernel, Launch
+from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator
-from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError, RaycollectError
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError
 from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, patient, stream_of, sums
-from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
 from tests.pure.thread_faults import apart
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -86,47 +85,6 @@ def test_a_deadline_while_another_rank_does_not_get_there(
     assert wait_until(lambda: not fake.pending(stuck))
 
 
-def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
-    three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's abort does: it goes on aside."""
-    monkeypatch.setattr(nccl, "_DRAIN_S", 0.05)
-    monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
-    (fake, team), before = three, apart()
-    with fake.cupy.cuda.Device(1):
-        own = fake.cupy.cuda.Stream(non_blocking=True)
-
-    def body(communicator: Communicator, launch: Launch) -> Any:
-        if communicator.rank != 1:
-            return body_sum(communicator, launch)
-        with own:
-            array = pending(np.ones(50, np.float32))
-            fake.hold(own)
-            array.tensor.fill(2)
-            return run_launch(communicator, launch, sums(array))
-
-    results = team.run(body, team.launch(timeout_s=0.2))
-    assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
-    assert fake.pending(own)
-    assert apart(before)
-    fake.release(own)
-    assert wait_until(lambda: not apart(before))
-    assert fake.counts["nccl.abort"] == 3
-
-
-def test_a_deadline_is_that_of_the_launch(three: tuple[Fake, GpuTeam]) -> None:
-    """A slow caller is waited for."""
-    fake, team = three
-    slow = stream_of(team.communicators[1])
-    fake.hold(slow)
-    launch = team.launch(timeout_s=WAIT_S)
-    waits = is_waiting(fake, team.communicators[0])
-    running = [team.start(rank, body_sum, launch) for rank in team.everyone]
-    assert wait_until(waits)
-    fake.release(slow)
-    assert [one.result(WAIT_S) for one in running] == [[6] * 50] * 3
-
-
 # ------------------------------------------------------------------------------- aborts
 
 
@@ -148,14 +106,6 @@ def test_an_abort_while_ranks_wait(three: tuple[Fake, GpuTeam]) -> None:
         assert isinstance(found, PlanAbortedError)
         assert found.group_name == "team"
     check_broken(fake, team, (0, 2), f"allreduce of launch {launch.seq} failed in mid-kernel")
-
-
-def test_an_abort_of_another_launch_is_not_this_ones(three: tuple[Fake, GpuTeam]) -> None:
-    _, team = three
-    launch = team.launch()
-    for communicator in team.communicators:
-        communicator.abort(launch.seq + 1)
-    assert team.must(body_sum, launch) == [[6] * 50] * 3
 
 
 class Blocking:
@@ -274,22 +224,6 @@ def test_an_error_of_the_device_ends_the_wait_at_once(
     assert wait_until(lambda: not fake.pending(stream_of(communicator)))
 
 
-def test_a_rank_that_is_gone_behind_the_check(three: tuple[Fake, GpuTeam]) -> None:
-    """The others' kernels wait for it on their GPUs; NCCL finds out, or the deadline does."""
-    fake, team = three
-    launch = team.launch(timeout_s=0.3)
-
-    def body_leave(communicator: Communicator, launch: Launch) -> None:
-        communicator.agree(patient(launch), b"")
-        communicator.close()
-
-    running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
-    team.must(body_leave, launch, ranks=(1,))
-    for one in running:
-        assert isinstance(one.result(WAIT_S), CollectiveTimeoutError)
-    check_broken(fake, team, (0, 2), "failed in mid-kernel")
-
-
 def test_no_memory_for_a_copy(three: tuple[Fake, GpuTeam]) -> None:
     fake, team = three
     launch = team.launch(timeout_s=WAIT_S)
@@ -357,30 +291,6 @@ def test_closing_while_a_rank_waits(three: tuple[Fake, GpuTeam]) -> None:
     assert isinstance(found, GroupBrokenError)
     assert "the communicator was closed" in str(found)
     check_broken(fake, team, (0,), "the communicator was closed")
-
-
-def test_closing_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, GpuTeam, Blocking]) -> None:
-    _, team, nccl_ = blocked
-
-    def body(communicator: Communicator, launch: Launch) -> None:
-        communicator.launch(launch, sums(pending(np.ones(3)))).wait(WAIT_S)
-
-    running = team.start(0, body, team.launch())
-    assert nccl_.entered.wait(WAIT_S)
-    team.communicators[0].close()
-    found = running.result(WAIT_S)
-    assert isinstance(found, GroupBrokenError), repr(found)
-    assert "the communicator was closed" in str(found)
-
-
-def test_all_threads_that_abort_end(three: tuple[Fake, GpuTeam]) -> None:
-    (_, team), before = three, apart()
-    for communicator in team.communicators:
-        communicator.abort(team.launch().seq)
-        communicator.close()
-        with pytest.raises(RaycollectError):
-            communicator.launch(team.launch(), Kernel(kind=sums(None).kind))
-    assert wait_until(lambda: not apart(before))
 
 
 # ------------------------------------------------------------------------------- how it is closed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from concurrent.futures import Future
 from itertools import product
 from typing import Any
@@ -16,18 +15,16 @@ from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import graphs as _nccl_again
 from raycollect.backends.nccl.graphs import GraphCounts, Way, Word, parted, way_of
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
 from raycollect.engine.fast_path import FastPath
-from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InvalidGroupError, KernelError, PlanAbortedError
+from raycollect.errors import GroupBrokenError, InvalidGroupError, KernelError, PlanAbortedError
 from tests.fake_cupy import installed
-from tests.gpu.again import ARRIVAL, again, body_again
+from tests.gpu.again import body_again
 from tests.pure.backends.graph_crews import RUNS, Crew, MakeCrew, crew
 from tests.pure.backends.streams import WAIT_S, stream_of
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
-from tests.pure.mixed import WORLD, faked, mixing, same
 from tests.pure.on_gpu import GpuTeam, gpus, team_on_gpus
 from tests.pure.teams import Script, Team, pinned
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["crew"]  # a fixture
 
@@ -115,13 +112,6 @@ def test_a_kernel_that_is_run_again_is_written_once(crew: MakeCrew, monkeypatch:
 # ---------------------------------------------------------------------------------------------- agreement
 
 
-def test_one_rank_with_gaps_keeps_all_plain(crew: MakeCrew) -> None:
-    one = crew(3, how=lambda rank: "every other" if rank == 1 else "plain")
-    for _ in range(RUNS):
-        one.sum()
-    assert one.graphs == [GraphCounts()] * 3
-
-
 def test_a_rank_that_comes_the_long_way_is_met_plain_and_the_graphs_are_kept(crew: MakeCrew) -> None:
     one = crew(2)
     for _ in range(4):
@@ -149,22 +139,6 @@ def test_a_rank_with_another_kernel_lets_all_record_anew(crew: MakeCrew) -> None
     assert one.launched == [2 + 2] * 2
 
 
-def test_ranks_that_expect_different_things_run_plain(crew: MakeCrew) -> None:
-    one = crew(2)
-    for _ in range(4):
-        one.sum()
-    launch = one.team.launch()
-
-    def differ(communicator: Communicator, launch: Launch, kernel: Kernel) -> None:
-        expected = (ARRIVAL,) * 2 if communicator.rank else (ARRIVAL, b"something else")
-        assert again(communicator, launch, kernel, expected) == (None if communicator.rank else [ARRIVAL] * 2)
-
-    one.team.must(one.body, launch, differ)
-    assert one.launched == [2, 2]
-    one.sum()
-    assert one.launched == [3, 3]
-
-
 @pytest.mark.parametrize("who", [(0,), (0, 1, 2)])
 def test_a_recording_that_fails_leaves_all_plain(
     crew: MakeCrew, who: tuple[int, ...], caplog: pytest.LogCaptureFixture
@@ -185,27 +159,6 @@ def test_a_recording_that_fails_leaves_all_plain(
         failed = rank in who
         assert found == GraphCounts(recorded=not failed, failed=failed)
     assert not one.fake.graphs
-
-
-def test_a_call_of_nccl_that_fails_in_a_recording(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves no stream that records, and no group of NCCL open."""
-    one = crew(2)
-    failing, enqueue = one.team.communicators[1], nccl.enqueue
-
-    def odd(scripts: Any) -> None:
-        if one.fake.cupy.cuda.get_current_stream().is_capturing() and threading.current_thread() in chosen:
-            one.fake.fail_next(failing._nccl, 1, at_call=True)  # type: ignore[attr-defined]
-        enqueue(scripts)
-
-    chosen: set[threading.Thread] = set()
-    monkeypatch.setattr(nccl, "enqueue", odd)
-    record = failing._record  # type: ignore[attr-defined]
-    monkeypatch.setattr(failing, "_record", lambda *args: (chosen.add(threading.current_thread()), record(*args)))
-    for _ in range(RUNS):
-        one.sum()
-        chosen.clear()
-    assert [each.failed for each in one.graphs] == [0, 1]
-    assert one.launched == [0, 0]
 
 
 def test_no_more_graphs_than_are_kept(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,19 +232,6 @@ def test_an_abort_while_graphs_run(crew: MakeCrew) -> None:
             communicator.agree(one.team.launch(), b"")
 
 
-def test_a_deadline_while_a_graph_of_another_rank_does_not_start(
-    crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nccl, "_DRAIN_S", 0.05)
-    one = crew(2)
-    _, running = _under_graph(one, timeout_s=2.0)
-    for future in running:
-        assert isinstance(future.result(WAIT_S), CollectiveTimeoutError)
-    assert not one.fake.graphs
-    one.fake.release(stream_of(one.team.communicators[1]))
-    assert wait_until(lambda: not one.fake.pending(stream_of(one.team.communicators[1])))
-
-
 def test_a_graph_that_can_not_be_launched_ends_the_group(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     one = crew(2)
     for _ in range(3):
@@ -320,33 +260,6 @@ def test_nothing_of_a_kernel_is_left_when_it_is_gone(crew: MakeCrew) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- calls and steps
-
-
-def test_calls_that_are_made_again_run_as_graphs() -> None:
-    """Whole plans, whose kernels of pieces learn in the consistency check how large the others' are."""
-    with faked() as fake, mixing(fake) as make:
-        one = make("nccl")
-        ends: list[Any] = one.fleet.communicators
-        sums = [one.put(np.zeros(50), rank) for rank in range(WORLD)]
-        given = [one.put(np.full(4, rank + 1.0), rank) for rank in range(WORLD)]
-        rows = [one.put(np.zeros(4 * WORLD), rank) for rank in range(WORLD)]
-        taken = [[row[4 * at :][:4] for at in range(WORLD)] for row in rows]
-        keys, sides = one.fleet.keep_all(sums), (one.fleet.keep_all(given), one.fleet.keep_all(taken))
-        for turn in range(RUNS):
-            for rank in range(WORLD):
-                with one.cupy.cuda.Device(rank):
-                    sums[rank].fill(rank + turn)
-                    rows[rank].fill(0)
-            one.fleet.must(OpKind.ALLREDUCE, keys)
-            one.fleet.must(OpKind.ALLGATHER, *sides)
-            for rank in range(WORLD):
-                same(sums[rank], np.full(50, 3.0 + 3 * turn))
-                same(rows[rank], np.repeat(np.arange(1.0, WORLD + 1), 4))
-        assert [end.graphs for end in ends] == [GraphCounts(kept=2, recorded=2, launched=2 * (RUNS - 3))] * WORLD
-        assert fake.graphs == 2 * WORLD
-        for end in ends:
-            end.close()
-        assert not fake.graphs
 
 
 @pytest.mark.parametrize("seed", range(2))

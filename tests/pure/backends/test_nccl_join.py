@@ -26,7 +26,6 @@ from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
     InvalidGroupError,
-    KernelError,
     UnsupportedError,
 )
 from tests.fake_cupy import Fake, installed
@@ -36,7 +35,7 @@ from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere
 from tests.pure.thread_faults import apart
 from tests.support.values import replace
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -122,23 +121,6 @@ def test_the_first_use_of_a_gpu_in_a_process_warns(monkeypatch: pytest.MonkeyPat
         transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
 
 
-def test_staging_on_a_gpu_warns_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experimental, "_has_warned", False)
-    with gpus(1), pytest.warns(ExperimentalWarning, match="staging of tensors on GPUs"):
-        transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
-
-
-@pytest.mark.parametrize("name", ["local", "shm", "tcp"])
-def test_what_is_tested_does_not_warn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(experimental, "_has_warned", False)
-    assert callable(backends.load(name))
-
-
-def test_it_is_there_where_there_is_a_gpu() -> None:
-    with gpus(1):
-        assert backends.is_available("nccl")
-
-
 # ------------------------------------------------------------------------------- who is with whom
 
 
@@ -186,15 +168,6 @@ def test_more_than_two_ranks_on_one_of_several_gpus_are_refused() -> None:
         assert not fake.counts["nccl.communicators"]
 
 
-@pytest.mark.parametrize("cupy_version", ["13.6.0", "14.2.0"])
-def test_ids_of_communicators_are_what_this_cupy_takes(cupy_version: str) -> None:
-    with gpus(2, cupy_version=cupy_version) as fake:
-        assert type(fake.cupy.cuda.nccl.get_unique_id()) is (bytes if cupy_version > "14" else tuple)
-        team = GpuTeam(2)
-        assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
-        team.close()
-
-
 def test_a_group_makes_no_context_on_another_gpu_than_its_own() -> None:
     """A thread that never chose a GPU has 0 as its current one, where it need not have a context."""
     with gpus(3) as fake:
@@ -211,23 +184,6 @@ def test_a_group_makes_no_context_on_another_gpu_than_its_own() -> None:
         assert fake.contexts == {2}
 
 
-def test_ranks_share_no_gpu_where_the_environment_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARING, "0")
-    with gpus(2, nccl_version=23000) as fake:
-        with pytest.raises(
-            BackendUnavailableError, match=f"{SHARING} of ranks .0, 1, 2. forbids it: it has to be 1 in"
-        ):
-            GpuTeam(3)
-        assert not fake.counts["nccl.communicators"]
-    assert os.environ[SHARING] == "0"
-
-
-def test_the_environment_is_left_alone_where_each_rank_has_a_gpu() -> None:
-    with gpus(2, nccl_version=23000):
-        GpuTeam(2).close()
-    assert SHARING not in os.environ
-
-
 @pytest.mark.parametrize("theirs", [22802, 22703])
 def test_members_with_different_releases_are_refused(theirs: int) -> None:
     """NCCL compares the last digit as well."""
@@ -241,24 +197,7 @@ def test_members_with_different_releases_are_refused(theirs: int) -> None:
         assert not fake.counts["nccl.communicators"]
 
 
-def test_gpus_of_two_hosts_are_not_the_same() -> None:
-    """Both have one at that place of their bus; it would be refused otherwise."""
-    with gpus(1, nccl_version=22803):
-        places = [
-            _nccl_group._Place(gpu=f"10.0.0.{host}/0000:10:00.0", version=22803, may_share=True, capability=90)
-            for host in (1, 2)
-        ]
-        _nccl_group._check(spec_of(2), places)
-
-
 # ------------------------------------------------------------------------------- who does not come
-
-
-def test_a_member_that_never_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.05)
-    with gpus(2), pytest.raises(CollectiveTimeoutError, match=r"'nccl': ranks \[1\] did not come") as caught:
-        create(0, 2)
-    assert caught.value.missing == (1,)
 
 
 def test_rank_0_that_never_tells_the_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,19 +252,6 @@ def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, st
     assert "NCCL_DEBUG=INFO" in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
     assert wait_until(lambda: not apart(before))
-
-
-def test_the_first_operation_of_a_group_fails_where_nccl_can_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(1) as fake:
-        module = fake.cupy.cuda.nccl
-
-        def refuse(*_: Any) -> None:
-            raise module.NcclError(2)
-
-        monkeypatch.setattr(module.NcclCommunicator, "allReduce", refuse)
-        with pytest.raises(KernelError, match="SYSTEM_ERROR"):
-            create(0, 1)
-        assert fake.counts["nccl.abort"] == 1
 
 
 # ------------------------------------------------------------------------------- what is refused before the check

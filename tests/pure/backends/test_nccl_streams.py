@@ -9,7 +9,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from tests.pure.backends.streams import WAIT_S, info, stream_of, sums
 from tests.pure.conformance import bits, run_launch
 from tests.pure.on_gpu import STREAMS, Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
 from tests.pure.operands import left_fold, operand
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # ------------------------------------------------------------------------------- before
 
@@ -139,28 +138,6 @@ def test_what_a_method_leaves_on_its_stream_comes_before_whoever_uses_its_tensor
 # ------------------------------------------------------------------------------- beside
 
 
-def test_the_callers_kernels_go_on_while_a_collective_is_held_up() -> None:
-    with team_on_gpus(2) as (fake, team):
-
-        def body(communicator: Communicator, launch: Launch) -> list[np.ndarray]:
-            caller = Caller()
-            with caller["non-blocking"]:
-                src, own = (pending(np.full(5, communicator.rank + 1)) for _ in range(2))
-                fake.hold(stream_of(communicator))
-                under_way = communicator.launch(launch, sums(src))
-                mine = cupy_of(own)
-                mine *= 10
-                between = mine.get()
-                assert fake.pending(stream_of(communicator))
-                fake.release(stream_of(communicator))
-                under_way.wait(WAIT_S)
-                return [between, cupy_of(src).get()]
-
-        for rank, (between, found) in enumerate(team.must(body, team.launch())):
-            assert between.tolist() == [10 * (rank + 1)] * 5
-            assert found.tolist() == [3] * 5
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_two_groups_on_the_same_gpus_at_once(seed: int) -> None:
     """In both directions at once, and in another order on each rank."""
@@ -192,22 +169,6 @@ def test_two_groups_on_the_same_gpus_at_once(seed: int) -> None:
             team.close()
 
 
-def test_ranks_of_a_larger_group_send_both_ways() -> None:
-    with team_on_gpus(3) as (_, team):
-
-        def body(communicator: Communicator, launch: Launch, sender: int, receiver: int) -> np.ndarray:
-            array = pending(np.full(7, communicator.rank))
-            kind, peer = (OpKind.SEND, receiver) if communicator.rank == sender else (OpKind.RECV, sender)
-            sides = {"src": array} if kind is OpKind.SEND else {"dst": array}
-            run_launch(communicator, launch, Kernel(kind=kind, peer=peer, **sides))
-            return read_elsewhere(array, Caller().other)
-
-        for sender, receiver in ((0, 2), (2, 0), (1, 2), (0, 1)):
-            ranks = tuple(sorted((sender, receiver)))
-            for found in team.must(body, team.launch(ranks), sender, receiver, ranks=ranks):
-                assert found.tolist() == [sender] * 7
-
-
 def test_a_collective_leaves_the_stream_in_use_as_it_was() -> None:
     """What a thread has chosen by `use` is forgotten at the end of any block of cupy's."""
     with team_on_gpus(1) as (fake, team):
@@ -230,17 +191,6 @@ def test_a_collective_leaves_the_stream_in_use_as_it_was() -> None:
             return kept
 
         assert team.must(body, [team.launch() for _ in range(2)]) == [[True] * 3]
-
-
-def test_a_stream_of_a_block_is_still_that_of_the_block() -> None:
-    with team_on_gpus(1) as (fake, team):
-
-        def body(communicator: Communicator, launch: Launch) -> bool:
-            with fake.cupy.cuda.Stream(non_blocking=True) as own:
-                run_launch(communicator, launch, sums(pending(np.ones(100, np.float32))))
-                return bool(fake.cupy.cuda.get_current_stream() == own)
-
-        assert team.must(body, team.launch()) == [True]
 
 
 # ------------------------------------------------------------------------------- without cupy
@@ -286,30 +236,7 @@ def test_torchs_streams_are_settled_where_cupy_is_not_imported(
     assert "cupy" not in sys.modules
 
 
-def test_a_mark_of_torchs_tensors_imports_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that follow it do so by cupy; where that is missing, there are none."""
-    told = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="cuda:0", library="torch")
-    monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]  # as if it were not installed
-    assert streams.mark([told]) is None
-    monkeypatch.undo()
-    with gpus(1):
-        made = streams.mark([told])
-        assert made is not None
-        assert list(made.events) == [0]
-
-
 # ------------------------------------------------------------------------------- what it costs
-
-
-def test_a_wait_spins_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(streams, "time", SimpleNamespace(sleep=slept.append))
-    for waited_s in (0.0, 0.00001, 0.0001):
-        streams.pause(waited_s)
-    assert not slept
-    for waited_s in (0.001, 0.01, 10.0):
-        streams.pause(waited_s)
-    assert slept == [0.001 / 50, 0.01 / 50, 0.0005]
 
 
 def test_no_call_makes_a_stream_or_an_event_or_waits_for_the_device() -> None:
@@ -408,17 +335,6 @@ def test_kernels_together_are_one_group_of_nccl(monkeypatch: pytest.MonkeyPatch,
             )
         results = team.must(body_together, team.launch(), dtypes, fake, ReduceOp.SUM)
         assert groups.count("groupStart") == groups.count("groupEnd") == 3
-        for at, dtype in enumerate(dtypes):
-            expected = left_fold(ReduceOp.SUM, [operand(rank, dtype, 50 + at, at) for rank in range(3)])
-            for found, _ in results:
-                assert bits(found[at]) == bits(expected), (at, dtype)
-
-
-def test_kernels_together_of_which_one_needs_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycollect.backends.nccl.run.FOLD_NBYTES", 120)
-    dtypes = ["int32", "int16", "int8"]
-    with team_on_gpus(3) as (fake, team):
-        results = team.must(body_together, team.launch(), dtypes, fake, ReduceOp.SUM)
         for at, dtype in enumerate(dtypes):
             expected = left_fold(ReduceOp.SUM, [operand(rank, dtype, 50 + at, at) for rank in range(3)])
             for found, _ in results:

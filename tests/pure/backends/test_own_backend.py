@@ -6,20 +6,22 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import raycollect
 from raycollect import backends
-from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.errors import GroupBrokenError
 from tests.pure.communicators import ThreadTeam
+from tests.pure.conformance import KINDS, check_cases, every_case
+from tests.support.values import replace
 
 PAGE = Path(raycollect.__file__).parents[1] / "docs" / "backends.md"
+
+
+OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX)
 
 
 def shown(name: str) -> str:
@@ -41,23 +43,6 @@ def team(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     sys.modules.pop("courier")
 
 
-def body(communicator: Communicator, launch: Launch, kernels: dict[int, Kernel]) -> None:
-    kernel = kernels[communicator.rank]
-    communicator.stage(launch, kernel)
-    assert list(communicator.agree(launch, bytes([communicator.rank]))) == [bytes([rank]) for rank in launch.ranks]
-    communicator.launch(launch, kernel).wait(launch.timeout_s)
-    assert communicator.end(launch, True) == ()
-
-
-def run(team: ThreadTeam, kernels: dict[int, Kernel]) -> None:
-    team.must(body, team.launch(tuple(kernels)), kernels, ranks=tuple(kernels))
-
-
-def piece(giver: int, taker: int) -> np.ndarray:
-    """What one rank has for another: a size and values of their own."""
-    return np.arange(giver + 2 * taker) + 100 * giver
-
-
 def test_its_line_is_found_by_its_name(team: ThreadTeam) -> None:
     found = backends.get("Courier")
     assert found.name == "courier"
@@ -65,78 +50,10 @@ def test_its_line_is_found_by_its_name(team: ThreadTeam) -> None:
     assert found.ops == frozenset(OpKind) - frozenset(PREFIXES)
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
-def test_reductions(team: ThreadTeam, op: ReduceOp) -> None:
-    ranks = team.everyone
-    expected = {ReduceOp.SUM: np.sum, ReduceOp.AVG: np.mean, ReduceOp.MAX: np.max}[op]
-    given = {rank: np.linspace(rank, 7, 6).astype(">f4")[::2] for rank in ranks}
-    whole = expected([given[rank] for rank in ranks], axis=0)
-    out = {rank: np.zeros((3, 1), np.float32) for rank in ranks}
-    run(team, {r: Kernel(kind=OpKind.ALLREDUCE, src=given[r], dst=out[r], op=op) for r in ranks})
-    for rank in ranks:
-        np.testing.assert_allclose(out[rank][:, 0], whole, rtol=1e-6)
-    root = ranks[-1]
-    dst = {root: given[root]}
-    run(team, {r: Kernel(kind=OpKind.REDUCE, src=given[r], dst=dst.get(r), op=op, peer=root) for r in ranks})
-    np.testing.assert_allclose(given[root], whole, rtol=1e-6)
-
-    pieces = {r: tuple(np.arange(2.0 + taker) * (r + 1) for taker in ranks) for r in ranks}
-    scattered = {r: expected([pieces[giver][r] for giver in ranks], axis=0) for r in ranks}
-    run(team, {r: Kernel(kind=OpKind.REDUCESCATTER, src=pieces[r], dst=pieces[r][r], op=op) for r in ranks})
-    for rank in ranks:
-        np.testing.assert_allclose(pieces[rank][rank], scattered[rank])
-
-
-def test_movements_from_and_to_each_rank(team: ThreadTeam) -> None:
-    ranks = team.everyone
-    for root in ranks:
-        values = {r: np.full(4, r) for r in ranks}
-        run(
-            team,
-            {r: Kernel(kind=OpKind.BROADCAST, peer=root, **{"src" if r == root else "dst": values[r]}) for r in ranks},
-        )
-        assert all((values[r] == root).all() for r in ranks)
-
-        taken = tuple(np.zeros_like(piece(giver, root)) for giver in ranks)
-        run(
-            team,
-            {
-                r: Kernel(kind=OpKind.GATHER, src=piece(r, root), dst=taken if r == root else None, peer=root)
-                for r in ranks
-            },
-        )
-        given = {r: np.zeros_like(piece(root, r)) for r in ranks}
-        whole = tuple(piece(root, taker) for taker in ranks)
-        run(
-            team,
-            {r: Kernel(kind=OpKind.SCATTER, src=whole if r == root else None, dst=given[r], peer=root) for r in ranks},
-        )
-        for rank in ranks:
-            np.testing.assert_array_equal(taken[rank], piece(rank, root))
-            np.testing.assert_array_equal(given[rank], piece(root, rank))
-
-
-def test_movements_among_all(team: ThreadTeam) -> None:
-    ranks = team.everyone
-    gathered = {r: tuple(np.zeros_like(piece(giver, 1)) for giver in ranks) for r in ranks}
-    run(team, {r: Kernel(kind=OpKind.ALLGATHER, src=piece(r, 1), dst=gathered[r]) for r in ranks})
-    swapped = {r: tuple(np.zeros_like(piece(giver, r)) for giver in ranks) for r in ranks}
-    given = {r: tuple(piece(r, taker) for taker in ranks) for r in ranks}
-    run(team, {r: Kernel(kind=OpKind.ALLTOALL, src=given[r], dst=swapped[r]) for r in ranks})
-    for rank, giver in product(ranks, ranks):
-        np.testing.assert_array_equal(gathered[rank][giver], piece(giver, 1))
-        np.testing.assert_array_equal(swapped[rank][giver], piece(giver, rank))
-    run(team, {r: Kernel(kind=OpKind.BARRIER) for r in ranks})
-
-
-def test_send_between_each_two(team: ThreadTeam) -> None:
-    for giver, taker in product(team.everyone, team.everyone):
-        if giver != taker:
-            taken = np.zeros_like(piece(giver, taker))
-            send = Kernel(kind=OpKind.SEND, src=piece(giver, taker), peer=taker)
-            recv = Kernel(kind=OpKind.RECV, dst=taken, peer=giver)
-            run(team, dict(sorted({giver: send, taker: recv}.items())))
-            np.testing.assert_array_equal(taken, piece(giver, taker))
+@pytest.mark.parametrize("layout", ["plain", "every other", "big-endian", "read-only"])
+def test_every_kernel_from_and_to_each_rank(team: ThreadTeam, layout: str) -> None:
+    cases = every_case("float32", team.world_size, (0, 7), KINDS)
+    check_cases(team, [replace(case, layout=layout) for case in cases if case.op in (None, *OPS)])
 
 
 def test_a_closed_communicator_says_so(team: ThreadTeam) -> None:

@@ -16,17 +16,15 @@ from tests.pure.backends.tcp_teams import team
 from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.conformance import (
     DTYPES,
-    bits,
     body_arrive,
     body_peak,
     check_allreduce,
     check_cases,
     every_case,
-    left_fold,
     run_launch,
 )
 from tests.support.values import replace
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["team"]  # a fixture
 
@@ -68,33 +66,6 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, world: int
     for dtype in ("int16", "complex128"):
         check_cases(team, list(every_case(dtype, world, (7, 500))))
     team.close()
-
-
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
-@pytest.mark.parametrize("table", [WHOLE, SLICED])
-def test_zeros_infinities_and_nans_have_the_bits_of_the_left_fold(
-    monkeypatch: pytest.MonkeyPatch, op: ReduceOp, table: tuple
-) -> None:
-    monkeypatch.setattr(_tcp_run, "WHOLE_UP_TO_NBYTES", table)
-    rng = np.random.default_rng(4)
-    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0], np.float32)
-    parts = [rng.choice(special, 600_001) for _ in range(4)]
-    results = [part.copy() for part in parts]
-    team = ThreadTeam("tcp", 4)
-    launch = team.launch()
-
-    def body(communicator: Communicator) -> None:
-        array = results[communicator.rank]
-        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op))
-
-    team.must(body)
-    team.close()
-    expected = left_fold(op, parts)
-    number = ~np.isnan(expected)
-    for result in results:
-        np.testing.assert_array_equal(result, expected)
-        assert bits(result[number]) == bits(expected[number])
-        assert bits(result) == bits(results[0])
 
 
 def test_every_kernel_between_processes(processes: ProcessTeam) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,75 +14,15 @@ import pytest
 
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
-from raycollect.backends.tcp.join import _ADDRESSES, _Address
+from raycollect.backends.tcp.join import _ADDRESSES, MAX_STRANGERS, Shake, _Address, _Joining, _Protocol
 from raycollect.core import sockets
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, GroupBrokenError
 from tests.pure.backends.tcp_teams import NO_EXCHANGE, join_all, spec_of
 from tests.pure.communicators import MemoryRendezvous, ThreadTeam
 from tests.pure.conformance import run_launch
-
-
-class Visited(MemoryRendezvous):
-    """A rendezvous that strangers read too: each says something to whoever listens, before a member can."""
-
-    def __init__(self, *said: bytes) -> None:
-        super().__init__()
-        self.strangers: list[socket.socket] = []
-        self._said = said
-
-    def put(self, name: str, value: bytes) -> None:
-        if name.startswith("tcp.at."):
-            for words in self._said:
-                stranger = socket.create_connection(_ADDRESSES.decode(value)[:2])
-                stranger.sendall(words)
-                self.strangers.append(stranger)
-        super().put(name, value)
-
-
-def hello(rank: int, peer: int) -> bytes:
-    return _tcp_join._HELLO.pack(b"rcT3", rank, peer, b"n" * 32)
-
-
-STRANGERS = {
-    "silent": b"",
-    "half a hello": hello(2, 0)[:-1],
-    "garbage": b"GET / HTTP/1.1\r\nHost: here\r\nAccept: everything\r\n\r\n",
-    "not a member": hello(7, 0) + b"x" * 32,
-    "without the key": hello(2, 0) + b"x" * 32,
-    "for another rank": hello(2, 5) + b"x" * 32,
-}
-
-
-@pytest.mark.parametrize("who", STRANGERS)
-def test_strangers_neither_join_nor_hold_up_the_members(who: str) -> None:
-    rendezvous = Visited(*(STRANGERS[who],) * 3)
-    made = join_all(rendezvous, 3)
-    assert len(rendezvous.strangers) == 9
-    launch = Launch(seq=1, ranks=(0, 1, 2), timeout_s=10)
-    with ThreadPoolExecutor(3) as threads:
-        for arrivals in threads.map(lambda one: run_launch(one, launch, arrival=bytes([one.rank])), made):
-            assert arrivals == [b"\0", b"\1", b"\2"]
-    for stranger in rendezvous.strangers:  # dropped, at the latest when all have come
-        stranger.settimeout(5)
-        try:
-            while stranger.recv(4096):
-                pass
-        except ConnectionResetError:
-            pass
-        stranger.close()
-    for communicator in made:
-        communicator.close()
-
-
-def test_more_strangers_than_are_listened_to_only_delay_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tcp_join, "MAX_STRANGERS", 1)
-    monkeypatch.setattr(_tcp_join, "HELLO_TIMEOUT_S", 0.1)
-    rendezvous = Visited(*(b"",) * 8)
-    for communicator in join_all(rendezvous, 2):
-        communicator.close()
-    for stranger in rendezvous.strangers:
-        stranger.close()
+from tests.pure.watched import warnings_in
+from tests.support.values import replace
 
 
 def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,17 +52,6 @@ def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch
         server.shutdown(socket.SHUT_RDWR)
         thread.join(5)
         assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("present", [0, 1, 2])
-def test_members_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch, present: int) -> None:
-    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.2)
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        tcp.create(spec_of(3), present, MemoryRendezvous(), NO_EXCHANGE)
-    assert caught.value.op == "join"
-    assert set(caught.value.missing) <= {0, 1, 2} - {present}
-    assert caught.value.missing == tuple(range(present)) or present == 0
-    assert caught.value.missing
 
 
 def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
@@ -216,3 +147,157 @@ def test_one_rank_needs_no_socket() -> None:
     made.close()
     with pytest.raises(GroupBrokenError):
         made.agree(launch, b"")
+
+
+# ------------------------------------------------------------------------------- who does not belong there
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+
+
+# ------------------------------------------------------------------------------- what is said
+
+
+def step(end: Shake, got: bytes | None) -> bytes:
+    """Gives one end what it waits for; gives what it says."""
+    return (next(end) if got is None else end.send(got))[0]
+
+
+def converse(connector: Shake, listener: Shake) -> list[bytes]:
+    """A whole handshake; gives what was said, from one end and the other in turn."""
+    assert step(listener, None) == b""
+    hello = step(connector, None)
+    answer = step(listener, hello)
+    proof = step(connector, answer)
+    done = step(listener, proof)
+    for end, got in ((connector, done), (listener, None)):
+        with pytest.raises(StopIteration):
+            step(end, got)
+    return [hello, answer, proof, done]
+
+
+def hands(key: bytes = KEY, group_id: str = "1", rank: int = 0) -> _Protocol:
+    return _Protocol(key, replace(spec_of(3), group_id=group_id), rank)
+
+
+def test_members_of_one_group_shake_hands() -> None:
+    for rank in (1, 2):
+        assert len(converse(hands(rank=rank).connector(0), hands().listener(frozenset({1, 2})))) == 4
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [hands(OTHER_KEY, rank=1), hands(group_id="2", rank=1), hands(OTHER_KEY, "2", 1)],
+    ids=["another key", "another group", "both"],
+)
+def test_who_has_another_groups_key_hears_nothing_that_helps(stranger: _Protocol) -> None:
+    connector, listener = stranger.connector(0), hands().listener(frozenset({1, 2}))
+    step(listener, None)
+    answer = step(listener, step(connector, None))
+    with pytest.raises(ValueError, match="the listener does not have"):
+        connector.send(answer)
+    for tag in (answer[32:], stranger._tag("connector", (1, 0, bytes(64))), bytes(32)):
+        again, mine = hands().listener(frozenset({1, 2})), stranger.connector(0)
+        step(again, None)
+        step(again, step(mine, None))
+        with pytest.raises(ValueError, match="the connector does not have"):
+            again.send(tag)
+
+
+def test_what_was_overheard_opens_nothing_a_second_time() -> None:
+    hello, answer, proof, _ = converse(hands(rank=1).connector(0), hands().listener(frozenset({1, 2})))
+    listener = hands().listener(frozenset({1, 2}))
+    step(listener, None)
+    step(listener, hello)
+    with pytest.raises(ValueError, match="the connector does not have"):
+        listener.send(proof)
+    connector = hands(rank=1).connector(0)
+    step(connector, None)
+    with pytest.raises(ValueError, match="the listener does not have"):
+        connector.send(answer)
+
+
+def test_a_proof_for_one_pair_of_ranks_is_none_for_another() -> None:
+    hello = step(hands(rank=1).connector(0), None)
+    for end, expected in ((hands(rank=2), {1}), (hands(rank=0), {2})):
+        listener = end.listener(frozenset(expected))
+        step(listener, None)
+        with pytest.raises(ValueError, match="a stranger"):
+            listener.send(hello)
+
+
+# ------------------------------------------------------------------------------- at the port
+
+
+class Crowd(MemoryRendezvous):
+    """A rendezvous that strangers read too: so many come to each rank before a member can, and stay."""
+
+    def __init__(self, count: int, words: bytes) -> None:
+        super().__init__()
+        self.strangers: list[socket.socket] = []
+        self._count, self._words = count, words
+
+    def put(self, name: str, value: bytes) -> None:
+        if name.startswith("tcp.at."):
+            for _ in range(self._count):
+                stranger = socket.create_connection(_ADDRESSES.decode(value)[:2])
+                with contextlib.suppress(OSError):
+                    stranger.sendall(self._words)
+                self.strangers.append(stranger)
+        super().put(name, value)
+
+    def leave(self) -> None:
+        for stranger in self.strangers:
+            stranger.close()
+
+
+@pytest.fixture
+def most(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many connections each call left a rank with. Members come to the port, too, as those of other hosts do."""
+    monkeypatch.setattr(sockets, "listen_locally", lambda: None)
+    seen: list[int] = []
+    answer = _Joining._accept
+
+    def counted(joining: _Joining, listener: socket.socket) -> None:
+        answer(joining, listener)
+        seen.append(len(joining._handshakes))
+
+    monkeypatch.setattr(_Joining, "_accept", counted)
+    return seen
+
+
+WORDS = {
+    "say nothing": b"",
+    "say half": step(hands(OTHER_KEY, rank=2).connector(0), None)[:-1],
+    "have another key": step(hands(OTHER_KEY, rank=2).connector(0), None),
+    "say too much": b"\xff" * 100_000,
+}
+
+
+@pytest.mark.parametrize("who", WORDS)
+def test_hundreds_of_strangers_only_delay_a_join(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: list[int], who: str
+) -> None:
+    """Many more come than are listened to at once."""
+    monkeypatch.setattr(_tcp_join, "HELLO_TIMEOUT_S", 0.1)
+    crowd = Crowd(300, WORDS[who])
+    made = join_all(crowd, 3)
+    for communicator in made[1:]:
+        assert sorted(communicator._link._peers) == sorted({0, 1, 2} - {communicator.rank})
+    assert max(most) <= MAX_STRANGERS + 3
+    first = [line for line in warnings_in(caplog) if "refused a connection from" in line]
+    more = [line for line in warnings_in(caplog) if "more connections" in line]
+    assert 1 <= len(first) <= 2  # ranks 0 and 1 are called; the last rank listens for nobody
+    assert len(more) <= len(first)
+    assert all(line.startswith("group 'g', rank ") for line in (*first, *more))
+    assert len(warnings_in(caplog)) == len(first) + len(more)
+    launch = Launch(seq=1, ranks=(0,), timeout_s=5)
+    assert run_launch(made[0], launch, arrival=b"me") == [b"me"]
+    for communicator in made:
+        communicator.close()
+    crowd.leave()
+
+
+def test_a_join_without_strangers_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    for communicator in join_all(MemoryRendezvous(), 4):
+        communicator.close()
+    assert warnings_in(caplog) == []

@@ -24,7 +24,7 @@ from raycollect.backends.meshed import MESH_UP_TO_NBYTES
 from raycollect.backends.torch_dist import run as _torch_run
 from raycollect.backends.torch_dist.calls import Calls
 from tests.pure.backends.torch_teams import OptionsTeam, body_sum, gloo_of, plugin, teams
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["plugin", "teams"]  # fixtures
 
@@ -113,25 +113,6 @@ def body_large(communicator: Communicator, first: Launch, second: Launch) -> tup
     moved = np.full(LARGE, communicator.rank + 1.0)
     communicator.launch(second, Kernel(kind=OpKind.BROADCAST, src=moved, dst=moved, peer=1))
     return float(array.min()), float(moved.max()), array.ctypes.data
-
-
-def body_gaps(communicator: Communicator, launches: list[Launch]) -> list[float]:
-    """Large arrays of every kind: with gaps, read-only, from one array into another."""
-    wide, rank = np.full((LARGE, 2), communicator.rank + 1.0), communicator.rank
-    gaps, out = wide[:, 0], np.zeros(LARGE)
-    fixed = np.full(LARGE, rank + 1.0)
-    fixed.flags.writeable = False
-    communicator.launch(launches[0], Kernel(kind=OpKind.ALLREDUCE, src=gaps, dst=gaps, op=ReduceOp.AVG))
-    communicator.launch(launches[1], Kernel(kind=OpKind.ALLREDUCE, src=fixed, dst=out, op=ReduceOp.SUM))
-    moved = fixed if rank == 0 else np.zeros((LARGE, 2))[:, 1]
-    communicator.launch(launches[2], Kernel(kind=OpKind.BROADCAST, src=moved, dst=None if rank == 0 else moved, peer=0))
-    return [float(each) for each in (gaps.max(), wide[:, 1].min(), out.min(), fixed.max(), moved.min())]
-
-
-def test_large_arrays_of_every_kind_are_worked_in(teams: Callable[..., OptionsTeam]) -> None:
-    team = teams()
-    found = team.must(body_gaps, [team.launch() for _ in range(3)])
-    assert found == [[1.5, 1.0, 3.0, 1.0, 1.0], [1.5, 2.0, 3.0, 2.0, 1.0]]
 
 
 def body_parts(communicator: Communicator, launches: list[Launch], size: int) -> list[bool]:

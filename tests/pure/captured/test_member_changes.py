@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from raycollect.captured import install
 from raycollect.captured.step import Capture
 from raycollect.core import threads
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import ActorGoneError, CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
-from tests.pure.captured.run_fleet import CAPTURE, WAIT_S, Fleet, controller, drive, fleet
-from tests.pure.driver.test_controller import lease
-from tests.pure.driver.test_plan_tracker_batches import group
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
+from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
+from tests.pure.driver.leased import lease
+from tests.pure.driver.tracked_plans import group
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -113,47 +112,3 @@ def test_explaining_a_step_whose_groups_are_destroyed_meanwhile_says_so(
     monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
     with pytest.raises(UnknownGroupError, match="it was destroyed"):
         made.explain()
-
-
-def installation(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> install._Installation:
-    compiler = SimpleNamespace(participants=(), step_program=lambda at: b"", refs=lambda at: {})
-    monkeypatch.setattr(install._Installation, "_doorbell", lambda _: (fleet.bell, [0, 1, 2, 3]))
-    monkeypatch.setattr(install, "CAPTURES", SimpleNamespace(encode=lambda _: b""))
-    monkeypatch.setattr(fleet.bell, "segment", None, raising=False)
-    return install._Installation(
-        controller=fleet.controller,
-        capture=CAPTURE,
-        compiler=compiler,  # type: ignore[arg-type]
-        step_plan=fleet.step_plan,
-        memberships=[fleet.left, fleet.right],
-        words=None,  # type: ignore[arg-type]
-        deadline_s=0.0,
-        timeout_s=1.0,
-    )
-
-
-def test_capturing_a_step_whose_groups_are_destroyed_meanwhile_says_so_and_keeps_nothing(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
-    with pytest.raises(UnknownGroupError, match="it was destroyed"):
-        installation(fleet, monkeypatch).send()
-    assert fleet.bell.is_closed
-
-
-def test_capturing_a_step_of_which_an_actor_dies_meanwhile_names_it(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its group is broken by then, which says less."""
-
-    def hear(*_: object) -> list[bool]:
-        fleet.controller.groups.breaks(fleet.left.spec.group_id, "Worker(6) died")
-        raise ActorGoneError(op="capture", rank=1, actor="Worker(6)", detail="it ended")
-
-    monkeypatch.setattr(fleet.controller, "links", lambda *_: fleet.peers)
-    monkeypatch.setattr(install._Installation, "_submit", lambda *_: None)
-    monkeypatch.setattr(install._Installation, "_hear", hear)
-    monkeypatch.setattr(install, "retrieve_errors", lambda _: None)
-    with pytest.raises(ActorGoneError, match=r"rank 1 \(Worker\(6\)\)"):
-        installation(fleet, monkeypatch).send()
-    assert fleet.bell.is_closed

@@ -32,9 +32,9 @@ from raycollect.errors import (
     refusal,
 )
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
-from tests.pure.driver.test_controller import said
-from tests.pure.driver.tracked_plans import key_of
-from tests.waiting import wait_until
+from tests.pure.driver.leased import declared, said
+from tests.pure.driver.tracked_plans import group, key_of
+from tests.support.waiting import wait_until
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -120,6 +120,9 @@ def test_groups_are_looked_at_before_anything_is_sent(fleet: Fleet) -> None:
     with pytest.raises(GroupBrokenError, match=r"Worker\(8\) died"):
         fleet.begin()
     fleet.controller.groups.destroy("right")
+    with pytest.raises(UnknownGroupError, match="'right': it was destroyed"):
+        fleet.begin()
+    fleet.controller.groups.add(declared(group("right", (9, 7))))
     with pytest.raises(CaptureBrokenError, match=r"(?s)destroyed, or its members have changed.*capture the step again"):
         fleet.begin()
     assert not fleet.bell.rung
@@ -225,22 +228,6 @@ def test_a_signal_after_the_last_answer_costs_nothing(
     assert fleet.runs.is_idle
 
 
-def test_a_signal_after_the_last_failure_keeps_the_error(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = fleet.begin()
-    fleet.fail(0, tracker, PlanAbortedError(detail="rank 1 has left"))
-    for at in (1, 2, 3):
-        fleet.bell.give(at, tracker.number)
-    with monkeypatch.context() as patch:
-        patch.setattr(PlanTracker, "_resolve", interrupting(PlanTracker._resolve))
-        with pytest.raises(KeyboardInterrupt):
-            tracker.wait(WAIT_S)
-    assert tracker.wait(WAIT_S)
-    assert isinstance(tracker.error, PlanAbortedError)
-    with pytest.raises(CaptureBrokenError):
-        fleet.begin()
-    fleet.land(tracker)
-
-
 def test_a_signal_while_one_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = fleet.begin()
     with monkeypatch.context() as patch:
@@ -270,28 +257,33 @@ def test_runs_that_have_ended_unasked_make_room_for_themselves_alone(fleet: Flee
         fleet.land(one)
 
 
-def test_close_ends_running_runs(fleet: Fleet) -> None:
+@pytest.mark.parametrize("by_controller", [False, True])
+def test_close_ends_running_runs(fleet: Fleet, by_controller: bool) -> None:
     done, *open_ones = [fleet.begin() for _ in range(3)]
     for at in range(4):
         fleet.bell.give(at, done.number)
-    for _ in range(2):
-        fleet.runs.close()
+    if by_controller:
+        fleet.controller.close()
+    else:
+        for _ in range(2):
+            fleet.runs.close()
+        for peer in fleet.peers:
+            assert [type(one) for one in said(peer)] == [Abort, Abort, Forget]
+        assert fleet.bell.is_closed
+        assert fleet.runs.refs == {}
+        for one in open_ones:
+            assert "closed" in str(one.error)
+            fleet.land(one)
     assert done.error is None
-    assert all("closed" in str(one.error) for one in open_ones)
-    for peer in fleet.peers:
-        assert [type(one) for one in said(peer)] == [Abort, Abort, Forget]
-    assert fleet.bell.is_closed
-    assert fleet.runs.refs == {}
-    with pytest.raises(CaptureError, match="closed"):
+    assert all(isinstance(one.error, PlanAbortedError) for one in open_ones)
+    with pytest.raises(CaptureError, match=None if by_controller else "closed"):
         fleet.begin()
-    for one in open_ones:
-        fleet.land(one)
 
 
 def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
     controller = fleet.controller
     tracker = fleet.begin()
-    controller.groups.held.hold(fleet.left)
+    controller.groups.held.append(fleet.left.spec.group_id)
     looked = threading.Event()
 
     def let_go() -> bool:
@@ -302,11 +294,11 @@ def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
     controller.abandon(let_go, (fleet.left,))
     assert looked.wait(WAIT_S)
     assert not fleet.runs.is_closed, "a run is under way"
-    assert controller.groups.held.ids == {fleet.left.spec.group_id}
+    assert controller.groups.held == [fleet.left.spec.group_id]
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     assert wait_until(lambda: fleet.runs.is_closed)
-    assert wait_until(lambda: controller.groups.held.ids == set())
+    assert wait_until(lambda: controller.groups.held == [])
     assert tracker.error is None
 
 
@@ -326,20 +318,16 @@ def test_a_step_that_is_closed_while_a_run_is_sent_is_closed_after_it(fleet: Fle
         fleet.begin()
 
 
-def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:
-    tracker = fleet.begin()
-    fleet.controller.close()
-    assert isinstance(tracker.error, PlanAbortedError)
-    with pytest.raises(CaptureError):
-        fleet.begin()
-
-
-def test_keys_name_operands(fleet: Fleet) -> None:
+def test_a_run_knows_its_operands_and_the_places_of_its_plans(fleet: Fleet) -> None:
     assert fleet.runs.writes == {Key(key_of(at)): True for at in (*range(5), 9)}
+    tracker = fleet.begin()
+    assert [tracker.writes.get(key_of(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
+    assert tracker.refs == dict.fromkeys(map(key_of, range(5)))
     assert fleet.step_plan.name == "captured step"
     assert fleet.step_plan.places_at(-1) == ()
     found = [fleet.step_plan.places_at(at) for at in (0, fleet.stages[1].offset)]
     assert found == [stage.positions for stage in fleet.stages]
+    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 
 def test_a_group_that_another_thread_destroys_as_a_run_begins_fails_it(fleet: Fleet) -> None:

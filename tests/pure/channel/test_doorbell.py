@@ -18,7 +18,7 @@ from raycollect.core.signals import Deferred, deliver
 from tests.pure.channel.bells import take
 from tests.pure.processes import Process
 from tests.support.values import replace
-from tests.waiting import interrupt_in
+from tests.support.waiting import interrupt_in
 
 
 @pytest.fixture

@@ -56,9 +56,8 @@ from raycollect.member.runtime import Runtime
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.channel.hostile_wire import message
 from tests.pure.channel.parties import HOST, LIMIT_S
-from tests.pure.driver.test_controller import controller, lease, registered_anew
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.leased import controller, lease, registered_anew
+from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.thread_faults import apart
 from tests.support.values import named_member, replace
 

@@ -31,10 +31,10 @@ from raycollect.member.plan_queue import PlanQueue
 from raycollect.observe import stacks
 from raycollect.pos import Container
 from tests.faults.thread_failures import fail_at
-from tests.pure.driver.test_order_model import Fleet
-from tests.pure.member.test_lease import premises
+from tests.pure.driver.order_model import Fleet
+from tests.pure.member.leases import premises
 from tests.pure.sites import Ref
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["premises"]  # fixtures
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from click.testing import CliRunner, Result
 
+import raycollect
 from raycollect.cli.commands import main
+
+ROOT = Path(raycollect.__file__).parents[1]
 
 
 def run_command(*args: str, environ: dict[str, str | None] | None = None) -> Result:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import raycollect
-from raycollect.cli import doctor
 from raycollect.cli.commands import main
 from raycollect.errors import GroupBrokenError
 from raycollect.group import cluster_registry
 from raycollect.group.rank_table import RankTable
-from tests.pure.cli.command_line import run_command
-
-ROOT = Path(raycollect.__file__).parents[1]
+from tests.pure.cli.command_line import ROOT, run_command
 
 
 def _python(*args: str) -> str:
@@ -48,25 +44,13 @@ def test_the_version_is_the_packages() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
-def test_every_command_explains_itself_with_examples(name: str) -> None:
-    listed = run_command("--help")
-    assert (listed.exit_code, f"  {name} " in listed.output) == (0, True)
+def test_every_command_is_listed_documented_and_explains_itself_with_examples(name: str) -> None:
+    [line] = (line for line in run_command("--help").output.splitlines() if line.startswith(f"  {name} "))
+    assert not line.endswith("..."), "the list has room for a short line"
     result = run_command(name, "-h")
     assert result.exit_code == 0
     assert f"\n    raycollect {name} " in result.output
-
-
-def test_an_unknown_command_is_a_usage_error() -> None:
-    result = run_command("rank-tabel")
-    assert result.exit_code == 2
-    assert "rank-tabel" in result.stderr
-
-
-@pytest.mark.parametrize("name", sorted(main.commands))
-def test_every_command_stands_in_the_document_and_in_a_short_list(name: str) -> None:
     assert f"| `{name}` |" in (ROOT / "docs" / "command-line.md").read_text()
-    [line] = (line for line in run_command("--help").output.splitlines() if line.startswith(f"  {name} "))
-    assert not line.endswith("..."), "the list has room for a short line"
 
 
 @pytest.mark.parametrize("option", ["--device-id", "--device_id"])
@@ -77,37 +61,31 @@ def test_a_table_goes_to_stdout(option: str, text: str) -> None:
     assert RankTable.from_dict(json.loads(result.stdout)) == RankTable.of_device_ids([[2, 0], [1]])
 
 
-def test_a_table_goes_to_a_file_and_it_says_which(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    result = run_command("rank-table", "--device-id", "[[0, 1]]", "--output", str(path))
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"2 ranks on 1 node, written to {path}\n"
-    assert RankTable.read(path) == RankTable.of_device_ids([[0, 1]])
+@pytest.mark.parametrize(
+    ("output", "variable", "goes"),
+    [
+        ("table.json", None, "table.json"),
+        (None, "named.json", "named.json"),
+        ("table.json", "named.json", "table.json"),
+        ("-", "named.json", "-"),
+        (None, "", "-"),
+    ],
+)
+def test_the_command_line_or_else_the_environment_says_where_a_table_goes(
+    tmp_path: Path, output: str | None, variable: str | None, goes: str
+) -> None:
+    def at(name: str | None) -> str | None:
+        return str(tmp_path / name) if name and name != "-" else name
 
-
-def test_the_environment_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(path)}
-    result = run_command("rank-table", "--device-id", "[[0, 1]]", environ=environ)
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"2 ranks on 1 node, written to {path} (from RANK_TABLE_FILE)\n"
-    assert RankTable.read(path) == RankTable.of_device_ids([[0, 1]])
-
-
-@pytest.mark.parametrize("output", ["-", "other.json"])
-def test_the_command_line_wins_over_the_environment(tmp_path: Path, output: str) -> None:
-    named = tmp_path / "table.json"
-    chosen = output if output == "-" else str(tmp_path / output)
-    environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(named)}
-    result = run_command("rank-table", "--device-id", "[[5]]", "--output", chosen, environ=environ)
-    assert (result.exit_code, named.exists()) == (0, False)
-    written = result.stdout if output == "-" else Path(chosen).read_text()
-    assert RankTable.from_dict(json.loads(written)).chip_map == (5,)
-
-
-def test_an_empty_variable_counts_as_unset() -> None:
-    result = run_command("rank-table", "--device-id", "[[0]]", environ={"RANK_TABLE_FILE": ""})
-    assert RankTable.from_dict(json.loads(result.stdout)).world_size == 1
+    args = [] if output is None else ["--output", str(at(output))]
+    environ: dict[str, str | None] = {"RANK_TABLE_FILE": at(variable)}
+    result = run_command("rank-table", "--device-id", "[[0, 1]]", *args, environ=environ)
+    assert result.exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ([] if goes == "-" else [goes])
+    written = result.stdout if goes == "-" else (tmp_path / goes).read_text()
+    assert RankTable.from_dict(json.loads(written)) == RankTable.of_device_ids([[0, 1]])
+    origin = " (from RANK_TABLE_FILE)" if output is None else ""
+    assert result.stderr == ("" if goes == "-" else f"2 ranks on 1 node, written to {at(goes)}{origin}\n")
 
 
 def test_a_good_table_is_shown(tmp_path: Path) -> None:
@@ -124,6 +102,8 @@ def test_a_good_table_is_shown(tmp_path: Path) -> None:
         "rank 2: node 1, device 0",
     ]
     assert [one.name for one in tmp_path.iterdir()] == ["table.json"]
+    rows = json.loads(run_command("rank-table", "--check", str(path), "--json").stdout)
+    assert rows == [{"rank": rank, "node": rank // 2, "device": device} for rank, device in enumerate((4, 2, 0))]
 
 
 def test_a_refused_table_ends_with_1_and_every_reason(tmp_path: Path) -> None:
@@ -136,31 +116,12 @@ def test_a_refused_table_ends_with_1_and_every_reason(tmp_path: Path) -> None:
     assert "version is '3'" in result.stderr
     assert "node_list[0].device_list[0].device_id is 'x'" in result.stderr
     assert "group" not in result.stderr, "no group is meant here"
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    result = run_command("rank-table", "--check", str(tmp_path / "absent.json"))
-    assert result.exit_code == 1
-    assert "absent.json" in result.stderr
-    assert "No such file" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("[[0, 0]]", "as in node_list[0].device_list[0]"),
-        ("[]", "node_list is []"),
-        ("[0, 1]", "expected one list per node"),
-        ("[[true]]", "device_id is True"),
-        ("7", "expected one list per node"),
-        ("null", "expected one list per node"),
-    ],
-)
-def test_device_ids_that_make_no_table_are_refused_and_nothing_is_written(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "table.json"
-    result = run_command("rank-table", "--device-id", text, "--output", str(path))
-    assert (result.exit_code, path.exists()) == (1, False)
-    assert says in result.stderr
+    absent = run_command("rank-table", "--check", str(tmp_path / "absent.json"))
+    assert (absent.exit_code, "absent.json" in absent.stderr) == (1, True)
+    assert "No such file" in absent.stderr
+    twice = run_command("rank-table", "--device-id", "[[0, 0]]", "--output", str(tmp_path / "twice.json"))
+    assert (twice.exit_code, (tmp_path / "twice.json").exists()) == (1, False)
+    assert "as in node_list[0].device_list[0]" in twice.stderr
 
 
 @pytest.mark.parametrize(
@@ -192,57 +153,32 @@ def test_a_file_of_the_environment_that_cannot_be_written_names_the_variable(tmp
     assert "(from RANK_TABLE_FILE) can't be written: Is a directory" in result.stderr
 
 
-def test_a_table_is_shown_as_json(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    RankTable.of_device_ids([[4], [0]]).write(path)
-    result = run_command("rank-table", "--check", str(path), "--json")
-    assert json.loads(result.stdout) == [
-        {"rank": 0, "node": 0, "device": 4},
-        {"rank": 1, "node": 1, "device": 0},
-    ]
+BROKEN = GroupBrokenError(group_name="g", detail="rank 1 died")
 
 
-@pytest.fixture
-def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """Has `raycollect status` meet an exception where it would connect."""
+@pytest.mark.parametrize(
+    ("raised", "debug", "code", "stderr"),
+    [
+        (BROKEN, None, 1, "Error: group 'g': rank 1 died\nWhat to do: "),
+        (ConnectionError("none runs here"), None, 1, "Error: none runs here\n"),
+        (KeyboardInterrupt(), None, 130, "Interrupted.\n"),
+        (BROKEN, "1", None, ""),
+        (ZeroDivisionError(), None, None, ""),
+    ],
+)
+def test_an_error_for_the_user_is_told_in_words_and_others_are_raised(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, debug: str | None, code: int | None, stderr: str
+) -> None:
+    def fail(address: str | None) -> str:
+        raise raised
 
-    def set_up(exception: BaseException) -> None:
-        def fail(address: str | None) -> str:
-            raise exception
-
-        monkeypatch.setattr(cluster_registry, "find_cluster", fail)
-
-    return set_up
-
-
-def test_an_error_of_ours_is_told_in_words(ends_with: Callable[[BaseException], None]) -> None:
-    ends_with(GroupBrokenError(group_name="g", detail="rank 1 died"))
-    result = run_command("status", environ={"RAYCOLLECT_DEBUG": None})
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("Error: group 'g': rank 1 died\nWhat to do: ")
-
-
-def test_no_cluster_is_no_traceback(ends_with: Callable[[BaseException], None]) -> None:
-    ends_with(ConnectionError("none runs here"))
-    result = run_command("status", environ={"RAYCOLLECT_DEBUG": None})
-    assert (result.exit_code, result.stderr) == (1, "Error: none runs here\n")
-
-
-def test_debugging_raises_the_error(ends_with: Callable[[BaseException], None]) -> None:
-    ends_with(GroupBrokenError(group_name="g", detail="rank 1 died"))
-    result = CliRunner().invoke(main, ["status"], env={"RAYCOLLECT_DEBUG": "1"})
-    assert isinstance(result.exception, GroupBrokenError)
-
-
-def test_ctrl_c_ends_with_130(ends_with: Callable[[BaseException], None]) -> None:
-    ends_with(KeyboardInterrupt())
-    result = run_command("status")
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
-
-
-def test_an_error_that_nobody_foresaw_is_raised(ends_with: Callable[[BaseException], None]) -> None:
-    ends_with(ZeroDivisionError())
-    assert isinstance(CliRunner().invoke(main, ["status"]).exception, ZeroDivisionError)
+    monkeypatch.setattr(cluster_registry, "find_cluster", fail)
+    result = CliRunner().invoke(main, ["status"], env={"RAYCOLLECT_DEBUG": debug})
+    if code is None:
+        assert result.exception is raised
+    else:
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert result.stderr.startswith(stderr)
 
 
 @pytest.mark.parametrize(
@@ -261,148 +197,3 @@ def test_what_there_is_not_ends_with_2(args: list[str], says: str) -> None:
     result = run_command(*args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr.replace("option: --colour", "option '--colour'")
-
-
-@pytest.mark.parametrize(("state", "required", "code"), [("ok", True, 0), ("missing", False, 0), ("missing", True, 1)])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_doctor_ends_with_1_where_something_required_is_missing(
-    monkeypatch: pytest.MonkeyPatch, state: str, required: bool, code: int, as_json: bool
-) -> None:
-    row = doctor.Row(state, "some", "oil", "gears", "clockwork", required)
-    monkeypatch.setattr(doctor, "examine", lambda: (row,))
-    result = run_command("doctor", *(["--json"] if as_json else []))
-    assert (result.exit_code, result.stderr) == (code, "")
-    if as_json:
-        told = json.loads(result.stdout)
-        assert told["ok"] == (code == 0)
-        assert told["findings"] == [
-            {"check": "gears", "state": state, "found": "some", "cure": "oil", "required": required}
-            | {"section": "clockwork"}
-        ]
-    else:
-        said = "missing, and required: gears" if code else "nothing is missing that is required"
-        assert result.stdout.splitlines() == ["clockwork", f"  {state:<7}  gears  some", " " * 18 + "-> oil", "", said]
-
-
-def test_doctor_runs_where_there_is_no_numpy_and_no_ray() -> None:
-    code = """
-import sys
-class Wall:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("numpy", "ray"):
-            raise ImportError(name + " is behind the wall")
-sys.meta_path.insert(0, Wall())
-from raycollect.cli import doctor
-def ask(code):
-    raise doctor.ChildError("no child here")
-rows = doctor.examine(ask)
-print(",".join(doctor.lacking(rows)))
-"""
-    lacking = _python("-c", code).strip().split(",")
-    assert {"ray", "numpy", "shm", "tcp"} <= set(lacking)
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
-    """A file with one process that has run one allreduce."""
-    from raycollect.observe import chrome
-    from raycollect.observe.whole import Process, Slice, Trace
-
-    done = Slice("kernel", "allreduce", 10.1, 10.2, 1, 1, "allreduce", "g", 0, 2, 4096, 1, "", "", "default", "shm")
-    process = Process(name="W", host="h", pid=7, clock="boot", slices=(done,))
-    path = tmp_path / "t.json"
-    chrome.write(Trace(began_s=10.0, ended_s=11.0, clock="boot", processes=(process,)), path)
-    return path
-
-
-def test_a_timeline_is_shown_as_a_table(recorded: Path) -> None:
-    result = run_command("timeline", "show", str(recorded))
-    assert (result.exit_code, result.stderr) == (0, "")
-    title, head, row = result.stdout.splitlines()
-    assert title == "timeline of 1 s, 1 process"
-    assert head.split()[:5] == ["group", "op", "backend", "calls", "bytes"]
-    assert row.split()[:6] == ["default", "allreduce", "shm", "1", "4", "KiB"]
-
-
-def test_a_timeline_is_shown_as_json(recorded: Path) -> None:
-    result = run_command("timeline", "show", str(recorded), "--json")
-    assert json.loads(result.stdout)["rows"][0]["nbytes"] == 4096
-
-
-def test_timelines_of_one_host_are_merged_into_a_file(recorded: Path, tmp_path: Path) -> None:
-    from raycollect.observe import chrome
-
-    merged = tmp_path / "merged.json.gz"
-    result = run_command("timeline", "show", str(recorded), str(recorded), "-o", str(merged))
-    assert (result.exit_code, result.stderr) == (0, f"written to {merged}\n")
-    assert "2 processes" in result.stdout
-    assert len(chrome.read(merged).processes) == 2
-
-
-def test_files_that_are_no_timelines_end_with_1(recorded: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
-    other.write_text(recorded.read_text().replace('"clock":"boot"', '"clock":"another"'))
-    (tmp_path / "junk.json").write_text("{}")
-    for args, says in (
-        ((str(tmp_path / "absent.json"),), "absent.json"),
-        ((str(tmp_path),), "Is a directory"),
-        ((str(tmp_path / "junk.json"),), "not a timeline of raycollect"),
-        ((str(recorded), str(other)), "different hosts"),
-    ):
-        result = run_command("timeline", "show", *args)
-        assert (result.exit_code, result.stdout) == (1, "")
-        assert says in result.stderr
-
-
-def test_a_merged_file_that_can_not_be_written_is_a_wrong_argument(recorded: Path, tmp_path: Path) -> None:
-    result = run_command("timeline", "show", str(recorded), "-o", str(tmp_path / "absent" / "m.json"))
-    assert result.exit_code == 2
-    assert "can't be written: No such file" in result.stderr
-
-
-@pytest.mark.parametrize(("code", "ends"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
-def test_a_recorded_program_ends_as_it_does(tmp_path: Path, code: str, ends: int) -> None:
-    result = run_command("timeline", "record", "-o", str(tmp_path / "t.json"), "--", sys.executable, "-c", code)
-    assert result.exit_code == ends
-    assert "no timeline in" in result.stderr
-    assert "declared no group" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("record",), "Missing argument"),
-        (("record", "--", "{tmp}/no-such-program"), "can't be run: No such file"),
-        (("record", "-o", "{tmp}/absent/t.json", "--", "true"), "there is no folder"),
-        (("show",), "Missing argument"),
-    ],
-)
-def test_a_wrong_timeline_command_ends_with_2(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
-    result = run_command("timeline", *(one.replace("{tmp}", str(tmp_path)) for one in args))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert says in result.stderr
-
-
-def test_a_process_that_makes_calls_of_its_own_is_recorded(tmp_path: Path) -> None:
-    """A program without a cluster: a group of one process, and one allreduce of it."""
-    path = tmp_path / "t.json"
-    program = f"""
-import os
-import numpy as np
-import raycollect as col
-assert os.environ["RAYCOLLECT_TIMELINE"] == {str(path)!r}
-col.init_collective_group(1, 0, "local", "alone", rendezvous="file://{tmp_path}/meeting")
-col.allreduce(np.ones(1000), "alone")
-col.destroy_collective_group("alone")
-"""
-    result = run_command("timeline", "record", "-o", str(path), "--", sys.executable, "-c", program)
-    assert (result.exit_code, result.stderr) == (0, f"written to {path}\n")
-    shown = json.loads(run_command("timeline", "show", str(path), "--json").stdout)
-    (row,) = shown["rows"]
-    assert (row["group"], row["op"], row["backend"], row["calls"], row["nbytes"]) == (
-        "alone",
-        "allreduce",
-        "local",
-        1,
-        8000,
-    )

@@ -20,7 +20,7 @@ from raycollect.core import signals
 from raycollect.core.signals import Allowed, Deferred, deliver, waiting
 from raycollect.driver import batch as batch_module
 from raycollect.driver.batch import batch, current
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 FILES = (signals.__file__, __file__)
 CHECKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # the bytecodes after which Python looks for signals

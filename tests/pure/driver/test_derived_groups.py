@@ -9,7 +9,7 @@ import pytest
 
 from raycollect.driver.derived_groups import DerivedGroups
 from raycollect.planner import Membership
-from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.driver.tracked_plans import group
 
 
 def derived(*actors: int) -> Membership:

@@ -9,7 +9,7 @@ import pytest
 
 from raycollect.driver.group_change import removed
 from raycollect.errors import InvalidGroupError
-from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.driver.tracked_plans import group
 
 
 @pytest.mark.parametrize("rank", [1, np.int64(1), np.array(1)], ids=repr)

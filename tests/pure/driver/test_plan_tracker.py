@@ -3,121 +3,286 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import threading
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from raycollect.channel.messages import Arrivals, Arrive
 from raycollect.core.model import OpKind, task_key
+from raycollect.driver.dispatch import prepare
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
+    CollectiveTimeoutError,
     DispatchError,
     GroupBrokenError,
     KernelError,
     MismatchError,
     ParticipantDiedError,
     PlanAbortedError,
+    ProtocolError,
     RaycollectError,
     RefusedError,
     TensorFreedError,
     Violation,
     refusal,
 )
-from raycollect.planner import Request
-from tests.pure.driver.tracked_plans import SEQ, an_echo, flying, group_of, key_of, tracked, who_aborted
+from raycollect.planner import Made, Request
+from tests.pure.driver.tracked_plans import (
+    SEQ,
+    asked,
+    flying,
+    group,
+    key_of,
+    refs_of,
+    tracked,
+    tracking,
+    who_aborted,
+)
 from tests.support.values import replace
 
 WAIT_S = 20.0
+MISMATCH = Violation(kind="mismatch", rank=1, field="shape", found="[3]", expected="[4]")
 
 
-def _refused(*violations: Violation) -> RefusedError:
-    found = violations or (Violation(kind="mismatch", rank=1, field="shape", found="[3]", expected="[4]"),)
-    return refusal("allreduce", "", found)
+@pytest.fixture
+def chain() -> PlanTracker:
+    """Actors 5, 6, 7 in the group "left", then 7, 8 in "right": no group has all, and there are several launches."""
+    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
+    return flying(asked(left, (0, 1, 2)), asked(right, (4, 3)))
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-def test_plan_succeeds_when_the_last_rank_is_done(world: int) -> None:
-    tracker = tracked(world)
-    for rank in random.Random(world).sample(range(world), world):
-        assert not tracker.resolved
-        assert not tracker.has_ended
-        assert tracker.is_pending(rank)
-        assert tracker.done(rank, None, []) == []
-        assert not tracker.is_pending(rank)
-    assert tracker.resolved
-    assert tracker.has_ended
-    assert tracker.error is None
-    assert tracker.wait(0)
+def position(tracker: PlanTracker, number: int) -> int:
+    return tracker.plan.positions[f"{number:032x}"]
 
 
-def test_plan_is_unresolved_before_the_last_rank() -> None:
-    tracker = tracked(2)
-    tracker.done(0, None, [])
-    assert tracker.wait(0) is False
-    assert tracker.error is None
+# ---------------------------------------------------------------------------------------------- events
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_any_sequence_of_events_ends_with_the_first_cause(chain: PlanTracker, seed: int, is_chain: bool) -> None:
+    """Whoever still runs it is told to abort, once. An abort that another failure led to is an echo, and no cause."""
+    rng = random.Random(seed)
+    world = 4 if is_chain else rng.randint(1, 6)
+    tracker = chain if is_chain else tracked(world)
+    running, told = set(range(world)), set[int]()
+    first: RaycollectError | None = None
+    cause: RaycollectError | None = None
+    seen: list[Any] = []
+    tracker.when_resolved(lambda: seen.append((tracker.resolved, tracker.error)))
+    while running:
+        at, event = rng.randrange(world), rng.choice(["done"] * 4 + ["some", "fail", "echo", "lost", "cancel"])
+        if at not in running and event not in ("done", "lost"):  # the last is heard, and nothing of it counts
+            continue
+        was_resolved, error = tracker.resolved, None
+        if event == "cancel":
+            error = PlanAbortedError(detail="cancelled")
+            orders = tracker.fail(error)
+        elif event == "lost":
+            orders, error = tracker.lost(at, "killed"), ParticipantDiedError() if at in running else None
+            running.discard(at)
+        else:
+            error = {"fail": KernelError(detail="x"), "echo": PlanAbortedError(detail="an echo")}.get(event)
+            others = rng.sample(range(world), rng.randint(0, world)) if event == "some" else ()
+            orders = tracker.done(at, error, [], others=others)
+            running -= {at, *others}
+        first = first or (error if event in ("fail", "echo") else None)
+        if not was_resolved and event in ("fail", "lost", "cancel"):
+            cause = cause or error
+        if not was_resolved and not running:
+            cause = cause or (error if event == "echo" and not is_chain else first)
+        aborts = not told and error is not None and (event != "echo" or is_chain or was_resolved)
+        assert set(who_aborted(orders)) <= (running if aborts else set())
+        if event in ("fail", "lost", "cancel") and error is not None and not told:
+            assert set(who_aborted(orders)) == running
+        told |= set(who_aborted(orders))
+        assert [tracker.is_pending(one) for one in range(world)] == [one in running for one in range(world)]
+        assert tracker.has_ended == (not running)
+        assert tracker.resolved == tracker.wait(0) == (cause is not None or not running)
+        assert type(tracker.error) is type(cause)
+        if isinstance(cause, (KernelError, PlanAbortedError)):
+            assert tracker.error is cause
+    assert seen == [(True, tracker.error)], "watchers are called once, with the outcome known"
 
 
 def test_only_the_ranks_that_take_part_are_waited_for() -> None:
     tracker = tracked(5, ranks=(4, 1))
     assert tracker.plan.participants == tuple(f"{rank:032x}" for rank in (1, 4))
-    assert [position for position in range(5) if tracker.is_pending(position)] == [0, 1]
+    assert [at for at in range(5) if tracker.is_pending(at)] == [0, 1]
+    assert tracker.lost(3, "killed") == []
     tracker.done(1, None, [])
     assert not tracker.resolved
     tracker.done(0, None, [])
     assert tracker.resolved
 
 
-def test_last_rank_may_report_for_all() -> None:
-    tracker = tracked(4)
-    assert tracker.done(2, None, [], others=(0, 1, 2, 3)) == []
-    assert tracker.has_ended
-    assert tracker.resolved
-    assert tracker.error is None
+def test_an_echo_in_a_chain_is_passed_on_and_leaves_the_first_as_outcome(chain: PlanTracker) -> None:
+    """Actors 5 and 6 see their connection break; 8 waits for 7 in a launch that will not be opened."""
+    orders = chain.done(position(chain, 5), PlanAbortedError(group_name="left", rank=0, detail="it broke"), ["a story"])
+    assert sorted(who_aborted(orders)) == sorted(position(chain, number) for number in (6, 7, 8))
+    assert all("PlanAbortedError on Worker(5)" in message.reason for _, message in orders)
+    for number in (6, 7, 8):
+        assert not chain.resolved
+        assert chain.done(position(chain, number), PlanAbortedError(detail="the plan was aborted"), []) == []
+    assert isinstance(chain.error, PlanAbortedError)
+    assert (chain.error.rank, chain.error.detail) == (0, "it broke")
+    assert (chain.error.group_name, chain.error.story) == ("left", ("a story",))
 
 
-def test_rank_may_report_for_some() -> None:
-    tracker = tracked(4)
-    tracker.done(2, None, [], others=[1, 2])
-    assert [rank for rank in range(4) if tracker.is_pending(rank)] == [0, 3]
-    assert who_aborted(tracker.done(0, KernelError(detail="x"), [])) == [3]
-
-
-def test_duplicate_done_counts_once() -> None:
-    tracker = tracked(2)
-    tracker.done(0, None, [])
-    tracker.done(0, None, [])
-    assert not tracker.resolved
-    assert tracker.is_pending(1)
-
-
-@pytest.mark.parametrize("first", range(3))
-def test_refusal_sends_no_aborts(first: int) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_a_refusal_sends_no_aborts(order: Sequence[int]) -> None:
     tracker = tracked(3)
-    order = [first, *(rank for rank in range(3) if rank != first)]
     for rank in order:
-        assert tracker.done(rank, _refused(), ["a story"]) == []
+        assert tracker.done(rank, refusal("allreduce", "", (MISMATCH,)), ["a story"]) == []
         assert tracker.resolved
     assert tracker.has_ended
     assert type(tracker.error) is MismatchError
 
 
-def test_a_refusal_gets_the_groups_name_the_actor_and_the_ref() -> None:
+def test_the_controllers_own_failures_abort_whoever_got_it() -> None:
+    """As when a rank waits for a value that Ray knows will not come: the ranks don't know."""
+    tracker = tracked(3)
+    assert who_aborted(tracker.fail(refusal("allreduce", "", (MISMATCH,)))) == [0, 1, 2]
+    assert isinstance(tracker.error, MismatchError)
+    tracker, error = tracked(4), DispatchError(rank=2, detail="the queue is full")
+    assert who_aborted(tracker.fail(error, unsent=(2, 3))) == [0, 1]
+    assert tracker.error is error
+    assert (error.rank, error.actor) == (2, "Worker(2)")
+    assert [tracker.is_pending(rank) for rank in range(4)] == [True, True, False, False]
+    tracker = tracked(2)
+    assert tracker.fail(DispatchError(detail="x"), unsent=(0, 1)) == []
+    assert tracker.has_ended
+
+
+def test_a_cancelled_plan_says_who_did_it_and_ends_with_the_last_rank() -> None:
+    tracker = tracked(3)
+    tracker.done(1, None, [])
+    orders = tracker.fail(PlanAbortedError(detail="cancelled by its caller"))
+    assert who_aborted(orders) == [0, 2]
+    assert "cancelled by its caller" in orders[0][1].reason
+    error = tracker.error
+    assert isinstance(error, PlanAbortedError)
+    assert (error.op, error.group_name, error.rank, error.actor) == ("allreduce", "ring", -1, "")
+
+
+def test_watchers_may_ask_and_watch_again_and_are_called_at_once_after_the_end() -> None:
+    tracker = tracked(1)
+    seen: list[str] = []
+    tracker.when_resolved(lambda: tracker.when_resolved(lambda: seen.append("inner")))
+    tracker.done(0, None, [])
+    assert seen == ["inner"], "no lock is held while watchers run"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_events_from_many_threads_resolve_it_once_and_wake_all_who_wait(seed: int) -> None:
+    tracker, rng = tracked(8), random.Random(seed)
+    errors: list[RaycollectError | None] = [rng.choice([None, KernelError(detail=str(r))]) for r in range(8)]
+    barrier, calls = threading.Barrier(11), []
+    tracker.when_resolved(lambda: calls.append(tracker.error))
+
+    def end(rank: int) -> None:
+        barrier.wait(WAIT_S)
+        tracker.done(rank, errors[rank], [])
+
+    def wait() -> bool:
+        barrier.wait(WAIT_S)
+        return tracker.wait(WAIT_S)
+
+    with ThreadPoolExecutor(11) as threads:
+        waiting = [threads.submit(wait) for _ in range(3)]
+        for future in [threads.submit(end, rank) for rank in range(8)]:
+            future.result(WAIT_S)
+        assert all(one.result(WAIT_S) for one in waiting)
+    assert tracker.has_ended
+    assert calls == [tracker.error]
+    assert (tracker.error is None) == all(error is None for error in errors)
+
+
+# ---------------------------------------------------------------------------------------------- who is named
+
+
+def test_a_failure_names_the_rank_its_actor_and_what_it_told() -> None:
+    tracker = tracked(4)
+    orders = tracker.done(1, KernelError(detail="it broke"), ["1.0 start", "2.0 failed"])
+    assert "KernelError" in orders[0][1].reason
+    assert "rank 1" in orders[0][1].reason
+    error = tracker.error
+    assert isinstance(error, KernelError)
+    assert (error.op, error.group_name, error.rank, error.actor) == ("allreduce", "ring", 1, "Worker(1)")
+    assert (error.detail, error.story) == ("it broke", ("1.0 start", "2.0 failed"))
+    tracker = tracked(3)
+    tracker.done(0, KernelError(detail="x", rank=2, actor="Theirs(2)", story=("its own",)), ["mine"])
+    assert isinstance(tracker.error, KernelError)
+    assert (tracker.error.rank, tracker.error.actor, tracker.error.story) == (2, "Theirs(2)", ("its own",))
+    tracker, broken = tracked(2), GroupBrokenError(group_name="0123", detail="this participant left the group")
+    assert who_aborted(tracker.done(0, broken, [])) == [1]
+    assert tracker.error is broken, "it is of no kind that names ranks"
+
+
+def test_a_lost_participant_is_a_rank_of_its_first_request(chain: PlanTracker) -> None:
+    orders = chain.lost(position(chain, 8), "reset by peer")
+    assert {at for at, _ in orders} == {position(chain, number) for number in (5, 6, 7)}
+    assert all("Worker(8)" in message.reason for _, message in orders)
+    error = chain.error
+    assert isinstance(error, ParticipantDiedError)
+    assert (error.op, error.group_name, error.rank, error.actor) == ("batch", "right", 0, "Worker(8)")
+    assert "under way (reset by peer)" in error.detail
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "expected"),
+    [
+        (KernelError(detail="x", op="allreduce", rank=1, group_name="id of right"), 7, ("right", 1, "Worker(7)")),
+        (KernelError(detail="x", group_name="id of left"), 7, ("left", 2, "Worker(7)")),
+        (KernelError(detail="x", group_name="right"), 8, ("right", 0, "Worker(8)")),
+        (KernelError(detail="x"), 6, ("left", 1, "Worker(6)")),
+    ],
+)
+def test_an_error_is_located_in_the_group_that_it_names(
+    chain: PlanTracker, error: KernelError, number: int, expected: tuple[str, int, str]
+) -> None:
+    op = error.op or "batch"
+    chain.done(position(chain, number), error, ["a story"])
+    assert chain.error is error
+    assert (error.group_name, error.rank, error.actor) == expected
+    assert (error.op, error.story) == (op, ("a story",))
+
+
+def test_a_batch_names_all_its_groups_and_blames_the_one_that_an_error_names(chain: PlanTracker) -> None:
+    assert chain.plan.agreement is None
+    assert chain.group_name == "left, right"
+    assert chain.plan.width > 1
+    found = [SEQ + at in chain.launches for at in (-1, 0, chain.plan.width - 1, chain.plan.width)]
+    assert found == [False, True, True, False]
+    for name, blamed in (("id of right", ["right"]), ("left", ["left"]), ("unknown", ["left", "right"])):
+        assert [one.spec.name for one in chain.location.blamed(GroupBrokenError(group_name=name))] == blamed
+    assert [chain.location.first_use(key_of(place)) for place in (1, 3, 4)] == [(0, 1), (1, 1), (1, 0)]
+    chain.fail(PlanAbortedError(detail="cancelled by its caller"))
+    assert isinstance(chain.error, PlanAbortedError)
+    assert (chain.error.op, chain.error.group_name, chain.error.rank) == ("batch", "left, right", -1)
+
+
+def test_a_refusal_gets_the_groups_name_the_actor_and_the_ref_and_keeps_its_class() -> None:
     tracker = tracked(3)
     known = Violation(kind="mismatch", rank=2, field="dtype", found="x", actor="Mine(1)", ref="abcd")
     nobody = Violation(kind="mismatch", rank=-1, field="op", found="y")
-    tracker.done(0, _refused(Violation(kind="mismatch", rank=1, field="shape", found="[3]"), known, nobody), [])
+    tracker.done(0, refusal("allreduce", "", (MISMATCH, known, nobody)), [])
     assert isinstance(tracker.error, MismatchError)
     assert (tracker.error.op, tracker.error.group_name) == ("allreduce", "ring")
     first, second, third = tracker.error.violations
-    assert (first.actor, first.ref, first.field, first.found) == ("Worker(1)", key_of(1).hex(), "shape", "[3]")
+    assert first == replace(MISMATCH, actor="Worker(1)", ref=key_of(1).hex())
     assert second == known, "what the rank itself knew stays"
     assert (third.actor, third.ref) == ("", "")
-    for part in ("'ring'", "rank 1", "Worker(1)", key_of(1).hex()):
-        assert part in str(tracker.error)
+    for kinds, cls in ((("freed",), TensorFreedError), (("freed", "dirty"), RefusedError)):
+        tracker = tracked(2)
+        wrong = tuple(Violation(kind=kind, rank=0, field="operand", found="x") for kind in kinds)
+        tracker.done(0, refusal("allreduce", "", wrong), [])
+        assert type(tracker.error) is cls
 
 
 @pytest.mark.parametrize(
@@ -134,225 +299,164 @@ def test_a_refusal_gets_the_groups_name_the_actor_and_the_ref() -> None:
 )
 def test_a_violation_gets_the_ref_of_the_end_that_it_is_about(rank: int, field: str, side: int) -> None:
     keys = [(task_key(bytes([r, 0]) * 12, 1), task_key(bytes([r, 1]) * 12, 1)) for r in range(3)]
-    membership = group_of(3)
+    membership = group("ring", range(3))
     places = [(2 * r, 2 * r + 1) for r in range(3)]
     request = Request(kind=OpKind.ALLGATHER, group=membership.spec, operands=tuple((r, *places[r]) for r in range(3)))
     if rank == 2:
-        request = replace(
-            request, kind=OpKind.SCATTER, root=0, operands=((0, *places[0]), *((r, None, places[r][1]) for r in (1, 2)))
-        )
-    tracker = flying([request], [membership], dict.fromkeys(key for pair in keys for key in pair))
-    tracker.done(rank, _refused(Violation(kind="mismatch", rank=rank, field=field, found="x")), [])
+        operands = ((0, *places[0]), *((r, None, places[r][1]) for r in (1, 2)))
+        request = replace(request, kind=OpKind.SCATTER, root=0, operands=operands)
+    tracker = tracking(request, membership, dict.fromkeys(key for pair in keys for key in pair))
+    tracker.done(rank, refusal("x", "", (Violation(kind="mismatch", rank=rank, field=field, found="x"),)), [])
     assert isinstance(tracker.error, RefusedError)
     assert tracker.error.violations[0].ref == keys[rank][side].hex()
 
 
+def test_violations_name_the_ref_and_actor_of_their_call(chain: PlanTracker) -> None:
+    odd = Violation(kind="mismatch", rank=0, field="shape", found="x", call=7)
+    wrong = [replace(odd, rank=rank, call=call) for call, rank in ((0, 2), (1, 0), (1, 1))]
+    for at in range(4):
+        assert chain.done(at, refusal("batch", "", (*wrong, odd)), []) == []
+    assert isinstance(chain.error, RefusedError)
+    assert [one.actor for one in chain.error.violations] == ["Worker(7)", "Worker(8)", "Worker(7)", ""]
+    assert [one.ref for one in chain.error.violations] == [*(key_of(place).hex() for place in (2, 4, 3)), ""]
+    assert (chain.error.op, chain.error.group_name) == ("batch", "left, right")
+
+
 def test_a_rank_without_operand_has_no_ref() -> None:
-    membership = group_of(2)
+    membership = group("ring", range(2))
     request = Request(kind=OpKind.BARRIER, group=membership.spec, operands=((0, None, None), (1, None, None)))
-    tracker = flying([request], [membership], {})
-    tracker.done(0, _refused(), [])
+    tracker = tracking(request, membership, {})
+    tracker.done(0, refusal("barrier", "", (MISMATCH,)), [])
     assert isinstance(tracker.error, RefusedError)
     assert tracker.error.violations[0].ref == ""
 
 
-def test_a_refusal_keeps_its_class() -> None:
-    tracker = tracked(2)
-    tracker.done(0, _refused(Violation(kind="freed", rank=0, field="operand", found="freed")), [])
-    assert type(tracker.error) is TensorFreedError
-    several = tracked(2)
-    violations = [Violation(kind=kind, rank=0, field="operand", found="x") for kind in ("freed", "dirty")]
-    several.done(0, _refused(*violations), [])
-    assert type(several.error) is RefusedError
+# ---------------------------------------------------------------------------------------------- agreements
 
 
-def test_a_refusal_by_the_controller_itself_aborts_everyone() -> None:
-    """As when a rank waits for a value that Ray knows will not come: the ranks don't know."""
-    tracker = tracked(3)
-    assert who_aborted(tracker.fail(_refused())) == [0, 1, 2]
-    assert isinstance(tracker.error, MismatchError)
+def _learning(world: int) -> PlanTracker:
+    """An allgather whose outputs are made: the ranks meet twice in its consistency check."""
+    membership = group("ring", range(world))
+    operands = tuple((rank, rank, None) for rank in range(world))
+    request = Request(kind=OpKind.ALLGATHER, group=membership.spec, operands=operands)
+    tracker = tracking(request, membership, refs_of(world))
+    assert tracker.plan.rounds == 2
+    return tracker
 
 
-@pytest.mark.parametrize("failing", range(4))
-def test_a_failure_of_one_rank_aborts_all_others_that_run(failing: int) -> None:
+def _come(tracker: PlanTracker, rank: int, turn: int, blob: bytes = b"") -> list[tuple[int, Any]]:
+    """One of a group comes to the consistency check of all who take part in the plan's first request."""
+    ranks = [one for one, *_ in tracker.plan.requests[0].operands]
+    message = Arrive(group_id="id of ring", seq=SEQ, round=turn, ranks=ranks, rank=rank, blob=blob)
+    return tracker.arrive(tracker.plan.positions.get(f"{rank:032x}", -1), message)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_arrival_completes_the_check_for_all(seed: int) -> None:
+    tracker = _learning(5)
+    order = random.Random(seed).sample(range(5), 5)
+    for turn in (0, 1):
+        for rank in order[:-1]:
+            assert _come(tracker, rank, turn, bytes([turn, rank])) == []
+        orders = _come(tracker, order[-1], turn, bytes([turn, order[-1]]))
+        blobs = [bytes([turn, rank]) for rank in range(5)]
+        answer = Arrivals(group_id="id of ring", seq=SEQ, round=turn, blobs=blobs, more=False)
+        assert orders == [(rank, answer) for rank in range(5)]
+    assert not tracker.resolved
+
+
+def test_a_rank_at_the_check_twice_or_a_stranger_breaks_the_protocol() -> None:
+    tracker = tracked(6, ranks=(5, 2))
+    assert _come(tracker, 5, 0, b"five") == []
+    for rank in (5, 3):
+        with pytest.raises(ProtocolError):
+            _come(tracker, rank, 0)
+    at_check = Arrive(group_id="id of ring", seq=SEQ, round=0, ranks=[2, 5], rank=2, blob=b"two")
+    for wrong in (
+        {"rank": 5},  # it is rank 2
+        {"ranks": []},
+        {"ranks": [2, 3]},  # rank 3 has no part
+        {"ranks": [2, 9]},
+        {"group_id": "of another plan"},
+        {"group_id": "", "ranks": [0, 1], "rank": 1},  # it is at position 0
+        {"ranks": [3, 5]},
+        {"ranks": [5, 2]},
+        {"ranks": [2, 2, 5]},
+        {"round": 1},
+        {"round": -1},
+        {"seq": SEQ + 1},
+        {"seq": SEQ - 1},
+    ):
+        with pytest.raises(ProtocolError):
+            tracker.arrive(0, replace(at_check, **wrong))
+    with pytest.raises(ProtocolError):
+        tracked(6, ranks=(5, 2)).arrive(0, replace(at_check, rank=5))  # who has not come itself
+    orders = tracker.arrive(0, at_check)
+    assert [(at, message.blobs) for at, message in orders] == [(0, [b"two", b"five"]), (1, [b"two", b"five"])]
+
+
+def test_the_checks_of_a_chain_stand_beside_each_other(chain: PlanTracker) -> None:
+    def come(at: int, name: str, rank: int, ranks: list[int], seq: int) -> list[int]:
+        message = Arrive(group_id=name and f"id of {name}", seq=seq, round=0, ranks=ranks, rank=rank, blob=b"")
+        return [at for at, _ in chain.arrive(at, message)]
+
+    p5, p6, p7, p8 = (position(chain, number) for number in (5, 6, 7, 8))
+    for at in (3, 0, 2):
+        assert come(at, "", at, [0, 1, 2, 3], SEQ) == []
+    assert come(p5, "left", 0, [0, 1, 2], SEQ + 1) == []
+    assert come(p7, "right", 1, [0, 1], SEQ + 2) == []
+    assert come(p6, "left", 1, [0, 1, 2], SEQ + 1) == []
+    assert come(1, "", 1, [0, 1, 2, 3], SEQ) == [0, 1, 2, 3]
+    assert come(p8, "right", 0, [0, 1], SEQ + 2) == [p8, p7]
+    assert come(p7, "left", 2, [0, 1, 2], SEQ + 1) == [p5, p6, p7]
+
+
+def test_a_launch_of_its_own_has_one_round_and_the_checks_as_many_as_are_planned() -> None:
+    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
+    gathering = asked(left, (0, 1, 2), kind=OpKind.ALLGATHER, op=None)
+    tracker = flying(gathering, asked(right, (4, 3)))
+    assert tracker.plan.rounds == 2
+    common = Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=1, blob=b"")
+    own = replace(common, group_id="id of left", seq=SEQ + 1, ranks=[0, 1, 2])
+    for at_check, rounds in ((common, 2), (own, 1)):
+        for turn in (-1, rounds, rounds + 5):
+            with pytest.raises(ProtocolError, match="no round"):
+                tracker.arrive(1, replace(at_check, round=turn))
+        for turn in range(rounds):
+            assert tracker.arrive(1, replace(at_check, round=turn)) == []
+    with pytest.raises(ProtocolError, match="no round"):
+        tracker.arrive(1, replace(own, seq=SEQ + tracker.plan.width))
+
+
+def test_a_timeout_names_who_is_missing_from_the_latest_agreement(chain: PlanTracker) -> None:
     tracker = tracked(4)
-    finished = (failing + 1) % 4
-    tracker.done(finished, None, [])
-    orders = tracker.done(failing, KernelError(detail="it broke"), ["1.0 start", "2.0 failed"])
-    assert who_aborted(orders) == [rank for rank in range(4) if rank not in (failing, finished)]
-    assert "KernelError" in orders[0][1].reason
-    assert f"rank {failing}" in orders[0][1].reason
-    assert tracker.resolved
-    assert not tracker.has_ended, "the others still run it"
-    error = tracker.error
-    assert isinstance(error, KernelError)
-    assert (error.op, error.group_name, error.rank, error.actor) == ("allreduce", "ring", failing, f"Worker({failing})")
-    assert error.detail == "it broke"
-    assert error.story == ("1.0 start", "2.0 failed")
+    error = CollectiveTimeoutError(missing=(1, 3, 4, -1), timeout_s=2.5)
+    assert who_aborted(tracker.done(0, error, [])) == [1, 2, 3]
+    assert isinstance(tracker.error, CollectiveTimeoutError)
+    assert tracker.error.missing == (1, 3), "there is no other"
+    for part in ("2.5 s", "rank 1 (Worker(1))", "rank 3 (Worker(3))"):
+        assert part in str(tracker.error)
+    assert "Worker(2)" not in str(tracker.error)
+
+    tracker = _learning(3)
+    for came, missing in (([(0, 0), (2, 0)], (1,)), ([(0, 0), (1, 0), (2, 0), (2, 1)], (0, 1)), ([], ())):
+        tracker = _learning(3)
+        for rank, turn in came:
+            _come(tracker, rank, turn)
+        tracker.done(2, CollectiveTimeoutError(timeout_s=1.0), [])
+        assert isinstance(tracker.error, CollectiveTimeoutError)
+        assert tracker.error.missing == missing
+        assert ("nobody" in str(tracker.error)) == (not missing)
+
+    for at in (0, 2):
+        chain.arrive(at, Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=at, blob=b""))
+    chain.done(0, CollectiveTimeoutError(timeout_s=2.0), [])
+    assert isinstance(chain.error, CollectiveTimeoutError)
+    for number in (5, 6, 7, 8):
+        assert (f"Worker({number})" in chain.error.detail) == (position(chain, number) in (1, 3))
 
 
-def test_the_first_cause_stays() -> None:
-    tracker = tracked(3)
-    tracker.done(2, KernelError(detail="first"), [])
-    tracker.done(0, KernelError(detail="second"), [])
-    tracker.lost(1, "killed")
-    assert isinstance(tracker.error, KernelError)
-    assert tracker.error.detail == "first"
-    assert tracker.has_ended
-
-
-def test_error_with_a_named_culprit_is_kept_as_reported() -> None:
-    tracker = tracked(3)
-    tracker.done(0, KernelError(detail="x", rank=2, actor="Theirs(2)", story=("its own",)), ["mine"])
-    assert isinstance(tracker.error, KernelError)
-    assert (tracker.error.rank, tracker.error.actor, tracker.error.story) == (2, "Theirs(2)", ("its own",))
-
-
-def test_an_error_of_another_kind_is_kept_as_it_is() -> None:
-    tracker = tracked(2)
-    error = GroupBrokenError(group_name="0123", detail="this participant left the group")
-    assert who_aborted(tracker.done(0, error, [])) == [1]
-    assert tracker.error is error
-
-
-def test_each_rank_gets_one_abort() -> None:
-    tracker = tracked(6)
-    told = who_aborted(tracker.done(0, KernelError(detail="x"), []))
-    for rank in (1, 2, 3):
-        told += who_aborted(tracker.done(rank, an_echo(), []))
-    told += who_aborted(tracker.lost(4, "killed"))
-    told += who_aborted(tracker.fail(PlanAbortedError(detail="cancelled")))
-    assert sorted(told) == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_an_echo_of_an_abort_does_not_hide_the_cause(order: tuple[int, ...]) -> None:
-    """Rank 1 fails; 0 and 2 see it leave and fail of that, and may tell so first."""
-    tracker = tracked(3)
-    for rank in order:
-        tracker.done(rank, KernelError(detail="the cause") if rank == 1 else an_echo(), [])
-    assert isinstance(tracker.error, KernelError)
-    assert tracker.error.detail == "the cause"
-    assert tracker.has_ended
-
-
-def test_an_echo_does_not_hide_a_process_that_ended() -> None:
-    tracker = tracked(3)
-    assert tracker.done(0, an_echo(), []) == []
-    assert not tracker.resolved
-    assert who_aborted(tracker.lost(1, "killed")) == [2]
-    assert isinstance(tracker.error, ParticipantDiedError)
-    tracker.done(2, an_echo(), [])
-    assert isinstance(tracker.error, ParticipantDiedError)
-
-
-def test_echoes_alone_are_the_error_when_no_cause_comes() -> None:
-    tracker = tracked(2)
-    tracker.done(0, an_echo(), [])
-    assert not tracker.resolved
-    tracker.done(1, an_echo(), [])
-    assert isinstance(tracker.error, PlanAbortedError)
-    assert tracker.has_ended
-
-
-@pytest.mark.parametrize("aborted", range(3))
-def test_an_aborted_rank_among_finished_ones_is_no_success(aborted: int) -> None:
-    tracker = tracked(3)
-    tracker.done(aborted, an_echo(), [])
-    for rank in {0, 1, 2} - {aborted}:
-        tracker.done(rank, None, [])
-    assert tracker.resolved
-    assert isinstance(tracker.error, PlanAbortedError)
-    assert tracker.error.rank == aborted
-
-
-@pytest.mark.parametrize("error", [None, KernelError(detail="x")])
-def test_watchers_are_called_once_with_the_outcome_known(error: RaycollectError | None) -> None:
-    tracker = tracked(2)
-    seen: list[Any] = []
-    tracker.when_resolved(lambda: seen.append((tracker.resolved, tracker.error)))
-    tracker.done(0, None, [])
-    assert seen == []
-    tracker.done(1, error, [])
-    assert seen == [(True, error)]
-    tracker.when_resolved(lambda: seen.append("after"))
-    assert seen[1:] == ["after"], "called at once"
-    tracker.fail(PlanAbortedError(detail="late"))
-    assert len(seen) == 2
-
-
-def test_a_watcher_may_ask_and_watch_again() -> None:
-    tracker = tracked(1)
-    seen: list[str] = []
-    tracker.when_resolved(lambda: tracker.when_resolved(lambda: seen.append("inner")))
-    tracker.done(0, None, [])
-    assert seen == ["inner"], "no lock is held while watchers run"
-
-
-def test_all_waiters_are_woken() -> None:
-    tracker = tracked(2)
-    started = threading.Barrier(4)
-
-    def wait() -> bool:
-        started.wait(WAIT_S)
-        return tracker.wait(WAIT_S)
-
-    with ThreadPoolExecutor(3) as threads:
-        waiters = [threads.submit(wait) for _ in range(3)]
-        started.wait(WAIT_S)
-        tracker.done(0, None, [])
-        tracker.done(1, None, [])
-        assert all(waiter.result(WAIT_S) for waiter in waiters)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_events_from_many_threads_resolve_it_once(seed: int) -> None:
-    tracker = tracked(8)
-    rng = random.Random(seed)
-    errors: list[RaycollectError | None] = [rng.choice([None, KernelError(detail=str(r))]) for r in range(8)]
-    barrier, calls = threading.Barrier(8), []
-    tracker.when_resolved(lambda: calls.append(tracker.error))
-
-    def end(rank: int) -> None:
-        barrier.wait(WAIT_S)
-        tracker.done(rank, errors[rank], [])
-
-    with ThreadPoolExecutor(8) as threads:
-        for future in [threads.submit(end, rank) for rank in range(8)]:
-            future.result(WAIT_S)
-    assert tracker.has_ended
-    assert calls == [tracker.error]
-    assert tracker.error in errors
-    assert (tracker.error is None) == all(error is None for error in errors)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_any_sequence_ends_with_all_ranks_and_hides_no_failure(seed: int) -> None:
-    rng = random.Random(seed)
-    world = rng.randint(1, 6)
-    tracker, running = tracked(world), set(range(world))
-    failed, told = False, set[int]()
-    while running:
-        rank = rng.choice(sorted(running))
-        event = rng.choice(["done", "done", "fail", "echo", "lost", "cancel"])
-        if event == "cancel":
-            orders = tracker.fail(PlanAbortedError(detail="cancelled"))
-        elif event == "lost":
-            orders = tracker.lost(rank, "killed")
-        else:
-            error = {"fail": KernelError(detail="x"), "echo": an_echo()}.get(event)
-            orders = tracker.done(rank, error, [])
-        if event != "cancel":
-            running.discard(rank)
-        failed = failed or event != "done"
-        assert set(who_aborted(orders)) <= running, "only who still runs it is told"
-        told |= set(who_aborted(orders))
-        assert tracker.has_ended == (not running)
-        if event in ("fail", "lost", "cancel"):
-            assert tracker.resolved
-            assert running <= told
-    assert tracker.resolved
-    assert (tracker.error is None) == (not failed)
+# ---------------------------------------------------------------------------------------------- refs
 
 
 class _Ref:
@@ -362,8 +466,8 @@ class _Ref:
 def _watched(world: int) -> tuple[PlanTracker, list[weakref.ref[_Ref]]]:
     """An allreduce that alone holds its refs."""
     refs = {key_of(rank): _Ref() for rank in range(world)}
-    tracker = PlanTracker(SEQ, tracked(world).plan, [group_of(world)], refs)
-    return tracker, [weakref.ref(one) for one in refs.values()]
+    weak = [weakref.ref(one) for one in refs.values()]
+    return tracked(world, refs=refs), weak
 
 
 def _alive(refs: list[weakref.ref[_Ref]]) -> list[int]:
@@ -372,26 +476,21 @@ def _alive(refs: list[weakref.ref[_Ref]]) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("first", [None, KernelError(detail="x"), PlanAbortedError(detail="an echo")])
-def test_refs_live_as_long_as_anyone_runs_it(world: int, first: RaycollectError | None) -> None:
+@pytest.mark.parametrize("first", [None, KernelError(detail="x"), PlanAbortedError(detail="an echo"), "lost"])
+def test_refs_live_as_long_as_anyone_runs_it(world: int, first: RaycollectError | str | None) -> None:
     tracker, refs = _watched(world)
     for rank in range(world):
         assert _alive(refs) == list(range(world))
-        tracker.done(rank, None if rank else first, [])
+        if first == "lost":
+            tracker.lost(rank, "killed")
+        else:
+            tracker.done(rank, None if rank or isinstance(first, str) else first, [])
     assert tracker.has_ended
     assert _alive(refs) == []
     assert [tracker.location.first_use(key_of(rank)) for rank in range(world)] == [(-1, rank) for rank in range(world)]
     assert tracker.writes[key_of(0)] is True
-
-
-def test_lost_and_unsent_ranks_release_their_refs() -> None:
-    tracker, refs = _watched(2)
-    tracker.lost(1, "killed")
-    assert _alive(refs) == [0, 1]
-    tracker.lost(0, "killed")
-    assert _alive(refs) == []
-    tracker, refs = _watched(2)
-    tracker.fail(DispatchError(detail="x"), unsent=(0, 1))
+    tracker, refs = _watched(world)
+    tracker.fail(DispatchError(detail="x"), unsent=range(world))
     assert _alive(refs) == []
 
 
@@ -399,43 +498,83 @@ def test_refs_of_lost_operands_are_kept_until_explained() -> None:
     tracker, refs = _watched(4)
     wrong = [Violation(kind=kind, rank=rank, field="operand", found="x") for kind, rank in (("lost", 2), ("dirty", 1))]
     for rank in range(4):
-        tracker.done(rank, _refused(*wrong), [])
+        tracker.done(rank, refusal("allreduce", "", tuple(wrong)), [])
     assert _alive(refs) == [2]
     assert list(tracker.refs) == [key_of(2)]
-    explained = _refused(Violation(kind="producer_failed", rank=2, field="operand", found="raised"))
+    explained = refusal("allreduce", "", (replace(wrong[0], kind="producer_failed", ref=key_of(2).hex()),))
     tracker.explain(explained)
     assert tracker.error is explained
     assert _alive(refs) == []
-
-
-def test_early_explained_plan_releases_refs_after_the_last_rank() -> None:
     tracker, refs = _watched(2)
-    error = _refused(Violation(kind="lost", rank=0, field="operand", found="x"))
-    tracker.done(0, error, [])
-    tracker.explain(error)
-    assert _alive(refs) == [0, 1]
-    tracker.done(1, error, [])
+    tracker.done(0, refusal("allreduce", "", (replace(wrong[0], rank=0),)), [])
+    tracker.explain(explained)
+    assert _alive(refs) == [0, 1], "rank 1 still runs it"
+    tracker.done(1, explained, [])
     assert _alive(refs) == []
 
 
+def test_a_batch_knows_the_refs_it_writes() -> None:
+    left = group("left", (5, 6))
+    read = asked(left, (0, 1), inplace=False)
+    tracker = flying(read, asked(left, (Made(0), Made(0))), asked(left, (2, 1)))
+    assert [tracker.writes.get(key_of(place)) for place in range(4)] == [False, True, True, None]
+
+
+# ---------------------------------------------------------------------------------------------- nobody waits
+
+
 @pytest.mark.parametrize("first", ["failure", "abandon"])
-def test_abandoned_failure_is_logged_once(first: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abandoned_failure_is_logged_once(first: str, caplog: pytest.LogCaptureFixture) -> None:
     tracker = tracked(2)
     steps = [lambda: tracker.abandon(), lambda: tracker.fail(KernelError(detail="it broke"))]
     for step in steps if first == "abandon" else reversed(steps):
         step()
-    lines = [record.getMessage() for record in caplog.records if record.name == "raycollect"]
-    (line,) = lines
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "raycollect"]
     assert "allreduce failed, and nobody waited for it" in line
     assert "it broke" in line
 
 
-def test_abandoned_success_or_cancellation_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    well, cancelled = tracked(2), tracked(2)
-    for rank in range(2):
-        well.done(rank, None, ())
+def test_an_abandoned_success_or_cancellation_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    well, cancelled = tracked(1), tracked(2)
+    well.done(0, None, ())
     cancelled.fail(PlanAbortedError(detail="cancelled by its caller"))
     for tracker in (well, cancelled):
-        assert tracker.resolved
         tracker.abandon()
     assert not [record for record in caplog.records if record.name == "raycollect"]
+
+
+# ---------------------------------------------------------------------------------------------- remembered plans
+
+
+def test_plans_are_remembered_by_form_and_not_by_refs() -> None:
+    left = group("left", (1, 2, 3))
+    calls = tuple(asked(left, (3 * at, 3 * at + 1, 3 * at + 2), inplace=bool(at % 2)) for at in range(5))
+    first = prepare(calls, 1 << 20)
+    assert prepare(tuple(call._replace() for call in calls), 1 << 20) is first
+    assert prepare(calls, 0) is not first
+    assert first.plan.staging == 1 << 20
+    assert first.outputs == ((0, 2, 4),) * 3
+    assert [sorted(places) for places in first.sources] == [[at, at + 3, at + 6, at + 9, at + 12] for at in range(3)]
+    assert len(set(first.programs)) == 3
+    other = group("left", (1, 2, 3))
+    assert prepare(tuple(call._replace(group=other) for call in calls), 1 << 20) is not first, "another group"
+
+
+def test_the_time_limit_of_a_batch_is_the_longest_of_its_calls() -> None:
+    left = group("left", (5, 6))
+    for limits in ((2.0, 60.0), (60.0, 2.0), (0.5, 0.25)):
+        planned = flying(*[asked(left, (at, at + 1), timeout_s=limit) for at, limit in enumerate(limits)]).plan
+        assert {planned.timeout_s, *(planned.program(at).timeout_s for at in range(2))} == {max(limits)}
+
+
+def test_violations_of_all_calls_are_one_error() -> None:
+    left = group("left", (1, 2, 3))
+    fine, bad = asked(left, (0, 1, 2)), asked(left, (0, 1, None))
+    for calls, op, wrong in (
+        ((fine, bad, fine._replace(kind=OpKind.REDUCE, root=5), fine), "batch", [1, 2]),
+        ((bad,), "allreduce", [-1]),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            prepare(calls, 0)
+        assert caught.value.op == op
+        assert sorted({violation.call for violation in caught.value.violations}) == wrong

@@ -58,7 +58,7 @@ def gauge_of(tracker: Flying, told: Told) -> ProgressProbe:
     return ProgressProbe(told, cast(Any, tracker), tracker.clock.now_s, tracker.clock.monotonic)
 
 
-def test_bytes_are_summed_over_all_ranks(tracker: Flying) -> None:
+def test_bytes_are_summed_over_all_ranks_and_the_rate_is_the_recent_one(tracker: Flying) -> None:
     told = Told({"done": 10, "total": 100}, {"done": 20, "total": 100}, {"done": 60, "total": 100})
     one = gauge_of(tracker, told)
     tracker.clock.now_s += 2.0
@@ -72,106 +72,65 @@ def test_bytes_are_summed_over_all_ranks(tracker: Flying) -> None:
     assert str(far.laggard) == "rank 0 is at 10 %"
     assert (far.rate, far.left_s) == (45.0, pytest.approx(210 / 45))
     assert str(far) == "90 B of 300 B (30 %), 45 B/s, 4.67 s left"
-
-
-def test_no_bytes_are_known_before_the_check(tracker: Flying) -> None:
-    told = Told({}, {"has_begun": False}, {})
-    far = look(gauge_of(tracker, told))
-    assert (far.done_nbytes, far.total_nbytes, far.rate, far.left_s, far.fraction) == (0, 0, 0.0, None, 0.0)
-    assert str(far.laggard) == "rank 1 has not begun"
-    assert list(map(str, far.ranks)) == [
-        "rank 0 is in the consistency check",
-        "rank 1 has not begun",
-        "rank 2 is in the consistency check",
-    ]
-    assert str(far) == "nobody has told of bytes, after 0 us"
-
-
-def test_the_wait_for_late_ranks_is_not_counted_in_the_rate(tracker: Flying) -> None:
-    told = Told({}, {}, {})
-    one = gauge_of(tracker, told)
-    tracker.clock.now_s += 60.0
-    look(one)
-    told.said = [{"done": 50, "total": 100}] * 3
-    tracker.clock.now_s += 1.0
-    assert look(one).rate == 150.0
-
-
-def test_rate_is_the_recent_one(tracker: Flying) -> None:
-    told = Told(*[{"done": 100, "total": 1000}] * 3)
-    one = gauge_of(tracker, told)
     for _ in range(10):
         tracker.clock.now_s += 1.0
         far = look(one)
     assert (far.rate, far.left_s) == (0.0, None), "it stands still"
 
 
+def test_no_bytes_are_known_before_the_check_and_the_wait_for_it_is_not_in_the_rate(tracker: Flying) -> None:
+    told = Told({}, {"has_begun": False}, {})
+    one = gauge_of(tracker, told)
+    tracker.clock.now_s += 60.0
+    far = look(one)
+    assert (far.done_nbytes, far.total_nbytes, far.rate, far.left_s, far.fraction) == (0, 0, 0.0, None, 0.0)
+    assert str(far.laggard) == "rank 1 has not begun"
+    assert str(far.ranks[0]) == str(far.ranks[2]).replace("2", "0") == "rank 0 is in the consistency check"
+    assert str(far) == "nobody has told of bytes, after 60 s"
+    told.said = [{"done": 50, "total": 100}] * 3
+    tracker.clock.now_s += 1.0
+    assert look(one).rate == 150.0
+
+
 def test_silent_rank_counts_at_its_last_position(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     one = gauge_of(tracker, told)
     look(one)
-    told.mute, told.said = {2}, [{"done": 90, "total": 100}] * 3
+    told.mute, told.said = {2}, [{"done": 90, "total": 100}, {"done": 40, "total": 100}, {}]
     tracker.clock.now_s += 0.2
     look(one)
     tracker.clock.now_s += gauge.SILENT_S + 0.1
     far = look(one)
-    assert far.done_nbytes == 90 + 90 + 50
+    assert far.done_nbytes == 90 + 50 + 50, "numbers never go back"
     assert str(far.laggard) == "rank 2 gives no answer"
     assert told.asked.count(2) == 2, "one question at a time"
     told.open[2][0].set_result(answer(95, 100))
-    assert str(look(one).laggard) == "None"
-
-
-def test_unheard_rank_counts_like_the_others(tracker: Flying) -> None:
-    told = Told(*[{"done": 50, "total": 100}] * 3)
-    told.mute = {1}
-    far = look(gauge_of(tracker, told))
-    assert (far.done_nbytes, far.total_nbytes, far.laggard) == (100, 300, None)
-    assert str(far.ranks[1]) == "rank 1 was not heard of yet"
-
-
-def test_dead_participant_is_not_queried(tracker: Flying) -> None:
-    told = Told(*[{"done": 50, "total": 100}] * 3)
-    told.mute = {1}
-    one = gauge_of(tracker, told)
-    look(one)
-    told.open[1][0].set_result(None)  # its connection has ended
-    assert look(one).done_nbytes == 100
-
-
-def test_numbers_never_go_back(tracker: Flying) -> None:
-    told = Told(*[{"done": 50, "total": 100}] * 3)
-    one = gauge_of(tracker, told)
-    look(one)
-    told.said[0] = {"done": 40, "total": 100}
-    assert look(one).done_nbytes == 150
+    assert str(look(one).laggard) == "rank 1 is at 50 %"
 
 
 @pytest.mark.parametrize("odd", [answer(-1, 100), answer(1, -100), answer(0, 100, -5), "nonsense", None])
-def test_malformed_reports_are_ignored(tracker: Flying, odd: Any) -> None:
+def test_a_rank_that_was_not_heard_of_counts_like_the_others(tracker: Flying, odd: Any) -> None:
+    """Also where its report is malformed, or its connection has ended, which is None."""
     told = Told(*[{"done": 50, "total": 100}] * 3)
-    told.mute = {0}
+    told.mute = {1}
     one = gauge_of(tracker, told)
-    look(one)
-    told.open[0][0].set_result(odd)
-    one.hear()
-    assert (one.read().done_nbytes, one.read().ranks[0].is_heard) == (100, False)
+    far = look(one)
+    assert (far.done_nbytes, far.total_nbytes, far.laggard) == (100, 300, None)
+    assert str(far.ranks[1]) == "rank 1 was not heard of yet"
+    told.open[1][0].set_result(odd)
+    far = look(one)
+    assert (far.done_nbytes, far.ranks[1].is_heard) == (100, False)
 
 
-def test_lending_rank_counts_like_the_others(tracker: Flying) -> None:
+def test_lending_and_ended_ranks_count_as_the_others_and_as_whole(tracker: Flying) -> None:
     told = Told({"total": 100, "lent": 100}, {"done": 40, "total": 100}, {"done": 60, "total": 100})
-    far = look(gauge_of(tracker, told))
-    assert (far.done_nbytes, far.ranks[0].done_nbytes, far.laggard) == (150, 50, None)
-
-
-def test_ended_rank_counts_as_complete(tracker: Flying) -> None:
-    told = Told(*[{"done": 50, "total": 100}] * 3)
     one = gauge_of(tracker, told)
-    look(one)
+    far = look(one)
+    assert (far.done_nbytes, far.ranks[0].done_nbytes, far.laggard) == (150, 50, None)
     told.said[1] = {"has_ended": True}
     tracker.pending.discard(2)
     far = look(one)
-    assert [rank.done_nbytes for rank in far.ranks] == [50, 100, 100]
+    assert [rank.done_nbytes for rank in far.ranks][1:] == [100, 100]
     assert far.total_nbytes == 300
 
 
@@ -233,22 +192,22 @@ def wait(tracker: Flying, told: Told, timeout_s: float | None = None, **argument
     return stall_report.wait(cast(Any, told), cast(Any, tracker), timeout_s, **arguments)
 
 
-def test_a_wait_that_lasts_shows_a_bar_that_ends_full(tracker: Flying, drawn: list[Drawn]) -> None:
-    told = Told(*[{"done": 40, "total": 100}] * 3)
+@pytest.mark.parametrize(("said", "leaves"), [({"done": 40, "total": 100}, True), ({}, False)])
+def test_a_wait_that_lasts_shows_a_bar_that_ends_full(
+    tracker: Flying, drawn: list[Drawn], said: dict[str, int], leaves: bool
+) -> None:
+    """And is removed where nobody has told of bytes; a short one shows none."""
+    told = Told(*[said] * 3)
+    tracker.ends_s = tracker.clock.now_s + 0.25
+    assert wait(tracker, told, progress=True)
+    assert (drawn, told.asked) == ([], [])
     tracker.ends_s = tracker.clock.now_s + 0.8
     assert wait(tracker, told, progress=True)
     (bar,) = drawn
-    assert bar.given == {"desc": "allreduce", "unit": "B", "unit_scale": True, "total": 300}
-    assert bar.lines == [*[(120, 300, "")] * 2, (300, 300, "")]
-    assert bar.is_closed
-    assert bar.leave
-
-
-def test_short_wait_shows_no_bar(tracker: Flying, drawn: list[Drawn]) -> None:
-    told = Told(*[{}] * 3)
-    tracker.ends_s = tracker.clock.now_s + 0.4
-    assert wait(tracker, told, progress=True)
-    assert (drawn, told.asked) == ([], [])
+    assert bar.given == {"desc": "allreduce", "unit": "B", "unit_scale": True, "total": 300 if said else None}
+    if said:
+        assert bar.lines == [*[(120, 300, "")] * 2, (300, 300, "")]
+    assert (bar.is_closed, bar.leave) == (True, leaves)
 
 
 @pytest.mark.parametrize(("shows", "count"), [(None, 1), (True, 1), (False, 0)])
@@ -336,12 +295,6 @@ def test_a_bar_that_can_not_be_drawn_does_not_end_the_wait(
     assert wait(tracker, told, progress=True)
     assert len(drawn) == 1
     assert told.asked == [0, 1, 2], "nobody looks any more"
-
-
-def test_bar_without_reported_bytes_is_removed(tracker: Flying, drawn: list[Drawn]) -> None:
-    tracker.ends_s = tracker.clock.now_s + 0.8
-    assert wait(tracker, Told(*[{}] * 3), progress=True)
-    assert not drawn[0].leave
 
 
 @pytest.mark.parametrize("ask", [lambda one: progress_bar.progress(), lambda one: wait(one, Told(), progress=True)])

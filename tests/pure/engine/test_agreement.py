@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from typing import Any
 
-import msgpack
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.core.model import PIECES, TENSOR, OpKind, Structure, TensorInfo
+from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, decode_arrival, encode_arrival, judge
 from raycollect.errors import REFUSALS, ProtocolError, Violation
 from tests.support.values import replace
@@ -31,7 +29,14 @@ def _list(*infos: TensorInfo, kind: str = "list", names: tuple[str | int, ...] =
 
 SPEC = Spec(op="allreduce", reduce_op="SUM", root=-1, gives=_one())
 LIST = replace(SPEC, gives=_list(INFO, INFO))
-DICT = replace(SPEC, gives=_list(INFO, INFO, kind="dict", names=("a", "b")))
+
+
+def _dict(*names: str | int) -> Spec:
+    """An allreduce of a dict of two tensors."""
+    return replace(SPEC, gives=_list(INFO, INFO, kind="dict", names=names))
+
+
+DICT = _dict("a", "b")
 
 
 def _with(**changes: Any) -> Spec:
@@ -60,13 +65,6 @@ def test_the_library_of_a_tensor_need_not_be_the_same() -> None:
     assert _decide(SPEC, _with(library="torch"), SPEC) == ()
 
 
-@pytest.mark.parametrize("world", range(2, 6))
-def test_tensors_may_lie_on_devices_of_any_kind_where_each_rank_brings_its_own(world: int) -> None:
-    specs = [_with(device="cuda:1") if rank % 2 else SPEC for rank in range(world)]
-    assert _decide(*specs) == ()
-    assert _decide(*[replace(spec, one_device=True) for spec in specs])
-
-
 ODD: dict[str, tuple[Spec, Spec, list[tuple[str, str, str]]]] = {
     "op": (SPEC, replace(SPEC, op="broadcast"), [("op", "broadcast", "allreduce")]),
     "a send among barriers": (
@@ -90,6 +88,9 @@ ODD: dict[str, tuple[Spec, Spec, list[tuple[str, str, str]]]] = {
         replace(SPEC, gives=_list(INFO, INFO, kind="tuple")),
         [("structure", "tuple[2]", "list[2]")],
     ),
+    "names of a dict": (DICT, _dict("a", "c"), [("structure", "dict['a', 'c']", "dict['a', 'b']")]),
+    "names of a dict in another order": (DICT, _dict("b", "a"), [("structure", "dict['b', 'a']", "dict['a', 'b']")]),
+    "a name that is a number": (DICT, _dict("a", 1), [("structure", "dict['a', 1]", "dict['a', 'b']")]),
     "two of the fields of one rank": (
         SPEC,
         _with(dtype="int8", shape=(9,)),
@@ -109,32 +110,6 @@ def test_the_odd_rank_alone_is_named_with_what_it_has_and_what_was_expected(name
             assert {v.kind for v in violations} == {"mismatch"}
 
 
-def test_names_of_a_dict_are_compared_in_order() -> None:
-    for names in (("a", "c"), ("b", "a")):
-        (violation,) = _decide(DICT, replace(SPEC, gives=_list(INFO, INFO, kind="dict", names=names)), DICT)
-        assert (violation.rank, violation.field) == (1, "structure")
-        for name in names:
-            assert name in violation.found
-
-
-def test_a_name_is_not_its_number() -> None:
-    one = replace(SPEC, gives=_list(INFO, kind="dict", names=("1",)))
-    (violation,) = _decide(one, replace(SPEC, gives=_list(INFO, kind="dict", names=(1,))), one)
-    assert (violation.rank, violation.field) == (1, "structure")
-    assert violation.found != violation.expected
-
-
-def test_another_count_of_tensors_is_named() -> None:
-    violations = _decide(LIST, LIST, replace(SPEC, gives=_list(INFO)))
-    assert (2, "tensor count", "1", "2") in _named(violations)
-    assert {v.rank for v in violations} == {2}
-
-
-def test_a_tensor_among_lists_is_named() -> None:
-    one = replace(SPEC, gives=_list(INFO))
-    assert _named(_decide(SPEC, one, one)) == [(0, "structure", "tensor", "list[1]")]
-
-
 @pytest.mark.parametrize("count", [2, 100, 1000])
 def test_a_difference_deep_in_a_long_list_is_seen_and_shown(count: int) -> None:
     """Texts are shortened for people; the comparison isn't."""
@@ -148,6 +123,17 @@ def test_a_difference_deep_in_a_long_list_is_seen_and_shown(count: int) -> None:
         assert "77" not in violation.expected
         assert len(violation.found) < 600
         assert len(violation.expected) < 600
+
+
+@pytest.mark.parametrize(
+    ("spec", "found", "expected"),
+    [(replace(SPEC, gives=_list(INFO)), "1", "2"), (SPEC, "1", "2")],
+    ids=["a shorter list", "a tensor"],
+)
+def test_another_count_of_tensors_is_named(spec: Spec, found: str, expected: str) -> None:
+    violations = _decide(LIST, LIST, spec)
+    assert (2, "tensor count", found, expected) in _named(violations)
+    assert {v.rank for v in violations} == {2}
 
 
 def test_most_ranks_are_right() -> None:
@@ -194,12 +180,6 @@ def test_what_ranks_found_themselves_comes_first() -> None:
     assert _named(violations[2:]) == [(3, "shape", "[9]", "[2, 3]")]
 
 
-def test_the_tensors_of_a_rank_without_operand_are_not_compared() -> None:
-    """It could not say what it has: calling that a mismatch would hide what is wrong."""
-    absent = Arrival(spec=replace(SPEC, gives=None), violations=(FREED,))
-    assert decide((0, 1, 2), [Arrival(spec=SPEC), absent, Arrival(spec=SPEC)]) == (FREED,)
-
-
 def test_a_rank_without_operand_has_to_agree_on_the_operation() -> None:
     absent = Arrival(spec=Spec(op="broadcast", root=3), violations=(FREED,))
     violations = decide((0, 1, 2), [Arrival(spec=SPEC), absent, Arrival(spec=SPEC)])
@@ -215,16 +195,6 @@ def test_ranks_are_named_by_rank_not_by_position() -> None:
 def test_an_arrival_too_few_is_no_verdict() -> None:
     with pytest.raises(ValueError, match="shorter"):
         decide((0, 1, 2), [Arrival(spec=SPEC)] * 2)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_exactly_those_who_differ_from_the_majority_are_named(seed: int) -> None:
-    rng = random.Random(seed)
-    world = rng.randint(3, 9)
-    odd = set(rng.sample(range(world), (world - 1) // 2))
-    changed = _with(shape=(seed + 4,))
-    violations = _decide(*[changed if rank in odd else SPEC for rank in range(world)])
-    assert {v.rank for v in violations} == odd
 
 
 # ---------------------------------------------------------------------------------------------- bytes
@@ -280,30 +250,6 @@ _VIOLATIONS = st.builds(
 _ARRIVALS = st.builds(Arrival, spec=_SPECS, violations=st.lists(_VIOLATIONS, max_size=3).map(tuple))
 
 
-@given(_ARRIVALS)
-def test_an_arrival_survives_the_wire(arrival: Arrival) -> None:
-    assert decode_arrival(encode_arrival(arrival)) == arrival
-
-
-@given(st.lists(_ARRIVALS.filter(lambda arrival: OpKind(arrival.spec.op) not in PIECES), min_size=1, max_size=5))
-def test_the_verdict_refuses_if_and_only_if_there_is_a_reason(arrivals: list[Arrival]) -> None:
-    violations = decide(range(len(arrivals)), arrivals)
-    own = list(dict.fromkeys(v for arrival in arrivals for v in arrival.violations))
-    assert list(dict.fromkeys(violations))[: len(own)] == own
-    assert all(v.kind == "mismatch" and v.found != v.expected for v in violations if v not in own)
-    specs = {arrival.spec for arrival in arrivals}
-    calls = {(spec.op, spec.caller, spec.reduce_op, spec.root) for spec in specs}
-    sides = {side for spec in specs for side in (spec.gives, spec.takes) if side is not None}
-    alike = any(spec.one_device for spec in specs)
-    devices = {
-        (tuple((t.dtype, alike and t.device.partition(":")[0]) for t in side.tensors), side.structure) for side in sides
-    }
-    sizes = {tuple(t.size for t in side.tensors) for side in sides}
-    assert (len(calls) > 1 or len(devices) > 1 or len(sizes) > 1) <= (set(violations) > set(own))
-    if len(calls) == 1 and len(sides) < 2:
-        assert set(violations) == set(own)
-
-
 @given(st.lists(_ARRIVALS, min_size=1, max_size=4))
 def test_whatever_arrives_is_judged_or_a_protocol_error(arrivals: list[Arrival]) -> None:
     """Sides of operations in pieces may have no piece for a rank."""
@@ -313,40 +259,6 @@ def test_whatever_arrives_is_judged_or_a_protocol_error(arrivals: list[Arrival])
         return
     assert verdict.specs == tuple(arrival.spec for arrival in arrivals)
     assert bool(verdict.violations) >= any(arrival.violations for arrival in arrivals)
-
-
-@given(st.binary(max_size=200))
-@example(b"\x80")
-@example(b"\x90")
-@example(b"\xc0")
-def test_junk_is_a_protocol_error(junk: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode_arrival(junk)
-
-
-_LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | _TEXT | st.binary(max_size=9)
-_PLAIN: st.SearchStrategy[Any] = st.recursive(
-    _LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXT, inner, max_size=3)
-)
-_VALUES = msgpack.unpackb(encode_arrival(Arrival(spec=DICT, violations=(FREED,))))
-
-
-@given(at=st.integers(0, 7), value=_PLAIN)
-def test_a_field_of_any_other_value_gives_an_arrival_or_a_protocol_error(at: int, value: Any) -> None:
-    spec, violations = _VALUES
-    data = msgpack.packb((spec, value) if at == len(spec) else ([*spec[:at], value, *spec[at + 1 :]], violations))
-    try:
-        assert isinstance(decode_arrival(data), Arrival)
-        assert judge((0, 1), (data, encode_arrival(Arrival(spec=DICT)))).specs[1] == DICT
-    except ProtocolError:
-        pass
-
-
-def test_an_arrival_cut_short_is_a_protocol_error() -> None:
-    data = encode_arrival(Arrival(spec=DICT, violations=(FREED,)))
-    for cut in range(len(data)):
-        with pytest.raises(ProtocolError):
-            decode_arrival(data[:cut])
 
 
 def _model(count: int) -> Arrival:

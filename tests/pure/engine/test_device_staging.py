@@ -36,7 +36,7 @@ from tests.pure.mixed import (
 
 @seeds
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "tcp"])
 def test_ranks_may_have_their_tensors_on_devices_of_different_kinds(
     backend: str, kind: OpKind, mixed: Callable[[str], Mixed], request: pytest.FixtureRequest
 ) -> None:
@@ -127,47 +127,3 @@ def test_a_list_may_hold_tensors_of_both_kinds_that_travel_packed_or_not(
     one.fleet.must(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
     for rank in range(WORLD):
         same(tensors[rank], [sum(values[r][at] for r in range(WORLD)) for at in range(len(sizes))])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_written_again_and_again_is_brought_again_each_time(
-    backend: str, mixed: Callable[[str], Mixed]
-) -> None:
-    one = mixed(backend)
-    tensors = [one.put(np.full(5, rank + 1.0), (None, 1, None)[rank]) for rank in range(WORLD)]
-    keys = one.fleet.keep_all(tensors)
-    expected = 0.0
-    for turn in range(4):
-        for rank, tensor in enumerate(tensors):
-            with one.cupy.cuda.Device(rank):
-                tensor[...] = float(rank + turn)
-        expected = sum(rank + turn for rank in range(WORLD))
-        one.fleet.must(OpKind.ALLREDUCE, keys)
-        for tensor in tensors:
-            same(tensor, np.full(5, expected))
-
-
-def test_imperative_calls_bring_their_tensors_too(mixed: Callable[[str], Mixed]) -> None:
-    for backend in BACKENDS:
-        one = mixed(backend)
-        tensors = [one.put(np.arange(7) + rank, (0, None, 2)[rank]) for rank in range(WORLD)]
-        for outcome in one.fleet.call(OpKind.ALLREDUCE, tensors):
-            assert outcome.error is None
-        for tensor in tensors:
-            same(tensor, 3 * np.arange(7) + 3)
-
-
-def test_a_list_may_hold_tensors_of_several_gpus(mixed: Callable[[str], Mixed]) -> None:
-    """Each is reduced with those at its place in the others' lists, on the GPU of its rank's group."""
-    one = mixed("nccl")
-    values = [[np.arange(size, dtype="float32") + rank for size in (5, 20_000, 3)] for rank in range(WORLD)]
-    tensors = [
-        [one.put(value, device) for value, device in zip(values[rank], (rank, (rank + 1) % WORLD, None), strict=True)]
-        for rank in range(WORLD)
-    ]
-    for _ in range(2):
-        expected = [sum(values[rank][at] for rank in range(WORLD)) for at in range(3)]
-        one.fleet.must(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
-        for row in tensors:
-            same(row, expected)
-        values = [expected] * WORLD

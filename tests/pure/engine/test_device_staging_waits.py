@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,27 +31,6 @@ from tests.support.values import replace
 
 
 @seeds
-def test_a_tensor_is_read_after_all_that_its_owner_has_enqueued(fake: Fake, mixed: Callable[[str], Mixed]) -> None:
-    one = mixed("local")
-    stream = fake.cupy.cuda.Stream(non_blocking=True)
-    tensor = one.put(np.zeros(999), 0)
-    fake.drain()
-    for seed in range(5):
-        with fake.cupy.cuda.Device(0), stream:
-            tensor.fill(seed)
-            tensor += 1
-            target = np.zeros(999)
-            transfer(target, arrays.memory(tensor), lambda: None)
-            back = fake.cupy.zeros(999)
-            back.fill(-1)
-            transfer(arrays.memory(back), target, lambda: None)
-        same(target, np.full(999, seed + 1.0))
-        with fake.cupy.cuda.Device(0):  # on another stream: the copy has ended
-            same(back, np.full(999, seed + 1.0))
-    assert fake.counts["deviceSynchronize"] == 0
-
-
-@seeds
 @pytest.mark.parametrize("where", ["the same GPU", "another GPU", "the host"])
 def test_a_copy_in_another_thread_follows_what_its_caller_had_enqueued(where: str, fake: Fake) -> None:
     cupy = fake.cupy
@@ -75,33 +53,6 @@ def test_a_copy_in_another_thread_follows_what_its_caller_had_enqueued(where: st
             thread.submit(copy).result(WAIT_S)
         with cupy.cuda.Device(1 if where == "another GPU" else 0):
             same(target, np.full((10, 15), turn + 1.0))
-
-
-def test_copies_make_no_stream_and_no_event_once_they_have_one(fake: Fake, mixed: Callable[[str], Mixed]) -> None:
-    one = mixed("local")
-    keys = one.fleet.keep_all([one.put(np.ones(4), rank) for rank in range(WORLD)])
-    for _ in range(3):
-        one.fleet.must(OpKind.ALLREDUCE, keys)
-    before = fake.streams, fake.events
-    for _ in range(3):
-        one.fleet.must(OpKind.ALLREDUCE, keys)
-    assert (fake.streams, fake.events) == before
-
-
-class Raced(list[Any]):
-    """Of which another thread takes the last one between a look and a pop."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def test_two_threads_may_want_the_last_idle_stream(
-    mixed: Callable[[str], Mixed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor, found = arrays.memory(mixed("local").put(np.ones(4), 0)), np.zeros(4)
-    monkeypatch.setattr(device_staging, "_idle", defaultdict(Raced))
-    transfer(found, tensor, lambda: None)
-    assert found.tolist() == [1, 1, 1, 1]
 
 
 def test_a_device_that_does_not_come_to_an_end_is_waited_for_until_the_limit_or_an_abort(
@@ -178,16 +129,6 @@ def test_a_failure_of_the_copy_back_leaves_the_tensor_dirty(
     assert type(outcomes[0].error) is KernelError
     assert "a copy from the host to cuda:0 failed: the bus is off" in str(outcomes[0].error)
     assert one.fleet.dirty == [1, 0, 0]
-
-
-def test_what_is_only_read_is_never_dirty(mixed: Callable[[str], Mixed]) -> None:
-    one = mixed("local")
-    source, target = one.put(np.arange(5.0), 1), np.zeros(5)
-    one.fleet.faults = FailAt(point="after_kernel", rank=ROOT)
-    keys = {ROOT: one.fleet.keep(ROOT, source)}, {PEER: one.fleet.keep(PEER, target)}
-    one.fleet.run(OpKind.SEND, *keys, root=ROOT, peer=PEER)
-    assert one.fleet.dirty[ROOT] == 0
-    same(source, np.arange(5.0))
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLGATHER])

@@ -18,7 +18,6 @@ from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     InternalError,
     KernelError,
-    PlanAbortedError,
     StoreFullError,
     TensorDirtyError,
 )
@@ -35,62 +34,12 @@ IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit")
 # ---------------------------------------------------------------------------------------------- faults
 
 
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("point", ["start", "before_check"])
-def test_a_failure_before_the_check_touches_nothing_and_nobody_hangs(point: str, rank: int, fleet: MakeFleet) -> None:
-    one = fleet(3)
-    one.faults = fault = FailAt(point=point, rank=rank)
-    values = numbers(rank, 3)
-    before = [value.copy() for value in values]
-    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
-    assert fault.consumed == 1
-    for at, outcome in enumerate(outcomes):
-        assert isinstance(outcome.error, KernelError if at == rank else PlanAbortedError)
-        assert outcome.error.op == "allreduce"
-        assert at == rank or "has left" in str(outcome.error)
-    for value, was in zip(values, before, strict=True):
-        np.testing.assert_array_equal(value, was)
-    assert one.dirty == [0, 0, 0]
-    one.works_on()
-
-
 def _fail_in_kernel(one: Fleet, values: list[Any], keys: list[Key], point: str = "before_kernel") -> None:
     one.faults = fault = FailAt(point=point, rank=1)
     outcomes = one.run(OpKind.ALLREDUCE, keys)
     assert fault.consumed == 1
     assert isinstance(outcomes[1].error, KernelError)
     one.faults = NoFaults()
-
-
-def test_a_failure_in_the_kernel_leaves_the_tensors_dirty_and_the_others_are_told(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = numbers(0, 3)
-    keys = one.keep_all(values)
-    one.faults = fault = FailAt(point="before_kernel", rank=1)
-    outcomes = one.run(OpKind.ALLREDUCE, keys)
-    assert fault.consumed == 1
-    assert isinstance(outcomes[1].error, KernelError)
-    for rank in (0, 2):
-        assert isinstance(outcomes[rank].error, PlanAbortedError)
-    for rank in range(3):
-        assert one.stores[rank].statistics().dirty == 1
-        assert one.stores[rank].is_dirty([arrays.byte_range(values[rank])])
-    one.works_on()
-
-
-def test_using_a_dirty_tensor_is_refused_on_all_naming_who_has_it(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = numbers(0, 3)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is TensorDirtyError
-        assert {v.rank for v in outcome.error.violations} == {0, 1, 2}
-    fresh = one.keep_all(numbers(1, 3))
-    for outcome in one.run(OpKind.ALLREDUCE, [fresh[0], keys[1], fresh[2]]):
-        assert type(outcome.error) is TensorDirtyError
-        assert {v.rank for v in outcome.error.violations} == {1}
-    one.works_on()
 
 
 def test_dirt_belongs_to_the_memory_not_to_the_key(fleet: MakeFleet) -> None:
@@ -122,28 +71,6 @@ def test_a_broadcast_that_overwrites_a_dirty_tensor_whole_cleans_it(fleet: MakeF
     np.testing.assert_array_equal(values[1], 3 * intact)
 
 
-def test_a_receive_that_overwrites_a_dirty_tensor_whole_cleans_it(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    one.must(OpKind.SEND, {0: one.keep(0, np.arange(5.0)), 1: keys[1]}, root=0, peer=1)
-    assert one.stores[1].statistics().dirty == 0
-
-
-def test_mark_written_cleans_a_dirty_tensor(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    for rank, value in enumerate(values):
-        value[:] = rank
-        one.stores[rank].mark_written([arrays.byte_range(value)])
-    one.must(OpKind.ALLREDUCE, keys)
-    for value in values:
-        np.testing.assert_array_equal(value, np.ones(5))
-
-
 def test_a_write_of_every_other_element_does_not_clean_the_rest(fleet: MakeFleet) -> None:
     one = fleet(2)
     values = numbers(0, 2)
@@ -168,17 +95,6 @@ def test_an_operand_that_is_only_read_is_not_dirty_after_a_failure(fleet: MakeFl
     one.must(OpKind.ALLREDUCE, keys)
 
 
-def test_dirt_is_forgotten_with_the_tensor(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    for rank in range(2):
-        one.stores[rank].free([keys[rank]])
-    del values
-    assert one.dirty == [0, 0]
-
-
 def test_a_failure_after_the_check_but_before_the_kernels_dirties_only_the_others(fleet: MakeFleet) -> None:
     one = fleet(3)
     values = numbers(0, 3)
@@ -190,29 +106,6 @@ def test_a_failure_after_the_check_but_before_the_kernels_dirties_only_the_other
     assert one.dirty == [1, 0, 1]
     np.testing.assert_array_equal(values[1], before)
     one.works_on()
-
-
-def test_a_failure_after_the_last_kernel_is_lopsided_and_leaves_nothing_dirty(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = numbers(0, 3)
-    expected = sum(values)
-    one.faults = fault = FailAt(point="end", rank=2)
-    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
-    assert fault.consumed == 1
-    assert [outcome.error is None for outcome in outcomes] == [True, True, False]
-    for value in values:
-        np.testing.assert_array_equal(value, expected)
-    assert one.dirty == [0, 0, 0]
-    one.works_on()
-
-
-def test_running_out_of_memory_in_a_kernel_is_a_kernel_error(fleet: MakeFleet) -> None:
-    one = fleet(1)
-    one.faults = fault = FailAt(point="before_kernel", rank=0, error=lambda: MemoryError("gone"))
-    (outcome,) = one.run(OpKind.ALLREDUCE, one.keep_all(numbers(0, 1)))
-    assert fault.consumed == 1
-    assert isinstance(outcome.error, KernelError)
-    assert "out of memory: gone" in str(outcome.error)
 
 
 class Counted:
@@ -260,15 +153,6 @@ def test_a_launch_is_always_closed_once(point: str | None, error: BaseException,
         assert (future.result(WAIT_S).error is None) == (point is None)
     assert counted.calls[-1] == f"end {point is None}"
     assert sum(call.startswith("end") for call in counted.calls) == 1
-    one.communicators[0] = counted._inner
-
-
-def test_a_communicator_is_asked_to_agree_before_it_is_asked_to_launch(fleet: MakeFleet) -> None:
-    one, counted = fleet(1), Counted()
-    one.communicators[0] = counted  # type: ignore[call-overload]
-    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3, "float32")])])
-    assert [call for call in counted.calls if call != "stage"] == ["agree", "launch", "launch", "end True"]
-    assert "stage" not in counted.calls[1:]
     one.communicators[0] = counted._inner
 
 

@@ -11,17 +11,17 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.errors import KernelError, PlanAbortedError, ReadOnlyError, TensorDirtyError
+from raycollect.errors import KernelError, PlanAbortedError, TensorDirtyError
 from raycollect.planner import Made, Request, plan
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.engine.repeated_loops import Rebound
 from tests.pure.fleet import WAIT_S, Convoy, NoFaults
 
 
 @pytest.fixture
 def pair() -> Iterator[Convoy]:
-    made = Convoy([[0, 1]])
-    yield made
-    made.close()
+    with convoy_of(2) as made:
+        yield made
 
 
 def _request(pair: Convoy, kind: OpKind, operands: Any, **arguments: Any) -> Request:
@@ -58,25 +58,6 @@ def test_memory_that_changed_while_a_run_waited_at_the_check_is_not_remembered(p
         assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
         np.testing.assert_array_equal(tensor.array, np.full(3, 11.0))
         np.testing.assert_array_equal(other, np.full(3, 11.0))
-
-
-def test_memory_that_changed_before_a_second_look_is_an_error(pair: Convoy) -> None:
-    """The other rank brings something else than last time, so that what was remembered does not hold."""
-    tensor, other = Rebound(np.ones(3)), np.ones(3)
-    keys = [pair.keep(0, tensor), pair.keep(1, other)]
-    request = _request(pair, OpKind.BROADCAST, ((0, keys[0], None), (1, None, keys[1])), root=0)
-    planned = plan([request], pair.memberships)
-    assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
-    other.setflags(write=False)
-    pair.faults = late = LateFor()
-    running = pair.start(planned)
-    assert late.looked.wait(WAIT_S)
-    late.go.set()
-    found = {one: future.result(WAIT_S).error for one, future in running.items()}
-    assert all(isinstance(error, ReadOnlyError) for error in found.values())
-    other.setflags(write=True)
-    pair.faults = NoFaults()
-    assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
 
 
 @pytest.mark.parametrize("change", ["dirty", "read-only", "moved"])

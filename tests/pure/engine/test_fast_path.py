@@ -13,19 +13,13 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.run_cache import RunCache, places_of
-from raycollect.engine.step_program import decode_step_program, encode_step_program
-from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
 from raycollect.observe import Recorder
 from raycollect.pos import Container, Store, tensors
-from tests.pure.communicators import ProcessTeam, Workers
 from tests.pure.engine.repeated_loops import Loop, MakeLoop, Rebound, array, loop, repeats, same, told
-from tests.pure.teams import Actor, pinned
-from tests.pure.watched import WAIT_S
 
 __all__ = ["loop", "repeats"]  # fixtures
 
@@ -73,36 +67,6 @@ def test_every_op_gives_the_bits_of_an_execution(
     same(monkeypatch, scenario)
 
 
-def body_loop(communicator: Communicator, step_program: bytes, size: int, shared: bool, first: int, runs: int) -> int:
-    """Sums in a process; gives how many runs were repeated."""
-    rank, world = communicator.rank, communicator.world_size
-    tensor, repeated, run = (tensors if shared else np).zeros(size), [], FastPath.run
-    FastPath.run = lambda self, *args: repeated.append(1) or run(self, *args)  # type: ignore[method-assign,assignment,return-value,func-returns-value]
-    instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic)
-    try:
-        script = decode_step_program(step_program)
-        replay = StepRunner(script, [pinned(tensor)], Actor().invoke, instruments, lambda _: communicator)
-        for at in range(runs):
-            tensor[:] = np.arange(size) * (rank + 1) + at
-            replay.run(first + at, b"", aborted={})
-            np.testing.assert_array_equal(tensor, np.arange(size) * (world * (world + 1) / 2) + world * at)
-    finally:
-        FastPath.run = run  # type: ignore[method-assign]
-    return len(repeated)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_between_processes(workers: Workers, loop: MakeLoop, world: int, shared: bool) -> None:
-    team = ProcessTeam("shm", world, workers(world))
-    routines = [encode_step_program(one.step_program) for one in loop("local", [np.zeros(1)] * world).team.scripts]
-    for turn, nbytes in enumerate(SIZES):
-        args = (-(-nbytes // 8), shared, 1 + 100 * turn, 12)
-        running = [team.start(rank, body_loop, routines[rank], *args) for rank in range(world)]
-        assert [one.result(WAIT_S) for one in running] == [11] * world
-    team.close()
-
-
 # ---------------------------------------------------------------------------------------------- what changes
 
 
@@ -147,16 +111,6 @@ CHANGES: dict[str, tuple[Callable[[], Any], Change, Change, type | None]] = {
     ),
 }
 """What happens to rank 0's tensor -> how it is made, what is done, what undoes it, and what all ranks then hear."""
-
-
-def test_torch_is_told_of_each_run_that_writes_its_tensors(loop: MakeLoop, repeats: list[int]) -> None:
-    torch = pytest.importorskip("torch")
-    one = loop("shm", [torch.zeros(3).double() for _ in range(2)])
-    for _ in range(6):
-        versions = [value._version for value in one.values]
-        assert one.run() == [None, None]
-        assert all(value._version > version for value, version in zip(one.values, versions, strict=True))
-    assert repeats
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

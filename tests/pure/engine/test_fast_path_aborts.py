@@ -69,28 +69,6 @@ def test_an_abort_ends_the_run_whenever_it_comes(
     assert repeats
 
 
-def test_an_abort_before_what_is_done_in_full_has_begun(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fast path has met a rank that brought something else. The execution that takes over hears of the abort."""
-    one = loop("shm", [np.ones(3), np.ones(3)])
-    one.must()
-    full = FastPath._in_full
-
-    def aborted(self: FastPath, *args: Any) -> Execution:
-        execution = full(self, *args)
-        one.team.replays[1].abort()
-        return execution
-
-    monkeypatch.setattr(FastPath, "_in_full", aborted)
-    begun: list[str | None] = []
-    run = Execution.run
-    monkeypatch.setattr(Execution, "run", lambda self: (begun.append(self._launches.aborted()), run(self))[1])
-    one.values[0].resize(7, refcheck=False)
-    assert all(error is not None for error in one.run())
-    assert sorted(map(str, begun)) == ["None", "the run was aborted"]
-    one.values[0].resize(3, refcheck=False)
-    one.must()
-
-
 @pytest.mark.parametrize("backend", ["local", "shm"])
 def test_aborts_race_with_repeats(loop: MakeLoop, repeats: list[int], backend: str) -> None:
     """Aborts of runs that have ended do no harm. Aborts of the run under way end it, and no rank hangs."""
@@ -140,4 +118,26 @@ def test_an_abort_that_is_slow_does_not_reach_the_next_run(loop: MakeLoop, monke
     assert running.exception(WAIT_S) is None
     one.odd[0].hooks = {}
     monkeypatch.setattr(FastPath, "abort", abort)
+    one.must()
+
+
+def test_an_abort_before_what_is_done_in_full_has_begun(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast path has met a rank that brought something else. The execution that takes over hears of the abort."""
+    one = loop("shm", [np.ones(3), np.ones(3)])
+    one.must()
+    full = FastPath._in_full
+
+    def aborted(self: FastPath, *args: Any) -> Execution:
+        execution = full(self, *args)
+        one.team.replays[1].abort()
+        return execution
+
+    monkeypatch.setattr(FastPath, "_in_full", aborted)
+    begun: list[str | None] = []
+    run = Execution.run
+    monkeypatch.setattr(Execution, "run", lambda self: (begun.append(self._launches.aborted()), run(self))[1])
+    one.values[0].resize(7, refcheck=False)
+    assert all(error is not None for error in one.run())
+    assert sorted(map(str, begun)) == ["None", "the run was aborted"]
+    one.values[0].resize(3, refcheck=False)
     one.must()

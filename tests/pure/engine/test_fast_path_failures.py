@@ -13,7 +13,6 @@ from raycollect.errors import (
     GroupBrokenError,
     KernelError,
     PlanAbortedError,
-    TensorDirtyError,
     UnsupportedError,
     Violation,
     refusal,
@@ -45,31 +44,6 @@ def test_a_kernel_that_is_refused_now_is_told_to_all(loop: MakeLoop, monkeypatch
 
     for backend in ("local", "shm"):
         same(monkeypatch, lambda backend=backend: scenario(backend))
-
-
-@pytest.mark.parametrize(("size", "backend"), [(5, "local"), (5, "shm"), (200_001, "shm")])
-@pytest.mark.parametrize("error", [KernelError(detail="injected"), MemoryError("no more")], ids=["kernel", "memory"])
-def test_a_kernel_that_fails_leaves_dirt(
-    loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, error: Exception, backend: str, size: int
-) -> None:
-    def fail() -> None:
-        raise type(error)(*error.args) if isinstance(error, MemoryError) else KernelError(detail="injected")
-
-    def scenario() -> Any:
-        one = loop(backend, [np.ones(size) for _ in range(2)])
-        one.must()
-        one.odd[1].hooks = {"launch": fail}
-        errors = one.run()
-        assert isinstance(errors[1], KernelError)
-        assert (errors[1].op, errors[1].rank) == ("allreduce", 1)
-        one.odd[1].hooks, dirty = {}, one.dirty
-        assert dirty == [int(one is not None) for one in errors]
-        assert all(isinstance(found, TensorDirtyError) for found in one.run())
-        one.clean()
-        one.must()
-        return [told(found) for found in errors], dirty
-
-    same(monkeypatch, scenario)
 
 
 def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,30 +96,6 @@ def test_a_wait_for_a_reader_can_be_ended(loop: MakeLoop, monkeypatch: pytest.Mo
     error = same(monkeypatch, scenario)
     ends = {"the limit": CollectiveTimeoutError, "the reader": None}
     assert (error and error[0]) is ends.get(how, PlanAbortedError)
-
-
-@pytest.mark.parametrize("backend", ["local", "shm"])
-def test_who_does_not_come_to_the_check_is_named(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    def scenario() -> Any:
-        one = loop(backend, [np.ones(5) for _ in range(3)], timeout_s=2.0)
-        one.hold(2)
-        one.gates[2].go.set()
-        one.must()
-        one.gates[2].came.clear()
-        one.gates[2].go.clear()
-        _, futures = one.team.start()
-        errors = [future.exception(WAIT_S) for future in futures[:2]]
-        one.gates[2].go.set()
-        late = futures[2].exception(WAIT_S)
-        assert one.dirty == [0, 0, 0]
-        one.must()
-        named = [error.missing for error in errors if isinstance(error, CollectiveTimeoutError)]
-        assert named
-        assert isinstance(late, PlanAbortedError)
-        return set(named)
-
-    # Whoever gives up first is not there any more for the other, who is told so, or gives up too.
-    assert same(monkeypatch, scenario) == {(2,)}
 
 
 # ---------------------------------------------------------------------------------------------- what a backend hears

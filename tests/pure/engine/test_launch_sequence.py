@@ -127,16 +127,6 @@ def test_an_abort_reaches_a_commit_after_several_launches() -> None:
     assert communicators["g0"].story[-1] == ("abort", 52), "of the launch that is open"
 
 
-def test_a_reason_to_stop_is_asked_for_at_each_launch() -> None:
-    aborted: list[str] = []
-    launches, _ = _launches(_program(1), aborted)
-    launches.begin()
-    launches.meet(b"")
-    aborted.append("because")
-    with pytest.raises(PlanAbortedError, match="because"):
-        launches.at(1, "g1", (0, 1))
-
-
 def test_a_check_that_nobody_keeps_is_said_at_once() -> None:
     launches, _ = _launches(_program(2), [])
     with pytest.raises(GroupBrokenError):

@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.tcp.link import Link
-from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import AliasError, LayoutError, ReadOnlyError
 from raycollect.planner import Reshard, plan
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
-from raycollect.planner.reshard.bounds import least_between
+from raycollect.planner.sizes import least_between
 from raycollect.pos import tensors
-from tests.pure.engine.reshard_runs import convoy_of, must, run
-from tests.pure.fleet import FailAt, Fleet, contain
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.reshard_runs import must, run
+from tests.pure.fleet import FailAt, contain
 from tests.pure.resharding import (
     UNTOUCHED,
-    Layouts,
     bound,
     empty_of,
     held_by,
@@ -119,54 +118,6 @@ ONE = layout([6, 4], mesh={"r": 1})
 def arrays(shape: tuple[int, ...]) -> list[Any]:
     rng = np.random.default_rng(7)
     return [rng.standard_normal(shape).astype(np.float32) for _ in range(WORLD)]
-
-
-def test_collectives_are_special_cases() -> None:
-    """Each as its own operation does it, to the bit: the folds of sums are in the order of the ranks, too."""
-    shards, wholes = arrays((2, 4)), arrays((6, 4))
-    cases: list[tuple[OpKind, Layouts, Layouts, list[Any], Any]] = [
-        (OpKind.ALLGATHER, {"": CUT}, {"": FULL}, shards, lambda outs: [np.concatenate(out) for out in outs]),
-        (OpKind.ALLREDUCE, {"": ADDENDS}, {"": FULL}, wholes, None),
-        (OpKind.REDUCESCATTER, {"": ADDENDS}, {"": CUT}, wholes, lambda outs: [out.reshape(2, 4) for out in outs]),
-        (OpKind.ALLTOALL, {"": CUT}, {"": layout([6, 4], mesh={"r": WORLD}, spec=("r",))}, shards, None),
-        (OpKind.BROADCAST, {"": ONE}, {"": FULL}, wholes[:1], None),
-    ]
-    for kind, src, dst, given_, read in cases:
-        own = [array.copy() for array in given_]
-        with convoy_of(WORLD) as convoy:
-            reshard = bound(src, dst, range(len(given_)), range(WORLD))
-            made = must(run(convoy, reshard, dict(enumerate(given_)), None))
-        expected = _by_itself(kind, own, read)
-        for rank in range(WORLD):
-            np.testing.assert_array_equal(made[rank][0], expected[rank], err_msg=kind.value)
-
-
-def _by_itself(kind: OpKind, given_: list[Any], read: Any) -> list[Any]:
-    if kind is OpKind.ALLTOALL:  # from rows to the same rows nothing moves
-        return given_
-    if kind is OpKind.BROADCAST:
-        return [given_[0]] * WORLD
-    fleet = Fleet(WORLD)
-    try:
-        if kind is OpKind.ALLREDUCE:
-            fleet.must(kind, fleet.keep_all(given_))
-            return given_
-        keys = fleet.keep_all(given_)
-        outcomes = fleet.must(kind, keys, {}, **({"op": ReduceOp.SUM} if kind is OpKind.REDUCESCATTER else {}))
-        found: list[Any] = read([outcome.outputs[0].value for outcome in outcomes])
-        return found
-    finally:
-        fleet.close()
-
-
-def test_an_alltoall_of_columns() -> None:
-    shards = arrays((2, 4))
-    with convoy_of(4) as convoy:
-        dst = layout([6, 4], mesh={"r": 4}, spec=(None, "r"))
-        reshard = bound({"": CUT}, {"": dst}, (0, 1, 2), (0, 1, 2, 3))
-        made = must(run(convoy, reshard, dict(enumerate(shards)), None))
-    for rank in range(4):
-        np.testing.assert_array_equal(made[rank][0], np.concatenate(shards)[:, rank : rank + 1])
 
 
 def test_tensors_of_no_dimensions_and_any_strides() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from raycollect.backends.elements import convert
 from raycollect.planner.layout import Layout, layout
-from tests.pure.engine.reshard_runs import convoy_of, must, run
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.reshard_runs import must, run
 from tests.pure.resharding import bound
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -60,17 +61,6 @@ def test_targets_have_what_numpy_and_torch_make_of_it(dtype: str, wanted: str) -
         bits = {8: np.int64, 4: np.int32, 2: np.int16}[whole.itemsize]
         tensor = torch.from_numpy(whole.view(bits)).view(getattr(torch, dtype)).to(getattr(torch, wanted))
         same_bits(found[0], tensor.view(torch.int16).numpy().view(wanted) if tensor.itemsize == 2 else tensor.numpy())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]
-)
-def test_addends_are_added_up_before_they_are_converted(dtype: str, wanted: str) -> None:
-    parts = {rank: np.full((6, 4), value, dtype) for rank, value in enumerate((256, 1, 1))}
-    src = layout([6, 4], mesh={"r": 3}, partial="r", dtype=dtype)
-    for one in moved(src, layout([6, 4], mesh={"r": 3}, dtype=wanted), parts, (0, 1, 2, 2)):
-        assert one.dtype == np.dtype(wanted)
-        assert {float(value) for value in one.ravel()} == {258.0}
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))

@@ -11,7 +11,7 @@ import pytest
 
 from raycollect.backends.shm import boxes
 from raycollect.backends.shm.communicator import ShmCommunicator
-from raycollect.core.model import GroupSpec, OpKind
+from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.packed_boxes import PackedBoxes
 from raycollect.errors import KernelError, PlanAbortedError
@@ -19,7 +19,7 @@ from raycollect.planner import Request, Reshard
 from raycollect.planner.layout import fused_layouts, layout
 from raycollect.planner.reshard import rounds
 from raycollect.pos import tensors
-from tests.pure.communicators import ThreadTeam
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import Convoy, FailAt
 from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, request_of, whole_tensors
 from tests.support.values import replace
@@ -41,12 +41,8 @@ RESHARD = bound(SRC, DST, (0, 1), (2, 3, 4))
 @pytest.fixture
 def convoy() -> Iterator[Convoy]:
     """Ranks in threads, whose staging all can reach."""
-    team = ThreadTeam("shm", WORLD)
-    made = Convoy([tuple(range(WORLD))], lambda _: team.communicators)
-    made.allocate = tensors.allocate
-    yield made
-    made.close()
-    team.close()
+    with convoy_of(WORLD, "shm", tensors.allocate) as made:
+        yield made
 
 
 @pytest.fixture
@@ -153,22 +149,6 @@ def test_messages_serve_where_one_rank_has_no_shared_memory(convoy: Convoy) -> N
                 array.fill(UNTOUCHED)
         assert start(convoy, RESHARD, keys) == {}
         check(taken, whole)
-
-
-def test_ranks_that_do_nothing_else_in_a_batch_show_nothing_before_the_agreement(convoy: Convoy) -> None:
-    """The others, who send each other something, do not."""
-    whole = whole_tensors(SRC, 3)
-    given, taken = shared(held_by(SRC, whole)), empty_of(DST)
-    keys = keep(convoy, RESHARD, given, taken)
-    (membership,) = convoy.memberships
-    sent, received = np.arange(4.0), np.zeros(4)
-    ends = ((0, convoy.keep(0, sent), None), (1, None, convoy.keep(1, received)))
-    send = Request(kind=OpKind.SEND, group=membership.spec, operands=ends, root=0, peer=1)
-    for _ in range(3):
-        outcomes = convoy.run([operands_of(RESHARD, membership.spec, keys), send], [membership, membership])
-        assert [outcome.error for outcome in outcomes.values()] == [None] * WORLD
-        check(taken, whole)
-    np.testing.assert_array_equal(received, sent)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

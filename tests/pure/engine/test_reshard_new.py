@@ -15,9 +15,9 @@ from raycollect.planner import plan
 from raycollect.planner.explain import explain
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard.halves import decode_half
-from raycollect.planner.reshard.held import made_of
-from raycollect.planner.template import Local, Role
-from tests.pure.engine.reshard_runs import convoy_of, must, run
+from raycollect.planner.reshard.request import made_of
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.reshard_runs import must, run
 from tests.pure.fleet import FailAt
 from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, membership_of, request_of, scenes, whole_tensors
 
@@ -95,27 +95,6 @@ def test_what_is_in_no_region_of_a_half_written_target_is_not_taken_over(argumen
         assert {type(one.error) for one in outcomes.values()} == {TensorDirtyError}
 
 
-def test_operands_are_written_behind_the_commit_alone() -> None:
-    membership = membership_of(3)
-    asked = request_of(
-        bound({"": ROWS}, {"": layout([4, 2], mesh={"r": 1})}, (0, 1), (2,)), membership.spec, snapshot=True
-    )
-    planned = plan([asked], [membership])
-    part = planned.parts[0]
-    for rank in range(3):
-        template = part.template(rank)
-        kinds = [step.kind for step in template.steps]
-        assert kinds.count(Local.COMMIT) == 1
-        early = [step.dst for step in template.steps[: kinds.index(Local.COMMIT)] if step.dst >= 0]
-        assert not any(template.buffers[index].role is Role.OPERAND for index in early)
-    assert part.template(2).result == 0
-    assert part.outputs(2) == 0
-    halves = [decode_half(part.template(rank).boxes) for rank in range(3)]
-    held = {2 * rank: made_of(halves[rank].src)[1] for rank in (0, 1)} | {5: made_of(halves[2].dst)[1]}
-    told = explain(planned, held)
-    assert (told.memory.outputs, told.memory.scratch) == (0, 32)
-
-
 def test_other_refusals_stay() -> None:
     with convoy_of(2) as convoy:
         reshard = bound({"": layout([4, 2], mesh={"r": 1})}, {"": layout([4, 2], mesh={"r": 1})}, (0,), (1,))
@@ -123,3 +102,16 @@ def test_other_refusals_stay() -> None:
             convoy, reshard, {0: np.ones((4, 2), np.float32)}, {0: np.ones((4, 3), np.float32)}, inplace=False
         )
     assert all(isinstance(one.error, RefusedError) for one in outcomes.values())
+
+
+def test_a_snapshot_needs_scratch_where_its_target_is() -> None:
+    membership = membership_of(3)
+    asked = request_of(
+        bound({"": ROWS}, {"": layout([4, 2], mesh={"r": 1})}, (0, 1), (2,)), membership.spec, snapshot=True
+    )
+    planned = plan([asked], [membership])
+    part = planned.parts[0]
+    halves = [decode_half(part.template(rank).boxes) for rank in range(3)]
+    held = {2 * rank: made_of(halves[rank].src)[1] for rank in (0, 1)} | {5: made_of(halves[2].dst)[1]}
+    told = explain(planned, held)
+    assert (told.memory.outputs, told.memory.scratch) == (0, 32)

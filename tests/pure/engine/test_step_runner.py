@@ -21,7 +21,6 @@ from raycollect.errors import (
     MismatchError,
     NotATensorError,
     ProtocolError,
-    TensorDirtyError,
 )
 from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.teams import CAPTURE, Script, Team, full, given, pinned
@@ -367,18 +366,6 @@ def test_outputs_go_before_new_ones_are_made(team: MakeTeam, world: int) -> None
     for _ in range(4):
         one.run()
     assert held == [0] * 4 * world
-
-
-def test_dirt_is_noticed_from_run_to_run(team: MakeTeam) -> None:
-    tensor = full(1)
-    one = _summing(team, lambda: tensor)
-    for _ in range(3):
-        one.run()
-    one.stores[0].mark_dirty([arrays.byte_range(tensor)], [tensor])
-    (error,) = one.fail()
-    assert isinstance(error, TensorDirtyError)
-    one.stores[0].mark_written([arrays.byte_range(tensor)])
-    one.run()
 
 
 def test_looking_needs_no_run(team: MakeTeam) -> None:

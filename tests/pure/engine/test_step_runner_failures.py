@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from raycollect.core.model import OpKind
 from raycollect.engine.step_actions import DETAIL_LENGTH
 from raycollect.engine.step_program import Collective
-from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import (
     CaptureError,
     MethodError,
@@ -22,7 +20,6 @@ from raycollect.errors import (
 )
 from raycollect.planner import decode_program, encode_program
 from raycollect.planner.program import Domain
-from raycollect.pos import Container
 from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.fleet import Star
 from tests.pure.local_world import LocalWorld
@@ -172,31 +169,6 @@ def test_a_step_that_was_stopped_begins_no_action_any_more(team: MakeTeam) -> No
     assert not one.actors[0].calls
 
 
-def test_aborts_race_with_runs(team: MakeTeam) -> None:
-    """However they meet, a run ends well or aborted, and never hangs."""
-    one = team(2)
-    slots = [script.call("make") for script in one.scripts]
-    one.collective(OpKind.ALLREDUCE, every(slots))
-    for rank, actor in enumerate(one.actors):
-        actor.methods = {"make": lambda rank=rank: full(rank)}  # a new one: the last one may be half-written
-    one.capture()
-    stop = threading.Event()
-
-    def abort() -> None:
-        while not stop.is_set():
-            for replay in one.replays:
-                replay.abort()
-
-    thread = threading.Thread(target=abort)
-    thread.start()
-    try:
-        for _ in range(100):
-            assert {type(error) for error in one.fail()} <= {type(None), PlanAbortedError}
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_check_that_the_controller_keeps_is_asked_for_by_its_launch(team: MakeTeam, world: int) -> None:
     tensors = [full(rank + 1) for rank in range(world)]
@@ -256,13 +228,3 @@ def test_a_program_has_as_many_operands_as_keys(team: MakeTeam) -> None:
     one.scripts[0].actions[0] = replace(action, inputs=())
     with pytest.raises(ProtocolError, match="0 operands for a program of 1"):
         one.capture()
-
-
-def test_plans_are_decoded_once(team: MakeTeam, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = team(1, [Script(0, [pinned(full(1))])])
-    one.collective(OpKind.ALLREDUCE, {0: 0})
-    (replay,) = one.capture()
-    monkeypatch.setattr("raycollect.engine.step_actions.decode_program", None)
-    for seq in (1, 2, 3):
-        assert unpack_values(replay.run(seq, b"", aborted={})) == ()
-    assert type(replay.slots[0]) is Container

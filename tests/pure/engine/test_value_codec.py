@@ -41,6 +41,7 @@ _LEAVES = (
     | st.booleans()
     | st.integers()
     | st.floats()
+    | st.complex_numbers(allow_nan=False)
     | st.text()
     | st.binary(max_size=40)
     | st.integers(-(2**200), 2**200)
@@ -60,15 +61,11 @@ _VALUES = st.recursive(
 @given(_VALUES)
 def test_plain_values_come_out_as_they_went_in(value: Any) -> None:
     assert same(unpack_value(pack_value(value)), value)
-
-
-@MANY
-@given(st.lists(_VALUES, max_size=4))
-def test_so_do_several(values: list[Any]) -> None:
-    packed = pack_values(values)
-    assert bool(packed) == bool(values), "none take nothing"
-    assert same(unpack_values(packed), tuple(values))
-    assert pack_values(tuple(values)) == packed
+    packed = pack_values([value, value])
+    assert same(unpack_values(packed), (value, value))
+    assert pack_values((value, value)) == packed
+    assert pack_values([]) == b"", "none take nothing"
+    assert unpack_values(b"") == ()
 
 
 DTYPES = [
@@ -235,13 +232,6 @@ def test_what_inherits_comes_out_as_what_it_is_made_of(name: str) -> None:
     assert same(unpack_values(pack_values([value, value])), (plain, plain))
 
 
-@pytest.mark.parametrize("value", [0j, 3j, -1.5 + 2j, complex(math.inf, -0.0), complex(1e308, 5e-324)])
-def test_complex_numbers(value: complex) -> None:
-    found = unpack_value(pack_value([value]))[0]
-    assert type(found) is complex
-    assert (str(found.real), str(found.imag)) == (str(value.real), str(value.imag))
-
-
 REFUSED = {
     "object": (object(), "object"),
     "set": ({1}, "set"),
@@ -273,14 +263,6 @@ def test_tuples_too_deep_are_refused_on_either_side() -> None:
     for packed in (b"\x91" * 50_000, b"\x92\xd4\x01" * 20_000, b"\x92\xc7\x00\x01" * 20_000, b"\x81" * 50_000):
         with pytest.raises(ProtocolError):
             unpack_value(packed)
-
-
-@pytest.mark.parametrize("depth", [1, 100, 200])
-def test_values_may_be_nested(depth: int) -> None:
-    value: Any = 1
-    for at in range(depth):
-        value = (value,) if at % 2 else [value]
-    assert same(unpack_value(pack_value(value)), value)
 
 
 def _samples() -> list[bytes]:

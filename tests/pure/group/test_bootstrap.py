@@ -30,7 +30,7 @@ from raycollect.group.bootstrap_store import DirectoryBulletin, Record
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 NAME = "g"
 

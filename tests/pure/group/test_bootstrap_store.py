@@ -56,12 +56,6 @@ def test_every_name_has_a_record_of_its_own(board: DirectoryBulletin, path: Path
     assert len(os.fsencode(file.name)) <= 143
 
 
-def test_no_short_name_has_the_file_of_a_long_one() -> None:
-    hashed = bootstrap_store._file_name("x" * 1000)
-    for taken in (hashed, hashed.removeprefix("group"), hashed.removeprefix("group+")):
-        assert bootstrap_store._file_name(taken) != hashed
-
-
 def test_another_process_opens_the_directory_for_itself(board: DirectoryBulletin) -> None:
     board.post("g", b"one")
     again = pickle.loads(pickle.dumps(board))
@@ -156,17 +150,6 @@ def test_a_file_of_another_user_is_no_record(
         board.read("g")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_file_that_was_given_to_another_user_is_no_record(board: DirectoryBulletin, path: Path) -> None:
-    board.post("g", b"one")
-    os.chown(path / "group-g", 12345, 12345)
-    with pytest.raises(InvalidGroupError, match="a file of user 12345"):
-        board.read("g")
-    os.chown(path, 12345, 12345)
-    with pytest.raises(InvalidGroupError, match="open to other users"):
-        store_at(f"file://{path}")
-
-
 @pytest.mark.parametrize(
     "place",
     ["file://tmp/g", "file:///tmp/g#1", "file:///tmp/g?a", "tcp:///g", "file://", "/g"],
@@ -196,10 +179,7 @@ def _packed(*more: Any, host: Any = "h", port: Any = 9, secret: Any = bytes(32),
 MALFORMED = {
     "empty": b"",
     "cut": RECORD.to_bytes()[:-1],
-    "bytes": b"\xff\xfe\x00",
     "text": b'{"host": "h"}',
-    "number": b"7",
-    "list": msgpack.packb([1, 2]),
     "deep": b"\x91" * 4000,
     "long": RECORD.to_bytes() + b" " * MOST_RECORD_NBYTES,
     "nothing in it": b"\x01\x90",
@@ -207,17 +187,10 @@ MALFORMED = {
     "a field is missing": b"\x01" + msgpack.packb([["h", 9, bytes(32)]]),
     "a field too many": _packed(1),
     "no host": _packed(host=""),
-    "host is a number": _packed(host=7),
     "host is long": _packed(host="h" * 256),
     "port is 0": _packed(port=0),
     "port is beyond": _packed(port=1 << 16),
-    "port is True": _packed(port=True),
-    "port is text": _packed(port="9"),
-    "port is a fraction": _packed(port=9.5),
     "secret is short": _packed(secret=bytes(31)),
-    "secret is text": _packed(secret="x" * 32),
-    "secret is null": _packed(secret=None),
-    "who is a list": _packed(who=[]),
     "who is long": _packed(who="w" * 201),
 }
 

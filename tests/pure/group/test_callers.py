@@ -12,7 +12,7 @@ from raycollect.errors import ConcurrentCallError, FaultError
 from raycollect.group.call_queue import Callers
 from raycollect.member import init
 from raycollect.member import operations as col
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 30.0
 BACKENDS = ("shm", "tcp", "gloo")
@@ -240,20 +240,6 @@ def test_calls_that_are_queued_are_refused_as_well(crew, backend):
     assert group.must(_sum) == [3.0] * 2
 
 
-def _nobody_comes(name, rank):
-    first = _in_thread(name, "first", _summed, 1, timeout_s=0.3)
-    assert wait_until(_is_at_check(name))
-    return [_in_thread(name, "second", _summed, 2, timeout_s=0.3).result(WAIT_S), first.result(WAIT_S)]
-
-
-def test_concurrent_calls_are_refused_without_another_rank(crew):
-    group = crew.group(2)
-    group.must(_sum)
-    [said] = group.must(_nobody_comes, ranks=[0])
-    assert all(map(_is_told, said)), said
-    assert group.must(_sum) == [3.0] * 2
-
-
 def _handed_over(name, rank):
     """Each call in another thread than the one before, and not in the same ones on all ranks."""
     found = []
@@ -295,23 +281,3 @@ def _summed_or_failed(name, value):
         FaultError
     ) as exc:  # luck decided otherwise as it was refused here: when it had passed the consistency check elsewhere
         return str(exc)
-
-
-def _four_threads(name, rank):
-    """All of them begin at once, on all ranks; what each call gives."""
-    col.barrier(name)
-    begin = threading.Barrier(4)
-
-    def work(name, number):
-        begin.wait(WAIT_S)
-        return [_summed_or_failed(name, 10**number) for _ in range(20)]
-
-    return [one.result(WAIT_S) for one in [_in_thread(name, f"thread-{number}", work, number) for number in range(4)]]
-
-
-def test_unordered_threads_are_refused(crew, backend):
-    """Which calls have met in the end only luck knows; but all end, and the threads have heard of it."""
-    group = crew.group(2, backend)
-    for results in group.must(_four_threads):
-        assert any("while a call of 'thread-" in str(one) for thread in results for one in thread)
-    assert group.must(_sum) == [3.0] * 2

@@ -6,7 +6,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import pytest
 from click.testing import CliRunner, Result
 from ray.exceptions import RpcError
@@ -78,18 +77,12 @@ class _Store:
         return made
 
 
-def test_record_survives_a_round_trip() -> None:
-    one = _group(since=1.5)
-    assert GroupRecord.from_bytes(one.to_bytes()) == one
-
-
-def test_oversized_record_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_none_or_too_long_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can write to the store can post: what is read is bounded."""
-    record = _group().to_bytes()
+    record = _group(since=1.5).to_bytes()
+    assert GroupRecord.from_bytes(record) == _group(since=1.5)
     for broken in (
-        replace(_group(), name="x" * (cluster_registry.MOST_TEXT + 1)).to_bytes(),
-        replace(_group(), since=float("nan")).to_bytes(),
-        replace(_group(), since=float("inf")).to_bytes(),
+        record[:-1],
         b"\x91" * 10_000,
     ):
         assert GroupRecord.from_bytes(broken) is None
@@ -101,23 +94,6 @@ def test_an_error_does_not_list_all_the_groups_of_a_cluster() -> None:
     store = _Store(*(replace(_group(f"group {at}"), group_id=f"id {at}") for at in range(500)))
     with pytest.raises(UnknownGroupError, match="and 480 more"):
         store.cluster().groups("another")
-
-
-@pytest.mark.parametrize("at", range(0, 60, 7))
-def test_malformed_record_is_ignored(at: int) -> None:
-    record = _group().to_bytes()
-    version, fields = record[:1], msgpack.unpackb(record[1:])
-    place = at % len(fields)
-    for broken in (
-        record[:at],
-        bytes([version[0] + 1]) + record[1:],
-        version + msgpack.packb([*fields[:place], None, *fields[place + 1 :]]),
-        version + msgpack.packb([*fields[:place], *fields[place + 1 :]]),
-        version + msgpack.packb([*fields, 1]),
-        version + msgpack.packb([fields]),
-        b"\xc1",
-    ):
-        assert GroupRecord.from_bytes(broken) is None
 
 
 def test_groups_come_with_the_states_of_their_members_the_oldest_first() -> None:
@@ -212,11 +188,6 @@ def test_status_as_json_has_everything(shown: _Store) -> None:
     assert told[0]["summary"] == "all members alive"
 
 
-def test_status_without_groups_says_so(shown: _Store) -> None:
-    shown.records.clear()
-    assert _run("status").stdout == "Ray cluster at 10.0.0.1:6379: no declared groups\n"
-
-
 def test_status_is_watched_until_it_is_stopped(shown: _Store, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
 
@@ -250,23 +221,13 @@ def test_unavailable_store_does_not_block_destroy(monkeypatch: pytest.MonkeyPatc
 
     def delete(*args: object, timeout: float) -> None:
         asked.append((args, timeout))
-        if len(asked) < 2:
-            raise RpcError("unavailable")
+        raise RpcError("unavailable")
 
     store = SimpleNamespace(internal_kv_del=delete)
     monkeypatch.setattr("ray.experimental.internal_kv.internal_kv_get_gcs_client", lambda: store)
-
-    def remove(group_id: str) -> None:
+    for group_id in ("77", "78"):
         membership: Any = SimpleNamespace(is_derived=False, spec=SimpleNamespace(name="g", group_id=group_id))
         cluster_registry.remove(membership)
         cluster_registry._posting.submit(int).result()  # after what was to be removed
-
-    first, second = [
-        ((b"posted/" + key, False, b"raycollect"), cluster_registry.POST_TIMEOUT_S) for key in (b"77", b"78")
-    ]
-    remove("77")
-    assert asked == [first]
-    remove("78")
-    assert asked == [first, second, first], "what was left is taken away with the next"
-    remove("79")
-    assert len(asked) == 4
+        key = b"posted/" + group_id.encode()
+        assert asked.pop() == ((key, False, b"raycollect"), cluster_registry.POST_TIMEOUT_S)

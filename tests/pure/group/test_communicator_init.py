@@ -26,7 +26,7 @@ from raycollect.group.hub_client import HubClient
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.group.tables import WORLD, Call, Table, assert_set, error_of
 from tests.pure.watched import WAIT_S
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def _is_made(message: Message) -> bool:

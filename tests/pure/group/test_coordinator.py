@@ -6,7 +6,7 @@ import pytest
 
 from raycollect.channel.messages import Ask, Deny, Depart, Done, Drop, Gone, Meet, Met, Missed, Publish, Stuck, Withdraw
 from raycollect.errors import MismatchError, ProtocolError, from_wire
-from raycollect.group.coordinator import PLANS, Coordinator, name_of_ranks, ranks_of
+from raycollect.group.coordinator import PLANS, Coordinator
 
 
 def meet(place="form", call=1, blob=b"", communicator="all"):
@@ -50,12 +50,6 @@ def test_ranks_at_different_places_do_not_meet(gate):
     gate.receive(1, meet("check x/1/0"))
     assert gate.receive(2, meet("form")) == []
     assert [rank for rank, _ in gate.receive(1, meet("form", call=2))] == [0, 1, 2]
-
-
-def test_communicators_do_not_meet(gate):
-    gate.receive(0, meet(communicator="0>1"))
-    assert gate.receive(1, meet(communicator="1>0")) == []
-    assert [rank for rank, _ in gate.receive(1, meet(communicator="0>1"))] == [0, 1]
 
 
 def test_timed_out_withdrawal_ends_the_meeting_for_all_waiting_ranks(gate):
@@ -184,12 +178,6 @@ def test_a_question_reaches_those_who_are_asked_in_the_communicator(gate):
     assert gate.receive(0, question) == [(2, question)]
     with pytest.raises(ProtocolError):
         gate.receive(1, question)
-
-
-def test_communicators_by_name():
-    assert ranks_of("all", 4) == (0, 1, 2, 3)
-    assert ranks_of(name_of_ranks(3, 1), 4) == (1, 3)
-    assert name_of_ranks(3, 1) != name_of_ranks(1, 3)
 
 
 def test_what_is_published_for_plans_goes_to_all_other_ranks(gate):

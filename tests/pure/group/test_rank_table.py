@@ -53,17 +53,10 @@ def test_the_documented_file_is_read_and_written_back(tmp_path: Path) -> None:
 def test_a_table_survives_its_json(table: RankTable) -> None:
     assert RankTable.from_dict(json.loads(table.to_json())) == table
     assert pickle.loads(pickle.dumps(table)) == table
+    at = [(at, device) for at, devices in enumerate(table.nodes) for device in devices]
+    assert all((table.node_of(d.rank), table.device_of(d.rank)) == (node, d.device_id) for node, d in at)
     for devices in table.to_dict()["node_list"]:
         assert all(type(value) is str for device in devices["device_list"] for value in device.values())
-
-
-@given(tables())
-def test_rank_by_rank_it_says_node_and_device(table: RankTable) -> None:
-    for node, devices in enumerate(table.nodes):
-        for device in devices:
-            assert table.node_of(device.rank) == node
-            assert table.device_of(device.rank) == table.chip_map[device.rank] == device.device_id
-    assert len(table.chip_map) == table.world_size
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
@@ -74,30 +67,20 @@ def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
             ask(rank)
 
 
-def test_numbers_may_be_integers_and_the_version_a_number() -> None:
+def test_vendor_fields_are_ignored_and_numbers_may_be_integers() -> None:
     document = document_of([(1, "0"), ("0", 1)])
-    document["version"] = 1.0
-    assert RankTable.from_dict(document).chip_map == (1, 0)
-
-
-def test_vendor_fields_are_ignored() -> None:
-    document = document_of([("0", "0")])
-    document["status"] = "completed"
+    document |= {"version": 1.0, "status": "completed"}
     document["node_list"][0]["server_id"] = "10.0.0.1"
     document["node_list"][0]["device_list"][0].update(device_ip="127.0.0.1", local_rank="0")
-    assert RankTable.from_dict(document) == RankTable.of_device_ids([[0]])
+    before = copy.deepcopy(document)
+    assert RankTable.from_dict(document) == RankTable.of_device_ids([[1, 0]])
+    assert document == before
 
 
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(DOCUMENTED, encoding="utf-8-sig")
     assert RankTable.read(str(path)) == RankTable.of_device_ids([[0, 1]])
-
-
-def test_ranks_are_counted_through_the_device_ids() -> None:
-    table = RankTable.of_device_ids([[3, 0], ["1"], (0, 7)])
-    assert table.chip_map == (3, 0, 1, 0, 7)
-    assert [table.node_of(rank) for rank in range(5)] == [0, 0, 1, 2, 2]
 
 
 def test_coerce_takes_a_table_a_path_and_a_dict(tmp_path: Path) -> None:
@@ -107,10 +90,10 @@ def test_coerce_takes_a_table_a_path_and_a_dict(tmp_path: Path) -> None:
     assert RankTable.coerce(tmp_path / "t.json") == RankTable.coerce(str(tmp_path / "t.json")) == table
     assert RankTable.coerce(table.to_dict()) == table
     with pytest.raises(
-        InvalidGroupError, match=r"group 'g': rank_table is refused:\n  - it is \[0, 1\], expected the path of a file"
-    ) as e:
-        RankTable.coerce([0, 1], group_name="g")
-    assert e.value.group_name == "g"
+        InvalidGroupError,
+        match=r"group 'default': rank_table is refused:\n  - it is \[0, 1\], expected the path of a file",
+    ):
+        RankTable.coerce([0, 1])
 
 
 def test_the_environment_names_a_file_or_none(tmp_path: Path) -> None:
@@ -143,8 +126,8 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, content: bytes, says: 
     path = tmp_path / "table.json"
     path.write_bytes(content)
     with pytest.raises(InvalidGroupError) as caught:
-        RankTable.read(path, group_name="g")
-    assert str(caught.value).startswith(f"group 'g': rank table {str(path)!r} is refused:\n")
+        RankTable.read(path)
+    assert str(caught.value).startswith(f"group 'default': rank table {str(path)!r} is refused:\n")
     assert says in str(caught.value)
 
 
@@ -160,7 +143,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 BROKEN: list[tuple[str, Any, Any, str]] = [
     ("rank of 5,000 digits", "node_list.0.device_list.0.rank", "1" * 5_000, "device_list[0].rank is '1111"),
     ("version", "version", "2.0", "version is '2.0', expected '1.0'"),
-    ("version as whole number", "version", 1, "version is 1, expected '1.0'"),
+    ("version as object", "version", {}, "version is {}, expected '1.0'"),
     ("node_list is text", "node_list", "abc", "node_list is 'abc', expected a list of at least one node"),
     ("no node", "node_list", [], "node_list is [], expected a list of at least one node"),
     ("node is text", "node_list.1", "abc", "node_list[1] is 'abc', expected an object with device_list"),
@@ -225,7 +208,7 @@ def test_one_mistake_is_one_problem_with_its_place(at: str, value: Any, says: st
 
 
 @pytest.mark.parametrize("at", ["version", "node_list", "node_list.0.device_list", "node_list.0.device_list.0.rank"])
-@pytest.mark.parametrize("instead", [None, "misspelled"])
+@pytest.mark.parametrize("instead", ["null", None, "misspelled"])
 def test_a_missing_field_is_named_beside_those_that_are_there(at: str, instead: str | None) -> None:
     document = document_of([("0", "0"), ("1", "1")])
     holder: Any = document
@@ -233,17 +216,14 @@ def test_a_missing_field_is_named_beside_those_that_are_there(at: str, instead: 
     for step in path:
         holder = holder[step]
     value = holder.pop(name)
-    if instead:
+    if instead == "null":
+        holder[name] = None
+    elif instead:
         holder[instead] = value
     (problem,) = _problems(document)
     assert f"{name} is missing; what is there: " in problem
     assert problem.startswith(at.replace(".0", "[0]"))
     assert all(str(left) in problem.partition("there: ")[2] for left in holder)
-
-
-def test_a_field_that_is_null_is_missing() -> None:
-    (problem,) = _problems(document_of([(None, "0")]))
-    assert problem.startswith("node_list[0].device_list[0].device_id is missing")
 
 
 HUGE = 10**5000  # which Python does not write
@@ -253,36 +233,19 @@ HUGE = 10**5000  # which Python does not write
     "document",
     [
         {"version": HUGE, "node_list": HUGE},
-        {"version": [[HUGE]], "node_list": [HUGE, [HUGE], {"device_list": HUGE}]},
         {"version": "1.0", "node_list": [{"device_list": [{"device_id": HUGE, "rank": -HUGE}]}]},
         {"version": "1.0", "node_list": [{"device_list": [{f"field {at}": 0 for at in range(10_000)}]}]},
         {"x" * 10_000: 1, HUGE: 2},
         {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}] * 50_000}]},
         {"version": "1.0", "node_list": [{"device_list": [{"device_id": "x" * 1000, "rank": "y" * 1000}] * 50_000}]},
-        {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}]}] * 50_000},
-        {"version": "1.0", "node_list": [{"device_list": []}] * 50_000},
-        {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}] * 100_001}]},
         {"version": "1.0", "node_list": [{}] * 100_001},
     ],
-    ids=range(11),
+    ids=range(7),
 )
 def test_any_malformed_table_raises_a_short_typed_error(document: Any) -> None:
     with pytest.raises(InvalidGroupError) as caught:
         RankTable.from_dict(document)
     assert len(str(caught.value)) < 10_000
-
-
-def test_a_table_of_as_many_devices_as_there_may_be_is_read() -> None:
-    count = rank_table.MOST_DEVICES
-    assert RankTable.of_device_ids([range_of(1000) for _ in range(count // 1000)]).world_size == count
-    with pytest.raises(InvalidGroupError, match="more than 100000"):
-        RankTable.of_device_ids([range_of(1000) for _ in range(count // 1000 + 1)])
-    with pytest.raises(InvalidGroupError, match="expected one list per node"):
-        RankTable.of_device_ids([HUGE])
-
-
-def range_of(count: int) -> list[int]:
-    return list(range(count))
 
 
 def test_a_file_that_is_too_long_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,12 +306,6 @@ def test_a_table_is_valid_from_birth() -> None:
         RankTable.of_device_ids([[0]]).nodes = ()  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("device_ids", [[0, 1], 3, "01", None, {"0": [0]}, [[0], "1"]])
-def test_device_ids_are_lists_in_a_list(device_ids: Any) -> None:
-    with pytest.raises(InvalidGroupError, match=r"expected one list per node, such as \[\[0, 1\], \[0, 1\]\]"):
-        RankTable.of_device_ids(device_ids)
-
-
 @pytest.mark.parametrize(
     ("device_ids", "says"),
     [
@@ -357,16 +314,13 @@ def test_device_ids_are_lists_in_a_list(device_ids: Any) -> None:
         ([[0, 0]], "device_list[1].device_id is 0, as in"),
         ([[0], [-1]], "node_list[1].device_list[0].device_id is -1"),
         ([[[0]]], "device_id is [0]"),
+        ([HUGE], "expected one list per node, such as [[0, 1], [0, 1]]"),
+        ([[0], "1"], "expected one list per node"),
+        ("01", "expected one list per node"),
+        ({"0": [0]}, "expected one list per node"),
     ],
 )
 def test_device_ids_that_make_no_table_are_refused(device_ids: Any, says: str) -> None:
     with pytest.raises(InvalidGroupError) as caught:
         RankTable.of_device_ids(device_ids)
     assert says in caught.value.detail
-
-
-def test_reading_leaves_the_document_as_it_was() -> None:
-    document = document_of([(0, "0"), ("1", 1)])
-    before = copy.deepcopy(document)
-    RankTable.from_dict(document)
-    assert document == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -20,8 +19,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
-from tests.support.values import replace
-from tests.waiting import stopped, wait_until
+from tests.support.waiting import stopped, wait_until
 
 __all__ = ["backend"]  # fixtures
 
@@ -141,69 +139,6 @@ def test_a_rank_that_dies_while_others_wait_is_named_at_once(crew, backend, vict
     later = group.run(summed, ranks=survivors)
     assert [type(one) for one in later] == [GroupBrokenError] * 2
     assert "What to do" in str(later[0])
-
-
-def test_a_rank_that_dies_in_the_middle_of_things_is_named(crew, backend):
-    group = crew.group(3, backend)
-    group.must(summed)
-    working = [group.start(rank, _sum_for_ever, 1 << 20) for rank in range(3)]
-    time.sleep(0.3)  # not to wait for anything: only that it be somewhere in the middle
-    group.processes[1].kill()
-    errors = [outcome(working[rank]) for rank in (0, 2)]
-    assert all(isinstance(one, (ParticipantDiedError, GroupBrokenError)) for one in errors), errors
-    assert all("rank 1" in str(one) for one in errors), errors
-
-
-def _sum_for_ever(name, rank, n):
-    while True:
-        summed(name, rank, n)
-
-
-@pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_completed_receive_succeeds_though_the_sender_has_died(crew, backend, victim):
-    """The death is heard of while the call is at work; the next call tells it."""
-    group = crew.group(2, backend)
-    other = 1 - victim
-    group.must(_broadcast, victim)  # so that all imports are there
-    receiving = group.start(other, _broadcast_late, victim)
-    group.start(victim, _broadcast_and_exit, victim)
-    assert outcome(receiving) == victim + 1.0
-    [later] = group.run(summed, ranks=[other])
-    assert isinstance(later, GroupBrokenError)
-    assert f"rank {victim} (process " in str(later)
-
-
-def _broadcast(name, rank, root):
-    x = np.full(100_000, rank + 1.0, np.float32)
-    col.broadcast(x, root, name)
-    assert (x == x[0]).all()
-    return float(x[0])
-
-
-def _broadcast_and_exit(name, rank, root):
-    _broadcast(name, rank, root)
-    os._exit(0)
-
-
-def _broadcast_late(name, rank, root):
-    """Goes through the consistency check, and on when it has heard that the root is gone."""
-    process_groups = ProcessGroups.current()
-    before = process_groups.instruments
-    process_groups.instruments = replace(before, faults=_Late(init.get_group_handle(name), root))
-    try:
-        return _broadcast(name, rank, root)
-    finally:
-        process_groups.instruments = before
-
-
-class _Late:
-    def __init__(self, process_group, victim):
-        self._process_group, self._victim = process_group, victim
-
-    def at(self, point, seq, rank):
-        if point == "after_check":
-            assert wait_until(lambda: self._process_group.why_not((self._victim,)) is not None)
 
 
 def test_a_rank_that_left_is_named_and_the_others_go_on_without_it(crew):

@@ -35,8 +35,8 @@ from raycollect.member.captured_steps import (
 from raycollect.member.lease import Lease
 from raycollect.observe import Recorder
 from tests.pure.local_world import LocalCommunicator, LocalWorld
+from tests.pure.member.leases import join, premises
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
-from tests.pure.member.test_lease import _join, premises
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, given, pinned
 
 __all__ = ["bench", "premises"]  # fixtures
@@ -102,15 +102,6 @@ def test_a_run_that_waits_for_the_turn_ends_as_the_step_is_closed(bench: MakeBen
         assert one.captured.join(WAIT_S)
 
 
-def test_a_run_that_was_aborted_before_it_came_is_not_done(bench: MakeBench) -> None:
-    one = bench()
-    assert not one.sequencer.abort(1, "cancelled")
-    one.run(1, 0, 1)
-    one.heard(1)
-    assert one.failed[1].detail == "cancelled"  # type: ignore[attr-defined]
-    assert not one.actor.calls
-
-
 def test_an_abort_reaches_the_run_under_way(bench: MakeBench) -> None:
     gate, script = Gate(), Script(0)
     script.call("hold")
@@ -165,7 +156,7 @@ def test_a_death_that_the_backend_can_not_see_ends_the_run_that_uses_the_group(
     one = bench(team.scripts[0], sequencer=here._sequencer, communicators=here._groups.communicator)
     here._captures.add(CAPTURE, lambda: one.captured)
     for name in ("g", "h")[: 1 + other]:
-        here.received(_join(name=name, group_id=f"id of {name}"))
+        here.received(join(name=name, group_id=f"id of {name}"))
         assert cast(Joined, joined.get(timeout=WAIT_S)).error is None
     one.run(1, 0)
     assert communicator.came.wait(WAIT_S)
@@ -259,16 +250,6 @@ def test_close_ends_runs_in_order(bench: MakeBench, by_bell: bool) -> None:
     assert [name for name, _, _ in one.actor.calls] == ["hold"]
     assert one.sequencer.start(4, 3) is None
     one.sequencer.end(4)
-
-
-def test_closing_while_a_run_waits_for_its_message(bench: MakeBench) -> None:
-    one = bench(post=FakePost())
-    assert one.post is not None
-    one.post.ring(1, 0, None)
-    one.captured.close("closed")
-    one.heard(1)
-    _ended(one)
-    assert one.failed[1].detail == "closed"  # type: ignore[attr-defined]
 
 
 def test_closing_while_a_run_waits_for_its_predecessor(bench: MakeBench) -> None:
@@ -372,7 +353,7 @@ def test_closing_at_any_moment_ends_all_runs(bench: MakeBench, seed: int) -> Non
             long = rng.random() < 0.3
             if one.post is not None:
                 one.post.ring(seq, seq - 1, None if long else pack_values([seq]))
-            if one.post is None or long:
+            if one.post is None or (long and rng.random() < 0.7):  # else the run waits for its message
                 one.run(seq, seq - 1, seq)
         last = min(count, at)
         one.captured.close("closed")

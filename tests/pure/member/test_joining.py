@@ -10,7 +10,6 @@ import pytest
 
 from raycollect.core.model import ReduceOp
 from raycollect.errors import (
-    AliasError,
     CollectiveTimeoutError,
     GroupExistsError,
     InvalidGroupError,
@@ -21,7 +20,7 @@ from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, exchange, summed
 from tests.pure.processes import join, outcome
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["backend"]  # fixtures
 
@@ -61,51 +60,11 @@ def test_disagreeing_members_raise_invalid_group_error(crew, claims, said):
     assert all(said in str(one) for one in errors)
 
 
-def test_a_group_can_be_formed_after_it_could_not(crew):
-    taken, errors = _join_all(crew, [(2, 0, "shm"), (2, 1, "gloo")])
-    assert all(errors)
-    joining = [one.start(join, 2, rank, "shm", "g", 20_000, crew.rendezvous) for rank, one in enumerate(taken)]
-    assert [outcome(one) for one in joining] == [None, None]
-
-
 def test_join_timeout_names_the_missing_members(crew):
     _, errors = _join_all(crew, [(3, 0, "auto"), (3, 2, "auto")], timeout_ms=3_000)
     assert [type(one) for one in errors] == [CollectiveTimeoutError] * 2, errors
     assert errors[0].missing == (1,)
     assert errors[1].missing == (1,)
-
-
-def test_join_timeout_names_the_missing_leader(crew):
-    _, [error] = _join_all(crew, [(2, 1, "auto")], timeout_ms=300)
-    assert isinstance(error, CollectiveTimeoutError)
-    assert error.missing == (0,)
-
-
-def test_a_record_of_a_dead_leader_is_survived(crew):
-    [victim] = crew.take(1)
-    victim.start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)
-    [other] = crew.take(1)
-    assert outcome(other.start(_posted, crew.rendezvous)) is True
-    victim.kill()
-    following = other.start(join, 2, 1, "auto", "g", 20_000, crew.rendezvous)
-    [leader] = crew.take(1)
-    assert outcome(leader.start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)) is None
-    assert outcome(following) is None
-
-
-def _posted(rendezvous):
-    from raycollect.group.bootstrap_store import store_at
-
-    return wait_until(lambda: store_at(rendezvous).read("g") is not None)
-
-
-def test_second_leader_raises_group_exists_error(crew):
-    first = crew.take(1)[0].start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)
-    [other] = crew.take(1)
-    assert outcome(other.start(_posted, crew.rendezvous)) is True
-    assert isinstance(outcome(other.start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)), GroupExistsError)
-    assert outcome(other.start(join, 2, 1, "auto", "g", 20_000, crew.rendezvous)) is None
-    assert outcome(first) is None
 
 
 def test_a_name_is_taken_once_and_free_after_its_end(crew):
@@ -188,18 +147,6 @@ def test_outside_of_a_group():
     assert not init.is_backend_available("nonsense")
 
 
-def _op_does_not_stick(name, rank):
-    x = np.full(2, rank + 1.0)
-    col.allreduce(x, name, ReduceOp.MAX)
-    y = np.full(2, rank + 1.0)
-    col.allreduce(y, name)
-    return x[0], y[0]
-
-
-def test_defect_1_an_op_does_not_become_the_default(crew):
-    assert crew.group(2).must(_op_does_not_stick) == [(2.0, 3.0)] * 2
-
-
 def test_defect_2_the_timeout_reaches_every_operation(crew):
     group = crew.group(2, "tcp", timeout_ms=1_500)
     began_s = time.monotonic()
@@ -251,18 +198,6 @@ def _two_sends(rank):
     return x[0]
 
 
-def test_defect_8_a_tensor_with_gaps_is_reduced_where_it_is(crew, backend):
-    for whole in crew.group(2, backend).must(_strided):
-        assert (whole[:, ::2] == 2).all()
-        assert (whole[:, 1::2] == 1).all()
-
-
-def _strided(name, rank):
-    whole = np.ones((4, 6))
-    col.allreduce(whole[:, ::2], name)
-    return whole
-
-
 def test_defect_9_group_lookup_does_not_block(crew):
     group = crew.group(2)
     assert group.must(_look_up_while_joining, crew.rendezvous) == [(0, 3.0), (1, 3.0)]
@@ -288,26 +223,3 @@ def _look_up_while_joining(name, rank, rendezvous):
     waiting.join()
     assert len(caught) == 1
     return found, x[0]
-
-
-@pytest.mark.parametrize("op", ["avg", "band", "bor", "bxor"])
-def test_defect_10_more_reduce_ops(crew, op):
-    dtype = np.float64 if op == "avg" else np.int32
-    expected = {"avg": 2.0, "band": 1, "bor": 3, "bxor": 2}[op]
-    assert crew.group(2, "gloo").must(_reduced, op, dtype) == [expected] * 2
-
-
-def _reduced(name, rank, op, dtype):
-    x = np.full(3, (1, 3)[rank], dtype)
-    col.allreduce(x, name, op)
-    return x[0]
-
-
-def test_defect_11_one_tensor_twice_in_a_list_is_refused(crew, backend):
-    group = crew.group(2, backend)
-    errors = group.run(_gather_into_one)
-    assert [type(one) for one in errors] == [AliasError] * 2
-
-
-def _gather_into_one(name, rank):
-    col.allgather([np.zeros(3)] * 2, np.ones(3), name)

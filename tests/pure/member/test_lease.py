@@ -15,10 +15,9 @@ import msgpack
 import pytest
 
 from raycollect import backends, pos
-from raycollect.channel.messages import Depart, Done, Gone, Join, Joined, Leave, Message, Publish
+from raycollect.channel.messages import Depart, Done, Gone, Joined, Leave, Message, Publish
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core import ray_internals, threads, timers
-from raycollect.core.model import GroupSpec
+from raycollect.core import threads, timers
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.execution import Outcome
 from raycollect.engine.instruments import Instruments
@@ -43,13 +42,13 @@ from raycollect.member.runtime import Runtime, run_in_thread
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
-from tests.pure.driver.test_plan_tracker_batches import asked, flying, group
-from tests.pure.driver.tracked_plans import key_of
+from tests.pure.driver.tracked_plans import asked, flying, group, key_of
+from tests.pure.member.leases import WAIT_S, join, leased, plan, premises
 from tests.pure.thread_faults import apart
 from tests.support.values import named_member
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
-WAIT_S = 10.0
+__all__ = ["premises"]  # a fixture
 
 
 class Run:
@@ -124,46 +123,6 @@ def test_refusal_carries_as_many_violations_as_fit_a_message(count: int) -> None
 # ---------------------------------------------------------------------------------------------- groups
 
 
-class Heard:
-    """A controller's link."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def send(self, message: Message) -> None:
-        self.messages.append(message)
-
-
-def _join(**changes: Any) -> Join:
-    fields: dict[str, Any] = {
-        "rank": 0,
-        "members": [named_member(f"W{rank}", rank) for rank in range(2)],
-        "replaces": "",
-    }
-    spec = {name: value for name, value in changes.items() if name not in fields}
-    group = GroupSpec(**{"name": "g", "group_id": "id of g", "backend": "shm", "world_size": 2, **spec})
-    return Join(request=1, group=group, **{name: changes.get(name, value) for name, value in fields.items()})
-
-
-def _leased(premises: Any, controller: str = "me") -> tuple[Lease, Heard]:
-    heard = Heard()
-    return Lease(controller, "a test", cast(Any, heard), premises), heard
-
-
-@pytest.fixture
-def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ray_internals, "node_address", lambda: "127.0.0.1")
-    return SimpleNamespace(
-        instruments=SimpleNamespace(store=pos.Store()),
-        task_of=lambda seq: None,
-        method_lock=threading.Lock(),
-        finished_calls=FinishedCalls(),
-        watch=WaitMonitor(),
-        is_ordered=True,
-        process_groups=ProcessGroups(),
-    )
-
-
 def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
     """A later controller would not know the group, and end the link over it."""
     began, over = threading.Event(), threading.Event()
@@ -176,13 +135,13 @@ def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(backends, "load", lambda backend, name: create)
     before = apart()
-    first, heard = _leased(premises)
-    first.received(_join())
+    first, heard = leased(premises)
+    first.received(join())
     assert began.wait(WAIT_S)
     joining = apart(before)
     first.end("the controller is gone")
-    second, other = _leased(premises)
-    second.received(_join(group_id="another id"))  # the name is free again
+    second, other = leased(premises)
+    second.received(join(group_id="another id"))  # the name is free again
     over.set()
     for thread in joining:
         thread.join(WAIT_S)
@@ -204,9 +163,9 @@ def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.Monkey
     ids=str,
 )
 def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: dict[str, Any]) -> None:
-    made, heard = _leased(premises)
+    made, heard = leased(premises)
     with pytest.raises(ProtocolError):
-        made.received(_join(**changes))
+        made.received(join(**changes))
     assert heard.messages == []
     assert premises.process_groups._process_groups == {}
     made.end("the test is over")
@@ -215,12 +174,12 @@ def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: di
 def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
     """A call of the member's own finds one of the two at any time; one that is in the old one is told."""
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
-    made, heard = _leased(premises)
+    made, heard = leased(premises)
     found, groups = [], premises.process_groups
     monkeypatch.setattr(groups, "add", lambda one, add=groups.add: (add(one), found.append(one.name)))
-    made.received(_join())
+    made.received(join())
     old = groups.find("g")
-    made.received(_join(group_id="the next", world_size=2, rank=1, replaces="id of g"))
+    made.received(join(group_id="the next", world_size=2, rank=1, replaces="id of g"))
     new = groups.find("g")
     assert (new.spec.group_id, new.rank, found) == ("the next", 1, ["g"])
     assert "members of the group have changed" in str(old.why_not([1]))
@@ -233,10 +192,10 @@ def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.Monk
 def test_the_end_of_one_lease_leaves_the_groups_of_another(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
     """A driver's actor that is a rank of groups which it drives itself has two leases."""
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
-    drivers, _ = _leased(premises)
-    own, _ = _leased(premises, "itself")
-    drivers.received(_join())
-    own.received(_join(name="own", group_id="id of own", members=[named_member("W", ordered=False)] * 2))
+    drivers, _ = leased(premises)
+    own, _ = leased(premises, "itself")
+    drivers.received(join())
+    own.received(join(name="own", group_id="id of own", members=[named_member("W", ordered=False)] * 2))
     assert own.is_overlapping
     assert not drivers.is_overlapping
     own.end("the actor shuts down what it drives")
@@ -253,10 +212,10 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
     premises.instruments = SimpleNamespace(
         store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
     )
-    here, heard = _leased(premises)
+    here, heard = leased(premises)
     for number in range(3):
         left = group(f"left {number}", (5, 6))
-        here.received(_join(name=left.spec.name, group_id=left.spec.group_id))
+        here.received(join(name=left.spec.name, group_id=left.spec.group_id))
         here.received(Leave(group_id=left.spec.group_id))
         assert not here._groups.by_id
         tracker = flying(asked(left, (0, 1)))
@@ -278,7 +237,7 @@ def test_an_output_of_a_plan_that_found_its_group_ended_raises_a_fault(
     premises.instruments = SimpleNamespace(
         store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
     )
-    here, _ = _leased(premises)
+    here, _ = leased(premises)
     tracker = flying(asked(group("ended", (5, 6)), (0, 1)))
     with pytest.raises(PlanAbortedError, match="destroyed"):
         here.run_program(encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0))), None)
@@ -298,9 +257,9 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
             store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
         )
         before = apart()
-        here, heard = _leased(premises)
+        here, heard = leased(premises)
         members = [named_member(f"W{rank}", rank, actor_id=f"actor {rank}") for rank in range(2)]
-        here.received(_join(name=both.spec.name, group_id=both.spec.group_id, members=members))
+        here.received(join(name=both.spec.name, group_id=both.spec.group_id, members=members))
         for thread in apart(before):  # there is a communicator behind it
             thread.join(WAIT_S)
         gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
@@ -369,36 +328,30 @@ def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -
 # ---------------------------------------------------------------------------------------------- in other threads
 
 
-def _plan(ticket: Ticket) -> bytes:
-    one = group("g", (5, 6))
-    program = flying(asked(one, (0, 1))).plan.program(0)
-    return encode_order(ticket, [key_of(at) for at in range(program.keys)], encode_program(program))
-
-
 @pytest.mark.parametrize("ordered", [(), (True,), (True, False)])
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_plans_are_handed_over_where_methods_may_overlap(premises: Any, is_ordered: bool, ordered: Any) -> None:
     """Also those of groups that were destroyed: they come all the same, and no event loop may wait for their turn."""
     premises.is_ordered = is_ordered
-    made, _ = _leased(premises)
+    made, _ = leased(premises)
     made._groups.by_id = {
         str(at): cast(Any, SimpleNamespace(ordered=says, controller="me")) for at, says in enumerate(ordered)
     }
     handed = list[Any]()
-    assert made.hand_over(_plan(Ticket(1, 0)), lambda *call: handed.append(call)) == bool(handed)
+    assert made.hand_over(plan(Ticket(1, 0)), lambda *call: handed.append(call)) == bool(handed)
     assert bool(handed) != (is_ordered and all(ordered))
 
 
 def test_a_plan_that_was_handed_over_takes_no_place_among_those_of_a_later_controller(premises: Any) -> None:
     premises.is_ordered = False
     premises.instruments.recorder = Recorder(clock=time.monotonic)
-    first, _ = _leased(premises)
+    first, _ = leased(premises)
     handed = list[Any]()
     for seq in (1, 2):
-        assert first.hand_over(_plan(Ticket(seq, seq - 1)), lambda *call: handed.append(call))
+        assert first.hand_over(plan(Ticket(seq, seq - 1)), lambda *call: handed.append(call))
     assert len(handed) == 1, "the second waits for the first"
     first.end("the controller is gone")
-    second, heard = _leased(premises)
+    second, heard = leased(premises)
     for _, run, *given in handed:
         assert run(*given) is None
     assert len(handed) == 1
@@ -412,7 +365,7 @@ def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_o
     """The pool would run them later, when the others have given up."""
     premises.is_ordered = False
     premises.instruments.recorder = Recorder(time.monotonic)
-    made, heard = _leased(premises)
+    made, heard = leased(premises)
     workers, ran = threads.pool("raycollect-plan", 1), SimpleQueue[int]()
     monkeypatch.setattr(made, "run_program", lambda payload, _: ran.put(decode_order(payload)[0].seq))
     here = cast(Any, SimpleNamespace(_lease=made, plan_threads=workers, kernel_threads=workers))
@@ -423,14 +376,14 @@ def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_o
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        assert made.hand_over(_plan(Ticket(1, 0)), partial(Runtime._in_thread, here))
+        assert made.hand_over(plan(Ticket(1, 0)), partial(Runtime._in_thread, here))
         with pytest.raises(ResourceLimitError):
-            run_in_thread(here, _plan(Ticket(3, 2)), b"task")
+            run_in_thread(here, plan(Ticket(3, 2)), b"task")
     told = [(one.seq, from_wire(one.error)) for one in heard.messages if isinstance(one, Done) and one.error]
     assert [seq for seq, _ in told] == [1, 3]
     assert [error.resource for _, error in told if isinstance(error, ResourceLimitError)] == ["threads"] * 2
     assert [made._sequencer.has_ended(seq) for seq in (1, 2, 3)] == [True, False, False], "each in its turn"
-    assert made.hand_over(_plan(Ticket(2, 1)), partial(Runtime._in_thread, here))
+    assert made.hand_over(plan(Ticket(2, 1)), partial(Runtime._in_thread, here))
     assert ran.get(timeout=WAIT_S) == 2
     made._sequencer.end(2)
     assert made._sequencer.has_ended(3)
@@ -445,8 +398,8 @@ def test_who_leaves_as_its_controller_ends_the_group_waits_for_no_answer(
     """Actors and their driver destroy it at the end, each for itself."""
     monkeypatch.setattr(process_group, "PART_LIMIT_S", 3 * WAIT_S)
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
-    here, heard = _leased(premises)
-    here.received(_join())
+    here, heard = leased(premises)
+    here.received(join())
     departs = heard.send
 
     def send(message: Message) -> None:
@@ -474,8 +427,8 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
         return SimpleNamespace(close=lambda: closed.append(True))
 
     monkeypatch.setattr(backends, "load", lambda *_: create)
-    here, heard = _leased(premises)
-    here.received(_join())
+    here, heard = leased(premises)
+    here.received(join())
     assert wait_until(lambda: heard.messages)
     (joined,) = heard.messages
     assert isinstance(joined, Joined)
@@ -488,8 +441,8 @@ def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(monkeypatch: pyt
     """Not that its communicator was closed, which is what comes of it."""
     made = SimpleNamespace(close=lambda: None, abort=lambda seq: None)
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
-    here, _ = _leased(premises)
-    here.received(_join())
+    here, _ = leased(premises)
+    here.received(join())
     joined = premises.process_groups.by_id["id of g"]
     assert wait_until(lambda: joined.plans.communicator is made)
     begun = []

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from raycollect import backends
-from raycollect.channel.messages import Abort, Done, Gone, Joined, Leave, Message, Order
+from raycollect.channel.messages import Abort, Done, Gone, Joined, Leave, Order
 from raycollect.engine.execution import Outcome
 from raycollect.engine.instruments import Instruments
 from raycollect.errors import PlanAbortedError, from_wire
@@ -22,26 +21,10 @@ from raycollect.member.lease import Lease
 from raycollect.observe import Recorder
 from raycollect.planner import Ticket
 from raycollect.pos import Store
-from tests.pure.member.test_lease import WAIT_S, _join, _plan, premises
-from tests.waiting import wait_until
+from tests.pure.member.leases import WAIT_S, Heard, join, plan, premises
+from tests.support.waiting import wait_until
 
 __all__ = ["premises"]  # a fixture
-
-
-class Heard:
-    """A controller's link, whose messages a test waits for."""
-
-    def __init__(self) -> None:
-        self._came: SimpleQueue[Message] = SimpleQueue()
-
-    def send(self, message: Message) -> None:
-        self._came.put(message)
-
-    def next(self, kind: type[Any]) -> Any:
-        """The next message of a kind; the others are dropped."""
-        while not isinstance(message := self._came.get(timeout=WAIT_S), kind):
-            pass
-        return message
 
 
 @pytest.fixture
@@ -55,7 +38,7 @@ def leased(premises: Any) -> tuple[Lease, Heard]:
 
 
 def _order(seq: int) -> Order:
-    return Order(payload=_plan(Ticket(seq, seq - 1)), in_order=True, after=b"", rings=False)
+    return Order(payload=plan(Ticket(seq, seq - 1)), in_order=True, after=b"", rings=False)
 
 
 @pytest.fixture
@@ -145,7 +128,7 @@ def test_a_backend_that_takes_its_time_to_close_does_not_hold_up_the_channel(
     made = slow if communicator == "of plans" else quick
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
     here, heard = leased
-    here.received(_join())
+    here.received(join())
     assert heard.next(Joined).error is None
     if made is quick:
         here._groups.by_id["id of g"].communicator(ALL)._communicator = cast(Any, slow)

@@ -17,7 +17,7 @@ from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as imperative
 from tests.pure.processes import Crew
-from tests.waiting import stopped
+from tests.support.waiting import stopped
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +12,6 @@ import raycollect as col
 from raycollect.errors import (
     AliasError,
     AllocationError,
-    ConcurrentCallError,
     InvalidArgumentError,
     MismatchError,
     NotATensorError,
@@ -24,7 +22,6 @@ from raycollect.errors import (
 from raycollect.member import operations as imperative
 from tests.fake_cupy import installed
 from tests.pure.member.gpu_ranks import DEVICES, host, ranks
-from tests.waiting import wait_until
 
 __all__ = ["ranks"]  # a fixture
 
@@ -193,37 +190,6 @@ def test_allocation_failure_is_raised_on_all_ranks(ranks):
     ranks.must(2, _reduce(ranks, name, [[0, 1], [0, 1]]))
 
 
-def test_two_threads_at_once_are_refused_on_all_ranks(ranks):
-    name, others = ranks.group(2), threading.Event()
-
-    def call(rank):
-        mine = [ranks.put(at, np.ones(3)) for at in range(2)]
-        with pytest.raises(ConcurrentCallError):
-            col.allreduce_multigpu(mine, name)
-        assert (np.array(host(mine)) == 1).all()
-
-    def body(rank):
-        if rank:
-            assert others.wait(20)
-            return [call(rank), call(rank)]
-        process_groups = ranks.process_groups()
-        communicator = process_groups.find(name).communicator("all")
-
-        def beside(before):
-            ranks._own.process_groups = process_groups
-            assert wait_until(before)
-            call(rank)
-
-        with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(beside, lambda: True), pool.submit(beside, lambda: communicator.call)]
-            assert wait_until(lambda: communicator._objecting is not None)  # the call in the check has begun again
-            others.set()
-            return [one.result(20) for one in calls]
-
-    ranks.must(2, body)
-    ranks.must(2, _reduce(ranks, name, [[0, 1], [0, 1]]))
-
-
 @pytest.mark.parametrize(
     ("dtype", "op"), [("int32", "AVG"), ("float32", "BAND"), ("complex64", "MAX"), (ml_dtypes.bfloat16, "SUM")]
 )
@@ -234,15 +200,6 @@ def test_a_reduction_without_a_meaning_is_refused(ranks, dtype, op):
         col.allreduce_multigpu([ranks.put(at, np.ones(3, dtype)) for at in range(2)], name, op)
 
     assert op in _kinds(ranks.run(2, body), UnsupportedError)
-
-
-def test_an_op_that_is_none_is_refused(ranks):
-    name = ranks.group(2)
-
-    def body(rank):
-        col.allreduce_multigpu([ranks.put(at, np.ones(3)) for at in range(2)], name, "most")
-
-    _kinds(ranks.run(2, body), InvalidArgumentError)
 
 
 def test_a_plain_call_does_not_match_one_of_several_gpus(ranks):

@@ -11,7 +11,6 @@ from raycollect.errors import (
     InvalidArgumentError,
     MismatchError,
     NotATensorError,
-    RefusedError,
 )
 from raycollect.member import init
 from raycollect.member import operations as col
@@ -61,22 +60,6 @@ def test_calls_run_beside_the_thread_that_made_them(crew, backend):
         assert last == 2.0
 
 
-def _await(name, rank):
-    import asyncio
-
-    async def body():
-        x = np.full(4, rank + 1.0)
-        work = col.allreduce(x, name, async_op=True)
-        await work
-        return x[0], work.done()
-
-    return asyncio.run(body())
-
-
-def test_a_call_under_way_can_be_awaited(crew):
-    assert crew.group(2).must(_await) == [(3.0, True)] * 2
-
-
 def _await_in_vain(name, rank):
     """An await is cancelled while calls wait for the other rank; gives what the calls make of their tensors."""
     arrays = [np.full(3, rank + 1.0) for _ in range(3)]
@@ -124,17 +107,6 @@ def _wait_for_mismatch(name, rank):
     col.allreduce(np.zeros(2 + rank), name, async_op=True).wait()
 
 
-def _mismatch(name, rank, calls):
-    call, *args = calls[rank]
-    before = [np.copy(x) for x in args if isinstance(x, np.ndarray)]
-    try:
-        getattr(col, call)(*args, name)
-    except RefusedError as exc:
-        assert all((a == b).all() for a, b in zip((x for x in args if isinstance(x, np.ndarray)), before, strict=True))
-        return exc
-    return None
-
-
 def _equal_root(name, rank):
     col.broadcast(np.ones(2), 1, name)
     col.broadcast(np.ones(2), 1.0, name)
@@ -167,12 +139,6 @@ def _unsuited(name, rank):
         except NotATensorError as exc:
             said[kind] = str(exc)
     return said
-
-
-def test_a_number_is_refused_with_the_cure(crew):
-    errors = crew.group(2, "shm").run(_mismatch, [("allreduce", np.ones(())), ("allreduce", np.float64(1))])
-    assert [type(one) for one in errors] == [NotATensorError] * 2
-    assert "a numpy.float64 (give numpy.array(x)" in str(errors[0])
 
 
 WRONG_OPTIONS = {

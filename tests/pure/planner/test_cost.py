@@ -21,13 +21,6 @@ _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 # ---------------------------------------------------------------------------------------------- lines
 
 
-def test_a_line_is_latency_and_bandwidth() -> None:
-    line = Line(2e-3, 1e-9)
-    assert line.time_s(0) == 2e-3
-    assert line.time_s(1_000_000) == pytest.approx(3e-3)
-    assert (line + line).time_s(500) == pytest.approx(2 * line.time_s(500))
-
-
 def test_costs_add_up_one_after_the_other() -> None:
     slow, wide = Cost(line=Line(5, 1), inside=2, between=0.5), Cost(line=Line(1, 3), inside=1, between=1)
     assert slow + wide == Cost(line=Line(6, 4), inside=3, between=1.5)
@@ -159,12 +152,6 @@ def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
         assert line.per_byte_s == pytest.approx(ranks / 2 * contention / BETWEEN.bandwidth)
 
 
-def test_a_topology_may_stand_for_its_layout() -> None:
-    topology = Topology.of("aabbb", inside=Link(latency_s=1e-6, bandwidth=1e9))
-    for kind in COLLECTIVES:
-        assert priced(kind, "tcp", topology).line == priced(kind, "tcp", Layout.of(topology)).line
-
-
 # ---------------------------------------------------------------------------------------------- predictions
 
 
@@ -199,14 +186,6 @@ def test_a_cluster_folds_as_its_backend_does_unless_it_is_told() -> None:
 def test_an_unknown_operation_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"no operation 'allredcue'.* allreduce"):
         predict("allredcue", 8, Cluster(hosts=2, ranks_per_host=2))
-
-
-def test_no_prediction_looks_at_each_rank() -> None:
-    """Or it would not end."""
-    cluster = Cluster(hosts=10**12, ranks_per_host=10**6)
-    for kind in COLLECTIVES:
-        for one in predict(kind, 1 << 20, cluster):
-            assert one.time_s > 0
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -108,12 +108,6 @@ def test_a_layout_tells_what_it_is() -> None:
     assert str(layout([99], mesh={"a": 99}, spec=("a",))).endswith("... and 83 more regions")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), "torch.bfloat16"])
-def test_dtypes_go_by_their_names(dtype: Any) -> None:
-    one = layout([2], mesh={"a": 1}, dtype=dtype)
-    assert (one.dtype, one.itemsize) == ("bfloat16", 2)
-
-
 BoolOfNumpy1 = type("bool_", (), {})
 
 
@@ -264,34 +258,3 @@ def test_atoms_are_all_elements_once_with_all_boxes_that_have_them(some: list[An
             over = BoxIndex(solid).over(some[0])
             assert over == [at for at, box in enumerate(solid) if common(box, some[0]) is not None]
             assert sorted(e for part in halved(some[0], 3) for e in elements(part)) == sorted(elements(some[0]))
-
-
-@pytest.mark.parametrize("spec", ["xy", {"x": 0, "y": 1}, iter("xy"), ({"x": 0}.keys(), "y")])
-def test_axes_come_in_whatever_can_be_iterated_over(spec: Any) -> None:
-    """As JAX's `PartitionSpec`, which need not be a tuple."""
-    mesh = {"x": 2, "y": 2, "z": 2}
-    assert layout([4, 4], mesh=mesh, spec=spec) == layout([4, 4], mesh=mesh, spec=("x", "y"))
-    whole = layout([4, 4], mesh=mesh, partial=["z"])
-    assert all(layout([4, 4], mesh=mesh, partial=one) == whole for one in ("z", {"z"}, iter("z"), {"z": 2}.keys()))
-
-
-@pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
-        ("shape", 4),
-        ("shape", "44"),
-        ("mesh", 2),
-        ("mesh", ["tp"]),
-        ("spec", 3),
-        ("spec", "tp"),
-        ("spec", (1,)),
-        ("spec", (("tp", 1),)),
-        ("partial", None),
-        ("partial", 1),
-        ("partial", (1,)),
-    ],
-)
-def test_an_argument_of_a_wrong_kind_is_refused_by_its_name(field: str, wrong: Any) -> None:
-    given: dict[str, Any] = {"shape": [4, 4], "mesh": {"tp": 2}, field: wrong}
-    with pytest.raises(InvalidArgumentError, match=rf"{field} is"):
-        layout(**given)

@@ -8,7 +8,7 @@ import pytest
 
 from raycollect.planner import Membership
 from raycollect.planner.plan_cache import PlanCache, forget
-from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.driver.tracked_plans import group
 
 
 def made(most: int = 100, most_nbytes: int = 1000) -> PlanCache[bytes]:

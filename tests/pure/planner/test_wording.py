@@ -18,8 +18,8 @@ from tests.pure.planner.explained import allreduce, info, membership, told
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, backend):
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, coalesces):
     rng = random.Random(seed)
     staging = rng.choice([0, 100, 1 << 12, 100 << 10, 32 << 20])
     limit = PACKED_UP_TO_NBYTES
@@ -27,8 +27,8 @@ def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, backend):
         (rng.choice(["float32", "int8"]), rng.choice([0, 4, 60, 4096, limit - 1, limit, limit + 1]))
         for _ in range(rng.randrange(60))
     ]
-    found = packing(OpKind.ALLREDUCE, backend, sizes, staging)
-    large = set(offered([nbytes for _, nbytes in sizes])) if backend == "shm" else set()
+    found = packing(OpKind.ALLREDUCE, sizes, staging, coalesces=coalesces)
+    large = set(offered([nbytes for _, nbytes in sizes])) if coalesces else set()
     rest = [one for at, one in enumerate(sizes) if at not in large]
     packed = [bucket for bucket in buckets(rest, staging) if len(bucket) > 1]
     assert (found.kernels, found.tensors, found.together) == (len(packed), sum(map(len, packed)), len(large))
@@ -43,52 +43,22 @@ def test_large_tensors_of_one_machine_are_told_to_run_together():
     assert "2 of 4 tensors with one meeting of the ranks" in found.explain()
 
 
-def test_without_staging_nothing_is_packed():
-    there = membership([0] * 2)
-    requests = [allreduce(there, tag) for tag in "ab"]
-    held = {tag: info(10) for tag in "ab"}
-    assert [row.packed for row in told(requests, there, held).rows] == [(2, 2, 1)] * 2
-    assert [row.packed for row in told(requests, there, held, staging=0).rows] == [(0, 2, 0)] * 2
+WORDS = {
+    nbytes_words: {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 1048572: "1 MiB", 3 << 40: "3 TiB"},
+    seconds_words: {0: "0 us", 1.5e-7: "0.15 us", 3.1e-3: "3.1 ms", 0.99999e-3: "1 ms", 12e-6: "12 us", 75.0: "75 s"},
+    ranks_words: {(): "", (3,): "3", (0, 1): "0-1", (0, 1, 2, 5, 7, 8): "0-2, 5, 7-8"},
+    lambda one: counted(*one): {
+        (1, "box"): "1 box",
+        (2, "box"): "2 boxes",
+        (0, "process"): "0 processes",
+        (3, "call"): "3 calls",
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "words"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1048572, "1 MiB"),
-        (5 << 20, "5 MiB"),
-        (3 << 40, "3 TiB"),
-    ],
-)
-def test_bytes_in_words(nbytes, words):
-    assert nbytes_words(nbytes) == words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0, "0 us"), (1.5e-7, "0.15 us"), (3.1e-3, "3.1 ms"), (0.99999e-3, "1 ms"), (12e-6, "12 us"), (75.0, "75 s")],
-)
-def test_seconds_in_words(seconds, words):
-    assert seconds_words(seconds) == words
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 5, 7, 8), "0-2, 5, 7-8"), (tuple(range(1024)), "0-1023")],
-)
-def test_ranks_in_words(ranks, words):
-    assert ranks_words(ranks) == words
-
-
-@pytest.mark.parametrize(
-    ("count", "noun", "words"),
-    [(1, "box", "1 box"), (2, "box", "2 boxes"), (0, "process", "0 processes"), (3, "call", "3 calls")],
-)
-def test_counts_in_words(count, noun, words):
-    assert counted(count, noun) == words
+@pytest.mark.parametrize(("tell", "cases"), WORDS.items())
+def test_quantities_and_ranks_in_words(tell, cases):
+    assert {value: tell(value) for value in cases} == cases
 
 
 def test_kernels_that_are_not_packed_cost_their_start():

@@ -23,7 +23,6 @@ from raycollect.errors import (
     ProtocolError,
     RefusedError,
     TensorDirtyError,
-    TensorLostError,
     UnsupportedError,
     from_wire,
 )
@@ -260,13 +259,6 @@ def test_what_cannot_be_described_is_refused_at_once(
     assert caught.value.violations[0].ref == KEY.hex()
 
 
-def test_a_reason_of_any_length_arrives(holder: tuple[Address, Store]) -> None:
-    address, store = holder
-    store.fail(KEY, "x" * 2 * MAX_FRAME_NBYTES)
-    with pytest.raises(TensorLostError):
-        fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
-
-
 def test_any_number_of_keys_is_freed(holder: tuple[Address, Store]) -> None:
     address, store = holder
     keys = [task_key(at.to_bytes(24, "big"), 1) for at in range(40_000)]
@@ -300,11 +292,6 @@ def test_what_lies_in_the_arena_is_not_sent_but_read_where_it_is() -> None:
     assert value[0] == 8
 
 
-def test_small_values_are_sent() -> None:
-    wire, _ = lent(tensors.ones(5, "float32"))
-    assert wire.blob == np.ones(5, "float32").tobytes()
-
-
 def test_a_plan_waits_until_what_it_writes_was_read() -> None:
     value = tensors.zeros(100_000)
     spans = [arrays.byte_range(value)]
@@ -331,13 +318,6 @@ def test_a_plan_waits_until_what_it_writes_was_read() -> None:
     serve(Slow(Fetch(key=KEY, domain=memory_domain())), store)  # type: ignore[arg-type]
     assert written.wait(WAIT_S)
     writer.join(WAIT_S)
-
-
-def test_a_client_that_went_away_or_was_too_slow_holds_up_no_plan() -> None:
-    value = tensors.zeros(100_000)
-    _, store = lent(value)
-    with store.writing([arrays.byte_range(value)]):
-        pass
 
 
 def test_what_was_read_too_late_is_not_believed() -> None:

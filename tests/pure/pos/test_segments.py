@@ -129,17 +129,6 @@ def test_the_memory_of_one_who_is_killed_lasts_until_the_last_lets_go(processes:
         other.call(see, ref)
 
 
-def test_the_owner_goes_on_when_one_who_sees_its_memory_is_killed(processes: list[Process]) -> None:
-    owner, other = processes
-    ref = owner.call(make, NBYTES, 5)
-    other.call(see, ref)
-    other.kill()
-    assert owner.call(read_block) == (5, 5)
-    owner.call(let_go)
-    assert owner.call(blocks) == 0
-    assert owner.call(make, NBYTES, 6) == ref, "the same memory, for the next one"
-
-
 # ---------------------------------------------------------------------------------------------- one process
 
 
@@ -156,12 +145,6 @@ def test_a_segment_is_mapped_once_and_only_as_long_as_it_is_used(segments: Segme
     del root
     assert segments.statistics().mapped == 2 * GRAIN, "a view is left"
     del view
-    assert segments.statistics().mapped == 0
-
-
-def test_ones_own_segment_is_ones_own_mapping(segments: Segments) -> None:
-    root = segments.open(segments.arena.segment)
-    assert root is segments.arena.root
     assert segments.statistics().mapped == 0
 
 
@@ -193,13 +176,6 @@ def test_what_lies_in_the_arena_is_located_and_nothing_else(segments: Segments) 
     assert segments.locate(start + segment.nbytes - 5, 5) == BufferRef(segment, segment.nbytes - 5, 5)
     for lo, nbytes in ((start - 1, 2), (start + segment.nbytes - 5, 6), (elsewhere.ctypes.data, 100), (0, 1)):
         assert segments.locate(lo, nbytes) is None
-
-
-def test_statistics_without_an_arena_are_nought_and_make_none(segments: Segments) -> None:
-    assert segments.statistics() == module.ArenaStatistics()
-    segments.allocate(10)
-    assert segments.statistics() == segments.arena.statistics()
-    assert segments.statistics().blocks == 0
 
 
 def test_memory_of_another_token_or_size_is_refused(segments: Segments) -> None:
@@ -268,11 +244,6 @@ def test_where_there_can_be_no_arena_one_warning_says_why(
                 segments.allocate(10)
     assert [reason in record.getMessage() for record in caplog.records] == [True]
     assert segments.locate(np.zeros(4).ctypes.data, 32) is None
-
-
-def test_the_limit_of_the_environment_is_that_of_the_arena(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYCOLLECT_ARENA_LIMIT", "3M")
-    assert segments.arena.segment.nbytes == 2 * GRAIN
 
 
 # ---------------------------------------------------------------------------------------------- fork

@@ -41,42 +41,6 @@ def _state(store: Store, key: Key) -> State:
 # ---------------------------------------------------------------------------------------------- entries
 
 
-def test_what_was_put_is_found_itself() -> None:
-    store, container = Store(), _container()
-    assert store.put(_key(1), container) is True
-    assert store.look(_key(1)) is container
-    assert store.look(_key(2)) == Absence(State.ABSENT)
-    assert store.look(_key(1, 2)) == Absence(State.ABSENT)
-
-
-def test_the_first_write_of_a_key_wins() -> None:
-    store, first = Store(), _container("first")
-    store.put(_key(1), first)
-    assert store.put(_key(1), _container("a retried method")) is True
-    assert store.look(_key(1)) is first
-
-
-def test_a_task_that_raised_fails_all_of_its_returns() -> None:
-    store = Store()
-    store.fail(_task(1), "ValueError: no")
-    for index in (1, 2, 300):
-        assert store.look(_key(1, index)) == Absence(State.FAILED, "ValueError: no")
-    assert _state(store, _key(2)) is State.ABSENT
-
-
-def test_a_value_that_is_not_kept_is_known_by_its_type() -> None:
-    store = Store()
-    store.pass_by(_task(1), "int")
-    assert store.look(_key(1)) == Absence(State.BY_VALUE, "int")
-
-
-def test_a_retry_that_succeeds_replaces_the_failure() -> None:
-    store, container = Store(), _container()
-    store.fail(_task(1), "first attempt")
-    assert store.put(_key(1), container)
-    assert store.look(_key(1)) is container
-
-
 def test_a_retry_that_succeeds_is_still_to_bring_its_other_returns() -> None:
     store = Store()
     store.fail(_task(1), "first attempt")
@@ -84,36 +48,36 @@ def test_a_retry_that_succeeds_is_still_to_bring_its_other_returns() -> None:
     assert store.look(_key(1, 2)) == Absence(State.ABSENT)
 
 
-def test_a_failure_after_the_value_changes_nothing() -> None:
-    store, container = Store(), _container()
-    store.put(_key(1), container)
-    store.fail(_task(1), "a retry that raised")
-    store.pass_by(_task(1), "int")
-    assert store.look(_key(1)) is container
+FIRST, SECOND = _container("first"), _container("a retried method")
+STORIES: dict[str, tuple[list[tuple[str, Any]], Any]] = {
+    "nothing": ([], Absence(State.ABSENT)),
+    "a value": ([("put", FIRST)], FIRST),
+    "a failure": ([("fail", "no")], Absence(State.FAILED, "no")),
+    "a value that is not kept": ([("pass", "int")], Absence(State.BY_VALUE, "int")),
+    "freed": ([("put", FIRST), ("free", None)], Absence(State.FREED)),
+    "the first write wins": ([("put", FIRST), ("put", SECOND)], FIRST),
+    "a retry that succeeds replaces the failure": ([("fail", "first attempt"), ("put", FIRST)], FIRST),
+    "a failure after the value changes nothing": ([("put", FIRST), ("fail", "a retry"), ("pass", "int")], FIRST),
+    "a failure after its type": ([("pass", "int"), ("fail", "a retry")], Absence(State.BY_VALUE, "int")),
+    "a type after a failure": ([("fail", "no"), ("pass", "int")], Absence(State.BY_VALUE, "int")),
+    "a second failure": ([("fail", "one"), ("fail", "two")], Absence(State.FAILED, "two")),
+    "a value that is passed replaces it": ([("pass", "int"), ("put", FIRST)], FIRST),
+    "freed before its value came": ([("free", None), ("put", FIRST)], Absence(State.FREED)),
+    "freed, and failed": ([("free", None), ("fail", "no"), ("pass", "int"), ("free", None)], Absence(State.FREED)),
+}
+"""What happens to a key, in order -> what the store then says of it."""
 
 
-def test_a_failure_after_a_value_that_is_not_kept_keeps_its_type() -> None:
-    store = Store()
-    store.pass_by(_task(1), "int")
-    store.fail(_task(1), "a retry that raised")
-    assert store.look(_key(1)) == Absence(State.BY_VALUE, "int")
-
-
-def test_what_was_freed_is_gone_and_stays_gone() -> None:
-    store = Store()
-    store.put(_key(1), _container())
-    assert store.free([_key(1)]) == 1
-    assert store.look(_key(1)) == Absence(State.FREED)
-    assert store.put(_key(1), _container()) is False
-    assert store.look(_key(1)) == Absence(State.FREED)
-    assert store.free([_key(1)]) == 0
-
-
-def test_a_key_freed_before_its_value_came_never_holds_it() -> None:
-    store = Store()
-    assert store.free([_key(1)]) == 0
-    assert store.put(_key(1), _container()) is False
-    assert store.statistics().held == 0
+@pytest.mark.parametrize("name", STORIES)
+def test_a_key_has_one_state(name: str) -> None:
+    store, (events, expected) = Store(), STORIES[name]
+    store.put(_key(1, 2), SECOND)
+    for event, detail in events:
+        _apply(store, event, 1, detail)
+    assert store.look(_key(1)) == expected
+    assert store.look(_key(1, 2)) is SECOND, "another return of the task"
+    assert store.look(_key(2)) == Absence(State.ABSENT)
+    assert store.wait(_key(1), lambda: True) == expected, "without waiting"
 
 
 def test_freeing_gives_back_the_value() -> None:
@@ -132,14 +96,6 @@ def test_freeing_counts_what_was_held_once() -> None:
         store.put(_key(number), _container())
     assert store.free([_key(0), _key(0), _key(1), _key(9)]) == 2
     assert store.statistics() == StoreStatistics(held=1, dirty=0, freed=2)
-
-
-def test_freeing_one_return_leaves_the_others() -> None:
-    store, other = Store(), _container()
-    store.put(_key(1, 1), _container())
-    store.put(_key(1, 2), other)
-    store.free([_key(1, 1)])
-    assert store.look(_key(1, 2)) is other
 
 
 def test_a_full_store_refuses_until_something_is_freed() -> None:
@@ -164,13 +120,6 @@ def test_only_so_many_absences_are_remembered_the_latest() -> None:
 
 
 EVENTS = ("put", "fail", "pass", "free")
-
-
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("state", State)
-def test_the_table_has_a_move_for_every_state_and_event(state: State, event: str) -> None:
-    assert (state, event) in _NEXT
-    assert _NEXT[state, event] is not State.ABSENT, "what is known is not unknown again"
 
 
 class Model:
@@ -222,19 +171,6 @@ def _never() -> bool:
     return False
 
 
-def test_waiting_for_what_is_there_does_not_wait() -> None:
-    store, watched = watched_store()
-    store.put(_key(1), _container())
-    store.fail(_task(2), "no")
-    store.pass_by(_task(3), "int")
-    store.free([_key(4)])
-    states = [State.HELD, State.FAILED, State.BY_VALUE, State.FREED]
-    for number, state in enumerate(states, start=1):
-        found = store.wait(_key(number), _never)
-        assert (State.HELD if isinstance(found, Container) else found.state) is state
-    assert watched.nobody_waited
-
-
 @pytest.mark.parametrize("event", EVENTS)
 def test_whatever_ends_the_method_ends_the_wait(event: str, threads: ThreadPoolExecutor) -> None:
     store, watched = watched_store()
@@ -258,12 +194,6 @@ def test_a_wait_is_given_up_when_woken(threads: ThreadPoolExecutor) -> None:
     aborted.set()
     store.wake()
     assert waiter.result(WAIT_S) == Absence(State.ABSENT)
-
-
-def test_a_wait_given_up_before_it_began_does_not_wait() -> None:
-    store, watched = watched_store()
-    assert store.wait(_key(1), lambda: True) == Absence(State.ABSENT)
-    assert watched.nobody_waited
 
 
 def test_many_wait_for_one_value(threads: ThreadPoolExecutor) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +59,6 @@ def _python(code: str, *options: str) -> tuple[str, str]:
     command = [sys.executable, *options, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     return done.stdout.strip(), done.stderr
-
-
-def test_the_arena_can_be_had_here() -> None:
-    assert Segments.current().arena.segment.nbytes > 0
 
 
 # ---------------------------------------------------------------------------------------------- what is made
@@ -230,13 +224,6 @@ def test_a_tensor_gives_its_memory_back(library: str) -> None:
     assert tensors.arena_statistics().in_use == before.in_use
 
 
-def test_a_tensor_of_no_bytes_takes_none(library: str) -> None:
-    before = tensors.arena_statistics()
-    tensor = tensors.zeros((0, 4), library=library)
-    assert tensors.arena_statistics() == before
-    assert tuple(tensor.shape) == (0, 4)
-
-
 def test_a_full_arena_is_told_to_users_but_not_to_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = tensors.arena_statistics().limit or Segments.current().arena.segment.nbytes
     with pytest.raises(ArenaFullError, match="RAYCOLLECT_ARENA_LIMIT"):
@@ -261,41 +248,12 @@ def test_without_an_arena_tensors_are_ordinary(monkeypatch: pytest.MonkeyPatch, 
     assert tensors.arena_statistics().limit == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3)], ids=str)
-def test_outputs_are_made_as_they_are_described(library: str, name: str, shape: tuple[int, ...]) -> None:
-    info = TensorInfo(shape=shape, dtype=name, itemsize=np.dtype(name).itemsize, library=library)
-    tensor = tensors.allocate(info)
-    assert arrays.describe(tensor) == info
-    assert is_in_arena(tensor) or not info.size
-
-
 def test_outputs_on_a_device_are_not_in_the_arena() -> None:
     torch = pytest.importorskip("torch")
     info = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="meta", library="torch")
     before = tensors.arena_statistics()
     assert tensors.allocate(info).device == torch.device("meta")
     assert tensors.arena_statistics() == before
-
-
-def test_any_thread_may_make_and_free_tensors() -> None:
-    gc.collect()
-    before = tensors.arena_statistics()
-    start = threading.Barrier(4)
-
-    def work(number: int) -> bool:
-        start.wait(30)
-        held = [tensors.full(1000 + step, number * 50 + step, np.int64) for step in range(50)]
-        return all((one == number * 50 + step).all() for step, one in enumerate(held))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
-    assert tensors.arena_statistics().in_use == before.in_use
-
-
-def test_the_facade_has_the_constructors() -> None:
-    for name in ("empty", "zeros", "ones", "full", "array", "arena_statistics"):
-        assert getattr(col, name) is getattr(tensors, name)
 
 
 def test_tensors_may_outlive_the_interpreter_quietly() -> None:

@@ -19,10 +19,10 @@ from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_who
 from tests.support.values import replace
 
 
-class Attached(list):
+class Ranks(list):
     """In place of the ranks of a side."""
 
-    attached = property(list)
+    members = property(list)
 
 
 V1 = Version(1, 1, digests={atom: digest(1) for atom in ATOMS})
@@ -181,7 +181,7 @@ def test_a_trainer_that_is_gone_posts_nothing(event):
 
 def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
     put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], Lost(2))
-    ranks = Attached([SimpleNamespace(actor=who) for who in "ABC"])
+    ranks = Ranks([SimpleNamespace(actor=who) for who in "ABC"])
     publication = SimpleNamespace(name="policy", _ranks=ranks)
     with pytest.raises(VersionNotPutError, match="its process has ended") as raised:
         Publication._check(publication, Job(round=put, errors={}), 1.0)

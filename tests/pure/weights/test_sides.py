@@ -10,7 +10,6 @@ import ray
 from ray.exceptions import RayTaskError
 
 from raycollect.backends import arrays
-from raycollect.core.model import Address, Key
 from raycollect.errors import (
     LayoutError,
     PublisherReplacedError,
@@ -24,19 +23,23 @@ from raycollect.errors import (
 from raycollect.member.runtime import Runtime
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, Store, fetch
-from raycollect.weights import agent, atoms
-from raycollect.weights.protocol import Version
+from raycollect.weights import agent
 from raycollect.weights.ranks import Ranks
-from raycollect.weights.receiver import Holder, Receiver
-from raycollect.weights.source import Source
+from tests.pure.weights.sides import (
+    AMONG,
+    HERE,
+    KEY,
+    LAYOUTS,
+    NAMES,
+    NBYTES,
+    OTHER,
+    V1,
+    holder,
+    receiver,
+    source,
+    tensors,
+)
 from tests.support.values import replace
-
-NAMES = ("a", "b", "c")
-LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
-AMONG = atoms.cut(LAYOUTS, [])
-NBYTES = 4 * 6 * 4
-KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
-V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
 
 
 @pytest.fixture(autouse=True)
@@ -46,24 +49,6 @@ def runtime(monkeypatch):
     monkeypatch.setattr(Runtime, "_current", made)
     monkeypatch.setitem(fetch._clients.local, b"here", made.store)
     return made
-
-
-def tensors(value):
-    return {name: np.full((4, 6), value, np.float32) for name in NAMES}
-
-
-def source(held):
-    return Source(Container.of(held, arrays.is_tensor), LAYOUTS, 0)
-
-
-def receiver(held, **kwargs):
-    return Receiver("policy", Container.of(held, arrays.is_tensor), LAYOUTS, 0, **{"inplace": False, **kwargs})
-
-
-def holder(key):
-    places = atoms.held_places(LAYOUTS, 0, AMONG)
-    address = Address(host="", port=0, secret=b"here")
-    return Holder(address=address, key=key, actor="T", incarnation="1", places=places)
 
 
 def part_of(name):
@@ -98,6 +83,14 @@ def test_a_part_that_does_not_come_is_read_in_the_end():
     _, rest = src.seal(V1, AMONG, b"1")
     assert dst.show(V1) is None
     assert dst.stage(replace(V1, digests=rest), [holder(key)], 1.0).nbytes == 3 * NBYTES
+
+
+def test_holders_that_do_not_have_the_version_any_more_are_named():
+    src, dst = source(tensors(1)), receiver(tensors(0))
+    key, found = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=found), [holder(OTHER), holder(key)], 1.0)
+    assert dst.gone == (OTHER,)
+    assert dst.show(V1)
 
 
 def test_a_version_that_is_open_is_not_shown():
@@ -202,8 +195,7 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown():
 @pytest.fixture
 def held_here(runtime, monkeypatch):
     """What this process, as an actor, holds under `KEY`."""
-    attached = agent.Attached(address=Address(host="", port=0, secret=b"here"), actor="A", incarnation="1", machine="M")
-    monkeypatch.setattr(agent, "_attached", lambda actor, op: attached)
+    monkeypatch.setattr(agent, "_member", lambda actor, op: HERE)
     monkeypatch.setattr(agent, "_agents", agent._Agents())
     runtime.is_ordered = False
     held = tensors(0)
@@ -237,6 +229,15 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime)
         seal(3, 0)
 
 
+@pytest.mark.usefixtures("held_here")
+def test_small_parts_are_told_together(monkeypatch):
+    monkeypatch.setattr(agent, "TOLD_NBYTES", 2 * NBYTES)
+    agent.attach_source(None, "policy", 1, KEY, LAYOUTS, 0)
+    trainer = SimpleNamespace(layers=lambda: iter(NAMES))
+    told = agent.seal_parts(trainer, "policy", 0, V1, AMONG, b"1", "layers")
+    assert [[name for name, _ in found] for _, found in told] == [["a", "b"], ["c"]]
+
+
 def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
     held_here["none"] = pytest.importorskip("torch").empty(0, 4)  # of which numpy has another address each time
     layouts = LAYOUTS | {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
@@ -245,13 +246,14 @@ def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
     src = source(tensors(1))
     key, found = src.seal(V1, AMONG, b"1")
     whole = replace(V1, digests=found)
-    assert agent.attach_receiver(None, "policy", "first", OTHER, layouts, 0, True).shown is None
+    assert agent.attach_receiver(None, "policy", "first", OTHER, layouts, 0, True)[1] is None
     agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.attach_receiver(None, "policy", "second", OTHER, layouts, 0, True).shown is None
-    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 0
+    assert agent.attach_receiver(None, "policy", "second", OTHER, layouts, 0, True)[1] is None
+    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 0
     assert agent.show(None, "second", 0, whole)
     Runtime.may_begin()
     assert agent.shown("second") == (True, V1)
+    assert agent.attach_receiver(None, "policy", "third", OTHER, layouts, 0, True)[1] == V1
 
 
 def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
@@ -267,7 +269,7 @@ def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
     assert agent.shown("first") == (False, None)
     with pytest.raises(VersionNotWholeError, match="others subscribed its tensors"):
         agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0).nbytes == 3 * NBYTES
+    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 3 * NBYTES
     assert held_here["a"].all()
 
 

@@ -1,0 +1,1 @@
+"""raycollect under torch: a process group of torch.distributed, and differentiable collectives."""

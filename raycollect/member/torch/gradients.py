@@ -1,0 +1,61 @@
+"""DDP's gradients: a hook that averages them in one pass, in shared memory."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from raycollect.member.torch.process_group import TorchProcessGroup
+from raycollect.pos.segments import Segments
+
+torch: Any = import_module("torch")
+distributed: Any = import_module("torch.distributed")
+
+
+def allreduce_hook(process_group: Any, bucket: Any) -> Any:
+    """Averages gradients of DDP: ``model.register_comm_hook(None, raycollect.torch.allreduce_hook)``.
+
+    Without it DDP divides the gradients in a pass of its own before they are added; here that is a part of the
+    reduction. On one machine, DDP's buckets are moved to shared memory when they are first seen, and the ranks add them
+    in place. The last bucket, beside which nothing is left to compute, is reduced in the thread of the backward pass.
+
+    Args:
+        process_group: That of the model; None: the default one.
+        bucket: What DDP gives: gradients in one tensor, `torch.distributed.GradBucket`.
+
+    Returns:
+        A `torch.futures.Future` of the averages.
+    """
+    buffer, group = bucket.buffer(), process_group or distributed.group.WORLD
+    if isinstance(group, TorchProcessGroup) and group.shares_memory:
+        move_to_shared_memory(buffer)
+    work = distributed.all_reduce(buffer, distributed.ReduceOp.AVG, group, async_op=not bucket.is_last())
+    if work is not None:
+        return work.get_future().then(lambda ended: ended.value()[0])
+    ended = torch.futures.Future()
+    ended.set_result(buffer)
+    return ended
+
+
+allreduce_hook.__annotations__.clear()  # DDP takes its own types there, or none
+
+
+def move_to_shared_memory(tensor: Any) -> bool:
+    """Moves the memory of a tensor, and so of all its views, to the arena; arrays of numpy over it would dangle.
+
+    Returns:
+        Whether it lies there now. It does not where the arena is full or switched off, or this torch can't move memory.
+    """
+    storage, segments = tensor.untyped_storage(), Segments.current()
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    if segments.locate(address, nbytes) is not None:
+        return True
+    swap = getattr(storage, "_swap_data_ptr_", None)  # new in torch 2.13
+    if swap is not None and nbytes:
+        with suppress(OSError, MemoryError):
+            made = torch.from_numpy(segments.allocate(nbytes)).untyped_storage()
+            made.copy_(storage)
+            swap(made)
+            return True
+    return False

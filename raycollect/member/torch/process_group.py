@@ -1,0 +1,381 @@
+"""raycollect as a backend of torch.distributed: a group whose ranks are those of a torch process group.
+
+torch's classes for backends can't be derived from in Python, only `ProcessGroup`; the group that
+`torch.distributed.init_process_group` makes is therefore replaced by the one here, as torch does it for such classes.
+Each call of torch is one call of a member, with the same agreement and the same errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from time import monotonic
+from typing import Any
+
+from raycollect.core import ray_internals
+from raycollect.core.model import OpKind
+from raycollect.engine.execution import Outcome
+from raycollect.errors import RaycollectError, Violation, refusal
+from raycollect.group.call_queue import Callers, CallQueue
+from raycollect.group.coordinator import ALL, name_of_ranks
+from raycollect.member.call import ME, MemberCall
+from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
+from raycollect.member.torch.work import TorchWork
+from raycollect.member.work import MemberWork
+
+_log = logging.getLogger("raycollect")
+
+torch: Any = import_module("torch")
+distributed: Any = import_module("torch.distributed")
+
+NAME = "raycollect"
+
+_Values = Sequence[tuple[str, Any]]
+"""The operands of a member's call, by name."""
+
+Tensors = Sequence[Any]
+"""Tensors of torch."""
+
+
+def register() -> None:
+    """Makes the name ``"raycollect"`` known to `torch.distributed.init_process_group`; may be called again."""
+    if NAME.upper() not in distributed.Backend._plugins:
+        distributed.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def create(given: Any, options: Any) -> TorchProcessGroup:
+    """Joins a group, as torch asks for it.
+
+    Args:
+        given: torch's options: store, rank, size, timeout and id of the group.
+        options: The `pg_options` of the caller, or None: a dict, passed through to the backend, in which ``"backend"``
+            names that one. By default it is ``"auto"``.
+
+    Raises:
+        RaycollectError: As `init_collective_group`.
+    """
+    passed = dict(options or {})
+    name = f"torch:{given.group_id}"
+    timeout_s = given.timeout.total_seconds()
+    init_collective_group(
+        given.group_size,
+        given.group_rank,
+        passed.pop("backend", "auto"),
+        name,
+        timeout_s * 1000,
+        pg_options=passed,
+        rendezvous=TorchStore(given.store),
+    )
+    return TorchProcessGroup(given.group_rank, given.group_size, name)
+
+
+class TorchStore:
+    """A `BootstrapStore` in a store of torch, which has a prefix for each group."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.host: str = _own_address(store)
+
+    def post(self, name: str, record: bytes) -> bool:
+        """Posts a record; False if there is one. Only rank 0 posts."""
+        if self._store.check([name]):
+            return False
+        self._store.set(name, record)
+        return True
+
+    def replace(self, name: str, record: bytes) -> None:
+        """Posts a record in place of another."""
+        self._store.set(name, record)
+
+    def read(self, name: str) -> bytes | None:
+        """The record of that name, or None."""
+        return bytes(self._store.get(name)) if self._store.check([name]) else None
+
+    def remove(self, name: str, record: bytes) -> None:
+        """Removes the record, once all have joined."""
+        with suppress(RuntimeError):  # not all stores can
+            self._store.delete_key(name)
+
+    def where(self, name: str) -> str:
+        """What a person calls the place of the record."""
+        return f"the key {name!r} of torch's store"
+
+
+def _own_address(store: Any) -> str:
+    """This process's address for the others: the one from which it reaches torch's store, if that is a server."""
+    while hasattr(store, "underlying_store"):  # a prefix
+        store = store.underlying_store
+    if not isinstance(store, distributed.TCPStore):
+        return ray_internals.node_address() if ray_internals.is_worker() else "127.0.0.1"
+    kind, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as route:
+        route.connect(address)  # sends nothing
+        return str(route.getsockname()[0])
+
+
+class _Named(distributed.ProcessGroup):  # type: ignore[misc]
+    """What torch asks of a process group besides calls; `member_group` is the name of raycollect's group."""
+
+    def __init__(self, rank: int, size: int, member_group: str) -> None:
+        super().__init__(rank, size)
+        self._rank = rank
+        self._size = size
+        self._member_group = member_group
+        self._place = get_group_handle(member_group)
+        self._queues: dict[str, CallQueue] = {}  # by communicator
+        self._group_name = self._group_desc = ""
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._rank
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The name by which it is registered."""
+        return NAME
+
+    name = getBackendName
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of the group."""
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says of the group."""
+        return self._group_desc
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device("cpu")]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its ranks work on each other's tensors in shared memory."""
+        return self._place.backend == "shm"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long later calls wait for the other ranks."""
+        self._place.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leaves the group once its calls have ended, such as a send that nobody waits for; may be called twice."""
+        until_s = monotonic() + self._place.timeout_s
+        for queue in self._queues.values():
+            queue.close()
+        for queue in self._queues.values():
+            if not queue.drain(until_s - monotonic()):
+                _log.warning("group %r: destroyed while %d calls were under way", self._member_group, queue.pending)
+        self.abort()
+
+    def abort(self) -> None:
+        """Leaves the group at once: calls under way fail."""
+        for queue in self._queues.values():
+            queue.close()
+        with suppress(RaycollectError):  # it has left before
+            destroy_collective_group(self._member_group)
+
+
+class TorchProcessGroup(_Named):
+    """A process group of torch whose calls are those of a member of a group. Any thread may call it.
+
+    Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
+    a receive from any rank.
+    """
+
+    # ------------------------------------------------------------------------------------------ collectives
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+        """Reduces tensors over all ranks, in place."""
+        opts = opts or distributed.AllreduceOptions()
+        return self._start(OpKind.ALLREDUCE, [[("tensor", _one(tensors))]], tensors, opts, op=_op(opts))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+        """Reduces a tensor over all ranks into that of one rank."""
+        opts = opts or distributed.ReduceOptions()
+        values = [("tensor", _one(tensors))]
+        return self._start(OpKind.REDUCE, [values], tensors, opts, op=_op(opts), root=opts.rootRank)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+        """Overwrites every rank's tensor with that of one rank."""
+        opts = opts or distributed.BroadcastOptions()
+        return self._start(OpKind.BROADCAST, [[("tensor", _one(tensors))]], tensors, opts, root=opts.rootRank)
+
+    def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> TorchWork:
+        """Gives every rank the tensors of all ranks, whose sizes may differ."""
+        outputs = list(output_tensors[0])
+        return self._allgather([(outputs, input_tensors[0])], outputs, opts)
+
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> TorchWork:
+        """Gives every rank the lists of tensors of all ranks, by rank."""
+        outputs = [list(one) for one in output_lists]
+        return self._allgather([(outputs, list(input_list))], [one for some in outputs for one in some], opts)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
+        """Gives every rank the tensors of all ranks, one behind the other in one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        """Like `all_gather_single`, for several tensors."""
+        pairs = [(_flat(output), one) for output, one in zip(outputs, inputs, strict=True)]
+        return self._allgather(pairs, list(outputs), opts)
+
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> TorchWork:
+        """Reduces lists of tensors over all ranks, and gives each rank its item of the result."""
+        return self._reduce_scatter([(output_tensors[0], list(input_tensors[0]))], opts)
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
+        """Reduces a tensor over all ranks, and gives each rank its part of the result."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        """Like `reduce_scatter_single`, for several tensors."""
+        return self._reduce_scatter([(output, _flat(one)) for output, one in zip(outputs, inputs, strict=True)], opts)
+
+    def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> TorchWork:
+        """Gives one rank the tensors of all ranks."""
+        opts = opts or distributed.GatherOptions()
+        outputs = list(output_tensors[0]) if self._rank == opts.rootRank else []
+        values = [("tensor", input_tensors[0]), *([("tensor_list", outputs)] if outputs else [])]
+        return self._start(OpKind.GATHER, [values], outputs, opts, root=opts.rootRank)
+
+    def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> TorchWork:
+        """Gives each rank its item of one rank's list."""
+        opts = opts or distributed.ScatterOptions()
+        given = [("tensor_list", list(input_tensors[0]))] if self._rank == opts.rootRank else []
+        values = [*given, ("tensor", output_tensors[0])]
+        return self._start(OpKind.SCATTER, [values], output_tensors, opts, root=opts.rootRank)
+
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> TorchWork:
+        """Gives each rank its item of every rank's list."""
+        values = [("tensor_list_in", list(input_tensors)), ("tensor_list_out", list(output_tensors))]
+        return self._start(OpKind.ALLTOALL, [values], output_tensors, opts)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> TorchWork:
+        """Gives each rank its part of every rank's tensor, which is cut along its first dimension."""
+        taken, given = _cut(output, output_split_sizes), _cut(input, input_split_sizes)
+        return self._start(OpKind.ALLTOALL, [[("tensor_list_in", given), ("tensor_list_out", taken)]], [output], opts)
+
+    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> TorchWork:
+        """Sends a tensor to one rank."""
+        self._check_tag("send", tag)
+        values, pair = [("tensor", _one(tensors))], name_of_ranks(self._rank, dst_rank)
+        return self._start(OpKind.SEND, [values], tensors, communicator=pair, root=ME, peer=dst_rank)
+
+    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> TorchWork:
+        """Overwrites a tensor with what one rank sends."""
+        self._check_tag("recv", tag)
+        values, pair = [("tensor", _one(tensors))], name_of_ranks(src_rank, self._rank)
+        return self._start(OpKind.SEND, [values], tensors, communicator=pair, source=src_rank, root=src_rank, peer=ME)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
+        """Refuses: a rank receives from a rank that it names."""
+        raise self._unsupported("recv", "source rank", "missing", "the rank to receive from")
+
+    def barrier(self, opts: Any = None) -> TorchWork:
+        """Waits until all ranks have called it."""
+        return self._start(OpKind.BARRIER, [[]], [], opts)
+
+    # what torch called them before 2.10
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ------------------------------------------------------------------------------------------ one call
+
+    def _allgather(self, pairs: Sequence[tuple[Any, Any]], result: Tensors, opts: Any) -> TorchWork:
+        calls = [[("tensor", given), ("tensor_list", taken)] for taken, given in pairs]
+        return self._start(OpKind.ALLGATHER, calls, result, opts)
+
+    def _reduce_scatter(self, pairs: Sequence[tuple[Any, Any]], opts: Any) -> TorchWork:
+        opts = opts or distributed.ReduceScatterOptions()
+        calls = [[("tensor_list", given), ("tensor", taken)] for taken, given in pairs]
+        return self._start(OpKind.REDUCESCATTER, calls, [taken for taken, _ in pairs], opts, op=_op(opts))
+
+    def _start(
+        self,
+        kind: OpKind,
+        calls: Sequence[_Values],
+        tensors: Tensors,
+        opts: Any = None,
+        *,
+        communicator: str = ALL,
+        source: int = -1,
+        **arguments: Any,
+    ) -> TorchWork:
+        """Makes calls one after the other: in this thread if the caller is going to wait, and none is under way.
+
+        `opts` are torch's options, `arguments` those of `MemberCall`, and `tensors` what the work gives.
+        """
+        given_s = opts.timeout.total_seconds() if opts is not None else 0.0
+        timeout_s = given_s if given_s > 0 else None  # torch gives -1 ms where nobody said
+
+        def run() -> Outcome:
+            for values in calls:
+                MemberCall.of(kind, self._member_group, **arguments).run(values, async_op=False, timeout_s=timeout_s)
+            return Outcome()
+
+        queue, place = self._queues.get(communicator), self._place
+        future: Future[Outcome] = Future()
+        if not getattr(opts, "asyncOp", True) and (queue is None or not queue.pending):
+            future.set_result(run())
+        else:
+            if queue is None:
+                name = f"{self._member_group}-{communicator}"
+                made = CallQueue(name, Callers(place.rank), partial(place.why_not, ()))
+                queue = self._queues.setdefault(communicator, made)
+            future = queue.submit(run, 0)
+        op = kind.value if source < 0 else OpKind.RECV.value
+        return TorchWork(MemberWork(place, op, future, is_heard=True), future, tensors, source)
+
+    def _check_tag(self, op: str, tag: int) -> None:
+        if tag:
+            raise self._unsupported(op, "tag", str(tag), "0: calls between two ranks match by their order")
+
+    def _unsupported(self, op: str, field: str, found: str, expected: str) -> RaycollectError:
+        wrong = Violation(kind="unsupported", rank=self._rank, field=field, found=found, expected=expected)
+        return refusal(op, self._member_group, (wrong,))
+
+
+def _one(tensors: Tensors) -> Any:
+    return tensors[0] if len(tensors) == 1 else list(tensors)
+
+
+def _op(opts: Any) -> str:
+    return str(opts.reduceOp.op.name)
+
+
+def _flat(tensor: Any) -> Any:
+    """One dimension, which the ranks can divide whatever its shape; what is not contiguous is refused by the call."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
+def _cut(tensor: Any, sizes: Sequence[int]) -> Any:
+    return list(tensor.split(list(sizes))) if sizes else _flat(tensor)

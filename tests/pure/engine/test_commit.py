@@ -1,0 +1,159 @@
+"""All or nothing: what is planned for ``snapshot=True``, and who decides that there is no way back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from raycollect.channel.messages import Abort, Arrivals, Arrive
+from raycollect.core.model import OpKind
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import InternalError, InvalidArgumentError, KernelError, PlanAbortedError, ProtocolError
+from raycollect.planner import Local, Plan, decode_program, encode_program, plan
+from raycollect.planner.passes import plan_part
+from raycollect.planner.template import Role
+from raycollect.planner.verify import verify
+from tests.pure.driver.tracked_plans import SEQ, asked, flying, group
+from tests.support.values import replace
+
+
+def snapshot(count: int, **changes: Any) -> PlanTracker:
+    """An allreduce of that many actors, all or nothing."""
+    membership = group("team", tuple(range(count)))
+    return flying(asked(membership, range(count), snapshot=True, **changes))
+
+
+def come(tracker: PlanTracker, at: int) -> list[tuple[int, Any]]:
+    """A participant has its result, and waits for the others'."""
+    ranks = list(range(len(tracker.plan.participants)))
+    return tracker.arrive(at, Arrive(group_id="", seq=SEQ, round=0, ranks=ranks, rank=at, blob=b""))
+
+
+# ---------------------------------------------------------------------------------------------- what is planned
+
+
+@pytest.mark.parametrize("machines", ["", "aab", "aabb", "abcab"])
+@pytest.mark.parametrize(("kind", "root"), [(OpKind.ALLREDUCE, -1), (OpKind.REDUCE, 1)])
+def test_nothing_that_was_given_is_overwritten_before_the_commit(kind, root, machines):
+    membership = group("team", tuple(range(len(machines) or 3)), machines=machines)
+    one = asked(membership, range(membership.spec.world_size), kind=kind, root=root, snapshot=True)
+    part = plan_part(one.request(), membership)
+    for rank in part.ranks:
+        template = part.template(rank)
+        is_target = kind is OpKind.ALLREDUCE or rank == root
+        assert not template.makes
+        for way in template.ways:
+            kinds = [step.kind for step in way]
+            at = kinds.index(Local.COMMIT)
+            assert kinds[at + 1 :] == [Local.COPY] * is_target
+            written = {step.dst for step in way[:at]} - {-1}
+            assert all(template.buffers[index].role is not Role.OPERAND for index in written)
+    planned = plan([one.request()], [membership])
+    program = planned.program(0)
+    assert program.commits
+    assert not program.makes
+    assert decode_program(encode_program(program)) == program
+    assert planned.uses()[root if root >= 0 else 0]  # it writes what it gives
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"inplace": False}, "snapshot"),
+        ({"kind": OpKind.ALLGATHER, "op": None}, "snapshot"),
+        ({"kind": OpKind.BROADCAST, "op": None, "root": 0, "operands": ((0, 0, None), (1, None, 1))}, "snapshot"),
+    ],
+)
+def test_where_nothing_that_is_read_is_overwritten_it_is_refused(changes, what):
+    membership = group("team", (0, 1))
+    one = asked(membership, (0, 1), snapshot=True, **changes)
+    with pytest.raises(InvalidArgumentError, match=what):
+        plan_part(one.request(), membership)
+
+
+def test_a_plan_that_overwrites_too_early_does_not_leave_the_planner():
+    membership = group("team", (0, 1))
+    part = plan_part(asked(membership, (0, 1), snapshot=True).request(), membership)
+    (template,) = part.templates
+    kernel, commit, copy = template.steps
+    for wrong, why in (
+        ((kernel, copy, commit), "before it commits"),
+        ((kernel, copy), "0 times"),
+        ((kernel, commit, commit, copy), "2 times"),
+    ):
+        with pytest.raises(InternalError, match=why):
+            verify(replace(part, templates=(replace(template, steps=wrong),)))
+
+
+def test_a_plan_with_one_can_be_told_apart():
+    membership = group("team", (0, 1))
+    plans: list[Plan] = [
+        plan([asked(membership, (0, 1), snapshot=given).request()], [membership]) for given in (True, False)
+    ]
+    assert [one.commits for one in plans] == [True, False]
+    assert [one.is_idempotent for one in plans] == [False, False]
+    new = plan([asked(membership, (0, 1), inplace=False).request()], [membership])
+    assert new.is_idempotent
+
+
+# ---------------------------------------------------------------------------------------------- who decides
+
+
+def test_the_last_one_opens_it_for_all():
+    tracker = snapshot(3)
+    assert come(tracker, 2) == []
+    assert come(tracker, 0) == []
+    assert not tracker.is_committed
+    orders = come(tracker, 1)
+    assert sorted(at for at, _ in orders) == [0, 1, 2]
+    assert all(isinstance(message, Arrivals) and message.round == 0 for _, message in orders)
+    assert tracker.is_committed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_abort_and_a_commit_exclude_each_other(seed):
+    """In whatever order ranks come, fail or die, and the caller cancels: all are told to go on, or nobody is."""
+    rng = random.Random(seed)
+    count = rng.choice([2, 3, 5])
+    tracker = snapshot(count)
+    events = [("come", at) for at in range(count)]
+    events += rng.choice([[("cancel", -1)], [("fail", 0)], [("die", count - 1)], [("fail", 1), ("die", 0)], []])
+    rng.shuffle(events)
+    told: dict[int, list[type]] = {at: [] for at in range(count)}
+    ended: set[int] = set()
+    for what, at in events:
+        if at in ended:
+            continue
+        if what == "come":
+            orders = come(tracker, at)
+        elif what == "cancel":
+            orders = tracker.fail(PlanAbortedError(detail="cancelled by its caller"))
+        elif what == "fail":
+            ended.add(at)
+            orders = tracker.done(at, KernelError(detail="no memory"), [])
+        else:
+            ended.add(at)
+            orders = tracker.lost(at, "end of its connection")
+        for to, message in orders:
+            told[to].append(type(message))
+    waiting = [kinds for at, kinds in told.items() if at not in ended]
+    if tracker.is_committed:
+        assert all(kinds == [Arrivals] for kinds in waiting)
+    elif tracker.error is not None:
+        assert all(kinds == [Abort] for kinds in waiting)
+    else:
+        raise AssertionError("all came, and nothing was decided")
+
+
+def test_who_comes_twice_or_to_another_round_is_refused():
+    tracker = snapshot(2)
+    come(tracker, 0)
+    with pytest.raises(ProtocolError):
+        come(tracker, 0)
+    with pytest.raises(ProtocolError, match="no round 1"):
+        tracker.arrive(0, Arrive(group_id="", seq=SEQ, round=1, ranks=[0, 1], rank=0, blob=b""))
+    plain = flying(asked(group("team", (0, 1)), (0, 1)))
+    with pytest.raises(ProtocolError, match="no round 0"):
+        come(plain, 0)

@@ -1,0 +1,77 @@
+"""Leases without Ray and without a connection: what tests of a participant's side give them, and hear of them."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from raycollect import pos
+from raycollect.channel.messages import Join, Message
+from raycollect.core import ray_internals
+from raycollect.core.model import GroupSpec
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member.finished_calls import FinishedCalls
+from raycollect.member.lease import Lease
+from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.planner import Ticket, encode_order, encode_program
+from tests.pure.driver.tracked_plans import asked, flying, group, key_of
+from tests.support.values import named_member
+
+WAIT_S = 10.0
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+class Heard:
+    """A controller's link: all messages, and those that a test waits for."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._came: SimpleQueue[Message] = SimpleQueue()
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+        self._came.put(message)
+
+    def next(self, kind: type[_Message]) -> _Message:
+        """The next message of a kind; the others are dropped."""
+        while not isinstance(message := self._came.get(timeout=WAIT_S), kind):
+            pass
+        return message
+
+
+def join(**changes: Any) -> Join:
+    members = [named_member(f"W{rank}", rank) for rank in range(2)]
+    fields: dict[str, Any] = {"rank": 0, "members": members, "replaces": ""}
+    spec = {name: value for name, value in changes.items() if name not in fields}
+    group = GroupSpec(**{"name": "g", "group_id": "id of g", "backend": "shm", "world_size": 2, **spec})
+    return Join(request=1, group=group, **{name: changes.get(name, value) for name, value in fields.items()})
+
+
+def leased(premises: Any, controller: str = "me") -> tuple[Lease, Heard]:
+    heard = Heard()
+    return Lease(controller, "a test", cast(Any, heard), premises), heard
+
+
+@pytest.fixture
+def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(ray_internals, "node_address", lambda: "127.0.0.1")
+    return SimpleNamespace(
+        instruments=SimpleNamespace(store=pos.Store()),
+        task_of=lambda seq: None,
+        method_lock=threading.Lock(),
+        finished_calls=FinishedCalls(),
+        watch=WaitMonitor(),
+        is_ordered=True,
+        process_groups=ProcessGroups(),
+    )
+
+
+def plan(ticket: Ticket) -> bytes:
+    one = group("g", (5, 6))
+    program = flying(asked(one, (0, 1))).plan.program(0)
+    return encode_order(ticket, [key_of(at) for at in range(program.keys)], encode_program(program))

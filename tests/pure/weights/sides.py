@@ -1,0 +1,40 @@
+"""A publisher's rank and a receiver's in one process, of three tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.core.model import Address, Key
+from raycollect.planner.layout import layout
+from raycollect.pos import Container
+from raycollect.weights import atoms
+from raycollect.weights.directory import Holder, Member
+from raycollect.weights.protocol import Version
+from raycollect.weights.receiver import Receiver
+from raycollect.weights.source import Source
+
+NAMES = ("a", "b", "c")
+LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
+AMONG = atoms.cut(LAYOUTS, [])
+NBYTES = 4 * 6 * 4
+HERE = Member(address=Address(host="", port=0, secret=b"here"), actor="T", incarnation="1", machine="M")
+KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
+V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
+
+
+def tensors(value):
+    return {name: np.full((4, 6), value, np.float32) for name in NAMES}
+
+
+def source(held):
+    return Source(Container.of(held, arrays.is_tensor), LAYOUTS, 0)
+
+
+def receiver(held, **kwargs):
+    return Receiver("policy", Container.of(held, arrays.is_tensor), LAYOUTS, 0, **{"inplace": False, **kwargs})
+
+
+def holder(key):
+    places = atoms.held_places(LAYOUTS, 0, AMONG)
+    return Holder(member=HERE, key=key, signature=b"", rank=0, is_publisher=True), places
