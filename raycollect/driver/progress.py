@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect.channel.messages import Measured
 from raycollect.driver.dispatch_lock import answered
