@@ -158,6 +158,38 @@ def test_all_who_sleep_are_woken_at_once(bell, monkeypatch):
     assert taken == [Entry(number, 1, 0, b"")] * 3
 
 
+def test_who_has_slept_yields_once_it_has_answered(bell, monkeypatch):
+    """Others on its core may not have begun."""
+    post, yields = DoorbellClient(bell.segment, 0), []
+
+    def wait(*args):
+        bell.runs[0].write(number, 1, 0, b"")
+
+    monkeypatch.setattr(post._futex, "wait", wait)
+    number = bell.begin()
+    take(post)
+    monkeypatch.setattr(doorbell_module.os, "sched_yield", lambda: yields.append(answer(bell, 0, number)))
+    post.answer(number, b"")
+    assert yields == [b""], "after the answer"
+    number = bell.begin()
+    bell.runs[0].write(number, 1, 0, b"")
+    take(post)
+    post.answer(number, b"")
+    assert len(yields) == 1
+
+
+def test_a_wake_before_the_wait_counts_once(bell):
+    post = DoorbellClient(bell.segment, 0)
+    post.wake()
+    assert post.take(60.0) is None
+    number = bell.begin()
+    bell.runs[0].write(number, 1, 0, b"")
+    assert post.take(60.0) == Entry(number, 1, 0, b"")
+    post.wake()
+    assert post.take(60.0) is None
+    assert not post._woken
+
+
 def test_a_seat_that_nobody_takes_or_that_was_given_up_is_not_waited_for(bell):
     first, second = DoorbellClient(bell.segment, 0), DoorbellClient(bell.segment, 1)
     number = bell.begin()

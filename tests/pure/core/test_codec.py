@@ -334,6 +334,12 @@ def test_another_version_is_refused_naming_both(version: int) -> None:
         one.decode(bytes([version]) + packed[1:])
 
 
+@pytest.mark.parametrize("port", [0, 1 << 16, -1])
+def test_a_port_that_can_not_be_is_refused(port: int) -> None:
+    with pytest.raises(ProtocolError):
+        tcp_join._ADDRESSES.decode(msgpack.packb(["host", port, ""]))
+
+
 # ---------------------------------------------------------------------------------------------- messages
 
 
