@@ -365,7 +365,7 @@ def test_rays_metrics_get_the_tags_that_were_declared(monkeypatch: pytest.Monkey
     """Ray refuses an unknown or a missing tag; what it would export is seen where it hands a value on."""
     from raycollect.observe import metrics
 
-    meters, seen = metrics.RayMeters(), list[tuple[str, float, dict[str, str]]]()
+    meters, seen = metrics.ray_meters(), list[tuple[str, float, dict[str, str]]]()
     monkeypatch.setattr(metrics.Counter, "inc", _noting(metrics.Counter.inc, seen))
     monkeypatch.setattr(metrics.Histogram, "observe", _noting(metrics.Histogram.observe, seen))
     ring = Ring()
