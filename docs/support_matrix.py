@@ -18,7 +18,6 @@ from raycollect.backends import BACKENDS
 from raycollect.backends.capabilities import BUILT_IN, Capabilities
 from raycollect.backends.folds import refusal_reason
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.planner.algorithms import STAND_INS
 from raycollect.planner.lower import SUBSTITUTES
 
 __all__ = ["reduction_table", "support_matrix", "write"]
@@ -109,9 +108,6 @@ def write(path: Path, *, check: bool = False) -> bool:
     return after != before
 
 
-_SUBSTITUTES = {kind: parts for kind, (parts, _) in SUBSTITUTES.items()}
-_STAND_INS = {kind: row.needs for kind, row in STAND_INS.items()}
-
 _SECTIONS: dict[str, Callable[[], str]] = {"support matrix": support_matrix, "reduction table": reduction_table}
 
 
@@ -122,8 +118,7 @@ def _between(text: str, _match: re.Match[str]) -> str:
 def _mark(kind: OpKind, line: Capabilities, notes: dict[str, int]) -> str:
     if kind in line.ops:
         return _RUNS
-    made_of = [table[kind] for table in (_SUBSTITUTES, _STAND_INS) if kind in table and line.ops]
-    parts = next((parts for parts in made_of if line.ops.issuperset(parts)), None)
+    parts = next((parts for parts in SUBSTITUTES.get(kind, ()) if line.ops and line.ops.issuperset(parts)), None)
     if parts is None:
         return _REFUSED
     made = " and ".join(f"`{part.value}`" for part in parts) or "the ranks' agreement alone"

@@ -14,11 +14,10 @@ from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import NamedTuple, cast
 
-from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
+from raycollect.backends.capabilities import BUILT_IN, OF_NCCL, TORCH_PREFIX, Capabilities, torch_line
 from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
-from raycollect.backends.option_names import OF_NCCL
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import (
     Again,

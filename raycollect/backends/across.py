@@ -8,11 +8,11 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from raycollect.backends import arrays
 from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, device_id

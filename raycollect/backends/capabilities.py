@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from raycollect.core.model import PREFIXES, OpKind, ReduceOp
+from raycollect.core.model import PREFIXES, RANK_ORDER, GroupSpec, OpKind, ReduceOp
 from raycollect.core.protocols import CommunicatorFactory
+from raycollect.errors import InvalidGroupError
+from raycollect.errors.text import listed, shown
 
 TORCH_PREFIX = "torch:"  # The prefix of `torch.distributed` backends
 USUAL = frozenset(OpKind) - frozenset(PREFIXES)
 """The operations that a backend runs which does not say."""
+PRICED = ("local", "shm", "tcp", "gloo", "torch:gloo")
+"""The backends whose costs are known; see `raycollect.planner.cost`."""
 _NAME = re.compile(r"(torch:)?[a-z0-9][a-z0-9_.-]*")
 
 
@@ -35,10 +39,15 @@ class Capabilities:
         bitwise: Whether each element is the left fold in rank order; else bits are only equal across ranks.
         cross_host: Whether members may be on several machines.
         one_process: Whether all ranks must be in one process.
+        coalesces: Whether it runs several kernels with one synchronization of the ranks (`protocols.Together`).
+        chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
+        costs_like: The built-in backend whose costs it has, for the choice of algorithms and predicted times; empty: it
+            has its own where it is built in, else those of rings, as most libraries have.
         tested: Whether this project's own tests run it.
 
     Raises:
-        ValueError: The name is invalid, or not exactly one of module and factory is given.
+        ValueError: The name is invalid, not exactly one of module and factory is given, or the costs that `costs_like`
+            names are not known.
     """
 
     name: str
@@ -54,6 +63,9 @@ class Capabilities:
     bitwise: bool
     cross_host: bool
     one_process: bool = False
+    coalesces: bool = False
+    chunk_nbytes: int = -1
+    costs_like: str = ""
     tested: bool = False
 
     @property
@@ -68,6 +80,8 @@ class Capabilities:
             )
         if bool(self.module) == (self.factory is not None):
             raise ValueError(f"backend {self.name!r} has a module, or a factory")
+        if self.costs_like not in ("", *PRICED):
+            raise ValueError(f"costs_like is one of {', '.join(PRICED)}, not {self.costs_like!r}")
 
 
 def torch_line(name: str) -> Capabilities:
@@ -86,6 +100,7 @@ def _torch(name: str, *, devices: frozenset[str], library: str = "torch", **othe
         devices=devices,
         bitwise=False,
         cross_host=True,
+        chunk_nbytes=32 << 20,
         **{"interruptible": False, **others},
     )
 
@@ -127,6 +142,7 @@ _LINES = (
         bitwise=True,
         cross_host=False,
         one_process=True,
+        chunk_nbytes=0,
         tested=True,
     ),
     Capabilities(
@@ -136,6 +152,8 @@ _LINES = (
         interruptible=True,
         bitwise=True,
         cross_host=False,
+        coalesces=True,
+        chunk_nbytes=2 << 20,
         tested=True,
     ),
     Capabilities(
@@ -145,6 +163,7 @@ _LINES = (
         interruptible=True,
         bitwise=True,
         cross_host=True,
+        chunk_nbytes=12 << 20,
         tested=True,
     ),
     Capabilities(
@@ -157,6 +176,7 @@ _LINES = (
         interruptible=False,
         bitwise=False,
         cross_host=True,
+        chunk_nbytes=12 << 20,
         tested=True,
     ),
     Capabilities(
@@ -201,3 +221,24 @@ _LINES = (
 
 # Name -> entry, in the order of the documentation
 BUILT_IN: dict[str, Capabilities] = {line.name: line for line in _LINES}
+
+
+# ------------------------------------------------------------------------------- options
+
+OF_NCCL = ("device", "graphs")
+"""The options (`pg_options`) of `nccl`."""
+
+_KNOWN = (RANK_ORDER[0], *OF_NCCL)
+"""The options of all backends that ``"auto"`` picks from."""
+
+
+def refuse_unknown(spec: GroupSpec) -> None:
+    """Raises InvalidGroupError for options that no backend of ``"auto"`` has, for a group of `local` or `shm`.
+
+    These have no options, and ignore those of the others, as a program may run on any number of hosts. A backend of
+    another package may be made of one of them, and have options of its own.
+    """
+    unknown = [name for name, _ in spec.options if name not in _KNOWN]
+    if unknown and spec.backend in ("local", "shm"):
+        detail = f"there is no option {listed(map(shown, unknown))}; there are {listed(map(repr, _KNOWN))}"
+        raise InvalidGroupError(group_name=spec.name, detail=f"backend {spec.backend!r}: {detail}")

@@ -11,7 +11,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from raycollect.backends.capabilities import no_gpu
 from raycollect.backends.nccl import ipc_driver
+from raycollect.core.codec import Wire
 
 SHARING_FROM = 23000  # The first NCCL that takes several ranks on one GPU, if `SHARING` is set before its first use
 MOST_ON_ONE = 2  # As many as its documentation allows there, as experimental
@@ -33,8 +33,7 @@ _NOTHING = ("", "-1", "NoDevFiles")
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(Wire, frozen=True, kw_only=True):
     """A GPU as `nccl` would use it, and the NCCL of this process."""
 
     name: str  # which GPU of its machine, as `name_of`

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raycollect.backends.arrays import Flat
+from raycollect.backends.capabilities import refuse_unknown
 from raycollect.backends.completion import DONE, check_fit, translated
 from raycollect.backends.exchanged import Exchanged
-from raycollect.backends.option_names import refuse_unknown
 from raycollect.core.model import GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 from raycollect.captured.calls import MethodCall
 from raycollect.captured.install import Installed
-from raycollect.core import html
 from raycollect.core.model import TensorInfo
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
-from raycollect.planner.explain import Planned, explain_step
+from raycollect.planner.explain import explain, explain_step
 from raycollect.planner.report import Explanation, Invoked, Methods, StepExplanation
-from raycollect.planner.sizes import Infos
-from raycollect.planner.wording import nbytes_words, op_words, seconds_words
-
-_HEAD = ("stage", "what", "calls", "bytes per rank", "estimated")
-_RIGHT = frozenset({"stage", "calls", "bytes per rank", "estimated"})
 
 
 def explain_capture(
@@ -33,32 +26,29 @@ def explain_capture(
     actors = {
         actor_id: member.actor for actor_id, (_, member) in zip(step_plan.participants, step_plan.homes, strict=True)
     }
-    found: list[Planned | Methods] = []
+    found: list[tuple[Explanation | Methods, int]] = []
     first = 0
-    for stage in stages:
-        if isinstance(stage, Stage):
-            found.append(_planned(stage, infos, first, fixed))
-            first += len(stage.plan.requests)
-        else:
-            calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
-            refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
-            found.append(Methods(calls=calls, fixed=len(refs)))
-            first += len(stage)
     try:
-        return explain_step(found, len(step_plan.participants))
+        for stage in stages:
+            if isinstance(stage, Stage):
+                given = {source: _known(infos[source]) for source in stage.plan.uses()}
+                found.append((explain(stage.plan, given, first), sum(source in fixed for source in given)))
+                first += len(stage.plan.requests)
+            else:
+                calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
+                refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
+                found.append((Methods(calls=calls), len(refs)))
+                first += len(stage)
     except ValueError as exc:
         raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None
+    return explain_step(found, len(step_plan.participants))
 
 
-def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int, fixed: Collection[Source]) -> Planned:
-    given: dict[Source, Infos] = {}
-    for source in stage.plan.uses():
-        known = infos[source]
-        if known is None:
-            what = "what its methods return is known only after a run: run it once first"
-            raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
-        given[source] = known
-    return Planned(plan=stage.plan, given=given, first=first, fixed=sum(source in fixed for source in given))
+def _known(infos: tuple[TensorInfo, ...] | None) -> tuple[TensorInfo, ...]:
+    if infos is None:
+        what = "what its methods return is known only after a run: run it once first"
+        raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
+    return infos
 
 
 def _invoked(call: MethodCall, actor: str) -> Invoked:
@@ -75,22 +65,3 @@ def stages_of(installed: Installed) -> tuple[Stage | tuple[MethodCall, ...], ...
         known += len(before)
         found += [before, stage]
     return tuple(one for one in [*found, calls[known:]] if one)
-
-
-def stages_html(stages: Sequence[Stage | Sequence[MethodCall]], told: Sequence[object]) -> html.Markup | str:
-    """The stages of a captured step as a table; `told` are their reports, or nothing."""
-    rows = [_row(at, stage, told[at] if told else None) for at, stage in enumerate(stages)]
-    return html.table(_HEAD, rows, right=_RIGHT, count=len(rows)) if rows else ""
-
-
-def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[object, ...]:
-    if not isinstance(stage, Stage):
-        methods = Counter(call.method for call in stage)
-        words = ", ".join(f"{name}{f' (x {count})' if count > 1 else ''}" for name, count in methods.items())
-        return at, words, len(stage), "", ""
-    kinds = Counter((op_words(one), one.group.name) for one in stage.plan.requests)
-    what = ", ".join(f"{op} on group {name!r}{f' (x {n})' if n > 1 else ''}" for (op, name), n in kinds.items())
-    if not isinstance(told, Explanation):
-        return at, what, len(stage.plan.requests), "", ""
-    nbytes = nbytes_words(sum(row.nbytes for row in told.rows))
-    return at, what, len(stage.plan.requests), nbytes, seconds_words(told.time_s)

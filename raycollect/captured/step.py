@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from contextvars import Token
 from typing import Any, ClassVar, Literal, overload
 
-from raycollect.captured.calls import MethodCall
 from raycollect.captured.captured_run import CapturedRun
-from raycollect.captured.explanation import explain_capture, stages_html, stages_of
+from raycollect.captured.explanation import explain_capture
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
@@ -28,7 +27,6 @@ from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.driver.step_plan import Stage
 from raycollect.driver.step_runs import StepRuns
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
@@ -274,11 +272,6 @@ class Capture(BoundToProcess):
 
     # ------------------------------------------------------------------------------------------ looking at it
 
-    @property
-    def _stages(self) -> tuple[Stage | tuple[MethodCall, ...], ...]:
-        """Its plans, and between them its method calls, in order; empty where it is not ready."""
-        return () if self._installed is None else stages_of(self._installed)
-
     def _tensor_infos(self, timeout_s: float = 60.0) -> dict[Source, tuple[TensorInfo, ...] | None]:
         """The infos of its plans' operands, by source; None: not known before the first run. Raises as `explain`."""
         installed, controller = self._installed, self._controller
@@ -324,8 +317,7 @@ class Capture(BoundToProcess):
     @html.shown
     def _repr_html_(self) -> str:
         collectives, calls = self._counts
-        runs, stages = self._runs, self._stages
-        known = self._known()
+        runs, known = self._runs, self._known()
         failure = None if runs is None else runs.failure
         under_way = "" if runs is None or runs.is_closed or runs.is_idle else "some under way"
         facts = [
@@ -333,13 +325,11 @@ class Capture(BoundToProcess):
             ("runs", ", ".join(filter(None, [f"{self._begun} begun", under_way]))),
             ("participants", "" if runs is None else len(runs.step_plan.participants)),
         ]
-        told = () if known is None else known.stages
         return html.block(
             "capture",
             f"captured step of {counted(collectives, 'collective')} and "
             f"{counted(calls, 'method call')}: {self._told_state}",
             html.pairs(facts),
-            stages_html(stages, told),
             "" if known is None else html.folded("what each run does", known._repr_html_()),
         )
 

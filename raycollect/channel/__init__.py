@@ -1,7 +1,7 @@
 """The control plane: small authenticated messages, and bulk data, between the processes of a plan.
 
 ========================  ====================================================================
-`packing`, `messages`     msgpack with limits; the messages and their codec
+`messages`                the messages and their codec
 `protocol`                handshake, frames and their tags: no I/O, no clock, no threads
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
 `stream`, `parts`         a connection in blocking mode; descriptions longer than a frame

@@ -27,15 +27,17 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect.channel.messages import Message, decode, encode
-from raycollect.channel.packing import pack, unpack
+from raycollect.core.codec import Codec
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 
 MAGIC = b"RCOL"
-VERSION = 26
+VERSION = 27
 OTHER_VERSION = "the peer speaks version"  # begins the reason for refusing another release
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32
@@ -46,6 +48,7 @@ MAX_HANDSHAKE_NBYTES = 4096
 PURPOSES = ("control", "data")
 REFUSAL = b"refused"
 
+_HELLOS = Codec[dict[str, Any]](dict[str, Any], "hello")
 _LENGTH = struct.Struct(">I")
 _NUMBERED = struct.Struct(">QI")
 _CHALLENGE = struct.Struct(f">4sH{NONCE_NBYTES}s")
@@ -221,8 +224,7 @@ class Connection:
         declared = getattr(message, "blob_nbytes", None)
         if declared not in (0, blob_nbytes) or self.purpose != "data":
             raise ProtocolError(detail=f"{type(message).__name__} can't have a blob of {blob_nbytes} bytes here")
-        with_blob: Message = replace(cast(Any, message), blob_nbytes=blob_nbytes)
-        return with_blob
+        return replace(message, blob_nbytes=blob_nbytes)
 
     def receive(self, data: Buffer) -> list[Event]:
         """Takes bytes from the peer; returns what they mean, in order. Pass ``b""`` to go on after a blob.
@@ -377,7 +379,7 @@ def _framed(payload: bytes) -> bytes:
 
 def _claim(purpose: str, hello: dict[str, Any]) -> bytes:
     name = purpose.encode()
-    return bytes([len(name)]) + name + pack(hello)
+    return bytes([len(name)]) + name + _HELLOS.encode(hello)
 
 
 def _read_claim(claim: bytes) -> tuple[str, dict[str, Any]]:
@@ -385,7 +387,4 @@ def _read_claim(claim: bytes) -> tuple[str, dict[str, Any]]:
     purpose = {known.encode(): known for known in PURPOSES}.get(name)
     if purpose is None:
         raise ProtocolError(detail=f"unknown purpose {name[:20]!r}")
-    value = unpack(hello)
-    if not isinstance(value, dict):
-        raise ProtocolError(detail="the hello is not a dict")
-    return purpose, value
+    return purpose, _HELLOS.decode(hello)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import structs
 
 import raycollect
 from raycollect.cli.bench import bench
@@ -213,7 +214,14 @@ def status(group: str | None, address: str | None, every_s: float | None, as_jso
     while True:
         found = cluster.groups(group)
         if as_json:
-            rows = [{**asdict(one), "summary": cluster_registry.summary(one.members)} for one in found]
+            rows = [
+                {
+                    **structs.asdict(one),
+                    "members": [structs.asdict(member) for member in one.members],
+                    "summary": cluster_registry.summary(one.members),
+                }
+                for one in found
+            ]
             click.echo(json.dumps(rows, indent=None if every_s else 2))
         else:
             if every_s:

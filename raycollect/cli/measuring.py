@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +17,6 @@ import ray
 from ray.exceptions import RayTaskError
 
 import raycollect as col
-from raycollect.captured.step import Capture
 from raycollect.errors import KernelError, RaycollectError, anew
 from raycollect.observe.summary import bus_factor
 
@@ -24,6 +24,7 @@ GROUP = "raycollect-bench"
 ELEMENT_NBYTES = np.dtype(np.float32).itemsize
 WARMUP = 3  # untimed runs of each way, besides the one whose result is checked
 BURST = 5  # how many runs a way does when it is its turn
+WAYS = ("captured", "refs", "members")
 
 # Operation -> which part of the whole tensor a rank gives, and which it takes; "": it works in place.
 OPERATIONS: Mapping[str, tuple[str, str]] = {
@@ -126,63 +127,14 @@ class Row:
     bus_bandwidth: float  # bytes per second that are moved at least; see `raycollect.observe.summary`
 
 
-class _Trial:
-    """The tensors of one size, and the ways to do the operation on them."""
-
-    def __init__(self, actors: Sequence[Any], settings: Settings, whole: int) -> None:
-        self._actors = actors
-        self._step: Capture | None = None
-        self._operation = settings.operation
-        self._each("prepare", settings.operation, whole)
-        given, taken = ([actor.get.remote(name) for actor in actors] for name in ("given", "taken"))
-        self._arguments = _arguments(settings.operation, given, taken)
-
-    def _call(self) -> None:
-        getattr(col, f"{self._operation}_refs")(*self._arguments, GROUP)
-
-    def captured(self, count: int) -> list[float]:
-        if self._step is None:
-            with col.capture() as step:
-                self._call()
-            self._step = step
-        return timed(self._step.run, count)
-
-    def refs(self, count: int) -> list[float]:
-        return timed(self._call, count)
-
-    def members(self, count: int) -> list[float]:
-        """The times of members' own calls; each is that of the slowest rank."""
-        return [max(one) for one in zip(*self._each("times", count), strict=True)]
-
-    def check(self, way: str) -> None:
-        """Runs the operation once; raises KernelError where an element is wrong."""
-        self._each("fill")
-        WAYS[way](self, 1)
-        wrong = self._each("wrong")
-        if any(wrong):
-            detail = f"{way}: {sum(wrong)} elements are wrong, by rank: {wrong}; it was not timed"
-            raise KernelError(op="bench", group_name=GROUP, detail=detail)
-
-    def close(self) -> None:
-        if self._step is not None:
-            self._step.close()
-
-    def _each(self, method: str, *args: Any) -> list[Any]:
-        try:
-            found: list[Any] = ray.get([getattr(actor, method).remote(*args) for actor in self._actors])
-        except RayTaskError as exc:
-            if isinstance(exc.cause, RaycollectError):
-                raise anew(exc.cause) from None
-            raise
-        return found
-
-
-# Way -> so many runs of it, and the seconds that each took.
-WAYS: Mapping[str, Callable[[_Trial, int], list[float]]] = {
-    "captured": _Trial.captured,
-    "refs": _Trial.refs,
-    "members": _Trial.members,
-}
+def _each(actors: Sequence[Any], method: str, *args: Any) -> list[Any]:
+    try:
+        found: list[Any] = ray.get([getattr(actor, method).remote(*args) for actor in actors])
+    except RayTaskError as exc:
+        if isinstance(exc.cause, RaycollectError):
+            raise anew(exc.cause) from None
+        raise
+    return found
 
 
 def measure(settings: Settings) -> tuple[str, list[Row]]:
@@ -212,20 +164,27 @@ def measure(settings: Settings) -> tuple[str, list[Row]]:
 
 
 def _at_size(actors: Sequence[Any], settings: Settings, whole: int) -> list[Row]:
-    trial = _Trial(actors, settings, whole)
+    _each(actors, "prepare", settings.operation, whole)
+    given, taken = ([actor.get.remote(name) for actor in actors] for name in ("given", "taken"))
+    refs = partial(getattr(col, f"{settings.operation}_refs"), *_arguments(settings.operation, given, taken), GROUP)
+    with col.capture() as step:
+        refs()
+    ways: dict[str, Callable[[int], list[float]]] = {
+        "captured": partial(timed, step.run),
+        "refs": partial(timed, refs),
+        "members": lambda count: [max(one) for one in zip(*_each(actors, "times", count), strict=True)],  # the slowest
+    }
     # In another order each time: what one way leaves behind (caches, sleeping threads) the next one pays for.
     times: dict[str, list[float]] = {way: [] for way in settings.ways}
     order = random.Random(whole)  # the same in each measurement
-    try:
-        for way in settings.ways:
-            trial.check(way)
-        for way in settings.ways:
-            WAYS[way](trial, WARMUP)
-        for begun in range(0, settings.runs, BURST):
-            for way in order.sample(settings.ways, len(settings.ways)):
-                times[way] += WAYS[way](trial, min(BURST, settings.runs - begun))
-    finally:
-        trial.close()
+    for way in settings.ways:
+        _check(actors, way, ways[way])
+    for way in settings.ways:
+        ways[way](WARMUP)
+    for begun in range(0, settings.runs, BURST):
+        for way in order.sample(settings.ways, len(settings.ways)):
+            times[way] += ways[way](min(BURST, settings.runs - begun))
+    step.close()
     nbytes, factor = whole * ELEMENT_NBYTES, bus_factor(settings.operation, settings.ranks)
     percentiles = {way: np.percentile(spent_s, (50, 90)).tolist() for way, spent_s in times.items()}
     return [
@@ -239,3 +198,13 @@ def _at_size(actors: Sequence[Any], settings: Settings, whole: int) -> list[Row]
         )
         for way, (median_s, p90_s) in percentiles.items()
     ]
+
+
+def _check(actors: Sequence[Any], way: str, run: Callable[[int], object]) -> None:
+    """Runs the operation once; raises KernelError where an element is wrong."""
+    _each(actors, "fill")
+    run(1)
+    wrong = _each(actors, "wrong")
+    if any(wrong):
+        detail = f"{way}: {sum(wrong)} elements are wrong, by rank: {wrong}; it was not timed"
+        raise KernelError(op="bench", group_name=GROUP, detail=detail)

@@ -1,15 +1,19 @@
 """The values that all layers share; `raycollect.core.protocols` has the interfaces.
 
-Pure: the standard library only. All values are frozen and validated at creation.
+Pure: no Ray, no array library. All values are frozen and validated at creation.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NewType, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol
+
+from msgspec.structs import force_setattr, replace
+
+from raycollect.core.codec import Wire
 
 Key = NewType("Key", bytes)
 """The id of a real ObjectRef: 24 bytes of its task, then the index of the return (little endian, 4 bytes)."""
@@ -136,8 +140,7 @@ def name_of(group: Any) -> Any:
     return name if isinstance(name, str) and hasattr(group, "world_size") else group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
+class TensorInfo(Wire, frozen=True, kw_only=True):
     """What ranks must agree on about a tensor.
 
     Attributes:
@@ -182,11 +185,10 @@ class TensorInfo:
         return f"{self.dtype}{list(self.shape)} on {self.device}"
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
+class Structure(Wire, frozen=True):
     """How a value is made of tensors: one, or a list, tuple or dict of such values."""
 
-    kind: str = "tensor"  # "tensor", "list", "tuple" or "dict"
+    kind: Literal["tensor", "list", "tuple", "dict"] = "tensor"
     names: tuple[str | int, ...] = ()  # the keys of a dict, in order; empty for the others
     items: tuple[Structure, ...] = ()  # how each item is made; empty for a tensor
 
@@ -207,26 +209,6 @@ class Structure:
             return dict(zip(self.names, values, strict=True))
         return values if self.kind == "list" else tuple(values)
 
-    def to_plain(self) -> Any:
-        """The structure as lists and strings; the inverse of `from_plain`."""
-        if self.kind == "tensor":
-            return None
-        return [self.kind, list(self.names), [item.to_plain() for item in self.items]]
-
-    @classmethod
-    def from_plain(cls, value: Any) -> Structure:
-        """Reads what `to_plain` wrote.
-
-        Raises:
-            TypeError, ValueError: It is no such thing.
-        """
-        if value is None:
-            return TENSOR
-        kind, names, items = value
-        if kind not in ("list", "tuple", "dict") or not {str, int}.issuperset(map(type, names)):
-            raise TypeError(f"no structure is made of {str(kind)[:80]!r}")
-        return cls(kind, tuple(names), tuple(map(cls.from_plain, items)))
-
     def __str__(self) -> str:
         if self.kind == "tensor":
             return "tensor"
@@ -238,8 +220,7 @@ TENSOR = Structure()
 """The structure of a single tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class Address(Wire, frozen=True, kw_only=True):
     """Where a participant's control endpoint listens, and the secret that opens it."""
 
     host: str  # the Ray node's IP address
@@ -250,8 +231,7 @@ class Address:
         return f"Address({self.host}:{self.port})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(Wire, frozen=True, kw_only=True):
     """One rank of a group, as all processes know it."""
 
     rank: int
@@ -268,21 +248,22 @@ class Member:
     accelerators: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "accelerators", _frozen(self.accelerators))  # lists, where it has travelled
+        force_setattr(self, "accelerators", _frozen(self.accelerators))  # lists, where it has travelled
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Wire, frozen=True):
     """Memory of one process that others of its machine can map."""
 
     pid: int
     fd: int  # its descriptor of the memory
-    token: bytes = field(repr=False)  # random bytes that the memory begins with, to recognise it
+    token: bytes  # random bytes that the memory begins with, to recognise it
     nbytes: int
 
+    def __repr__(self) -> str:
+        return f"Segment(pid={self.pid}, fd={self.fd}, nbytes={self.nbytes})"
 
-@dataclass(frozen=True, slots=True)
-class BufferRef:
+
+class BufferRef(Wire, frozen=True):
     """A part of a segment."""
 
     segment: Segment
@@ -290,8 +271,7 @@ class BufferRef:
     nbytes: int  # how long it is
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
+class GroupSpec(Wire, frozen=True, kw_only=True):
     """A group as the planner sees it.
 
     Attributes:
@@ -328,7 +308,7 @@ class GroupSpec:
         if not isinstance(self.timeout_s, (int, float)):
             raise TypeError(f"timeout_s is a number, not {self.timeout_s!r}")
         for name in ("ops", "options", "hosts"):  # lists, where it has travelled
-            object.__setattr__(self, name, _frozen(getattr(self, name)))
+            force_setattr(self, name, _frozen(getattr(self, name)))
         if self.hosts and len(self.hosts) != self.world_size:
             raise ValueError(f"{len(self.hosts)} of {self.world_size} ranks have a host")
 

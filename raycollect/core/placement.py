@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from raycollect.core.codec import Wire
 
 UNKNOWN = -1
 """The dimension of a `Cut` that nobody understands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Wire, frozen=True):
     """What one axis of the mesh does to the tensor: ``Shard``, ``_StridedShard``, ``Replicate`` or ``Partial``."""
 
     kind: str  # the name of torch's class; as torch prints it where it is not understood
@@ -17,8 +16,7 @@ class Cut:
     factor: int = 1  # into how many parts the dimension is cut first, of which each is cut over the axis
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(Wire, frozen=True, kw_only=True):
     """The placement of a DTensor, and the place of who holds the local tensor.
 
     Attributes:

@@ -137,7 +137,7 @@ class Controller:
 
     def close(self) -> None:
         """Gives back all leases."""
-        for tracker in list(self.under_way.values()):
+        for tracker in self.trackers():  # runs that have ended well are not failed
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
         self.timeouts.stop()
         self.under_way.clear()

@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, astuple, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from raycollect.channel import CompletionBell, Hub, OrderBell
 from raycollect.channel.messages import (
@@ -200,12 +201,12 @@ class Participants:
         }
         if self._bell is not None:
             peer.bell_slot = self._bell.take_slot()
-            hello["bell"] = [*astuple(self._bell.segment), peer.bell_slot]
+            hello["bell"] = self._bell.segment, peer.bell_slot
         is_near = member.machine == ray_internals.machine_id() and not peer.is_here
         if is_near and len(self._peers) < MOST_ORDER_BELLS:
             with suppress(OSError):  # this system has no memory to share, or none is left
                 peer.order_bell = OrderBell()
-                hello["orders"] = astuple(peer.order_bell.segment)
+                hello["orders"] = peer.order_bell.segment
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             peer.welcome(max(deadline_s - monotonic(), 0.1))
@@ -379,8 +380,8 @@ def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[
 
 def _invitations(membership: Membership, asked: Mapping[int, _Joining], replaces: str) -> Iterator[tuple[Member, Join]]:
     """What each member is told that is to join a group; the arguments are those of `Participants.join`."""
-    spec = asdict(membership.spec)
-    members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
+    spec = membership.spec
+    members = [replace(one, address=replace(one.address, secret=b"")) for one in membership.members]
     for request, joining in asked.items():
         rank = joining.member.rank
         yield (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -122,40 +122,19 @@ class Progress:
         return far + rate + left
 
 
-class _Place:
-    """What one participant has said."""
-
-    __slots__ = ("asked", "asked_s", "done", "has_begun", "has_ended", "is_heard", "lent", "total")
-
-    def __init__(self) -> None:
-        self.is_heard = self.has_begun = self.has_ended = False
-        self.total = self.lent = 0
-        self.asked: Future[Any] | None = None
-        self.asked_s = 0.0
-        self.done = 0
-
-    def hear(self) -> None:
-        if self.asked is None or not self.asked.done():
-            return
-        said, self.asked = self.asked.result(), None
-        if not isinstance(said, Measured) or min(said.done, said.total, said.lent) < 0:
-            return
-        self.is_heard, self.has_begun, self.has_ended, self.lent = True, said.has_begun, said.has_ended, said.lent
-        self.total = said.total or self.total  # who has ended has nothing to tell
-        self.done = max(self.done, min(said.done, self.total))
-
-
 class ProgressProbe:
     """What the participants of a plan have reported about their progress. For one thread at a time."""
 
     def __init__(
         self, participants: Participants, tracker: PlanTracker, began_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
+        count = len(tracker.plan.participants)
         self._participants = participants
         self._tracker = tracker
         self._clock = clock
         self._began_s = began_s
-        self._places = [_Place() for _ in tracker.plan.participants]
+        self._asked: list[tuple[Future[Any], float] | None] = [None] * count  # open questions, and when they were asked
+        self._said: list[Measured | None] = [None] * count  # the last answers, of which no number goes back
         self._most = 0
         self._samples = deque([(began_s, 0)])  # (time, bytes done): the last before there was anything, and then all
         self._ended_s: float | None = None
@@ -164,24 +143,33 @@ class ProgressProbe:
     def ask(self) -> None:
         """Asks those who have not ended and have answered the last question."""
         tracker = self._tracker
-        for at, place in enumerate(self._places):
-            if place.asked is None and tracker.is_pending(at):
-                place.asked = self._participants.measure(tracker.member(at), tracker.seq)
-                place.asked_s = self._clock()
+        for at, asked in enumerate(self._asked):
+            if asked is None and tracker.is_pending(at):
+                question = self._participants.measure(tracker.member(at), tracker.seq)
+                self._asked[at] = None if question is None else (question, self._clock())
 
     def hear(self, timeout_s: float = 0.0) -> None:
         """Takes the answers that are there, or arrive within `timeout_s` seconds."""
         if timeout_s:
-            answered([one.asked for one in self._places], timeout_s)
-        for place in self._places:
-            place.hear()
+            answered([asked and asked[0] for asked in self._asked], timeout_s)
+        for at, asked in enumerate(self._asked):
+            if asked is None or not asked[0].done():
+                continue
+            said, before, self._asked[at] = asked[0].result(), self._said[at], None
+            if isinstance(said, Measured) and min(said.done, said.total, said.lent) >= 0:
+                total = said.total or (0 if before is None else before.total)  # who has ended has nothing to tell
+                done = max(0 if before is None else before.done, min(said.done, total))
+                self._said[at] = replace(said, total=total, done=done)
 
     def read(self) -> Progress:
         """The progress as reported."""
-        now_s, tracker = self._now_s(), self._tracker
+        tracker = self._tracker
+        if tracker.resolved and self._ended_s is None:
+            self._ended_s = self._clock()
+        now_s = self._clock() if self._ended_s is None else self._ended_s
         went_well = tracker.resolved and tracker.error is None
         credit = 0.0 if went_well else self._credit()
-        ranks = tuple(self._rank(at, place, credit, now_s) for at, place in enumerate(self._places))
+        ranks = tuple(self._rank(at, credit, now_s) for at in range(len(self._said)))
         told = [one for one in ranks if one.total_nbytes]
         each = sum(one.total_nbytes for one in told) // max(len(told), 1)
         total = sum(one.total_nbytes or each for one in ranks)
@@ -199,9 +187,9 @@ class ProgressProbe:
 
     def _credit(self) -> float:
         """The part of lent bytes that counts as done: the same as of all others."""
-        lent, done = sum(one.lent for one in self._places), sum(one.done for one in self._places)
-        rest = sum(one.total for one in self._places) - lent
-        return min(done / rest, 1.0) if rest > 0 else 0.0
+        said = [one for one in self._said if one is not None]
+        rest = sum(one.total - one.lent for one in said)
+        return min(sum(one.done for one in said) / rest, 1.0) if rest > 0 else 0.0
 
     def _rate(self, now_s: float, done: int, total: int) -> float:
         samples = self._samples
@@ -218,23 +206,21 @@ class ProgressProbe:
             since_s, before = self._idle_s, 0
         return (done - before) / (now_s - since_s) if now_s > since_s else 0.0
 
-    def _now_s(self) -> float:
-        if self._tracker.resolved and self._ended_s is None:
-            self._ended_s = self._clock()
-        return self._clock() if self._ended_s is None else self._ended_s
-
-    def _rank(self, at: int, place: _Place, credit: float, now_s: float) -> RankProgress:
-        tracker = self._tracker
+    def _rank(self, at: int, credit: float, now_s: float) -> RankProgress:
+        tracker, said, asked = self._tracker, self._said[at] or _NOTHING, self._asked[at]
         member = tracker.member(at)
-        has_ended = tracker.error is None and (tracker.resolved or not tracker.is_pending(at) or place.has_ended)
-        done = place.done + min(int(place.lent * credit), place.total - place.done)
+        has_ended = tracker.error is None and (tracker.resolved or not tracker.is_pending(at) or said.has_ended)
+        done = said.done + min(int(said.lent * credit), said.total - said.done)
         return RankProgress(
             rank=member.rank,
             actor=member.actor,
-            done_nbytes=place.total if has_ended else done,
-            total_nbytes=place.total,
-            has_begun=has_ended or place.has_begun,
+            done_nbytes=said.total if has_ended else done,
+            total_nbytes=said.total,
+            has_begun=has_ended or said.has_begun,
             has_ended=has_ended,
-            is_heard=has_ended or place.is_heard,
-            answers=has_ended or place.asked is None or now_s - place.asked_s < SILENT_S,
+            is_heard=has_ended or said is not _NOTHING,
+            answers=has_ended or asked is None or now_s - asked[1] < SILENT_S,
         )
+
+
+_NOTHING = Measured(request=0, has_begun=False, has_ended=False, done=0, total=0, lent=0)

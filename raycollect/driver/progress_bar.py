@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-from raycollect.driver.controller import Controller
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.progress import Progress, ProgressProbe
@@ -21,8 +20,6 @@ _log = logging.getLogger("raycollect")
 AFTER_S = 0.5  # after how long a wait shows a bar by default, in seconds
 
 EVERY_S = 0.2  # how often participants are asked for their progress, in seconds
-
-LEAD_S = 0.05  # how long before the bar is first drawn they are asked, in seconds
 
 around_s: ContextVar[tuple[float, ...]] = ContextVar("raycollect_progress", default=())
 """After how long waits show a bar, for each block of `progress` around the caller, the innermost last."""
@@ -64,16 +61,6 @@ def progress(*, after_s: float = AFTER_S) -> ProgressBars:
     return ProgressBars(after_s)
 
 
-def begin(controller: Controller, tracker: PlanTracker) -> Bar:
-    """The bar of a wait that begins.
-
-    Raises:
-        ProgressError: tqdm is not installed.
-    """
-    after_s = (AFTER_S, *around_s.get())[-1]
-    return Bar(controller.participants, tracker, after_s, _tqdm())
-
-
 def _tqdm() -> Any:
     try:
         from tqdm.auto import tqdm  # it is heavy, and an extra
@@ -101,16 +88,19 @@ class Bar:
     """The bar of one wait: a context manager around the wait; meanwhile `look` is called when `left_s` is over.
 
     It ends full where the plan succeeded, and stays where it is where that failed, or is not known.
+
+    Raises:
+        ProgressError: tqdm is not installed.
     """
 
-    def __init__(self, participants: Participants, tracker: PlanTracker, after_s: float, make: Any) -> None:
+    def __init__(self, participants: Participants, tracker: PlanTracker) -> None:
+        after_s = (AFTER_S, *around_s.get())[-1]
         self._tracker = tracker
-        self._make = make
-        self._began_s = time.monotonic()
-        self._probe = ProgressProbe(participants, tracker, self._began_s)
+        self._make = _tqdm()
+        self._probe = ProgressProbe(participants, tracker, time.monotonic())
         self._drawn: Any = None
         self._is_asked = False
-        self._next_s = self._began_s + max(after_s - LEAD_S, 0.0)
+        self._next_s = time.monotonic() + max(after_s - EVERY_S, 0.0)
 
     def __enter__(self) -> Bar:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self
@@ -138,21 +128,18 @@ class Bar:
         self._probe.hear()
         try:
             if self._is_asked:
-                self._draw()
-            self._next_s = time.monotonic() + (EVERY_S if self._is_asked else LEAD_S)
+                far = self._probe.read()
+                if self._drawn is None:
+                    total, name = far.total_nbytes or None, self._tracker.plan.name
+                    self._drawn = self._make(desc=name, unit="B", unit_scale=True, total=total)
+                self._show(self._drawn, far)
+            self._next_s = time.monotonic() + EVERY_S
         except Exception as exc:  # noqa: BLE001 - a stderr that is closed, a widget that is gone: the wait goes on without
             self._drawn, self._next_s = None, math.inf
             _log.debug("a progress bar could not be drawn: %s", exc)
             return
         self._probe.ask()
         self._is_asked = True
-
-    def _draw(self) -> None:
-        far = self._probe.read()
-        if self._drawn is None:
-            name = self._tracker.plan.name
-            self._drawn = self._make(desc=name, unit="B", unit_scale=True, total=far.total_nbytes or None)
-        self._show(self._drawn, far)
 
     def _show(self, drawn: Any, far: Progress, postfix: str | None = None) -> None:
         if far.total_nbytes:

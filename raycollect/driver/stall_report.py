@@ -55,7 +55,7 @@ def _wait_long(controller: Controller, tracker: PlanTracker, first_s: float, lef
 
 
 def _wait_with_bar(controller: Controller, tracker: PlanTracker, within_s: float) -> bool:
-    bar, until_s = progress_bar.begin(controller, tracker), time.monotonic() + within_s
+    bar, until_s = progress_bar.Bar(controller.participants, tracker), time.monotonic() + within_s
     if tracker.resolved:
         return True
     with Attention(controller, tracker, within_s=within_s), bar:

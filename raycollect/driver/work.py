@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import islice
 from time import monotonic
 from typing import Any, ClassVar
 
-import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raycollect.backends import arrays
@@ -48,7 +45,6 @@ from raycollect.pos.handle import Handle
 
 MOST_NAMED = 8  # how many pending participants are named where a collective is shown
 
-MOST_RESULTS = 16  # how many results are looked at where a collective is shown
 
 SHOWN_S = 0.5  # how long participants may take to report progress where a collective is shown, in seconds
 
@@ -218,10 +214,8 @@ class Work(UnderWay):
         self.refs: Any = refs
         # it holds the operands until the plan has succeeded (P5)
         sent = self._sent = [] if submission is None else [submission]
-        ends_s = self._ends_s = list[float]()  # when it ended, where that was seen
 
         def let_go() -> None:
-            ends_s.append(monotonic())
             if tracker.error is None:
                 sent.clear()
 
@@ -282,18 +276,6 @@ class Work(UnderWay):
             return self.wait()
         return (yield from threads.awaitable(self.wait).__await__())  # it may ask others for the cause
 
-    def _results(self) -> str:
-        if not self._tracker.resolved or self._tracker.error is not None or not ray.is_initialized():
-            return ""
-        refs = list(dict.fromkeys(islice(_refs(self.refs), MOST_RESULTS)))
-        ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
-        try:
-            values = [direct_transport.get(ref, 1) for ref in ready]
-        except (RayError, GetTimeoutError):
-            return ""
-        told = Counter(one.words for one in values if isinstance(one, Handle))
-        return "; ".join(f"{words}{f' (x {count})' if count > 1 else ''}" for words, count in told.items())
-
     @html.shown
     def _repr_html_(self) -> str:
         tracker = self._tracker
@@ -303,8 +285,6 @@ class Work(UnderWay):
             f"{tracker.plan.name} on group {tracker.group_name!r}",
             ("plan", tracker.seq),
             ("calls", calls if calls > 1 else ""),
-            ("took", seconds_words(self._ends_s[0] - self._began_s) if self._ends_s else ""),
-            ("results", self._results()),
         )
 
     def __repr__(self) -> str:
@@ -347,14 +327,6 @@ def awake(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 def _beat(loop: asyncio.AbstractEventLoop, beats: list[asyncio.TimerHandle]) -> None:
     beats[:] = [loop.call_later(AWAKE_S, _beat, loop, beats)]
-
-
-def _refs(given: Any) -> Iterator[Any]:
-    if isinstance(given, ray.ObjectRef):
-        yield given
-    elif isinstance(given, list):
-        for one in given:
-            yield from _refs(one)
 
 
 def _explain(tracker: PlanTracker) -> RaycollectError | None:

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
-from raycollect.core.codec import Codec, Form
+from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import PIECES, OpKind, Structure, TensorInfo
 from raycollect.errors import InternalError, ProtocolError, Violation
 
@@ -23,12 +23,11 @@ LONG_NBYTES = 4096
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class Side(Wire, frozen=True, kw_only=True):
     """The tensors that a rank gives, or takes."""
 
     # In pieces: a list with one item per rank
-    structure: Annotated[Structure, Form(Structure.to_plain, Structure.from_plain)]
+    structure: Structure
     tensors: tuple[TensorInfo, ...]
     loose: bool = False  # the pieces are cut from one contiguous tensor: their sizes count, not their shapes
 
@@ -52,8 +51,7 @@ def piece_fault(structure: Structure, infos: Sequence[TensorInfo], count: int) -
     return "argument", found, expected
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class Spec(Wire, frozen=True, kw_only=True):
     """The operation that a rank is about to run."""
 
     op: str
@@ -70,8 +68,7 @@ class Spec:
         OpKind(self.op)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(Wire, frozen=True, kw_only=True):
     """The contribution of one rank: a spec, and violations where it is unable to run."""
 
     spec: Spec

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray

@@ -8,10 +8,8 @@ make. Actions run in order; every participant has the plans of a step in the sam
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated
 
-from raycollect.core.codec import Codec, Form
+from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Key, Segment
 
 CAPTURE_NBYTES = 16  # the bytes of a capture's id
@@ -26,15 +24,13 @@ def captured_key(capture: bytes, step: int) -> Key:
     return Key(capture + bytes(8) + step.to_bytes(4, "little"))
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(Wire, frozen=True):
     """An argument of a method that is the same in each run, as `pack_value` wrote it."""
 
     packed: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invocation:
+class Invocation(Wire, frozen=True, kw_only=True, tag=0):
     """A method call; arguments are slots, or `Given`."""
 
     step: int  # its place among all calls of the capture, from 0
@@ -44,8 +40,7 @@ class Invocation:
     slot: int  # for what it returns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class Collective(Wire, frozen=True, kw_only=True, tag=1):
     """This participant's half of a plan: one collective, or several that were recorded with no method call between."""
 
     step: int  # the place of its first call among all calls of the capture
@@ -56,8 +51,7 @@ class Collective:
     outputs: tuple[int, ...]  # slots of what it makes, in the order of `Outcome.outputs`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepProgram:
+class StepProgram(Wire, frozen=True, kw_only=True):
     """The actions of one participant in each run."""
 
     capture: bytes  # the capture's id, 16 random bytes
@@ -77,7 +71,7 @@ _STEP_PROGRAMS = Codec[StepProgram](StepProgram, "captured step", version=VERSIO
 encode_step_program: Callable[[StepProgram], bytes] = _STEP_PROGRAMS.encode
 decode_step_program: Callable[[bytes], StepProgram] = _STEP_PROGRAMS.decode
 
-_Packed = Annotated[StepProgram, Form(encode_step_program, decode_step_program)]
-
-CAPTURES = Codec[tuple[StepProgram, Segment | None, int]](tuple[_Packed, Segment | None, int], "capture")
+CAPTURES = Codec[tuple[StepProgram, Segment | None, int]](
+    tuple[StepProgram, Segment | None, int], "capture", version=VERSION
+)
 """What captures a step: its program, the doorbell's segment or None, the slot in it."""

@@ -10,11 +10,13 @@ recognised, with all that the last run found out about it (`raycollect.engine.ru
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect.backends import arrays
 from raycollect.core.model import TENSOR, TensorInfo
@@ -276,7 +278,7 @@ class _Known:
             self._kept[slot] = None
             return None
         if kept is not None and _is_same(kept, made):
-            made = replace(made, memo=kept.memo)
+            made = dataclasses.replace(made, memo=kept.memo)
         elif self._last[slot]() is not made.tensors[0]:
             self._kept[slot], self._last[slot] = None, weak(made.tensors[0])
             return made

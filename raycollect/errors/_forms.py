@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import Any
+
+import msgspec
 
 from raycollect.errors import _base, _faults, _groups, _others, _refused, _weights
 from raycollect.errors._base import RaycollectError
-from raycollect.errors._faults import KernelError, RankReport
+from raycollect.errors._faults import KernelError
 from raycollect.errors._others import ProtocolError
-from raycollect.errors._refused import RefusedError, Violation
+from raycollect.errors._refused import RefusedError
 
 _ERRORS: dict[str, type[RaycollectError]] = {
     name: value
@@ -18,9 +20,6 @@ _ERRORS: dict[str, type[RaycollectError]] = {
     if isinstance(value, type) and issubclass(value, RaycollectError) and value is not _weights.PushError
 }
 """Type on the wire -> class. A PushError holds receipts, which no message carries: it goes as a VersionError."""
-
-_NESTED: dict[str, type[Violation | RankReport]] = {"violations": Violation, "reports": RankReport}
-"""The fields that hold tuples of other values."""
 
 
 def brief(error: RaycollectError) -> str:
@@ -42,9 +41,7 @@ def to_wire(error: RaycollectError) -> dict[str, Any]:
     if cls is RaycollectError and cls is not type(error):  # which would lose the text
         cls, error = KernelError, KernelError(detail=f"{type(error).__name__}: {error}")
     values = {f.name: getattr(error, f.name) for f in fields(cls)}
-    for name in _NESTED.keys() & values.keys():
-        values[name] = list(map(astuple, values[name]))
-    return {"type": cls.__name__, "fields": values}
+    return {"type": cls.__name__, "fields": msgspec.to_builtins(values, builtin_types=(bytes,))}
 
 
 def from_wire(value: dict[str, Any]) -> RaycollectError:
@@ -57,11 +54,9 @@ def from_wire(value: dict[str, Any]) -> RaycollectError:
         cls = _ERRORS.get(value["type"])
         if cls is None:
             raise ProtocolError(detail=f"unknown error type {value['type']!r}")
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in value["fields"].items()}
-        for name in _NESTED.keys() & values.keys():
-            nested = _NESTED[name]
-            names = [one.name for one in fields(nested)]
-            values[name] = tuple(nested(**dict(zip(names, one, strict=True))) for one in values[name])
-        return cls(**values)
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        values, names = value["fields"], {one.name for one in fields(cls)}
+        if not names.issuperset(values):
+            raise ProtocolError(detail=f"a {cls.__name__} has no {', '.join(map(str, values.keys() - names))[:300]}")
+        return msgspec.convert(values, cls)
+    except (msgspec.ValidationError, KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ProtocolError(detail=f"malformed error on the wire: {exc}") from exc

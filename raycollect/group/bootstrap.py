@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from raycollect import backends
 from raycollect.channel import Hub, Link

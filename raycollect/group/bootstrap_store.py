@@ -12,13 +12,14 @@ import os
 import stat
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, urlparse
 
+from msgspec.structs import replace
+
 from raycollect.core import files
-from raycollect.core.codec import Codec
+from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Address
 from raycollect.errors import InvalidGroupError, ProtocolError
 from raycollect.errors.text import is_path, shown
@@ -37,8 +38,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for who writes it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(Wire, frozen=True, kw_only=True):
     """Where rank 0 listens, with the key of the group's channel, and what a person calls its process."""
 
     address: Address

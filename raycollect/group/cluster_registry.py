@@ -13,15 +13,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from time import time
 from typing import Any
 
 import ray
+from msgspec.structs import replace
 from ray.exceptions import RayError
 
 from raycollect.core import ray_internals, threads
-from raycollect.core.codec import Codec
+from raycollect.core.codec import Codec, Wire
 from raycollect.errors import ProtocolError, RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.planner import Membership
@@ -47,8 +47,7 @@ _posting = threads.pool("raycollect-post", 1)
 """One thread, so that records arrive in order; the process ends after the last has arrived."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberRecord:
+class MemberRecord(Wire, frozen=True, kw_only=True):
     """One rank."""
 
     rank: int
@@ -62,8 +61,7 @@ class MemberRecord:
     restarts: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRecord:
+class GroupRecord(Wire, frozen=True, kw_only=True):
     """A declared group, for processes that have no part in it."""
 
     name: str  # its name, which is unique for its controller alone

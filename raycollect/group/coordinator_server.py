@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import Depart, Message, Refused, Welcome
@@ -23,6 +24,7 @@ from raycollect.errors import (
     RaycollectError,
     to_wire,
 )
+from raycollect.errors.text import shown
 from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.group.process_group import ProcessGroup
 
@@ -135,7 +137,9 @@ class CoordinatorServer:
             if self._failed is None:
                 problem = self._problem(hello)
                 if not problem:
-                    self._admit(link)
+                    self._links[hello["rank"]] = link
+                    self._who[hello["rank"]] = str(hello.get("who"))
+                    link.send(Welcome(group_id=self.spec.group_id))
                     return
                 self._fail(InvalidGroupError(group_name=self.spec.name, detail=problem))
             if self._failed is not None:
@@ -176,27 +180,15 @@ class CoordinatorServer:
             self._all_told.set()  # the others find the next leader
 
     def _problem(self, said: dict[str, Any]) -> str:
-        rank, world_size, backend = said.get("rank"), said.get("world_size"), said.get("backend")
-        who = f"rank {rank} ({said.get('who')})"
-        mine = f"rank 0 ({self._who[0]})"
-        if world_size != self.spec.world_size:
-            return f"{who} says that world_size is {world_size}, and {mine} that it is {self.spec.world_size}"
-        if backend != self.spec.backend:
-            return f"{who} asks for backend {backend!r}, and {mine} for {self.spec.backend!r}"
-        if said.get("options") != repr(self.spec.options):
-            return f"{who} gives other pg_options than {mine}"
-        if not isinstance(rank, int) or not 0 <= rank < self.spec.world_size:
-            return f"{who} is no rank of a group of {self.spec.world_size}"
-        if rank in self._who:
-            return f"rank {rank} was taken twice: by {self._who[rank]} and by {said.get('who')}"
-        return ""
-
-    def _admit(self, link: Link) -> None:
-        hello = link.hello
-        rank = hello["rank"]
-        self._links[rank] = link
-        self._who[rank] = str(hello.get("who"))
-        link.send(Welcome(group_id=self.spec.group_id))
+        rank, size, who = said.get("rank"), self.spec.world_size, said.get("who")
+        mine = hello_of(self.spec, 0, "")
+        for name in ("world_size", "backend", "options"):
+            if said.get(name) != mine[name]:
+                there, here = f"rank {rank} ({who})", f"rank 0 ({self._who[0]})"
+                return f"{there} says that {name} is {shown(said.get(name))}, and {here} that it is {shown(mine[name])}"
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            return f"rank {rank} ({who}) is no rank of a group of {size}"
+        return f"rank {rank} was taken twice: by {self._who[rank]} and by {who}" if rank in self._who else ""
 
     def _refuse(self, link: Link, error: RaycollectError) -> None:
         self._told.add(_name(link.hello))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect import backends
 from raycollect.core.model import GroupSpec, Member, ReduceOp
@@ -28,14 +29,17 @@ BY_HOST = ("tcp", "gloo", "torch:gloo")
 
 def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | None = None, **more: Any) -> Membership:
     """A group with these members, by rank; `more` are other fields of `Membership`."""
-    costs = costs or Costs()
+    costs, capabilities = costs or Costs(), backends.get(spec.backend, spec.name)
     topology = Topology.of([one.machine for one in members], inside=costs.inside, between=costs.between)
     return Membership(
         spec=spec,
         participants=tuple([one.actor_id for one in members]),
         members=tuple(members),
         topology=topology,
-        bitwise=backends.get(spec.backend, spec.name).bitwise and spec.in_rank_order,
+        bitwise=capabilities.bitwise and spec.in_rank_order,
+        coalesces=capabilities.coalesces,
+        chunk_nbytes=capabilities.chunk_nbytes,
+        costs_like=capabilities.costs_like,
         **more,
     )
 

@@ -6,8 +6,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from raycollect.channel.messages import Answer, Ask, Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
 from raycollect.core.model import GroupSpec

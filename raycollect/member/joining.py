@@ -18,7 +18,11 @@ CHANGED = "the members of the group have changed: call again, with the current r
 
 def join(groups: ProcessGroups, controller: str, reporter: Reporter, message: Join) -> None:
     """Joins a group of a controller, in a thread of its own; ProtocolError: the message makes no sense."""
-    spec = _read_spec(message)
+    spec = message.group
+    if not 0 <= message.rank < spec.world_size or len(message.members) != spec.world_size:
+        raise ProtocolError(
+            detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(message.members)} members"
+        )
     if spec.group_id in groups.by_id:  # nothing would ever release what the first one holds
         raise ProtocolError(detail="a group is joined once")
     made, before = _made(spec, controller, reporter, message), groups.by_id.get(message.replaces)
@@ -54,9 +58,9 @@ def _made(spec: GroupSpec, controller: str, reporter: Reporter, message: Join) -
         spec,
         message.rank,
         reporter.link.send,
-        members=[member["actor"] for member in members],
-        actor_ids=[str(member.get("actor_id", "")) for member in members],
-        ordered=bool(members[message.rank]["ordered"]),
+        members=[member.actor for member in members],
+        actor_ids=[member.actor_id for member in members],
+        ordered=members[message.rank].ordered,
         host=ray_internals.node_address(),
         controller=controller,
         watch=watch,
@@ -70,14 +74,3 @@ def _connect(group: ProcessGroup, reporter: Reporter, message: Join) -> None:
         error = threads.failed(f"joining group {group.name!r}", exc)
     failed = None if error is None else to_wire(error)
     reporter.tell(Joined(request=message.request, error=failed))
-
-
-def _read_spec(message: Join) -> GroupSpec:
-    try:
-        spec = GroupSpec(**message.group)
-    except (TypeError, ValueError) as exc:
-        raise ProtocolError(detail=f"malformed group: {exc}") from exc
-    named = [isinstance(member.get("actor"), str) and "ordered" in member for member in message.members]
-    if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
-        raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
-    return spec

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import ray
+from msgspec import ValidationError, convert
 
 from raycollect.backends import Gpu, arrays, gpus, streams
 from raycollect.channel import CompletionBellClient, DataLink, Link, OrderBellClient, Server
@@ -284,8 +285,8 @@ class Runtime:
         """A controller connected: it gets the lease, or hears which controller has it (P10)."""
         hello = link.hello
         controller, description = str(hello.get("controller")), str(hello.get("description"))
-        bell = _within_reach(lambda: CompletionBellClient(Segment(*hello["bell"][:-1]), hello["bell"][-1]))
-        order_bell = _within_reach(lambda: OrderBellClient(Segment(*hello["orders"])))
+        bell = _within_reach(lambda: CompletionBellClient(*convert(hello["bell"], tuple[Segment, int])))
+        order_bell = _within_reach(lambda: OrderBellClient(convert(hello["orders"], Segment)))
         with self._lock:
             if self._lease is not None and self._lease.controller != controller:
                 error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
@@ -366,7 +367,7 @@ def _within_reach(end: Callable[[], _Bell]) -> _Bell | None:
     """This participant's end of a bell that the controller told of; None if it told of none, or it is out of reach."""
     try:
         return end()
-    except (OSError, ValueError, TypeError, LookupError):
+    except (ValidationError, OSError, ValueError, TypeError, LookupError):
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 from ray.util.metrics import Counter, Histogram
 
@@ -36,33 +37,24 @@ METRICS = {
 """Name -> description. Ray puts ``ray_`` before names, and ``_total`` behind those of counters."""
 
 
-class RayMeters:
-    """Ray's counters and histograms."""
-
-    def __init__(self) -> None:
-        self._counters = {name: Counter(name, METRICS[name], tag_keys=TAGS) for name in (CALLS, NBYTES)}
-        self._histograms = {
+@cache
+def ray_meters() -> Mapping[str, Any]:
+    """Ray's counters and histograms, by name."""
+    return {
+        **{name: Counter(name, METRICS[name], tag_keys=TAGS) for name in (CALLS, NBYTES)},
+        **{
             name: Histogram(name, METRICS[name], boundaries=_BOUNDS_S, tag_keys=TAGS)
             for name in (SECONDS, CHECK_SECONDS)
-        }
-
-    def count(self, name: str, value: float, tags: Mapping[str, str]) -> None:
-        """Adds to a counter; Ray accepts only values above zero."""
-        if value > 0:
-            self._counters[name].inc(value, tags=dict(tags))
-
-    def observe(self, name: str, value: float, tags: Mapping[str, str]) -> None:
-        """Adds to a histogram."""
-        self._histograms[name].observe(value, tags=dict(tags))
-
-
-_meters = cache(RayMeters)
+        },
+    }
 
 
 class Publisher:
     """Publishes the spans that come into a ring, until it is closed; `places` gives this process's groups by id."""
 
-    def __init__(self, ring: Ring, places: Callable[[], Mapping[str, Place]], meters: RayMeters | None = None) -> None:
+    def __init__(
+        self, ring: Ring, places: Callable[[], Mapping[str, Place]], meters: Mapping[str, Any] | None = None
+    ) -> None:
         self._ring = ring
         self._places = places
         self._meters = meters
@@ -84,14 +76,14 @@ class Publisher:
         threads.survives(self._flush, place="publishing metrics")
 
     def _flush(self) -> None:
-        meters = self._meters or _meters()
+        meters = ray_meters() if self._meters is None else self._meters
         self._mark, spans = self._ring.since(self._mark)
         places = {**self._ring.groups, **self._places()}
         for span in spans:
             _publish(span, places, meters)
 
 
-def _publish(span: Span, places: Mapping[str, Place], meters: RayMeters) -> None:
+def _publish(span: Span, places: Mapping[str, Place], meters: Mapping[str, Any]) -> None:
     label = span.label
     if span.error or not (span.kind == CHECK or (span.kind in (COLLECTIVE, KERNEL) and label.calls)):
         return
@@ -104,8 +96,9 @@ def _publish(span: Span, places: Mapping[str, Place], meters: RayMeters) -> None
     }
     took_s = span.end_s - span.begin_s
     if span.kind == CHECK:
-        meters.observe(CHECK_SECONDS, took_s, tags)
+        meters[CHECK_SECONDS].observe(took_s, tags=tags)
         return
-    meters.count(CALLS, label.calls, tags)
-    meters.count(NBYTES, label.nbytes, tags)
-    meters.observe(SECONDS, took_s, tags)
+    for name, value in ((CALLS, label.calls), (NBYTES, label.nbytes)):
+        if value > 0:  # Ray accepts no other
+            meters[name].inc(value, tags=tags)
+    meters[SECONDS].observe(took_s, tags=tags)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
@@ -252,7 +252,7 @@ class Tracer:
 class _Rows(NamedTuple):
     """What a ring held, as it travels: the few labels and names once."""
 
-    names: tuple[tuple[Annotated[str, KINDS], str, str], ...]  # kind, name and error of spans
+    names: tuple[tuple[str, str, str], ...]  # kind, name and error of spans
     labels: tuple[Label, ...]
     # For each span the place of its names; begin, end, thread, seq; the place of its label
     spans: tuple[tuple[int, float, float, int, int, int], ...]
@@ -285,6 +285,8 @@ def decode_recorded(payload: bytes | bytearray) -> Recorded:
             if not 0 <= begin_s <= end_s < float("inf"):
                 raise ValueError(f"malformed spans: from {begin_s} to {end_s}")
             kind, name, error = names[what]
+            if kind not in KINDS:
+                raise ValueError(f"malformed spans: of kind {kind[:80]!r}")
             spans.append(Span(kind, name, begin_s, end_s, thread, seq, labels[label], error))
         return Recorded(tuple(spans), dropped, threads, groups)
     except ProtocolError as exc:

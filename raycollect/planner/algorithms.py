@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from raycollect.core.model import OpKind
 from raycollect.planner import pairs
@@ -71,13 +73,10 @@ _ROWS = (
 
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 
-STAND_INS: dict[OpKind, Algorithm] = {kind: row for kind in OpKind for row in _ROWS if row.needs and kind in row.kinds}
-"""Operation that a backend lacks -> the algorithm that stands in, where the backend can send and receive."""
 
-
-def stand_in(part: Part, membership: Membership) -> Part:
+def by_pairs(part: Part, membership: Membership) -> Part:
     """Replaces a kernel that the backend lacks by sends and receives."""
-    return build(part, membership, STAND_INS[part.request.kind])
+    return build(part, membership, next(row for row in _ROWS if row.needs and part.request.kind in row.kinds))
 
 
 def build(part: Part, membership: Membership, algorithm: Algorithm) -> Part:
@@ -122,7 +121,7 @@ def rivals(part: Part, membership: Membership) -> tuple[str, ...]:
 def cost_of(algorithm: Algorithm, part: Part, membership: Membership) -> Cost:
     """The cost of a part by one algorithm."""
     layout = Layout.of(membership.topology, part.request.root, rank_order=membership.bitwise)
-    return algorithm.cost(part.request.kind, membership.spec.backend, layout)
+    return algorithm.cost(part.request.kind, membership.pricing, layout)
 
 
 def _others(part: Part, membership: Membership) -> list[Algorithm]:

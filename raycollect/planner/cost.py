@@ -337,7 +337,7 @@ _FAMILIES: dict[str, dict[OpKind, _Price]] = {
     "gloo": _GLOO,
     "torch:gloo": _GLOO | {OpKind.REDUCE: _mesh_reduce},
 }
-"""Backend -> its costs; a backend that is not here is priced as a ring."""
+"""Backend -> its costs; others have those of rings, unless they say whose they have (`Capabilities.costs_like`)."""
 
 
 ONE_HOST = frozenset(backend for backend, family in _FAMILIES.items() if family is _SHARED)

@@ -9,10 +9,11 @@ product is taken literally: it cuts into so many parts, each of which is cut ove
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import prod
+
+from msgspec.structs import replace
 
 from raycollect.core.placement import UNKNOWN, Cut, Placement
 from raycollect.errors import Violation, wrong_layout

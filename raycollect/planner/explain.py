@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from raycollect.core.model import PIECES, PREFIXES, GroupSpec, OpKind
+from raycollect.core.model import PIECES, PREFIXES, OpKind
 from raycollect.planner.algorithms import ALGORITHMS, cost_of, rivals
 from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
@@ -23,32 +23,23 @@ from raycollect.planner.topology import Topology
 from raycollect.planner.wording import PEER, nbytes_words, op_words, ranks_words, reduce_op_words, seconds_words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan that is a stage of a captured step."""
-
-    plan: Plan
-    given: Mapping[Source, Infos]  # the tensors of each operand; see `explain`
-    first: int  # the number of its first call among all calls of the step
-    fixed: int = 0  # how many of the operands are refs
-
-
-def explain_step(stages: Sequence[Planned | Methods], participants: int) -> StepExplanation:
-    """Explains what each run of a captured step will do.
-
-    Raises:
-        KeyError: An operand's tensors are not known.
-        ValueError: An operand can't be cut into a piece per rank.
-    """
-    found = [stage if isinstance(stage, Methods) else explain(stage.plan, stage.given, stage.first) for stage in stages]
-    plans = [stage for stage in found if isinstance(stage, Explanation)]
+def explain_step(stages: Sequence[tuple[Explanation | Methods, int]], participants: int) -> StepExplanation:
+    """Explains what each run of a captured step will do: its stages, each with how many refs are its operands."""
+    plans = [stage for stage, _ in stages if isinstance(stage, Explanation)]
+    memories = [one.memory for one in plans]
     return StepExplanation(
         participants=participants,
-        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage in found),
-        stages=tuple(found),
-        fixed=tuple(stage.fixed for stage in stages),
+        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage, _ in stages),
+        stages=tuple(stage for stage, _ in stages),
+        fixed=tuple(fixed for _, fixed in stages),
         launches=sum(one.launches for one in plans),
-        memory=_memory_of_all([one.memory for one in plans]),
+        memory=Memory(
+            outputs=sum(one.outputs for one in memories),
+            scratch=max((one.scratch for one in memories), default=0),
+            packing=max((one.packing for one in memories), default=0),
+            stand_ins=max((one.stand_ins for one in memories), default=0),
+            chunks=tuple({name: nbytes for one in memories for name, nbytes in one.chunks}.items()),
+        ),
         time_s=sum(one.time_s for one in plans),
         nbytes_inside=sum(one.nbytes_inside for one in plans),
         nbytes_between=sum(one.nbytes_between for one in plans),
@@ -117,7 +108,7 @@ class _Bundle:
         staged = [one for number in self.calls for one in sizes.staged(number)]
         on_device = self.membership.spec.memory not in ("", "cpu")  # where nothing is packed
         staging = 0 if on_device else plan.staging
-        self.packing = packing(self.part.request.kind, self.membership.spec.backend, staged, staging)
+        self.packing = packing(self.part.request.kind, staged, staging, coalesces=self.membership.coalesces)
         self.tensors = len(staged)  # per rank, in pieces: per piece
         self.costs = tuple(_price(self.part, self.membership, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
@@ -246,10 +237,7 @@ def _time_s(bundles: Sequence[_Bundle]) -> float:
     return max(free.values(), default=0.0)
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 12 << 20, "torch:": 32 << 20}
-"""Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
-the same."""
-_BY_HOST_NBYTES = 34 << 20  # the same where the backend goes host by host
+_BY_HOST_NBYTES = 34 << 20  # the most bytes of the chunks on a rank where the backend goes host by host
 
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
@@ -264,30 +252,14 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
                 stand_ins[member] += sizes.stand_ins(number, rank)
     moves = [sizes.moved(number) for bundle in bundles for number in bundle.calls]
     boxes = max((one.staging for moved in moves if moved is not None for one in moved.ranks), default=0)
-    specs = [bundle.membership.spec for bundle in bundles]
-    chunks = {one.name: _chunks_of(one) for one in specs}
+    groups = [bundle.membership for bundle in bundles]
+    chunks = {one.spec.name: _BY_HOST_NBYTES if one.spec.hosts else one.chunk_nbytes for one in groups}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
         packing=max((boxes, *(bundle.packing.nbytes for bundle in bundles))),
         stand_ins=max(stand_ins, default=0),
         chunks=tuple(chunks.items()),
-    )
-
-
-def _chunks_of(spec: GroupSpec) -> int:
-    if spec.hosts:
-        return _BY_HOST_NBYTES
-    return _CHUNKS.get("torch:" if spec.backend.startswith("torch:") else spec.backend, -1)
-
-
-def _memory_of_all(parts: Sequence[Memory]) -> Memory:
-    return Memory(
-        outputs=sum(one.outputs for one in parts),
-        scratch=max((one.scratch for one in parts), default=0),
-        packing=max((one.packing for one in parts), default=0),
-        stand_ins=max((one.stand_ins for one in parts), default=0),
-        chunks=tuple({name: nbytes for one in parts for name, nbytes in one.chunks}.items()),
     )
 
 
@@ -322,10 +294,6 @@ def _piece(piece: int) -> str:
     return "" if piece < 0 else f" piece {piece}"
 
 
-_TOGETHER = frozenset({"shm"})
-"""The backends that run kernels together (`raycollect.core.protocols.Together`)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Which tensors of a bundle travel together."""
@@ -336,10 +304,9 @@ class Packing:
     together: int = 0  # how many tensors the backend runs with one synchronization of the ranks
 
 
-def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
+def packing(kind: OpKind, sizes: Sequence[tuple[str, int]], staging: int, *, coalesces: bool) -> Packing:
     """Predicts what travels together (`fusion`), from the dtype and the staging bytes of each tensor of a bundle."""
-    runs_together = backend in _TOGETHER and kind not in PIECES
-    large = set(offered([nbytes for _, nbytes in sizes])) if runs_together else set[int]()
+    large = set(offered([nbytes for _, nbytes in sizes])) if coalesces and kind not in PIECES else set[int]()
     rest = [one for at, one in enumerate(sizes) if at not in large]
     packed = [[rest[at][1] for at in bucket] for bucket in buckets(rest, staging) if len(bucket) > 1]
     return Packing(
@@ -351,21 +318,12 @@ def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], stagin
 
 
 def _price(part: Part, membership: Membership, name: str) -> Cost:
-    """The cost of one of a part's algorithms."""
-    if name == NATIVE.name:
-        return _own(part, membership)
-    return cost_of(ALGORITHMS[name], part, membership)
-
-
-def _own(part: Part, membership: Membership) -> Cost:
-    """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
+    """The cost of one of a part's algorithms; of several kernels that substitute one, one after the other."""
+    if name != NATIVE.name:
+        return cost_of(ALGORITHMS[name], part, membership)
     hosts = membership.topology.hosts
     place = replace(membership.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
     layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=membership.bitwise)
-    kinds = dict.fromkeys(
-        OpKind.SEND if step.kind is OpKind.RECV else step.kind
-        for template in part.templates
-        for step in template.steps
-        if isinstance(step.kind, OpKind)
-    )
-    return sum((priced(kind, membership.spec.backend, layout) for kind in kinds), FREE)
+    steps = [step for template in part.templates for step in template.steps if isinstance(step.kind, OpKind)]
+    kinds = dict.fromkeys(OpKind.SEND if step.kind is OpKind.RECV else step.kind for step in steps)
+    return sum((priced(kind, membership.pricing, layout) for kind in kinds if isinstance(kind, OpKind)), FREE)

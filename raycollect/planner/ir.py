@@ -125,7 +125,7 @@ class Part:
     def domain(self, rank: int) -> Domain:
         """The group, as one rank takes part in it."""
         group = self.request.group
-        return Domain(group_id=group.group_id, rank=rank, ranks=self.ranks, memory=group.memory)
+        return Domain.of(group.group_id, rank, self.ranks, group.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +310,7 @@ class Plan:
 
     def _agreement(self, position: int) -> Domain:
         group_id = "" if self.agreement is None else self.agreement.spec.group_id
-        return Domain(group_id=group_id, rank=self._at_agreement[position], ranks=self._at_agreement)
+        return Domain.of(group_id, self._at_agreement[position], self._at_agreement)
 
     @cached_property
     def _at_agreement(self) -> tuple[int, ...]:

@@ -196,7 +196,9 @@ class Layout:
 
     def to_bytes(self) -> bytes:
         """The layout as msgpack; the inverse of `from_bytes`."""
-        return _LAYOUTS.encode(self)
+        rows = [(one.rank, one.box, one.at, one.part) for one in self.regions.rows]
+        regions = self.regions.world_size, self.regions.parts, rows
+        return _LAYOUTS.encode((self.shape, self.dtype, regions, self.key, self.axes, self.converts, self.said))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:
@@ -208,9 +210,12 @@ class Layout:
         if not isinstance(data, bytes):
             refuse("layout", data, "what Layout.to_bytes wrote")
         try:
-            return _LAYOUTS.decode(data)
+            shape, dtype, (world_size, parts, rows), key, axes, converts, said = _LAYOUTS.decode(data)
         except ProtocolError as exc:
             refuse("layout", f"unreadable ({exc.detail})", "what Layout.to_bytes wrote")
+        regions = tuple(Region(rank=rank, box=box, at=at, part=part) for rank, box, at, part in rows)
+        table = Regions(world_size, parts, regions)
+        return cls(shape=shape, dtype=dtype, regions=table, key=key, axes=axes, converts=converts, said=said)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.signature == other.signature)
@@ -235,7 +240,8 @@ class Layout:
         return "\n".join(lines)
 
 
-_LAYOUTS = Codec[Layout](Layout, "layout", version=3)
+_Row = tuple[int, tuple[tuple[int, int], ...], tuple[int, ...], int]  # a region: rank, box, at, part
+_LAYOUTS = Codec[Any](tuple[Point, str, tuple[int, int, tuple[_Row, ...]], str, Axes, bool, str], "layout", version=4)
 
 
 def unfolded(axes: Axes, shape: Point) -> Point:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from raycollect.core.model import PIECES, PREFIXES, OpKind
 from raycollect.errors import Violation, refusal
-from raycollect.planner.algorithms import STAND_INS, stand_in
+from raycollect.planner.algorithms import by_pairs
 from raycollect.planner.ir import Operands, Part, Request
 from raycollect.planner.membership import Membership
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
@@ -56,7 +58,7 @@ def _barrier(request: Request, operands: Operands) -> Template:
 
 def committed(part: Part, request: Request) -> Part:
     """Turns a part that makes new tensors into the in-place one, which commits after all ranks have results."""
-    return replace(part, request=request, templates=tuple(map(_committed, part.templates)))
+    return dataclasses.replace(part, request=request, templates=tuple(map(_committed, part.templates)))
 
 
 def _committed(template: Template) -> Template:
@@ -105,15 +107,21 @@ def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
     return replace(made, buffers=(*made.buffers, *scratch), steps=steps)
 
 
-SUBSTITUTES: dict[OpKind, tuple[tuple[OpKind, ...], _Part]] = {
-    OpKind.ALLREDUCE: ((OpKind.REDUCE, OpKind.BROADCAST), _by_broadcast),
-    OpKind.REDUCE: ((OpKind.ALLREDUCE,), _on_all),
-    OpKind.ALLGATHER: ((OpKind.GATHER, OpKind.BROADCAST), _by_broadcast),
-    OpKind.GATHER: ((OpKind.ALLGATHER,), _on_all),
-    OpKind.REDUCESCATTER: ((OpKind.REDUCE, OpKind.SCATTER), _reducescatter_by_scatter),
-    OpKind.BARRIER: ((), lambda request, operands: Template(buffers=(), steps=())),
+_PAIR = (OpKind.SEND, OpKind.RECV)
+
+SUBSTITUTES: dict[OpKind, dict[tuple[OpKind, ...], _Part | None]] = {
+    OpKind.ALLREDUCE: {(OpKind.REDUCE, OpKind.BROADCAST): _by_broadcast},
+    OpKind.REDUCE: {(OpKind.ALLREDUCE,): _on_all},
+    OpKind.BROADCAST: {_PAIR: None},
+    OpKind.ALLGATHER: {(OpKind.GATHER, OpKind.BROADCAST): _by_broadcast, _PAIR: None},
+    OpKind.GATHER: {(OpKind.ALLGATHER,): _on_all, _PAIR: None},
+    OpKind.SCATTER: {_PAIR: None},
+    OpKind.REDUCESCATTER: {(OpKind.REDUCE, OpKind.SCATTER): _reducescatter_by_scatter},
+    OpKind.ALLTOALL: {_PAIR: None},
+    OpKind.BARRIER: {(): lambda request, operands: Template(buffers=(), steps=())},
 }
-"""Operation that a backend lacks -> the operations that it is made of instead, and how."""
+"""Operation that a backend lacks -> the operations that it is made of instead, the best first, and how; None: by the
+algorithm of pairs."""
 
 
 def lower(request: Request, membership: Membership) -> Part:
@@ -125,22 +133,20 @@ def lower(request: Request, membership: Membership) -> Part:
     write = _writer(request)
     written = [(write or _own)(request, operands) for operands in request.operands]
     part = Part(request=request, templates=(), parts=()).over(written)
-    return part if write else stand_in(part, membership)
+    return part if write else by_pairs(part, membership)
 
 
 def _writer(request: Request) -> _Part | None:
     kind, ops = request.kind, request.group.ops
-    if _has(ops, (OpKind.SEND, OpKind.RECV) if kind is OpKind.SEND else (kind,)):
+    if _has(ops, _PAIR if kind is OpKind.SEND else (kind,)):
         return _barrier if kind is OpKind.BARRIER else _own
-    if kind in SUBSTITUTES and _has(ops, SUBSTITUTES[kind][0]):
-        return SUBSTITUTES[kind][1]
-    if kind in STAND_INS and _has(ops, STAND_INS[kind].needs):
-        return None
-    made = {k for k, (parts, _) in SUBSTITUTES.items() if _has(ops, parts)}
-    made |= {k for k, algorithm in STAND_INS.items() if _has(ops, algorithm.needs)}
-    can = sorted({*ops, *(k.value for k in made)})
+    for needs, write in SUBSTITUTES.get(kind, {}).items():
+        if _has(ops, needs):
+            return write
+    made = [k.value for k, ways in SUBSTITUTES.items() if any(_has(ops, needs) for needs in ways)]
     found = f"{kind.value}, which backend {request.group.backend!r} does not have"
-    violation = Violation(kind="unsupported", rank=-1, field="op", found=found, expected=f"one of {', '.join(can)}")
+    expected = f"one of {', '.join(sorted({*ops, *made}))}"
+    violation = Violation(kind="unsupported", rank=-1, field="op", found=found, expected=expected)
     raise refusal(kind.value, request.group.name, (violation,))
 
 

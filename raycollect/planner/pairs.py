@@ -21,8 +21,9 @@ Source: Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication O
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from raycollect.core.model import OpKind
 from raycollect.planner.cost import FREE, Cost, Layout, Line, depth, launch, priced

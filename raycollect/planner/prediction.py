@@ -9,8 +9,6 @@ from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.cost import ONE_HOST, Layout
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
-_BITWISE = ("local", "shm")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -36,7 +34,7 @@ class Cluster:
         """Whether elements are folded in rank order."""
         if self.bitwise is not None:
             return self.bitwise
-        return self.backend in _BITWISE or (self.backend == "tcp" and 1 in (self.hosts, self.ranks_per_host))
+        return self.backend in ONE_HOST or (self.backend == "tcp" and 1 in (self.hosts, self.ranks_per_host))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

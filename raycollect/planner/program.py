@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated
 
-from raycollect.core import codec
-from raycollect.core.model import OPS, ReduceOp
+from msgspec import Meta
+
+from raycollect.core.codec import Wire
+from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.template import NATIVE, Choice, Template
 
 MOST_RANKS = 1 << 20
@@ -17,45 +19,38 @@ STAGING_NBYTES = 32 << 20
 """The default for the staging in which tensors may travel packed."""
 
 
-def _write_ranks(ranks: tuple[int, ...]) -> int | tuple[int, ...]:
-    whole = ranks[:1] == (0,) and ranks[-1] == len(ranks) - 1  # they ascend: 0 to n - 1
-    return len(ranks) if whole else ranks
-
-
-def _read_ranks(value: Any) -> tuple[int, ...]:
-    if type(value) is not int:
-        return _some_ranks(value)
-    if not 0 <= value <= MOST_RANKS:
-        raise ValueError(f"{value} ranks")
-    return tuple(range(value))
-
-
-_some_ranks: Callable[[Any], tuple[int, ...]] = codec.reader(tuple[int, ...])
-
-Ranks = Annotated[tuple[int, ...], codec.Form(_write_ranks, _read_ranks)]
-"""Ranks, ascending; all of 0 to n - 1 travel as their number."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Domain:
+class Domain(Wire, frozen=True, kw_only=True, dict=True):
     """The ranks that run a kernel together."""
 
     group_id: str  # the group whose communicator runs it; empty at an agreement through the controller
     rank: int
-    ranks: Ranks  # the ranks that take part
+    members: Annotated[int, Meta(ge=0, le=MOST_RANKS)] | tuple[int, ...]  # `ranks`; n for all of 0 to n - 1
     memory: str = ""  # where its kernels work; see `GroupSpec.memory`
 
+    @classmethod
+    def of(cls, group_id: str, rank: int, ranks: tuple[int, ...], memory: str = "") -> Domain:
+        """The domain of these ranks, ascending."""
+        is_whole = ranks[:1] == (0,) and ranks[-1] == len(ranks) - 1
+        return cls(group_id=group_id, rank=rank, members=len(ranks) if is_whole else ranks, memory=memory)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return tuple(range(self.members)) if isinstance(self.members, int) else self.members
+
+
+class Share(Wire, frozen=True, kw_only=True):
     """What one rank does for all requests of one form."""
 
-    op: Annotated[str, OPS]  # the operation's name, for messages and the agreement
+    op: str  # the operation's name, for messages and the agreement
     domain: Domain  # who takes part
     root: int  # the root rank that all must agree on; -1: none
     reduce_op: ReduceOp | None  # the reduce op that all must agree on
-    template: Annotated[Template, codec.PACKED]
+    template: Template
     choices: tuple[Choice, ...] = (NATIVE,)  # the algorithms, in the order of `Template.ways`
+
+    def __post_init__(self) -> None:
+        OpKind(self.op)
 
     @property
     def group_id(self) -> str:
@@ -73,8 +68,7 @@ class Share:
         return self.domain.ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(Wire, frozen=True, kw_only=True):
     """One request, on one participant."""
 
     share: int  # the index of its share in the program
@@ -85,8 +79,7 @@ class Task:
     alone: int = 0  # where its launches begin if nothing may be reordered; see `Program.bundles`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class Bundle(Wire, frozen=True, kw_only=True):
     """Tasks of one share that run together: tensors of all of them may travel packed."""
 
     tasks: tuple[int, ...]  # the indexes of the tasks, ascending
@@ -94,8 +87,7 @@ class Bundle:
     base: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(Wire, frozen=True, kw_only=True, dict=True):
     """One participant's half of a plan; the same whenever a plan of this form is dispatched again.
 
     Launches are numbered over all participants, and each participant begins its own in ascending order. This is one
@@ -109,7 +101,7 @@ class Program:
     # Who agrees: the ranks of a group that all participants are members of; or all positions, with an empty group
     # id, through the controller
     agreement: Domain
-    shares: tuple[Annotated[Share, codec.PACKED], ...]  # distinct
+    shares: tuple[Share, ...]  # distinct
     tasks: tuple[Task, ...]
     # The tasks in the order in which they run, valid where different keys are different memory. Where one
     # participant finds that they are not, all run one task after the other instead, in the order of the requests,
@@ -122,11 +114,11 @@ class Program:
     staging: int = STAGING_NBYTES  # the bytes of staging in which tensors may travel packed; 0: none does
     # Whether all participants synchronize through the controller before they overwrite their operands
     commits: bool = False
-    group_ids: frozenset[str] = field(init=False, compare=False, repr=False)  # the groups of its requests
 
-    def __post_init__(self) -> None:
-        group_ids = frozenset([share.group_id for share in self.shares])
-        object.__setattr__(self, "group_ids", group_ids)
+    @cached_property
+    def group_ids(self) -> frozenset[str]:
+        """The groups of its requests."""
+        return frozenset([share.group_id for share in self.shares])
 
     @property
     def makes(self) -> bool:
@@ -138,8 +130,7 @@ class Program:
         return () if self.everyone else tuple(map(self.agreement.ranks.index, ranks))
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(Wire, frozen=True):
     """A plan's place in the order of one participant (P2)."""
 
     seq: int  # its place in its controller's order, from 1; its launches take the numbers from there on

@@ -120,7 +120,6 @@ class Methods:
     """A stage of a captured step: method calls with no collective between them."""
 
     calls: tuple[Invoked, ...]  # the calls, in order; those of different actors run at the same time
-    fixed: int = 0  # how many refs are among their arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

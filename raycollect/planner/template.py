@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
+from raycollect.core.codec import Wire
 from raycollect.core.model import OpKind, ReduceOp
 
 
@@ -23,8 +23,7 @@ class Role(enum.Enum):
     """Made before the agreement, as the layouts of a reshard say (`Template.boxes`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buffer:
+class Buffer(Wire, frozen=True, kw_only=True):
     """One operand, output or scratch; it may stand for a list or dict of tensors."""
 
     role: Role
@@ -38,18 +37,20 @@ class Buffer:
 
 
 class Local(enum.Enum):
-    """What a rank does by itself. None of it begins a launch: `Step.at` is that of a kernel before or behind it."""
+    """What a rank does by itself. None of it begins a launch: `Step.at` is that of a kernel before or behind it.
 
-    COPY = "copy"
+    Values are numbers, which tell them from those of `OpKind` on the wire.
+    """
+
+    COPY = 1
     """Copies `src` (or one piece of it) to `dst` (or one piece of it), which may be the same memory."""
-    COMMIT = "commit"
+    COMMIT = 2
     """Waits until the controller knows that all ranks have come this far.
 
     No operand is written before it, so that either all ranks get their results, or all keep what they had."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(Wire, frozen=True, kw_only=True):
     """One kernel, over all tensors of its buffers."""
 
     kind: OpKind | Local  # what to do; `model.PIECES` says where a buffer is taken as one piece per rank
@@ -64,8 +65,7 @@ class Step:
     dst_piece: int = -1  # the piece of `dst`; -1: all of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
+class Template(Wire, frozen=True, kw_only=True):
     """What one rank does for a request."""
 
     buffers: tuple[Buffer, ...]
@@ -92,8 +92,7 @@ class Template:
         return any(buffer.is_output for buffer in self.buffers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Wire, frozen=True, kw_only=True):
     """One of a part's algorithms, and its conditions; the last one whose conditions hold is taken."""
 
     name: str = "native"  # `native`, `tree`, ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any
+from typing import Any, Literal
 
 from raycollect.backends import dtensors
 from raycollect.core.model import TENSOR, Structure
@@ -126,8 +126,9 @@ def _take_apart(
         return TENSOR
     names: tuple[Any, ...] = ()
     children: Sequence[Any] | None
-    if type(value) in (list, tuple):
-        kind, children = type(value).__name__, value
+    kind: Literal["list", "tuple", "dict"]
+    if type(value) is list or type(value) is tuple:
+        kind, children = "list" if type(value) is list else "tuple", value
     elif isinstance(value, Mapping):
         kind, names, children = "dict", tuple(value), _lasting_values(value, is_tensor)
     else:

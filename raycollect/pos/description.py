@@ -1,28 +1,18 @@
-"""How the holder of a value describes it to another process: its structure, its tensors, where their bytes lie.
-
-A description is a list of rows in the order of the structure, a container before its items. Rows travel in chunks, as
-no list in a message is long.
-"""
+"""How the holder of a value describes it to another process: its structure, its tensors, where their bytes lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, repeat
-from typing import Any
 
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.channel.packing import pack, unpack
-from raycollect.core.model import TENSOR, BufferRef, Segment, Structure, TensorInfo
+from raycollect.core.codec import Codec
+from raycollect.core.model import BufferRef, Segment, Structure, TensorInfo
 from raycollect.errors import ProtocolError
 from raycollect.pos.container import DEEPEST
-
-_CHUNK = 4096
-_NOWHERE = Segment(0, 0, b"", 0)
-_Row = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +30,15 @@ class Description:
     refs: Sequence[BufferRef | None]
 
 
+_Packed = tuple[Segment | None, Structure, tuple[TensorInfo, ...], tuple[int | None, ...]]
+_DESCRIPTIONS = Codec[_Packed](_Packed, "description of tensors")  # where each of them begins in the segment
+
+
 def encode(value: Description) -> bytes:
     """Packs a description; the memory that it names lies in one segment."""
-    segment = next((ref.segment for ref in value.refs if ref), _NOWHERE)
-    rows = list(_rows(None, value.structure, zip(value.infos, value.refs, strict=True)))
-    return pack([list(astuple(segment)), [rows[at : at + _CHUNK] for at in range(0, len(rows), _CHUNK)]])
+    segment = next((ref.segment for ref in value.refs if ref), None)
+    offsets = tuple(ref.offset if ref else None for ref in value.refs)
+    return _DESCRIPTIONS.encode((segment, value.structure, tuple(value.infos), offsets))
 
 
 def decode(found: bytes) -> Description:
@@ -53,61 +47,36 @@ def decode(found: bytes) -> Description:
     Raises:
         ProtocolError: It is none, or one that can't be.
     """
+    segment, structure, infos, offsets = _DESCRIPTIONS.decode(found)
     try:
-        where, chunks = unpack(found)
-        segment, rows = Segment(*where), chain.from_iterable(chunks)
-        infos: list[TensorInfo] = []
-        refs: list[BufferRef | None] = []
-        _, structure = _read(rows, segment, infos, refs, DEEPEST)
-        if next(rows, None) is not None:
-            raise ValueError("rows that belong to nothing")
-    except StopIteration:
-        raise ProtocolError(detail="a description of tensors that ends early") from None
-    except (ValueError, TypeError, LookupError) as exc:
+        _check(structure, DEEPEST)
+        if structure.count != len(infos):
+            raise ValueError(f"{len(infos)} tensors for a {structure}"[:200])
+        refs = [_ref(segment, info, offset) for info, offset in zip(infos, offsets, strict=True)]
+    except (ValueError, TypeError) as exc:
         raise ProtocolError(detail=f"a malformed description of tensors: {exc}") from exc
     return Description(structure, infos, refs)
 
 
-def _rows(name: str | int | None, structure: Structure, leaves: Iterator[Any]) -> Iterator[_Row]:
-    if structure.kind == "tensor":
-        info, ref = next(leaves)
-        yield [name, info.shape, info.dtype, info.itemsize, info.library, ref.offset if ref else None]
-        return
-    yield [name, structure.kind, len(structure.items)]
-    for item_name, item in zip(structure.names or repeat(None), structure.items, strict=False):
-        yield from _rows(item_name, item, leaves)
+def _check(structure: Structure, depth: int) -> None:
+    if not depth:
+        raise ValueError(f"containers that are nested more than {DEEPEST} deep")
+    if len(structure.names) != (len(structure.items) if structure.kind == "dict" else 0):
+        raise ValueError(f"the names of a {structure.kind}")
+    if structure.kind == "tensor" and structure.items:
+        raise ValueError("items of a tensor")
+    for item in structure.items:
+        _check(item, depth - 1)
 
 
-def _read(
-    rows: Iterator[_Row], segment: Segment, infos: list[TensorInfo], refs: list[BufferRef | None], depth: int
-) -> tuple[Any, Structure]:
-    name, *row = next(rows)
-    if len(row) != 2:
-        info, ref = _tensor(segment, *row)
-        infos.append(info)
-        refs.append(ref)
-        return name, TENSOR
-    kind, count = row
-    if kind not in ("list", "tuple", "dict") or not depth:
-        raise ValueError(f"no structure is made of {str(kind)[:80]!r} here")
-    pairs = [_read(rows, segment, infos, refs, depth - 1) for _ in range(count)]
-    names = tuple(item_name for item_name, _ in pairs if item_name is not None)
-    if len(names) != (count if kind == "dict" else 0) or not {str, int}.issuperset(map(type, names)):
-        raise ValueError(f"the names of a {kind}")
-    return name, Structure(kind, names, tuple(item for _, item in pairs))
-
-
-def _tensor(
-    segment: Segment, shape: Sequence[int], dtype: str, itemsize: int, library: str, offset: int | None
-) -> tuple[TensorInfo, BufferRef | None]:
-    info = TensorInfo(shape=tuple(shape), dtype=dtype, itemsize=itemsize, library=library)
-    if not _is_element(dtype, itemsize) or min(info.shape, default=0) < 0:
+def _ref(segment: Segment | None, info: TensorInfo, offset: int | None) -> BufferRef | None:
+    if not _is_element(info.dtype, info.itemsize) or min(info.shape, default=0) < 0:
         raise ValueError(f"no tensor is a {info}"[:200])
     if offset is None:
-        return info, None
-    if not 0 <= offset <= segment.nbytes - info.nbytes:
-        raise ValueError(f"{info.nbytes} bytes from {offset} on, in a segment of {segment.nbytes}")
-    return info, BufferRef(segment, offset, info.nbytes)
+        return None
+    if segment is None or not 0 <= offset <= segment.nbytes - info.nbytes:
+        raise ValueError(f"{info.nbytes} bytes from {offset} on, in {segment}")
+    return BufferRef(segment, offset, info.nbytes)
 
 
 @lru_cache(maxsize=64)

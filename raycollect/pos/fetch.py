@@ -15,16 +15,17 @@ import atexit
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Look, Read, Seen
-from raycollect.channel.packing import pack, unpack
 from raycollect.core import sockets, threads
+from raycollect.core.codec import Codec
 from raycollect.core.model import Address, BufferRef, Key, Segment, TensorInfo
 from raycollect.core.ray_internals import memory_domain
 from raycollect.errors import (
@@ -64,6 +65,8 @@ LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
 """A value is lent for so many seconds, one more for so many bytes, and so many more for each of its tensors."""
 
 FREED_AT_ONCE = 8192
+_Lent = tuple[Segment, list[list[int]]] | None
+_LENT = Codec[_Lent](_Lent, "place of boxes")
 """How many keys one message frees: a message is bounded."""
 
 _MOST_TOLD = 10_000
@@ -226,11 +229,11 @@ def read(
 def _take(
     client: DataClient, answer: Any, wanted: Sequence[boxes.Box], take: Callable[[int, arrays.Array], None]
 ) -> None:
-    lent = unpack(_expect(answer, Fetched).found)
-    if lent:
+    lent = _LENT.decode(_expect(answer, Fetched).found)
+    if lent is not None:
+        segment, rows = lent
         try:
-            segment, rows = lent
-            memory = Segments.current().open(Segment(*segment))
+            memory = Segments.current().open(segment)
         except (OSError, TypeError, ValueError) as exc:
             raise _OutOfReach from exc
         for at, view in enumerate(boxes.mapped(memory, rows, wanted)):
@@ -402,11 +405,11 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
         nbytes = sum(view.nbytes for view in found)
         lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:
-            link.send(Fetched(found=pack([astuple(lent[0]), lent[1]])))
+            link.send(Fetched(found=_LENT.encode(lent)))
             link.receive(lending_s(nbytes))  # `Copied`, or nothing: the client is gone, or too slow
             return
         blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in found]
-    link.send(Fetched(found=pack(None), blob_nbytes=nbytes), blobs)
+    link.send(Fetched(found=_LENT.encode(None), blob_nbytes=nbytes), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {

@@ -6,14 +6,14 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.device_arrays import put_on_gpu
 from raycollect.core import html
-from raycollect.core.codec import Codec, Form
+from raycollect.core.codec import Codec
 from raycollect.core.model import Address, Key, Structure, TensorInfo
 from raycollect.core.placeholder import Placeholder
 from raycollect.core.placement import Placement
@@ -188,7 +188,7 @@ class _Reduced:
 
 _Where = tuple[str, str, Address, str]
 _What = tuple[
-    Annotated[Structure, Form(Structure.to_plain, Structure.from_plain)],
+    Structure,
     tuple[TensorInfo, ...],
     tuple[tuple[int, Placement], ...],
 ]

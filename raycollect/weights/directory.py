@@ -15,15 +15,14 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
 from ray.exceptions import RayError
 
 from raycollect.core import ray_internals
-from raycollect.core.codec import Codec, Form
+from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Address, Key
 from raycollect.errors import ProtocolError, VersionError, VersionTimeoutError
 from raycollect.planner.boxes import Point
@@ -43,8 +42,7 @@ MOST_SWEPT = 16
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(Wire, frozen=True, kw_only=True):
     """The process of a rank.
 
     Attributes:
@@ -60,8 +58,7 @@ class Member:
     machine: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Holder(Wire, frozen=True, kw_only=True):
     """A process that holds one rank's part of a version.
 
     Attributes:
@@ -87,8 +84,12 @@ Holders = Sequence[tuple[Holder, Atoms]]
 
 
 _HOLDERS = Codec[Holder](Holder, "record of a holder")
-_LAYOUTS = Codec[Layouts](Mapping[str, Annotated[Layout, Form(Layout.to_bytes, Layout.from_bytes)]], "layouts")
+_LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Version](Version, "record of a version")
+
+
+def _read_layouts(packed: bytes) -> Layouts:
+    return {name: Layout.from_bytes(layout) for name, layout in _LAYOUTS.decode(packed).items()}
 
 
 class _Records:
@@ -193,7 +194,7 @@ class Directory(_Records):
 
     def post_layouts(self, layouts: Layouts, epoch: int) -> bytes:
         """Writes the layouts of a side in an epoch, and returns the name by which others find them."""
-        packed = _LAYOUTS.encode(layouts)
+        packed = _LAYOUTS.encode({name: layout.to_bytes() for name, layout in layouts.items()})
         signature = blake2b(packed, digest_size=16).digest()
         self._layouts[signature], self._own[signature] = layouts, packed
         self.keep_layouts(epoch)
@@ -210,7 +211,7 @@ class Directory(_Records):
             packed = self._get(_layouts_at(epoch, signature))
             if packed is None:
                 return None
-            self._layouts[signature] = _LAYOUTS.decode(packed)
+            self._layouts[signature] = _read_layouts(packed)
         return self._layouts[signature]
 
     def all_layouts(self) -> dict[bytes, Layouts]:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from raycollect.engine.instruments import POINTS
 from raycollect.errors import KernelError
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.runtime import Runtime
+from tests.support.values import replace
 
 IN_KERNEL = "in_kernel"
 """The point that no executor has: amid the work of a kernel, where the backend can be reached there."""

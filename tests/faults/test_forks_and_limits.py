@@ -9,7 +9,6 @@ import resource
 import select
 import signal
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults.groups import BACKENDS, PATIENT_S, assert_works, refs_of
 from tests.support.actors import Worker
+from tests.support.values import replace
 
 
 def in_child(self, function, *args):

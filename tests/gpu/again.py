@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +12,7 @@ from raycollect.backends.device_arrays import DeviceArray
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from tests.pure.conformance import Case, as_read, listed, other_values, put_in_place, sides, what_is_wrong
+from tests.support.values import replace
 
 from .cases import LAYOUTS, seen, to_host
 

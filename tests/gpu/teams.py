@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from raycollect import backends
 from raycollect.core.protocols import Communicator
 from tests.pure.communicators import MemoryExchange, ProcessTeam, Team, ThreadTeam, Worker
+from tests.support.values import replace
 
 from . import devices
 

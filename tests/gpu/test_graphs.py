@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +17,7 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
 from tests.pure.communicators import Team
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
+from tests.support.values import replace
 
 from . import devices
 from .again import again, body_again

@@ -6,7 +6,6 @@ It needs one GPU and no particular NCCL.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from importlib import import_module
 from itertools import cycle
 
@@ -33,6 +32,7 @@ from tests.pure.conformance import (
     run_launch,
     what_is_wrong,
 )
+from tests.support.values import replace
 
 from . import devices
 from .cases import LIBRARIES, body_device_works, layouts_of, run_once, seen

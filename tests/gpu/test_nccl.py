@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -30,6 +29,7 @@ from raycollect.errors import (
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
 from tests.pure.conformance import DTYPES, KINDS, REDUCTIONS, Case, every_case, run_launch
 from tests.pure.operands import NARROW
+from tests.support.values import replace
 
 from . import devices
 from .cases import LIBRARIES, body_device_works, check, layouts_of, placed, seen, to_host

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import OpKind
 from raycollect.planner import Link, Made, Membership, Plan, Request, Source, plan, plan_part
 from tests.pure.memberships import membership, request
+from tests.support.values import replace
 
 SLOW = Link(latency_s=1e-3, bandwidth=1e7)
 LATE = Link(latency_s=1e-2, bandwidth=8e9)

@@ -10,7 +10,7 @@ import os
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise, product
 from typing import Any
@@ -25,6 +25,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.pos import tensors
 from tests.pure.communicators import Team
 from tests.pure.operands import LOCK, NARROW, left_fold, operand
+from tests.support.values import replace
 
 BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm tcp gloo torch:gloo").split())
 """Which backends the suite runs on; the environment names others, which `RAYCOLLECT_TEST_MODULES` register."""
@@ -97,6 +98,18 @@ def allowed(op: ReduceOp, dtype: str) -> bool:
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
         return kind in "biu"
     return kind not in {ReduceOp.AVG: "biu", ReduceOp.MIN: "c", ReduceOp.MAX: "c"}.get(op, "")
+
+
+CASE_RULES: dict[tuple[str, str], Callable[..., bool]] = {
+    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
+    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
+    ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
+    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
+    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
+    ("world", "root"): lambda world, root: root < world,
+    ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in NARROW,
+}
+"""Which two values of a `Case`, and of its world, go together."""
 
 
 # ------------------------------------------------------------------------------- what must come out

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from raycollect.planner import Membership, Plan, Request, decode_program, encode
 from raycollect.pos import Container, Store
 from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.meaning import REDUCTIONS
+from tests.support.values import replace
 
 WAIT_S = 20.0
 """How long a test waits for what must happen."""

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.pure.closing import closing_all
 from tests.pure.communicators import MemoryExchange, ThreadTeam
 from tests.pure.fleet import Fleet
 from tests.pure.meaning import REDUCTIONS, gives_of, meaning
+from tests.support.values import replace
 
 WORLD = 3
 KINDS = (
@@ -182,7 +182,7 @@ def body_staged(communicator: Communicator, launches: Sequence[Launch], on_gpu: 
     For ranks that are processes, each with a fake of its own.
     """
     rank, ranks = communicator.rank, tuple(range(communicator.world_size))
-    domain = Domain(group_id="g", rank=rank, ranks=ranks, memory="cpu")
+    domain = Domain.of("g", rank, ranks, "cpu")
     found = []
     with installed(1) as fake:
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import cycle, permutations, product
@@ -42,6 +42,7 @@ from tests.pure.conformance import (
     what_is_wrong,
 )
 from tests.pure.operands import NARROW
+from tests.support.values import replace
 
 LAYOUTS = tuple(ON_DEVICE)
 LIBRARIES = ("cupy", "torch")

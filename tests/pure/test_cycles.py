@@ -246,14 +246,14 @@ def _late(name, rank):
     assert all(one() is None for one in known)
 
 
-def _broken_kernel(name, rank, kind):
+def _library_fails(name, rank):
     """A kernel fails on one rank."""
     (x,), known = _tensors(rank, 1)
     col.barrier(name)
     if rank == 0:
 
         def fail(*_):
-            raise kind("in the middle")
+            raise RuntimeError("in the middle")
 
         communicator = init.get_group_handle(name).communicator("all")._communicator
         communicator.launch = communicator.launch_together = fail
@@ -264,18 +264,6 @@ def _broken_kernel(name, rank, kind):
             col.allreduce(x, name, timeout_s=5)
     del x
     assert all(one() is None for one in known)
-
-
-def _failed(detail):
-    return KernelError(detail=detail)
-
-
-def _library_fails(name, rank):
-    _broken_kernel(name, rank, RuntimeError)
-
-
-def _kernel_fails(name, rank):
-    _broken_kernel(name, rank, _failed)
 
 
 def _one_leaves(name, rank):
@@ -316,7 +304,7 @@ LIVES = [
     pytest.param(
         one, backend, marks=[pytest.mark.full] * (backend == "gloo"), id=f"{one.__name__.strip('_')}-{backend}"
     )
-    for one in (*EVERYWHERE, _late, _kernel_fails, _one_leaves, _left_under_way)
+    for one in (*EVERYWHERE, _late, _one_leaves, _left_under_way)
     for backend in (("shm", "tcp", "gloo") if one in EVERYWHERE else ("shm",))
 ]
 

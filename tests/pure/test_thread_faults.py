@@ -255,11 +255,3 @@ def test_the_guard_of_nccl_looks_again() -> None:
         made._look = lambda: looked.set() or True
         assert looked.wait(WAIT_S)
         run_barrier(made)
-
-
-@fault_in("raycollect-apart")
-def test_an_abort_of_nccl_that_fails_harms_no_other_group() -> None:
-    with alone_on_a_gpu() as (made, _), fail_at(made._nccl, "abort", thread="raycollect-apart"):
-        made._end_aside()
-    with alone_on_a_gpu() as (made, _):
-        run_barrier(made)

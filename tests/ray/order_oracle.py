@@ -20,7 +20,7 @@ import numpy as np
 
 import raycollect as col
 from raycollect.core.model import OpKind
-from tests.pure.driver.test_order_model import Call
+from tests.pure.driver.order_model import Call
 from tests.pure.sites import first_values
 
 ACTORS = 3

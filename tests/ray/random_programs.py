@@ -23,7 +23,7 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import RaycollectError, RefusedError
 from raycollect.member import plan_queue
 from raycollect.member.runtime import Runtime
-from tests.pure.driver.test_order_model import FOLDS, KINDS
+from tests.pure.driver.order_model import FOLDS, KINDS
 from tests.pure.sites import BUFFERS, first_values
 from tests.ray.order_oracle import ACTORS, GROUPS, NEVER, Collective, Method, Submitted, Wait, fresh_value, judge
 

@@ -75,7 +75,7 @@ def test_a_batch_in_a_step_joins_it(learners):
         with pytest.raises(errors.CaptureError):
             col.allreduce_refs(gone)
         step.returns(sums[1])
-    assert len(step._stages) == 1
+    assert len(step.plan().stages) == 1
     with pytest.raises(errors.CaptureError, match="results"):
         batch.wait()
     assert [one.tolist() for one in step.run()] == [[0], [3], [6]]

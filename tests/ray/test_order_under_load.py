@@ -19,7 +19,7 @@ import ray
 import raycollect as col
 from raycollect.core.model import OpKind
 from raycollect.member.runtime import Runtime
-from tests.pure.driver.test_order_model import FOLDS, KINDS, MUCH, Call
+from tests.pure.driver.order_model import FOLDS, KINDS, MUCH, Call
 from tests.pure.sites import BUFFERS, OFTEN, first_values
 from tests.support.actor_pool import reusable
 

@@ -10,7 +10,7 @@ import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.pure.driver.test_order_model import MUCH
+from tests.pure.driver.order_model import MUCH
 from tests.ray.random_programs import Bystander, Crew, Ordered, check, check_restart, threads_of
 
 FEW, MANY = 20, 2500

@@ -15,7 +15,7 @@ from typing import Any
 from raycollect.backends.gpus import SHARING, first_use, may_share, name_of, sharing_fault
 from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import threads
-from raycollect.core.codec import Codec
+from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidGroupError
@@ -49,8 +49,7 @@ class Joined:
     shared: str = ""  # why they share GPU memory; empty where they use NCCL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Place(Wire, frozen=True, kw_only=True):
     """What a rank tells the others about its GPU."""
 
     gpu: str  # its host, and its name there

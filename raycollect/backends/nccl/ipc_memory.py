@@ -15,13 +15,12 @@ A process can't open its own handles, and need not: ranks in one process exchang
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from raycollect.backends.nccl import ipc_driver
 from raycollect.backends.streams import on_device
-from raycollect.core.codec import Codec
+from raycollect.core.codec import Codec, Wire
 from raycollect.errors import InternalError
 
 # Rooms are multiples of this: smaller allocations share a page of the device, and so a handle, with others
@@ -38,8 +37,7 @@ class Shown(NamedTuple):
     takes: tuple[Span, ...]  # where others may write
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class Listing(Wire, frozen=True, kw_only=True):
     """What a rank tells the others about the kernels that run next."""
 
     process: bytes  # its process

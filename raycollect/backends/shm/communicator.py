@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raycollect.backends.capabilities import refuse_unknown
 from raycollect.backends.completion import DONE, translated
-from raycollect.backends.option_names import refuse_unknown
 from raycollect.backends.shm.boxes import Boxes
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
 from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes

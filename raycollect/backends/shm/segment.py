@@ -10,11 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from raycollect.backends.joining import gathered
 from raycollect.core import shared_memory
-from raycollect.core.codec import Codec
+from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import GroupSpec, Segment
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendUnavailableError
@@ -26,8 +25,7 @@ _NAME = "raycollect-group"
 _OFFER, _ANSWER = "shm.segment", "shm.mapped"
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(Wire, frozen=True):
     """What rank 0 tells the others."""
 
     segment: Segment | None = None

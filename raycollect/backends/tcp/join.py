@@ -29,6 +29,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, cast
 
+from msgspec import Meta
+
 from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import sockets
 from raycollect.core.codec import Codec
@@ -58,7 +60,7 @@ class _Address(NamedTuple):
     """Where a rank listens."""
 
     host: str
-    port: Annotated[int, range(1, 1 << 16)]
+    port: Annotated[int, Meta(ge=1, lt=1 << 16)]
     name: str  # of the Unix socket; "": there is none
 
 

@@ -12,8 +12,8 @@ connections are shut down, which ends the kernel, and the end is waited for. Whe
 received in memory of our own and copied out when complete. A large array is reduced in parts (`PART_NBYTES`), several
 of them at the same time.
 
-Pieces of several sizes, in device memory: ALLTOALL moves exactly them; ALLGATHER moves up to the smallest size, and the
-rest by broadcasts; GATHER, SCATTER and REDUCESCATTER pad each chunk to the largest piece.
+Pieces of several sizes, in device memory: ALLTOALL moves exactly them, and the others pad each chunk to the largest
+piece.
 
 Waiting releases the GIL and notices an abort, which breaks the group. Extra memory: at most 4 x `CHUNK_NBYTES` per rank
 (P8), and a copy of each device tensor that has gaps.

@@ -153,29 +153,27 @@ class _DeviceRun(_Run):
             src, dst = (dst, None) if src is None else (src, None if dst is src else dst)
         else:
             src, dst = None, src if dst is None else dst
-        self._spread(None if src is None else Row(src), None if dst is None else Row(dst), kernel.peer)
-
-    def _spread(self, src: Row | None, dst: Row | None, root: int, at: int = 0) -> None:
-        whole = src or dst
+        given, taken = None if src is None else Row(src), None if dst is None else Row(dst)
+        whole = given or taken
         if whole is None:
             raise InternalError(detail="a broadcast without an array")
-        for lo, hi in self._chunks(whole.size - at, whole):
-            lo, hi = lo + at, hi + at
-            buffer = src.read(lo, hi) if src else whole.room(hi - lo)
-            self._calls.do(self._torch.broadcast, [buffer], self._calls.options(c10d.BroadcastOptions, root=root))
-            if dst:
-                dst.write(lo, hi, buffer)
+        for lo, hi in self._chunks(whole.size, whole):
+            buffer = given.read(lo, hi) if given else whole.room(hi - lo)
+            options = self._calls.options(c10d.BroadcastOptions, root=kernel.peer)
+            self._calls.do(self._torch.broadcast, [buffer], options)
+            if taken:
+                taken.write(lo, hi, buffer)
 
     def allgather(self, kernel: Kernel) -> None:
-        # Moves the size of the smallest piece by an allgather, and the rest by broadcasts.
+        # Chunks are padded to the largest piece.
         src, dst = Row(kernel.src), self._pieces(kernel, kernel.dst)
         _check_same(kernel, src, dst[self._me])
-        least = min(piece.size for piece in dst)
-        for lo, hi in self._chunks(least, src, len(dst)):
-            for piece, values in zip(dst, self._everyone(src.read(lo, hi)), strict=True):
-                piece.write(lo, hi, values)
-        for rank, piece in enumerate(dst):
-            self._spread(src if rank == self._me else None, piece, rank, least)
+        for lo, hi in self._chunks(max(piece.size for piece in dst), src, len(dst)):
+            own = _padded(src, lo, hi)
+            everyone = [torch.empty_like(own) for _ in self._ranks]
+            self._calls.do(self._torch.allgather, [everyone], [own], self._calls.options(c10d.AllgatherOptions))
+            for piece, values in zip(dst, everyone, strict=True):
+                _write(piece, lo, hi, values)
 
     def gather(self, kernel: Kernel) -> None:
         # Chunks are padded to the largest piece: only the root knows the sizes of all.
@@ -217,11 +215,6 @@ class _DeviceRun(_Run):
             buffer = dst.room(hi - lo)
             self._calls.do(self._torch.recv, [buffer], kernel.peer, 0, is_pair=True)
             dst.write(lo, hi, buffer)
-
-    def _everyone(self, own: Any) -> list[Any]:
-        everyone = [torch.empty_like(own) for _ in self._ranks]
-        self._calls.do(self._torch.allgather, [everyone], [own], self._calls.options(c10d.AllgatherOptions))
-        return everyone
 
     def _collected(self, own: Any, root: int) -> list[Any]:
         parts = [torch.empty_like(own) for _ in self._ranks] if self._me == root else []

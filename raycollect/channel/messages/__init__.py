@@ -1,7 +1,7 @@
 """The messages of a channel: one frozen class per message, and the table of them.
 
-A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To add one, decorate a class with
-`codec.message`: it is exported here, and the tests take it from `MESSAGES`. `Broken` may come from either end; `Drop`,
+A message on the wire is an array in msgpack's format: its name, and its fields in order. To add one, derive a class
+from `Message`: it is exported here, and the tests take it from `MESSAGES`. `Broken` may come from either end; `Drop`,
 `Publish`, `Ask` and `Answer` go from a member to the coordinator, and from there to other members.
 
 `seq` is a plan's number in its controller's order; in `Arrive` and `Arrivals` it is that of one launch. `error` is what
@@ -12,11 +12,17 @@ group themselves (`group.coordinator`). The field `communicator` is a communicat
 
 from __future__ import annotations
 
-from raycollect.channel.messages.codec import MESSAGES as MESSAGES
-from raycollect.channel.messages.codec import Message as Message
-from raycollect.channel.messages.codec import decode as decode
-from raycollect.channel.messages.codec import encode as encode
+from typing import Union
+
+from raycollect.channel.messages.base import Message as Message
 from raycollect.channel.messages.coordination import *  # noqa: F403
 from raycollect.channel.messages.data import *  # noqa: F403
 from raycollect.channel.messages.to_controller import *  # noqa: F403
 from raycollect.channel.messages.to_participant import *  # noqa: F403
+from raycollect.core.codec import Codec
+
+MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
+"""Name on the wire -> class."""
+
+_CODEC = Codec[Message](Union[tuple(MESSAGES.values())], "message")  # noqa: UP007 - made of a table
+encode, decode = _CODEC.encode, _CODEC.decode

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from raycollect.channel.messages.codec import Error, Message, message
+from raycollect.channel.messages.base import Error, Message
 
 
-@message
-class Meet(Message):
+class Meet(Message, frozen=True, kw_only=True):
     """A member waits at `place` with what it brings; answered by `Met` or `Missed` with the same `call`."""
 
     group_id: str
@@ -16,8 +15,7 @@ class Meet(Message):
     blob: bytes
 
 
-@message
-class Withdraw(Message):
+class Withdraw(Message, frozen=True, kw_only=True):
     """A member gives up waiting; `timed_out`: and so ends the meeting for all who wait at its place."""
 
     group_id: str
@@ -26,8 +24,7 @@ class Withdraw(Message):
     timed_out: bool
 
 
-@message
-class Met(Message):
+class Met(Message, frozen=True, kw_only=True):
     """All members of the communicator are there; what they brought, in rank order."""
 
     group_id: str
@@ -36,8 +33,7 @@ class Met(Message):
     blobs: list[bytes]
 
 
-@message
-class Missed(Message):
+class Missed(Message, frozen=True, kw_only=True):
     """The meeting is off; the ranks in `missing` had not come to it."""
 
     group_id: str
@@ -46,8 +42,7 @@ class Missed(Message):
     missing: list[int]
 
 
-@message
-class Drop(Message):
+class Drop(Message, frozen=True, kw_only=True):
     """A member has given up one generation of a communicator, since its launch `seq` failed with `error`."""
 
     group_id: str
@@ -58,8 +53,7 @@ class Drop(Message):
     error: Error
 
 
-@message
-class Publish(Message):
+class Publish(Message, frozen=True, kw_only=True):
     """A value of the rendezvous of one generation of a communicator."""
 
     group_id: str
@@ -69,8 +63,7 @@ class Publish(Message):
     value: bytes
 
 
-@message
-class Ask(Message):
+class Ask(Message, frozen=True, kw_only=True):
     """A member asks some ranks of a communicator how far they have come, and what they are doing."""
 
     group_id: str
@@ -78,8 +71,7 @@ class Ask(Message):
     ranks: list[int]
 
 
-@message
-class Answer(Message):
+class Answer(Message, frozen=True, kw_only=True):
     """Answers `Ask`, to all ranks of the communicator: where the rank stands (`Standing`), and what runs (`Doing`)."""
 
     group_id: str
@@ -91,15 +83,13 @@ class Answer(Message):
     stack: list[str]
 
 
-@message
-class Depart(Message):
+class Depart(Message, frozen=True, kw_only=True):
     """A member has destroyed the group on its side."""
 
     group_id: str
 
 
-@message
-class Gone(Message):
+class Gone(Message, frozen=True, kw_only=True):
     """A member will not take part any more: its process has ended, or it has departed."""
 
     group_id: str
@@ -108,8 +98,7 @@ class Gone(Message):
     detail: str
 
 
-@message
-class Stuck(Message):
+class Stuck(Message, frozen=True, kw_only=True):
     """A member has waited for long: in a call on a communicator, in plan `seq` (no communicator), or no more (neither).
 
     `begun` is the latest plan that it has begun; `ranks` are all that take part in what it waits in. Of a plan the
@@ -126,8 +115,7 @@ class Stuck(Message):
     is_long: bool
 
 
-@message
-class Deny(Message):
+class Deny(Message, frozen=True, kw_only=True):
     """A call on a communicator can't come about: those it waits for wait for the caller."""
 
     group_id: str

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
-from raycollect.channel.messages.codec import Error, Message, message
+from msgspec import Meta
+
+from raycollect.channel.messages.base import Error, Message
 
 
-@message
-class Fetch(Message):
+class Fetch(Message, frozen=True, kw_only=True):
     """Asks for the value under `key`, once no plan writes it; answered by `Fetched` or `Failed`.
 
     `domain` names those processes whose memory the client can read; the server may then lend its own.
@@ -18,20 +19,18 @@ class Fetch(Message):
     domain: str = ""
 
 
-@message
-class Read(Message):
+class Read(Message, frozen=True, kw_only=True):
     """Asks for boxes of the tensors under `key`; answered by `Fetched`, boxes in place of tensors, or `Failed`.
 
     A box is the place of its tensor, that of its first element there, and its size, each but the first per dimension.
     """
 
     key: bytes
-    boxes: list[Any]
+    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
     domain: str = ""
 
 
-@message
-class Fetched(Message):
+class Fetched(Message, frozen=True, kw_only=True):
     """Describes the value, as msgpack in `found`; its bytes, `blob_nbytes` of them, follow the frame.
 
     A long description comes in parts (`channel.parts`); `more`: another part follows. What is lent instead of sent is
@@ -40,34 +39,26 @@ class Fetched(Message):
 
     found: bytes
     more: bool = False
-    blob_nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.blob_nbytes < 0:
-            raise ValueError(f"a blob of {self.blob_nbytes} bytes")
+    blob_nbytes: Annotated[int, Meta(ge=0)] = 0
 
 
-@message
-class Copied(Message):
+class Copied(Message, frozen=True, kw_only=True):
     """Says that the client has read what it was lent; has no answer."""
 
 
-@message
-class Free(Message):
+class Free(Message, frozen=True, kw_only=True):
     """Asks to drop values; answered by `Freed`."""
 
     keys: list[bytes]
 
 
-@message
-class Freed(Message):
+class Freed(Message, frozen=True, kw_only=True):
     """The number of keys that were held."""
 
     count: int
 
 
-@message
-class Failed(Message):
+class Failed(Message, frozen=True, kw_only=True):
     """The request could not be served."""
 
     error: Error

@@ -2,55 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from msgspec import field
 
-from raycollect.channel.messages.codec import Error, Message, message
+from raycollect.channel.messages.base import Error, Message
 
 
-@message
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Whoever connected is taken: the lease is granted; or it is a member of the group, whose id this is."""
 
     group_id: str = ""
 
 
-@message
-class Listens(Message):
+class Listens(Message, frozen=True, kw_only=True):
     """A participant has begun to take orders from the controller's order bell."""
 
 
-@message
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """The lease is not granted."""
 
     error: Error
 
 
-@message
-class Joined(Message):
+class Joined(Message, frozen=True, kw_only=True):
     """Answers `Join`."""
 
     request: int
     error: Error | None = None
 
 
-@message
-class Unable(Message):
+class Unable(Message, frozen=True, kw_only=True):
     """Answers a request that could not be done, with the cause."""
 
     request: int
     detail: str
 
 
-@message
-class Broken(Message):
+class Broken(Message, frozen=True, kw_only=True):
     """This end failed, so that the state of the connection is unknown: it ends. Sent by either end, as its last."""
 
     detail: str
 
 
-@message
-class Arrive(Message):
+class Arrive(Message, frozen=True, kw_only=True):
     """A rank is in the check of launch `seq`, with what it brings to this round; it waits for all of `ranks`.
 
     Without a group the consistency check is that of a whole plan, and ranks are places among its participants.
@@ -64,30 +57,26 @@ class Arrive(Message):
     blob: bytes
 
 
-@message
-class Waiting(Message):
+class Waiting(Message, frozen=True, kw_only=True):
     """A participant has reached plan `seq`, and waits for the tensor under `key`."""
 
     seq: int
     key: bytes
 
 
-@message
-class Behind(Message):
+class Behind(Message, frozen=True, kw_only=True):
     """Plan `seq` is behind a call whose end this participant can't tell: an actor task has to tell it."""
 
     seq: int
 
 
-@message
-class Keeps(Message):
+class Keeps(Message, frozen=True, kw_only=True):
     """A method of this participant returns tensors that stay here: its calls are to bring tokens (P5)."""
 
     method: str
 
 
-@message
-class Done(Message):
+class Done(Message, frozen=True, kw_only=True):
     """This participant has ended plan `seq`; `ranks` are the places of all that are known to have run all of it.
 
     `story` is the tail of its recorder where `error` is set.
@@ -99,16 +88,14 @@ class Done(Message):
     story: list[str]
 
 
-@message
-class Ran(Message):
+class Ran(Message, frozen=True, kw_only=True):
     """This participant has ended run `seq` of a capture, and this is what it gives back; `Done` tells of failures."""
 
     seq: int
     payload: bytes
 
 
-@message
-class Surveyed(Message):
+class Surveyed(Message, frozen=True, kw_only=True):
     """Answers `Survey`: the fields of `StoreStatistics`, then those of `ArenaStatistics`."""
 
     request: int
@@ -122,8 +109,7 @@ class Surveyed(Message):
     mapped: int
 
 
-@message
-class Seen(Message):
+class Seen(Message, frozen=True, kw_only=True):
     """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story.
 
     `steps` says of each of the plans in `running` where it is, in words; `checks` are the launches to whose consistency
@@ -143,8 +129,7 @@ class Seen(Message):
     cut: list[str] = field(default_factory=list)
 
 
-@message
-class Measured(Message):
+class Measured(Message, frozen=True, kw_only=True):
     """Answers `Measure`: whether the plan has begun and has ended there, and the fields of `progress.BytesDone`."""
 
     request: int
@@ -155,8 +140,7 @@ class Measured(Message):
     lent: int
 
 
-@message
-class Ticked(Message):
+class Ticked(Message, frozen=True, kw_only=True):
     """Answers `Record` and `Tick`: what `time.monotonic` shows, and what names that clock.
 
     `refusal`: why nothing is recorded for this controller, in words.
@@ -168,8 +152,7 @@ class Ticked(Message):
     refusal: str
 
 
-@message
-class Collected(Message):
+class Collected(Message, frozen=True, kw_only=True):
     """Answers `Collect`: what `observe.trace.encode_recorded` made, or nothing where nothing was recorded.
 
     It comes in as many parts as frames need; `more`: another one follows.

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from raycollect.channel.messages.base import Message
+from raycollect.core.model import GroupSpec, Member
 
-from raycollect.channel.messages.codec import Message, message
 
-
-@message
-class Join(Message):
+class Join(Message, frozen=True, kw_only=True):
     """Become `rank` of a group; answered by `Joined` with the same `request`.
 
     `replaces` is the id of the group of this name in whose place it comes, as its members have changed; "": none.
     """
 
     request: int
-    group: dict[str, Any]
+    group: GroupSpec
     rank: int
-    members: list[dict[str, Any]]
+    members: list[Member]
     replaces: str = ""
 
 
-@message
-class Leave(Message):
+class Leave(Message, frozen=True, kw_only=True):
     """Give up a group and all that it holds."""
 
     group_id: str
 
 
-@message
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     """Plan `seq` will not happen: wake whoever waits in it, and refuse it when it comes."""
 
     seq: int
     reason: str
 
 
-@message
-class Arrivals(Message):
+class Arrivals(Message, frozen=True, kw_only=True):
     """The arrivals of one round of an agreement, in rank order; answers `Arrive`.
 
     It comes in as many parts as frames need; `more`: another one follows.
@@ -50,30 +45,26 @@ class Arrivals(Message):
     more: bool
 
 
-@message
-class Survey(Message):
+class Survey(Message, frozen=True, kw_only=True):
     """Tell what your memory holds; answered by `Surveyed` with the same `request`."""
 
     request: int
 
 
-@message
-class Look(Message):
+class Look(Message, frozen=True, kw_only=True):
     """Tell what you are doing; answered by `Seen` with the same `request`."""
 
     request: int
 
 
-@message
-class Measure(Message):
+class Measure(Message, frozen=True, kw_only=True):
     """Tell how far you are in plan `seq`, or in that run of a captured step; answered by `Measured`."""
 
     request: int
     seq: int
 
 
-@message
-class Record(Message):
+class Record(Message, frozen=True, kw_only=True):
     """Record a timeline, with so many entries at most; answered by `Ticked` with the same `request`.
 
     `metrics`: publish what is recorded to Ray's metrics, too.
@@ -84,23 +75,20 @@ class Record(Message):
     metrics: bool
 
 
-@message
-class Tick(Message):
+class Tick(Message, frozen=True, kw_only=True):
     """Tell what your clock shows; answered by `Ticked` with the same `request`."""
 
     request: int
 
 
-@message
-class Collect(Message):
+class Collect(Message, frozen=True, kw_only=True):
     """Tell what you have recorded; answered by `Collected` with the same `request`. `ends`: and record no more."""
 
     request: int
     ends: bool
 
 
-@message
-class Order(Message):
+class Order(Message, frozen=True, kw_only=True):
     """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
 
     `in_order`: as if it did, behind the task `after` and all before it (empty: there are none). Else when its operands
@@ -113,15 +101,13 @@ class Order(Message):
     rings: bool
 
 
-@message
-class Unused(Message):
+class Unused(Message, frozen=True, kw_only=True):
     """Nobody holds the values of these keys any more, whose tokens came from this controller."""
 
     keys: list[bytes]
 
 
-@message
-class Run(Message):
+class Run(Message, frozen=True, kw_only=True):
     """Do run `seq` of a capture, with these arguments, after plan `predecessor`; answered by `Ran` or `Done`.
 
     `after` is the task of the method call behind which it comes; empty: none; `UNKNOWN_TASK`: an actor task tells when
@@ -135,13 +121,11 @@ class Run(Message):
     after: bytes
 
 
-@message
-class Forget(Message):
+class Forget(Message, frozen=True, kw_only=True):
     """A capture is closed: let go of all that it holds."""
 
     capture: bytes
 
 
-@message
-class Bye(Message):
+class Bye(Message, frozen=True, kw_only=True):
     """The controller ends the lease."""

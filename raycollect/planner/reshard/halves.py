@@ -8,12 +8,11 @@ exchange the same boxes with other ranks, and share them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from raycollect.core.codec import ONCE, Codec
+from raycollect.core.codec import Codec, Wire
 from raycollect.planner.boxes import Point
 from raycollect.planner.reshard.request import LocalTensor
 
@@ -43,22 +42,21 @@ class Round(NamedTuple):
     most: int  # the bytes of the largest message of any rank
     passes_on: bool  # whether this rank gives of what it has received, not of what it holds as a source
     takers: tuple[int, ...]  # for each of `gives`, the rank in the group that gets it; it may be this one
-    gives: Annotated[tuple[LocalBoxes, ...], ONCE]
+    gives: tuple[LocalBoxes, ...]
     givers: tuple[tuple[int, ...], ...]  # for each of `takes`, who gives it, or the addends of it in their order
-    takes: Annotated[tuple[LocalBoxes, ...], ONCE]
+    takes: tuple[LocalBoxes, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Half:
+class Half(Wire, frozen=True, kw_only=True):
     """What one rank does: first its copies, then its rounds."""
 
-    src: Annotated[tuple[LocalTensor, ...], ONCE]  # what it must hold as a source; empty where it is none
-    dst: Annotated[tuple[LocalTensor, ...], ONCE]  # the same as a target
-    src_of: Annotated[tuple[int, ...], ONCE]  # for each name, its local tensor in `src`; -1: none
-    dst_of: Annotated[tuple[int, ...], ONCE]  # the same in `dst`
-    itemsizes: Annotated[tuple[int, ...], ONCE]  # for each name, of what travels
-    dtypes: Annotated[tuple[str, ...], ONCE]  # the same, the element type
-    copies: Annotated[tuple[Copy, ...], ONCE]
+    src: tuple[LocalTensor, ...]  # what it must hold as a source; empty where it is none
+    dst: tuple[LocalTensor, ...]  # the same as a target
+    src_of: tuple[int, ...]  # for each name, its local tensor in `src`; -1: none
+    dst_of: tuple[int, ...]  # the same in `dst`
+    itemsizes: tuple[int, ...]  # for each name, of what travels
+    dtypes: tuple[str, ...]  # the same, the element type
+    copies: tuple[Copy, ...]
     rounds: tuple[Round, ...]
 
     def nbytes(self, boxes: LocalBoxes) -> int:
@@ -93,8 +91,8 @@ _HALVES = Codec[Half](Half, "half of a reshard")
 
 
 def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
-    """Writes halves by rank; what many have in common is packed once."""
-    return _HALVES.encode_all(halves)
+    """Writes halves by rank."""
+    return {rank: _HALVES.encode(half) for rank, half in halves.items()}
 
 
 @lru_cache(maxsize=64)

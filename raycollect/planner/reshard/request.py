@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import prod
 
+from raycollect.core.codec import Wire
 from raycollect.core.model import TENSOR, Structure, TensorInfo
 from raycollect.errors.text import listed
 from raycollect.planner.boxes import Point
@@ -104,8 +105,7 @@ def travelling(src: Layout, dst: Layout) -> str:
     return src.dtype if src.regions.parts > 1 or src.itemsize < dst.itemsize else dst.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTensor:
+class LocalTensor(Wire, frozen=True, kw_only=True):
     """A tensor that a rank must hold."""
 
     key: str  # its name in the dict of the rank's tensors; empty: the rank holds this one alone

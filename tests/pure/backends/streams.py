@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from raycollect.backends import arrays
 from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
+from tests.support.values import replace
 
 WAIT_S = 10.0
 

@@ -26,14 +26,12 @@ from raycollect.planner.cost import priced
 from tests.pure import conformance
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
 from tests.pure.conformance import (
+    CASE_RULES,
     FOLDING,
     KINDS,
     PREFIXES,
-    REDUCTIONS,
-    ROOTED,
     SPREADS,
     Case,
-    allowed,
     check_cases,
     left_fold,
     operand,
@@ -107,14 +105,7 @@ PARAMETERS = {
     "spread": SPREADS,
     "inplace": (False, True),
 }
-RULES = {
-    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
-    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
-    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
-    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
-    ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in conformance.NARROW,
-}
-SELECTED = pairwise(PARAMETERS, RULES)
+SELECTED = pairwise(PARAMETERS, {two: rule for two, rule in CASE_RULES.items() if "world" not in two})
 
 
 @pytest.mark.parametrize(

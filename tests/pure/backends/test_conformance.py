@@ -7,26 +7,37 @@ here (each rank with a communicator of its own); `test_shm.py` runs shm in proce
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from raycollect import backends
 from raycollect.backends import folds
-from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
-from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Workers
+from tests.pure.communicators import (
+    MemoryExchange,
+    MemoryRendezvous,
+    MemoryStar,
+    ProcessTeam,
+    Team,
+    ThreadTeam,
+    Workers,
+)
 from tests.pure.conformance import (
     ALL_KINDS,
     BACKENDS,
+    CASE_RULES,
     DTYPES,
     FOLDING,
     IN_THREADS,
     LAYOUTS,
-    ROOTED,
     SIZES,
     SPREADS,
     WORLDS,
@@ -60,13 +71,8 @@ MOST_OF_LARGE = 3
 """The largest world of the largest arrays."""
 
 RULES = {
+    **CASE_RULES,
     ("kind", "op"): lambda kind, op: (kind in FOLDING) == (op is not None),
-    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
-    ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
-    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
-    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
-    ("world", "root"): lambda world, root: root < world,
-    ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in NARROW,
     # Large arrays cost per rank: `test_all_ranks_have_the_same_bits_whatever_the_chunks` has some on all ranks.
     ("world", "size"): lambda world, size: world <= MOST_OF_LARGE or size < max(SIZES),
     ("root", "size"): lambda root, size: root < MOST_OF_LARGE or size < max(SIZES),
@@ -285,3 +291,39 @@ def test_a_subset_works_while_a_rank_that_was_missed_is_still_away(team_of: Team
     launch = team.launch(ranks=(0, 1))
     assert len(team.must(body_arrive, launch, ranks=(0, 1))) == 2
     check_allreduce(team, ReduceOp.SUM, "float64", 7, "plain", False)
+
+
+# ------------------------------------------------------------------------------- who never comes
+
+WAITS = {
+    "shm": "raycollect.backends.shm.segment",
+    "tcp": "raycollect.backends.tcp.communicator",
+    "gloo": "raycollect.backends.gloo.communicator",
+    "torch:gloo": "raycollect.backends.tcp.communicator",
+}
+"""The module that says how long members of a backend wait for each other."""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("backend", WAITS)
+def test_members_that_never_join_are_named_and_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch, backend: str, rank: int
+) -> None:
+    if absent := is_absent(backend):
+        pytest.skip(absent)
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    create = backends.load(backend)
+    monkeypatch.setattr(import_module(WAITS[backend]), "JOIN_TIMEOUT_S", 0.2)
+    spec = GroupSpec(name="g", group_id="1", backend=backend, world_size=3)
+    before = descriptors()
+    with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
+        create(spec, rank, MemoryRendezvous(), MemoryExchange(MemoryStar(), rank))
+    assert caught.value.op == "join"
+    assert caught.value.missing
+    assert set(caught.value.missing) <= {0, 1, 2} - {rank}
+    del caught
+    assert descriptors() == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from tests.pure.backends.in_place_kernels import body_allreduce, one_of_each, tr
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import Case, check_cases, every_case, run_case, run_launch
 from tests.pure.watched import WAIT_S
+from tests.support.values import replace
 
 __all__ = ["trio"]  # a fixture
 
@@ -147,23 +147,6 @@ def test_nobody_writes_into_an_array_before_its_owner_runs_the_kernel(kind: OpKi
     team.close()
     for array in taken:
         assert (array == -1).all()
-
-
-def test_many_kernels_of_one_launch(trio: ThreadTeam) -> None:
-    """In place and staged in turn; listings alternate between two areas."""
-    arrays = {
-        rank: [(tensors if i % 3 else np).full(20_001, rank + i, "float64") for i in range(7)] for rank in trio.everyone
-    }
-    launch = trio.launch()
-
-    def body(communicator: Communicator) -> None:
-        mine = arrays[communicator.rank]
-        run_launch(communicator, launch, *(Kernel(kind=OpKind.ALLREDUCE, src=a, dst=a, op=ReduceOp.SUM) for a in mine))
-
-    trio.must(body)
-    for mine in arrays.values():
-        for i, array in enumerate(mine):
-            np.testing.assert_array_equal(array, np.full(20_001, 3.0 + 3 * i))
 
 
 # ---------------------------------------------------------------------------------------------- mapping

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from raycollect.backends import loans
-from raycollect.backends.loans import Loans
 from raycollect.backends.shm import in_place
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
-from raycollect.core.model import Launch, OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import PlanAbortedError
 from raycollect.pos import tensors
@@ -66,38 +65,6 @@ def test_an_array_that_may_yet_be_written_outlives_its_communicator(
     assert len(kept) == 1
     trio.communicators[1].close()  # looks again: all have left that launch
     assert kept == {}
-
-
-def test_what_is_lent_is_kept_also_where_two_communicators_look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two arrays that closed communicators had lent, one is released by either, and the other by neither."""
-    monkeypatch.setattr(loans, "forsaken", kept := {})
-    launch, array = Launch(seq=1, ranks=(0, 1), timeout_s=1.0), np.zeros(8)
-    known = weakref.ref(array)
-
-    class Stand:
-        """How far the other rank is."""
-
-        owes, meanwhile = True, staticmethod(lambda: None)
-
-        def closing(self, launch: Launch) -> dict[int, int]:
-            return {1: 1}
-
-        def owing(self, words: dict[int, int]) -> bool:
-            meanwhile, self.meanwhile = self.meanwhile, Stand.meanwhile
-            meanwhile()
-            return self.owes
-
-    stands = released, _ = Stand(), Stand()
-    for stand, lent in zip(stands, (np.zeros(8), array), strict=True):
-        loan = Loans()
-        loan.add(lent, stand, launch)  # type: ignore[arg-type]
-        loan.forsake()
-    released.owes, released.meanwhile = False, lambda: Loans().recall()
-    del array, lent
-    Loans().recall()
-    gc.collect()
-    assert len(kept) == 1
-    assert known() is not None
 
 
 @pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.SCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL])

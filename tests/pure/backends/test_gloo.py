@@ -178,14 +178,6 @@ def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: 
         team.close()
 
 
-def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "JOIN_TIMEOUT_S", 0.1)
-    spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=2)
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come") as caught:
-        gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
-    assert caught.value.missing == (1,)
-
-
 # ------------------------------------------------------------------------------- which library
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -141,7 +140,7 @@ def test_a_device_that_fails_is_none(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_it_travels_as_plain_values() -> None:
-    assert Gpu(**json.loads(json.dumps(asdict(A)))) == A
+    assert msgspec.json.decode(msgspec.json.encode(A), type=Gpu) == A
 
 
 # ---------------------------------------------------------------------------------------------- groups of members

@@ -56,26 +56,6 @@ def test_who_waits_for_a_rank_of_its_own_core_goes_to_one_that_has_none(cores: C
     assert cores.at[threading.get_ident()] == 2
 
 
-@pytest.mark.parametrize("mask", [{0}, {0, 1}])
-def test_who_finds_no_free_core_stays(cores: Cores, mask: set[int]) -> None:
-    cores.mask = mask
-    first, second, third = meetings(3)
-    wait_in_vain(first, 1, 0, cores)
-    wait_in_vain(second, 2, 1, cores)
-    wait_in_vain(third, 3, 0, cores)
-    assert cores.moves == []
-
-
-def test_more_ranks_than_cores_spread_evenly(cores: Cores) -> None:
-    cores.mask = {0, 1}
-    ranks = meetings(4)
-    for seq, (rank, core) in enumerate(zip(ranks[:3], (0, 1, 0), strict=True), 1):
-        wait_in_vain(rank, seq, core, cores)
-    assert cores.moves == []
-    wait_in_vain(ranks[3], 4, 0, cores)  # with two others, and one on the other core
-    assert cores.moves == [{1}, {0, 1}]
-
-
 def test_who_has_looked_does_not_look_again_at_once(cores: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, _ = meetings(3)
     now = [100.0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
@@ -21,7 +20,17 @@ from raycollect.backends.nccl.fold_kernels import AT_ONCE
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from tests.pure.backends.streams import sums
-from tests.pure.conformance import DTYPES, KINDS, REDUCTIONS, ROOTED, SPREADS, WORLDS, Case, allowed, run_launch
+from tests.pure.conformance import (
+    CASE_RULES,
+    DTYPES,
+    KINDS,
+    REDUCTIONS,
+    SPREADS,
+    WORLDS,
+    Case,
+    allowed,
+    run_launch,
+)
 from tests.pure.covering import pairwise
 from tests.pure.on_gpu import (
     LAYOUTS,
@@ -38,6 +47,7 @@ from tests.pure.on_gpu import (
 )
 from tests.pure.on_one_gpu import sharing
 from tests.pure.operands import left_fold, operand
+from tests.support.values import replace
 
 TeamOf = Callable[..., AbstractContextManager[tuple[Any, Any]]]
 
@@ -55,15 +65,7 @@ PARAMETERS = {
     "library": LIBRARIES,
     "stream": STREAMS,
 }
-RULES = {
-    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
-    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
-    ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
-    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
-    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
-    ("world", "root"): lambda world, root: root < world,
-    ("layout", "library"): lambda layout, library: layout != "reversed" or library != "torch",
-}
+RULES = CASE_RULES | {("layout", "library"): lambda layout, library: layout != "reversed" or library != "torch"}
 SELECTED = pairwise(PARAMETERS, RULES)
 
 each_way = pytest.mark.parametrize("team_of", [team_on_gpus, sharing])

@@ -22,7 +22,6 @@ from tests.gpu.again import body_again
 from tests.pure.backends.graph_crews import RUNS, Crew, MakeCrew, crew
 from tests.pure.backends.streams import WAIT_S, stream_of
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
-from tests.pure.mixed import WORLD, faked, mixing, same
 from tests.pure.on_gpu import GpuTeam, gpus, team_on_gpus
 from tests.pure.teams import Script, Team, pinned
 from tests.support.waiting import wait_until
@@ -261,33 +260,6 @@ def test_nothing_of_a_kernel_is_left_when_it_is_gone(crew: MakeCrew) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- calls and steps
-
-
-def test_calls_that_are_made_again_run_as_graphs() -> None:
-    """Whole plans, whose kernels of pieces learn in the consistency check how large the others' are."""
-    with faked() as fake, mixing(fake) as make:
-        one = make("nccl")
-        ends: list[Any] = one.fleet.communicators
-        sums = [one.put(np.zeros(50), rank) for rank in range(WORLD)]
-        given = [one.put(np.full(4, rank + 1.0), rank) for rank in range(WORLD)]
-        rows = [one.put(np.zeros(4 * WORLD), rank) for rank in range(WORLD)]
-        taken = [[row[4 * at :][:4] for at in range(WORLD)] for row in rows]
-        keys, sides = one.fleet.keep_all(sums), (one.fleet.keep_all(given), one.fleet.keep_all(taken))
-        for turn in range(RUNS):
-            for rank in range(WORLD):
-                with one.cupy.cuda.Device(rank):
-                    sums[rank].fill(rank + turn)
-                    rows[rank].fill(0)
-            one.fleet.must(OpKind.ALLREDUCE, keys)
-            one.fleet.must(OpKind.ALLGATHER, *sides)
-            for rank in range(WORLD):
-                same(sums[rank], np.full(50, 3.0 + 3 * turn))
-                same(rows[rank], np.repeat(np.arange(1.0, WORLD + 1), 4))
-        assert [end.graphs for end in ends] == [GraphCounts(kept=2, recorded=2, launched=2 * (RUNS - 3))] * WORLD
-        assert fake.graphs == 2 * WORLD
-        for end in ends:
-            end.close()
-        assert not fake.graphs
 
 
 @pytest.mark.parametrize("seed", range(2))

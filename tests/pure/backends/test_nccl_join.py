@@ -6,7 +6,6 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemorySta
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere
 from tests.pure.thread_faults import apart
+from tests.support.values import replace
 from tests.support.waiting import wait_until
 
 

@@ -236,18 +236,6 @@ def test_torchs_streams_are_settled_where_cupy_is_not_imported(
     assert "cupy" not in sys.modules
 
 
-def test_a_mark_of_torchs_tensors_imports_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that follow it do so by cupy; where that is missing, there are none."""
-    told = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="cuda:0", library="torch")
-    monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]  # as if it were not installed
-    assert streams.mark([told]) is None
-    monkeypatch.undo()
-    with gpus(1):
-        made = streams.mark([told])
-        assert made is not None
-        assert list(made.events) == [0]
-
-
 # ------------------------------------------------------------------------------- what it costs
 
 

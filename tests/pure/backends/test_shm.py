@@ -9,7 +9,6 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from tests.pure.communicators import (
     Workers,
 )
 from tests.pure.conformance import DTYPES, Case, body_arrive, check_allreduce, check_cases, every_case, run_launch
+from tests.support.values import replace
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
 
@@ -59,17 +59,6 @@ def mortals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
         worker.close()
 
 
-def body_repeat(communicator: Communicator, launches: list[Launch], size: int) -> list[float]:
-    """Sums in place again and again; gives the first element of each result."""
-    first = []
-    for launch in launches:
-        array = np.full(size, communicator.rank + 1.0)
-        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
-        assert (array == array[0]).all()
-        first.append(float(array[0]))
-    return first
-
-
 def body_memory(communicator: Communicator, launch: Launch, kind: OpKind, size: int) -> int:
     """Gives the bytes that a kernel on non-contiguous arrays takes beyond them, at its peak."""
     world = communicator.world_size
@@ -94,13 +83,6 @@ def body_for_ever(communicator: Communicator, first: int, marker: str) -> None:
         run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.MAX))
         if seq == first + 10 and communicator.rank == 0:
             Path(marker).touch()
-
-
-def test_processes_agree_bit_for_bit(processes: ProcessTeam) -> None:
-    for seed, size in enumerate((0, 1, 1024, 300_001)):
-        check_allreduce(processes, ReduceOp.AVG, "float32", size, "plain", bool(seed % 2), seed)
-    launches = [processes.launch() for _ in range(300)]
-    assert processes.must(body_repeat, launches, 10) == [[6.0] * 300] * 3
 
 
 @pytest.mark.parametrize(
@@ -133,11 +115,6 @@ def test_a_killed_process_leaves_nothing_and_is_named(mortals: ProcessTeam, tmp_
     marker.unlink()
     for folder in (tmp_path, Path("/dev/shm")):
         assert list(folder.glob("raycollect*")) == []
-
-
-def test_nothing_is_left_on_disk_once_all_have_joined(mortals: ProcessTeam, tmp_path: Path) -> None:
-    mortals.must(body_arrive, mortals.launch())
-    assert list(tmp_path.glob("raycollect*")) == []
 
 
 def test_a_closed_communicator_gives_its_memory_back() -> None:
@@ -195,24 +172,6 @@ def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> 
     for dtype in DTYPES[::4]:
         cases = [replace(case, layout=layout) for case in every_case(dtype, 3, (7, 200_001))]
         check_cases(processes, cases, staged=True)
-
-
-def open_segments() -> int:
-    """How many descriptors of groups' memory this process has."""
-    gc.collect()
-    links = Path("/proc/self/fd").iterdir()
-    return sum("raycollect-group" in str(link.readlink()) for link in links if link.is_symlink())
-
-
-def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.1)
-    before = open_segments()
-    for rank, other in ((0, 1), (1, 0)):
-        with pytest.raises(CollectiveTimeoutError, match=rf"ranks \[{other}\] did not come") as caught:
-            shm.create(spec_of(2), rank, MemoryRendezvous(), NO_EXCHANGE)
-        assert caught.value.missing == (other,)
-    del caught
-    assert open_segments() == before
 
 
 class Misleading(MemoryRendezvous):

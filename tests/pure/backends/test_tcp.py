@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from tests.pure.conformance import (
     every_case,
     run_launch,
 )
+from tests.support.values import replace
 from tests.support.waiting import wait_until
 
 __all__ = ["team"]  # a fixture

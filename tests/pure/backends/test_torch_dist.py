@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,28 @@ from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import (
     BackendNotInstalledError,
-    CollectiveTimeoutError,
     InternalError,
     InvalidGroupError,
     UnsupportedError,
 )
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
-from tests.pure.conformance import run_launch
+from tests.pure.conformance import (
+    KINDS,
+    Case,
+    as_read,
+    body_cases,
+    check_outcomes,
+    checksum_of,
+    every_case,
+    listed,
+    made,
+    put_in_place,
+    ranks_of,
+    run_kernel,
+    run_launch,
+    sides,
+    what_is_wrong,
+)
 
 if importlib.util.find_spec("torch") is None or not backends.is_available("torch:gloo"):
     pytest.skip("no torch with gloo is installed", allow_module_level=True)
@@ -31,7 +47,6 @@ from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
 from raycollect.backends.arrays import DeviceArray
-from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.torch_dist import communicator as torch_dist
 from tests.pure.backends.torch_teams import OptionsTeam, body_sum, gloo_of, plugin, teams
 
@@ -91,13 +106,6 @@ def test_it_listens_on_the_given_address_only() -> None:
     communicator = torch_dist.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0), host="127.0.0.3")
     assert listening() - before == {"0300007F"}
     communicator.close()
-
-
-def test_a_member_that_never_comes_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.2)
-    spec = GroupSpec(name="g", group_id="1", backend="torch:gloo", world_size=2)
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come"):
-        torch_dist.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
 
 
 @pytest.mark.parametrize(("backend", "cure"), [("torch:mpi", "MPI"), ("torch:sccl", "torch_tpu"), ("torch:x", "'x'")])
@@ -227,55 +235,26 @@ def on_device(array: np.ndarray, *, gaps: bool) -> DeviceArray:
     return DeviceArray(torch.stack([values, values], -1)[..., 0] if gaps else values)
 
 
-def body_device(communicator: Communicator, launch: Launch, kind: OpKind, gaps: bool) -> list[list[float]]:
-    """Runs a kernel of uneven pieces over tensors that only the library reads; gives what was written."""
-    rank, world = communicator.rank, communicator.world_size
-    sizes = [2 * of + 1 for of in range(world)]
-
-    def tensor(size: int, value: float) -> DeviceArray:
-        return on_device(np.full(size, value, np.float32), gaps=gaps)
-
-    own, out = tensor(sizes[rank], rank + 1.0), tensor(sizes[rank], -1.0)
-    whole, whole_out = tensor(5, rank + 1.0), tensor(5, -1.0)
-    pieces = tuple(tensor(size, 10.0 * rank + of) for of, size in enumerate(sizes))
-    outs = tuple(tensor(size, -1.0) for size in sizes)
-    equal = tuple(tensor(sizes[rank] + sizes[of], 10.0 * rank + of) for of in range(world))
-    equal_outs = tuple(tensor(sizes[rank] + sizes[of], -1.0) for of in range(world))
-    is_root = rank == 1
-    src, dst = {
-        OpKind.ALLREDUCE: (whole, whole_out),
-        OpKind.REDUCE: (whole, whole_out if is_root else None),
-        OpKind.BROADCAST: (whole if is_root else None, whole_out),
-        OpKind.ALLGATHER: (own, outs),
-        OpKind.GATHER: (own, outs if is_root else None),
-        OpKind.SCATTER: (pieces if is_root else None, out),
-        OpKind.REDUCESCATTER: (pieces, out),
-        OpKind.ALLTOALL: (equal, equal_outs),
-    }[kind]
-    op = ReduceOp.AVG if kind is OpKind.ALLREDUCE else ReduceOp.SUM
-    run_launch(communicator, launch, Kernel(kind=kind, src=src, dst=dst, op=op, peer=1, most=2 * sizes[-1]))
-    assert whole.tensor.tolist() == [rank + 1.0] * 5
-    written = () if dst is None else dst if isinstance(dst, tuple) else (dst,)
-    return [array.tensor.tolist() for array in written]
-
-
-EXPECTED: dict[OpKind, Callable[[int], list[list[float]]]] = {
-    OpKind.ALLREDUCE: lambda rank: [[2.0] * 5],
-    OpKind.REDUCE: lambda rank: [[6.0] * 5] if rank == 1 else [],
-    OpKind.BROADCAST: lambda rank: [[2.0] * 5],
-    OpKind.ALLGATHER: lambda rank: [[1.0], [2.0] * 3, [3.0] * 5],
-    OpKind.GATHER: lambda rank: [[1.0], [2.0] * 3, [3.0] * 5] if rank == 1 else [],
-    OpKind.SCATTER: lambda rank: [[10.0 + rank] * (2 * rank + 1)],
-    OpKind.REDUCESCATTER: lambda rank: [[30.0 + 3 * rank] * (2 * rank + 1)],
-    OpKind.ALLTOALL: lambda rank: [[10.0 * of + rank] * (2 * rank + 2 * of + 2) for of in range(3)],
-}
+def run_on_device(communicator: Communicator, launch: Launch, case: Case, gaps: bool) -> tuple[str, int]:
+    """`run_case` over tensors that only the library reads."""
+    given, expected, most = sides(case, communicator.rank, communicator.world_size)
+    make = partial(on_device, gaps=gaps)
+    src, dst = made(given, make), made(expected, make, blank=True)
+    shared: tuple[Any, ...] = ()
+    if case.inplace:
+        dst, shared = put_in_place(case.kind, communicator.rank, src, dst)
+    run_kernel(communicator, launch, case, (src, dst, most), staged=False)
+    host = {id(one): one.tensor.numpy() for one in (*listed(src), *listed(dst))}
+    src, dst, shared = (as_read(side, host) for side in (src, dst, shared))
+    return what_is_wrong(case, given, src, expected, dst, shared, False), checksum_of(dst)
 
 
 @pytest.mark.parametrize("gaps", [False, True])
-@pytest.mark.parametrize("kind", EXPECTED)
-def test_tensors_of_a_device_are_left_to_the_library(
-    teams: Callable[..., OptionsTeam], kind: OpKind, gaps: bool
-) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_tensors_of_a_device_are_left_to_the_library(teams: Callable[..., OptionsTeam], dtype: str, gaps: bool) -> None:
     team = teams(world_size=3)
-    results = team.must(body_device, team.launch(), kind, gaps)
-    assert results == [EXPECTED[kind](rank) for rank in team.everyone]
+    every = every_case(dtype, 3, (0, 7, 60), KINDS)
+    cases = [case for case in every if case.op in (None, ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX)]
+    launches = [team.launch(ranks_of(case, team)) for case in cases]
+    results = team.must(body_cases, launches, cases, run_on_device, gaps)
+    check_outcomes(cases, [case.kind for case in cases], results, "on a device")

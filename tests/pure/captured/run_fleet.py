@@ -20,8 +20,10 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.planner import plan
-from tests.pure.driver.test_controller import declared, lease
+from tests.pure.driver.leased import controller, declared, lease
 from tests.pure.driver.tracked_plans import asked, group, key_of
+
+__all__ = ["controller"]  # a fixture
 
 CAPTURE = bytes(range(16))
 
@@ -156,13 +158,6 @@ def drive(fleet: Fleet, runs: int = IN_FLIGHT + 3) -> None:
             fleet.bell.give(at, tracker.number)
         assert tracker.wait(WAIT_S)
         assert tracker.error is None
-
-
-@pytest.fixture
-def controller() -> Any:
-    made = Controller(object())
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from raycollect.core import threads
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
-from tests.pure.driver.test_controller import lease
+from tests.pure.driver.leased import lease
 from tests.pure.driver.tracked_plans import group
 
 __all__ = ["controller", "fleet"]  # fixtures

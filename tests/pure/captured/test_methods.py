@@ -100,28 +100,22 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 # ---------------------------------------------------------------------------------------------- methods
 
 
-def test_methods_are_called_as_by_the_actor_itself() -> None:
-    """In the caller's thread, and nothing is kept of what they return: the store has no name for it."""
+def test_methods_are_called_as_by_the_actor_itself(
+    monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop
+) -> None:
+    """In the caller's thread, or in the actor's loop. Ray is not asked whose call it is, and nothing is kept."""
+    monkeypatch.setattr(participant, "ray_internals", None)
     invoke = participant._invoker(Plain(), None, ["add", "outer", "valued"])
     assert invoke("add", [1], {}) == 2
     assert invoke("add", [1], {"other": 5}) == 6
     assert invoke("outer", [], {}).tolist() == full(1).tolist()
     assert invoke("valued", [], {}) == threading.current_thread().name
     assert not participant._inside.get()
-
-
-def test_methods_of_an_actor_with_a_loop_run_there(loop: asyncio.AbstractEventLoop) -> None:
     invoke = participant._invoker(Loops(), loop, ["add", "plain", "broken"])
     assert invoke("add", [1], {}) == (2, "the loop")
     assert invoke("plain", [], {}) == "the loop"
     with pytest.raises(ValueError, match="bad"):
         invoke("broken", [], {})
-
-
-def test_ray_is_never_asked_whose_call_it_is(monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
-    monkeypatch.setattr(participant, "ray_internals", None)
-    assert participant._invoker(Plain(), None, ["outer"])("outer", [], {}).shape == (5,)
-    assert participant._invoker(Loops(), loop, ["add"])("add", [1], {})[0] == 2
 
 
 @pytest.mark.parametrize("name", ["nope", "_hidden", "odd", ""])
@@ -294,7 +288,9 @@ def _result(message: Any) -> tuple[Any, ...]:
     return unpack_values(message.payload)
 
 
-def test_runs_by_the_channel_hold_the_turn(here: Lease) -> None:
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_runs_by_the_channel_hold_the_turn_of_ordered_participants(here: Lease, is_ordered: bool) -> None:
+    here._runtime.is_ordered = is_ordered
     held: list[bool] = []
 
     def note(value: int) -> int:
@@ -307,33 +303,24 @@ def test_runs_by_the_channel_hold_the_turn(here: Lease) -> None:
     said = _said(here)
     assert _result(said.wait_for(1)) == (5,)
     assert _result(said.wait_for(2)) == (6,)
-    assert held == [True, True]
+    assert held == [is_ordered] * 2
     assert here._sequencer.begun == 2
     assert here.captured_step(CAPTURE).runner.look() == [None, None]
 
 
-def test_unordered_participants_have_no_turn(here: Lease) -> None:
-    here._runtime.is_ordered = False
-    _capture(here, _echo(), note=lambda value: here._runtime.method_lock.locked())
-    here._run_came(_run(1, 0, 5))
-    assert _result(_said(here).wait_for(1)) == (False,)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_runs_of_a_closed_step_are_refused_and_ended(here: Lease, known: bool) -> None:
+    """Also of one that is forgotten before it came, which is not taken in."""
     if known:
         _capture(here, _echo(), note=int)
-        here.received(Forget(capture=CAPTURE))
+    here.received(Forget(capture=CAPTURE))
+    if not known:
+        with pytest.raises(CaptureError, match="closed"):
+            _capture(here, _echo(), note=int)
     here._run_came(_run(1, 0))
     assert "closed" in str(_said(here).error(1))
     assert here._sequencer.start(2, 1) is None
     here._sequencer.end(2)
-
-
-def test_a_step_that_is_forgotten_before_it_came_is_not_taken_in(here: Lease) -> None:
-    here.received(Forget(capture=CAPTURE))
-    with pytest.raises(CaptureError, match="closed"):
-        _capture(here, _echo(), note=int)
 
 
 def test_an_abort_reaches_a_run(here: Lease, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from raycollect.errors import (
     refusal,
 )
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
-from tests.pure.driver.test_controller import declared, said
+from tests.pure.driver.leased import declared, said
 from tests.pure.driver.tracked_plans import group, key_of
 from tests.support.waiting import wait_until
 
@@ -257,22 +257,27 @@ def test_runs_that_have_ended_unasked_make_room_for_themselves_alone(fleet: Flee
         fleet.land(one)
 
 
-def test_close_ends_running_runs(fleet: Fleet) -> None:
+@pytest.mark.parametrize("by_controller", [False, True])
+def test_close_ends_running_runs(fleet: Fleet, by_controller: bool) -> None:
     done, *open_ones = [fleet.begin() for _ in range(3)]
     for at in range(4):
         fleet.bell.give(at, done.number)
-    for _ in range(2):
-        fleet.runs.close()
+    if by_controller:
+        fleet.controller.close()
+    else:
+        for _ in range(2):
+            fleet.runs.close()
+        for peer in fleet.peers:
+            assert [type(one) for one in said(peer)] == [Abort, Abort, Forget]
+        assert fleet.bell.is_closed
+        assert fleet.runs.refs == {}
+        for one in open_ones:
+            assert "closed" in str(one.error)
+            fleet.land(one)
     assert done.error is None
-    assert all("closed" in str(one.error) for one in open_ones)
-    for peer in fleet.peers:
-        assert [type(one) for one in said(peer)] == [Abort, Abort, Forget]
-    assert fleet.bell.is_closed
-    assert fleet.runs.refs == {}
-    with pytest.raises(CaptureError, match="closed"):
+    assert all(isinstance(one.error, PlanAbortedError) for one in open_ones)
+    with pytest.raises(CaptureError, match=None if by_controller else "closed"):
         fleet.begin()
-    for one in open_ones:
-        fleet.land(one)
 
 
 def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
@@ -313,20 +318,16 @@ def test_a_step_that_is_closed_while_a_run_is_sent_is_closed_after_it(fleet: Fle
         fleet.begin()
 
 
-def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:
-    tracker = fleet.begin()
-    fleet.controller.close()
-    assert isinstance(tracker.error, PlanAbortedError)
-    with pytest.raises(CaptureError):
-        fleet.begin()
-
-
-def test_keys_name_operands(fleet: Fleet) -> None:
+def test_a_run_knows_its_operands_and_the_places_of_its_plans(fleet: Fleet) -> None:
     assert fleet.runs.writes == {Key(key_of(at)): True for at in (*range(5), 9)}
+    tracker = fleet.begin()
+    assert [tracker.writes.get(key_of(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
+    assert tracker.refs == dict.fromkeys(map(key_of, range(5)))
     assert fleet.step_plan.name == "captured step"
     assert fleet.step_plan.places_at(-1) == ()
     found = [fleet.step_plan.places_at(at) for at in (0, fleet.stages[1].offset)]
     assert found == [stage.positions for stage in fleet.stages]
+    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 
 def test_a_group_that_another_thread_destroys_as_a_run_begins_fails_it(fleet: Fleet) -> None:

@@ -22,8 +22,8 @@ from raycollect.errors import (
     ProtocolError,
 )
 from tests.pure.captured.run_fleet import CAPTURE, SHORT, WAIT_S, Fleet, controller, fleet
-from tests.pure.driver.test_controller import said
-from tests.pure.driver.tracked_plans import asked, key_of
+from tests.pure.driver.leased import said
+from tests.pure.driver.tracked_plans import asked
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -90,7 +90,7 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     fleet.controller.messages.received(stranger, Ran(seq=tracker.seq, payload=b""))
     assert not tracker.resolved
     assert len(tracker._pending) == 4
-    from tests.pure.driver.test_controller import registered_anew
+    from tests.pure.driver.leased import registered_anew
     from tests.pure.driver.tracked_plans import flying
 
     other = flying(asked(fleet.left, (0, 1, 2)))
@@ -98,13 +98,6 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     with pytest.raises(ProtocolError, match="no run"):
         fleet.tell(0, Ran(seq=taken.seq, payload=b""))
     taken.fail(PlanAbortedError(detail="the end"))
-    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
-
-
-def test_run_reports_the_tensors_it_writes(fleet: Fleet) -> None:
-    tracker = fleet.begin()
-    assert [tracker.writes.get(key_of(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
-    assert tracker.refs == dict.fromkeys(map(key_of, range(5)))
     fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +9,15 @@ from typing import Any
 
 from raycollect.channel.messages import MESSAGES, Message
 from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES
+from raycollect.core.model import GroupSpec, Member
+from tests.support.values import named_member
 
 
 def message(rng: random.Random, cls: type[Message] | None = None) -> Message:
     """Any message of the table, with values of the right types."""
     cls = cls or MESSAGES[rng.choice(sorted(set(MESSAGES) - {"Fetched"}))]
     hints = typing.get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(typing.cast(Any, cls))} - {"blob_nbytes"}
-    return cls(**{name: value(rng, hints[name]) for name in sorted(names)})
+    return cls(**{name: value(rng, hints[name]) for name in sorted({*cls.__struct_fields__} - {"blob_nbytes"})})
 
 
 def value(rng: random.Random, hint: Any) -> Any:
@@ -25,6 +25,8 @@ def value(rng: random.Random, hint: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return None if rng.random() < 0.3 else value(rng, args[0])
+    if origin is tuple and args[1:] != (Ellipsis,):
+        return tuple(value(rng, one) for one in args)
     if origin in (list, tuple):
         return origin(value(rng, args[0]) for _ in range(rng.choice((0, 1, 2, 5))))
     if origin is dict:
@@ -33,7 +35,10 @@ def value(rng: random.Random, hint: Any) -> Any:
         int: lambda: rng.choice((0, 1, 2, -1, 2**31, 2**63, -(2**63), rng.randrange(10))),
         float: lambda: rng.choice((0.0, -1.0, 1e-9, float("inf"), rng.random())),
         bool: lambda: rng.random() < 0.5,
-        Any: lambda: rng.choice((None, -1, "x", [], {}, [0, [0], [1]], [0, [2**63], [-1]])),
+        GroupSpec: lambda: GroupSpec(
+            name="g", group_id="id of left", backend="shm", world_size=rng.choice((1, 2, 2**62))
+        ),
+        Member: lambda: named_member("W", rng.choice((0, -1))),
         str: lambda: rng.choice(("", "g", "all", "0>1", "9>9", "x" * 300, "\0", "𝄞")),
         bytes: lambda: rng.randbytes(rng.choice((0, 1, 16, 28, 500))),
     }

@@ -6,7 +6,6 @@ import os
 import random
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, Door
 from raycollect.core.model import TASK_NBYTES, Segment
 from raycollect.core.semaphores import Semaphore
 from raycollect.core.signals import Deferred, deliver
-from tests.pure.channel.bells import serve, take
+from tests.pure.channel.bells import take
 from tests.pure.processes import Process
+from tests.support.values import replace
 from tests.support.waiting import interrupt_in
 
 
@@ -54,17 +54,6 @@ def serve_elsewhere(segment: Segment, slot, runs):
     return seen
 
 
-def test_a_run_and_its_answer(bell):
-    post = DoorbellClient(bell.segment, 1)
-    number = bell.begin()
-    assert bell.runs[1].write(number, 70, 60, b"arguments")
-    assert post.take(1.0) == Entry(1, 70, 60, b"arguments")
-    assert answer(bell, 1, number) is None
-    assert post.answer(number, b"result")
-    assert answer(bell, 1, number) == b"result"
-    assert answer(bell, 0, number) is None
-
-
 def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
     post = DoorbellClient(bell.segment, 0)
     for nbytes, fits in ((INLINE_NBYTES, True), (INLINE_NBYTES + 1, False), (0, True)):
@@ -86,17 +75,6 @@ def test_numbers_far_beyond_the_ring(bell):
         assert answer(bell, 2, number) is None  # the one of the last time round is not taken for it
         post.answer(number, b"")
         assert answer(bell, 2, number) == b""
-
-
-def test_several_runs_in_flight_come_in_order(bell):
-    numbers = [bell.begin() for _ in range(IN_FLIGHT)]
-    for number in numbers:
-        bell.runs[0].write(number, 10 * number, 10 * number - 10, bytes([number]))
-    post = DoorbellClient(bell.segment, 0)
-    assert [take(post).number for _ in numbers] == numbers
-    for number in numbers:
-        post.answer(number, bytes([number, number]))
-    assert [answer(bell, 0, number) for number in numbers] == [bytes([number, number]) for number in numbers]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -125,46 +103,6 @@ def test_processes(seed):
         doorbell.close()
         for one in processes:
             one.close()
-
-
-def test_many_threads_wait_for_runs_of_their_own():
-    doorbell = Doorbell(2)
-    posts = [DoorbellClient(doorbell.segment, slot) for slot in range(2)]
-    runs, ending, under_way, begun = 200, threading.Condition(), set(), [0]
-    serving = [threading.Thread(target=serve, args=(post, runs)) for post in posts]
-    done, failed = [], []
-
-    def drive(count):
-        for _ in range(count):
-            with ending:  # a thread may be slow to read its answers, and their cells are written again
-                ending.wait_for(lambda: begun[-1] + 1 - min(under_way, default=begun[-1]) < IN_FLIGHT)
-                number = doorbell.begin()
-                begun.append(number)
-                under_way.add(number)
-                for slot in range(2):
-                    doorbell.runs[slot].write(number, number, 0, b"%d" % number)
-                doorbell.ring(number)
-            try:
-                assert answers(doorbell, 2, number) == [b"%d" % number] * 2
-                done.append(number)
-                with ending:
-                    under_way.remove(number)
-                    ending.notify_all()
-            except BaseException as exc:
-                failed.append(exc)
-                raise
-
-    driving = [threading.Thread(target=drive, args=(runs // 4,)) for _ in range(4)]
-    start_s = time.monotonic()
-    for one in serving + driving:
-        one.start()
-    for one in serving + driving:
-        one.join(30)
-    assert not failed
-    assert sorted(done) == list(range(1, runs + 1))
-    # A ring that is lost costs half a second: there were none to speak of.
-    assert time.monotonic() - start_s < 0.5 * runs / 4
-    doorbell.close()
 
 
 def test_a_signal_ends_a_sleep_and_leaves_nothing_locked(bell, monkeypatch):
@@ -218,33 +156,6 @@ def test_all_who_sleep_are_woken_at_once(bell, monkeypatch):
     for one in threads:
         one.join(20)
     assert taken == [Entry(number, 1, 0, b"")] * 3
-
-
-def test_who_has_slept_yields_once_it_has_answered(bell, monkeypatch):
-    """Others on its core may not have begun."""
-    post, yields = DoorbellClient(bell.segment, 0), []
-
-    def wait(*args):
-        bell.runs[0].write(number, 1, 0, b"")
-
-    monkeypatch.setattr(post._futex, "wait", wait)
-    number = bell.begin()
-    take(post)
-    monkeypatch.setattr(doorbell_module.os, "sched_yield", lambda: yields.append(answer(bell, 0, number)))
-    post.answer(number, b"")
-    assert yields == [b""], "after the answer"
-    number = bell.begin()
-    bell.runs[0].write(number, 1, 0, b"")
-    take(post)
-    post.answer(number, b"")
-    assert len(yields) == 1
-
-
-def test_a_wake_before_the_wait_counts(bell):
-    post = DoorbellClient(bell.segment, 0)
-    post.wake()
-    assert post.take(60.0) is None
-    assert post.take(0.0) is None
 
 
 def test_a_seat_that_nobody_takes_or_that_was_given_up_is_not_waited_for(bell):

@@ -102,26 +102,6 @@ def test_with_cores_to_spare_or_where_it_must_not_nobody_keeps_to_one(seats_at, 
     assert list(slots.system.at.values()) == at
 
 
-def test_who_keeps_to_no_core_unless_asked(seats_at):
-    slots = seats_at(2, [0, 0])
-    slots.posts = [DoorbellClient(slots.bell.segment, slot) for slot in range(2)]
-    slots.run()
-    slots.wait(0, awake=True)
-    assert slots.system.moves == []
-
-
-def test_who_sleeps_may_go_anywhere(seats_at, monkeypatch):
-    """It gets its mask back before it sleeps, so that it is woken where there is room."""
-    slots, asleep = seats_at(2, [0, 0]), []
-    slots.run()
-    slots.wait(0, awake=True)
-    assert slots.masks[0] == {0}
-    bell = slots.posts[0]._futex
-    monkeypatch.setattr(bell, "wait", lambda *args: asleep.append(slots.system.get_mask(0)))
-    slots.wait(0, awake=False)
-    assert asleep[0] == {0, 1}
-
-
 def test_a_thread_of_the_real_system_gets_its_mask_back(monkeypatch):
     """There are as many seats as cores. The masks of other threads are never touched."""
     monkeypatch.setattr(doorbell_module, "YIELD_S", WAIT_S)

@@ -102,32 +102,6 @@ def test_no_ring_is_lost_between_processes(workers: Workers, seed: int) -> None:
     assert sum(sleeps for sleeps, _ in found) > 1000
 
 
-@pytest.mark.parametrize("world", [2, 5])
-def test_no_ring_is_lost_between_threads(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    team = ThreadTeam("shm", world)
-    monkeypatch.setattr(_meeting, "YIELD_S", 0.0)
-    monkeypatch.setattr(_meeting, "_SLICE_S", PATIENT_S)
-    ears = [Ear(one._parts.meeting._semaphore) for one in team.communicators]  # type: ignore[attr-defined]
-
-    def body(communicator: Any, launches: list[Launch]) -> None:
-        meeting, rng = communicator._parts.meeting, random.Random(launches[0].seq * 10 + communicator.rank)
-        for launch in launches:
-            meeting.enter(launch, time.monotonic() + WAIT_S)
-            for _ in range(25):
-                _late(rng)
-                meeting.barrier(launch, time.monotonic() + WAIT_S)
-            meeting.end(launch, True)
-
-    for _ in range(ROUNDS):
-        launches = [team.launch() for _ in range(40)]
-        team.must(lambda communicator, launches=launches: body(communicator, launches))
-        if sum(ear.sleeps for ear in ears) > 500:
-            break
-    team.close()
-    assert [ear.lost for ear in ears] == [0] * world
-    assert sum(ear.sleeps for ear in ears) > 500
-
-
 def test_who_gave_up_is_not_taken_to_be_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all would ring it at each barrier, until it sleeps again."""
     monkeypatch.setattr(_meeting, "YIELD_S", 0.0)

@@ -6,18 +6,18 @@ Every case is made from a seed that the test's name or its message tells. Over s
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import tracemalloc
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import pytest
 
-from raycollect.channel.messages import Bye, Fetched, Message, decode, encode
+from raycollect.channel.messages import Bye, Fetched, Joined, Message, decode, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, Connection, Opened, Reply, State
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 from tests.pure.channel.hostile_wire import changed, chunks, message
@@ -215,19 +215,19 @@ def _hostile(rng: random.Random) -> bytes:
     if kind == 3:  # a header that lies about what follows
         header = rng.choice((b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"))
         lie = header + rng.choice((2**32 - 1, 2**31, 65_537)).to_bytes(4, "big")
-        return rng.choice((b"\x81\xa1t", b"\x82\xa1t\xa4Done\xa3seq", b"")) + lie + rng.randbytes(10)
+        return rng.choice((b"\x91", b"\x95\xa4Done", b"\x93\xa6Joined\x01", b"")) + lie + rng.randbytes(10)
     if kind == 4:
         depth = rng.choice((10, 400, 510, 512, 900, 1000, 1023, 1024, 5000, 100_000))
-        return rng.choice((b"", b"\x81\xa1t", b"\x82\xa1t\xa4Done\xa3seq")) + _nested(
+        return rng.choice((b"", b"\x91", b"\x95\xa4Done", b"\x93\xa6Joined\x01\x81\xa1x")) + _nested(
             depth, key=rng.choice((b"", b"\xa1t"))
         )
     if kind == 5:
         return bytes(base) + rng.randbytes(rng.choice((1, 2, 50)))
     if kind == 6:  # the right fields, the wrong types
         cls = type(message(rng))
-        names = [field.name for field in dataclasses.fields(typing.cast(Any, cls))]
+        names = cls.__struct_fields__
         odd = [None, True, -1, 2**64 - 1, 1.5, "x", b"x", [], [[]], {}, {"x": 1}, [None], "\0" * 1000]
-        return typing.cast(bytes, msgpack.packb({"t": cls.__name__, **{name: rng.choice(odd) for name in names}}))
+        return typing.cast(bytes, msgpack.packb([cls.__name__, *(rng.choice(odd) for _ in names)]))
     keys: list[Any] = [1, b"t", "t", None, 1.5, True, "seq"]
     return typing.cast(bytes, msgpack.packb([{rng.choice(keys): rng.choice(keys)} for _ in range(3)]))
 
@@ -250,41 +250,35 @@ def test_a_sealed_payload_is_a_message_of_the_table_or_ends_the_connection(seed:
             assert encode(again) == encode(got), (seed, case)
 
 
+@pytest.mark.parametrize("begins", [b"", b"\x91", b"\x93\xa6Joined\x01\x81\xa1x"])
 @pytest.mark.parametrize(
-    "payload",
+    "rest",
     [
-        b"\xdd" + b"\xff" * 4,
-        b"\xdf" + b"\xff" * 4,
-        b"\xc6" + b"\xff" * 4,
-        b"\xdb" + b"\xff" * 4,
-        b"\xc9" + b"\xff" * 5,
-        b"\x81\xa1t\xdd\x00\x01\x00\x01",
-        *(_nested(depth) for depth in (100, 1000, 5000, MAX_FRAME_NBYTES - 1)),
-        *(b"\x81\xa1t" + _nested(depth) for depth in (100, 300, 500, 900, 1020, 5000)),
-        *(b"\x81\xa1t" + _nested(depth, key=b"\xa1t") for depth in (100, 300, 500, 900, 1020, 5000)),
+        *(head + b"\xff" * 5 for head in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")),
+        *(_nested(depth) for depth in (100, 1000, 5000, MAX_FRAME_NBYTES - 50)),
+        *(_nested(depth, key=b"\xa1t") for depth in (1000, 5000)),
     ],
+    ids=lambda rest: f"{rest[:1]!r} {len(rest)}",
 )
-def test_lies_and_depth_cost_little_memory(payload: bytes) -> None:
+def test_lies_and_depth_cost_little_memory(begins: bytes, rest: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(ProtocolError):
-            decode(payload)
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        with suppress(ProtocolError):  # a few levels are read
+            decode(begins + rest)
+            assert len(rest) == 101
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_FRAME_NBYTES
     finally:
         tracemalloc.stop()
 
 
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa0", b"\xc4\x00", b"\xcb" + bytes(8), b"\x91\x90"])
 def test_a_payload_of_many_small_things_costs_a_bounded_multiple(item: bytes) -> None:
-    rows = (MAX_FRAME_NBYTES - 100) // (65_000 * len(item) + 5) or 1
-    per_row = min(65_000, (MAX_FRAME_NBYTES - 100) // len(item))
-    row = b"\xdd" + per_row.to_bytes(4, "big") + item * per_row
-    payload = b"\x81\xa1t\xdd" + rows.to_bytes(4, "big") + row * rows
+    count = (MAX_FRAME_NBYTES - 100) // len(item)
+    payload = b"\x93\xa6Joined\x01\x81\xa1x\xdd" + count.to_bytes(4, "big") + item * count
     assert len(payload) <= MAX_FRAME_NBYTES
     tracemalloc.start()
     try:
-        with pytest.raises(ProtocolError):
-            decode(payload)
+        assert isinstance(decode(payload), Joined)
         assert tracemalloc.get_traced_memory()[1] < 150 * MAX_FRAME_NBYTES
     finally:
         tracemalloc.stop()

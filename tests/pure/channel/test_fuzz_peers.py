@@ -12,7 +12,7 @@ import secrets
 import threading
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -56,9 +56,10 @@ from raycollect.member.runtime import Runtime
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.channel.hostile_wire import message
 from tests.pure.channel.parties import HOST, LIMIT_S
-from tests.pure.driver.test_controller import controller, lease, registered_anew
+from tests.pure.driver.leased import controller, lease, registered_anew
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.thread_faults import apart
+from tests.support.values import named_member, replace
 
 __all__ = ["controller"]
 
@@ -186,14 +187,26 @@ def asks(participant: Runtime, hub: Hub) -> None:
     link.close()
 
 
+SPEC = GroupSpec(name="g", group_id="id of left", backend="shm", world_size=2)
+MEMBERS = [named_member(f"W{rank}", rank) for rank in range(2)]
+
+
 def _join(rng: random.Random) -> Join:
-    spec: dict[str, Any] = asdict(GroupSpec(name="g", group_id="id of left", backend="shm", world_size=2))
-    odd: list[Any] = [None, -1, 0, "x", b"x", [], {}, 1.5, ["x"], [[1]]]
+    odd: dict[str, Any] = {
+        "name": ("", "x" * 300),
+        "group_id": ("", "id of right"),
+        "backend": ("", "nobody", "tcp"),
+        "world_size": (1, 3, 2**62),
+        "ops": ((), ("x",)),
+        "memory": ("cuda", "x"),
+        "options": ((("timeout", None),), (("x", (1, "y")),)),
+        "timeout_s": (-1.0, float("inf"), 0.0),
+    }
+    spec = SPEC
     if rng.random() < 0.7:
-        spec[rng.choice([*sorted(spec), "more"])] = rng.choice(odd)
-    members: list[Any] = [{"actor": f"W{at}", "ordered": True} for at in range(2)]
-    if rng.random() < 0.3:
-        members = rng.choice(([], [{}, {}], members[:1]))
+        name = rng.choice(sorted(odd))
+        spec = replace(SPEC, **{name: rng.choice(odd[name])})
+    members = rng.choice((MEMBERS, MEMBERS, MEMBERS, [], MEMBERS[:1]))
     return Join(request=1, group=spec, rank=rng.choice((0, 0, 1, -1, 2, 99)), members=members)
 
 
@@ -300,8 +313,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     """Members that never come, operands and predecessors that never do: all is over with the lease."""
     before = _threads("raycollect-order")
     caller, link = drive(participant, hub)
-    spec = asdict(GroupSpec(name="g", group_id="id of left", backend="shm", world_size=2))
-    link.send(Join(request=1, group=spec, rank=1, members=[{"actor": f"W{at}", "ordered": True} for at in range(2)]))
+    link.send(Join(request=1, group=SPEC, rank=1, members=MEMBERS))
     left = group("left", (5, 6))
     program = flying(asked(left, (0, 1))).plan.program(0)
     for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
@@ -321,8 +333,8 @@ def test_a_controller_that_comes_anew_finds_nothing_of_the_groups_that_it_had(pa
         caller = Caller()
         link = hub.connect(participant._server.address, {"controller": "me", "description": "a test"}, caller, LIMIT_S)
         caller.hear(Welcome)
-        spec = asdict(GroupSpec(name="g", group_id=group_id, backend="shm", world_size=1))
-        link.send(Join(request=1, group=spec, rank=0, members=[{"actor": "W", "ordered": True}]))
+        spec = replace(SPEC, group_id=group_id, world_size=1)
+        link.send(Join(request=1, group=spec, rank=0, members=MEMBERS[:1]))
         assert caller.hear(Joined).error is None
         assert set(participant.process_groups.by_id) == {group_id}
     link.close()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import socket
 import threading
-import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
-from raycollect.channel import DataClient, server
+from raycollect.channel import DataClient
 from raycollect.channel.messages import Bye, Done, Fetch, Message, Publish
-from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, Connection, Reply, State
+from raycollect.channel.protocol import MAX_FRAME_NBYTES, Connection, Reply, State
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError
 from tests.pure.channel.hostile_wire import changed, chunks, message
@@ -135,32 +134,6 @@ def test_a_hostile_server_gives_a_data_client_a_typed_error(stage: int, seed: in
         finally:
             client.close()
     impostor.close()
-
-
-def test_half_open_clients_cost_little_memory_and_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there may be have each sent all but one byte of the longest proof; one comes byte by byte."""
-    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 3.0)
-    address = rig.serve(Party(echo))
-    here = Party()
-    friend = rig.connect(address, here)
-    words = MAX_HANDSHAKE_NBYTES.to_bytes(4, "big") + bytes(MAX_HANDSHAKE_NBYTES - 1)
-    strangers = [socket.create_connection((HOST, address.port), LIMIT_S) for _ in range(server.MAX_HALF_OPEN)]
-    tracemalloc.start()
-    try:
-        for stranger in strangers[1:]:
-            stranger.sendall(words)
-        for byte in words[:100]:
-            strangers[0].sendall(bytes([byte]))
-        friend.send(Bye())
-        assert here.messages.get(timeout=LIMIT_S) == Bye()
-        assert tracemalloc.get_traced_memory()[1] < 2_000_000
-        for stranger in strangers:
-            _say(stranger, iter(()))
-    finally:
-        tracemalloc.stop()
-        for stranger in strangers:
-            stranger.close()
-    rig.connect(address, Party()).close()
 
 
 def test_a_peer_that_never_ends_its_frame_holds_no_more_than_a_frame(rig: Rig) -> None:

@@ -24,7 +24,6 @@ from raycollect.errors import (
     InternalError,
     MismatchError,
     ParticipantDiedError,
-    RankReport,
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.member import reporter
@@ -32,7 +31,7 @@ from raycollect.member.plan_queue import PlanQueue
 from raycollect.observe import stacks
 from raycollect.pos import Container
 from tests.faults.thread_failures import fail_at
-from tests.pure.driver.test_order_model import Fleet
+from tests.pure.driver.order_model import Fleet
 from tests.pure.member.leases import premises
 from tests.pure.sites import Ref
 from tests.support.waiting import wait_until
@@ -142,20 +141,3 @@ def test_a_stack_that_can_not_be_read_leaves_the_rest_of_the_answer(monkeypatch:
             f"{COULD_NOT_LOOK}{BOOM} any thread"
         ]
         crew.assert_works()
-
-
-@pytest.mark.parametrize("has_begun", [True, False])
-def test_a_report_of_who_could_not_look_says_why(has_begun: bool) -> None:
-    told = RankReport(
-        rank=1,
-        actor="W",
-        answers=True,
-        has_begun=has_begun,
-        doing=f"{COULD_NOT_LOOK}the cause",
-        stack=(),
-        ended=0,
-        story=(),
-        step="in the consistency check" if has_begun else "",
-    )
-    known = " is in it (in the consistency check), and" if has_begun else ""
-    assert str(told) == f"rank 1 (W){known} could not look: the cause"

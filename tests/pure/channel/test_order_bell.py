@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES
 from raycollect.channel.messages import Order
+from tests.support.values import replace
 
 WAIT_S = 20.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
@@ -14,10 +13,9 @@ from typing import Any
 import pytest
 
 from raycollect.channel import DataClient, Link, Server, endpoint, server
-from raycollect.channel.messages import Abort, Arrive, Bye, Done, Message, Publish
-from raycollect.core import sockets
+from raycollect.channel.messages import Abort, Arrive, Bye, Message, Publish
 from raycollect.core.model import Address
-from raycollect.errors import AuthenticationError, ConnectionLostError, ProtocolError
+from raycollect.errors import AuthenticationError, ConnectionLostError
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
 
 __all__ = ["rig"]  # a fixture
@@ -37,15 +35,6 @@ def test_echo(rig: Rig) -> None:
     for seq in range(200):
         link.send(Abort(seq=seq, reason="r"))
         assert here.messages.get(timeout=LIMIT_S) == Abort(seq=seq, reason="r")
-
-
-def test_one_hub_talks_to_many_servers(rig: Rig) -> None:
-    here = Party()
-    links = [rig.connect(rig.serve(Party(echo)), here) for _ in range(8)]
-    for seq, link in enumerate(links):
-        link.send(Abort(seq=seq, reason=""))
-    got = {here.messages.get(timeout=LIMIT_S) for _ in links}
-    assert got == {Abort(seq=seq, reason="") for seq in range(8)}
 
 
 @pytest.mark.parametrize("closer", ["client", "server"])
@@ -173,15 +162,6 @@ def test_what_was_queued_arrives_when_the_peer_reads_again(rig: Rig) -> None:
     assert names == [str(seq) for seq in range(40)]
 
 
-def test_a_message_too_big_is_refused_and_the_link_goes_on(rig: Rig) -> None:
-    here = Party()
-    link = rig.connect(rig.serve(Party(echo)), here)
-    with pytest.raises(ProtocolError):
-        link.send(Publish(group_id="g", communicator="", generation="", name="n", value=bytes(2 << 20)))
-    link.send(Bye())
-    assert here.messages.get(timeout=LIMIT_S) == Bye()
-
-
 @pytest.mark.parametrize("method", ["opened", "received", "closed"])
 def test_a_failing_handler_loses_its_link_only(
     rig: Rig, method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -216,20 +196,12 @@ def test_a_failing_handler_loses_its_link_only(
 # ---------------------------------------------------------------------------------------------- who may come in
 
 
-def test_the_wrong_key_is_refused_and_logged_without_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_wrong_key_is_refused(rig: Rig) -> None:
     address = rig.serve(Party())
     wrong = Address(host=address.host, port=address.port, secret=b"wrong-key-0123456789")
     for attempt in (lambda: rig.connect(wrong, Party()), lambda: DataClient(wrong, LIMIT_S)):
         with pytest.raises(AuthenticationError):
             attempt()
-    rig.close()  # the client is told first, and the log after that
-    refusals = [record for record in caplog.records if "refused" in record.message]
-    assert ["refused a connection" in refusals[0].message, "refused 1 more" in refusals[1].message] == [True, True]
-    assert len(refusals) == 2
-    assert all(record.levelno == logging.WARNING for record in refusals)
-    assert HOST in caplog.text
-    assert "wrong-key" not in caplog.text
-    assert "sss" not in caplog.text
 
 
 def test_nobody_there(rig: Rig) -> None:
@@ -260,25 +232,6 @@ def test_a_silent_client_delays_nobody_and_is_dropped(rig: Rig, monkeypatch: pyt
         rig.connect(address, here).send(Bye())
         assert here.messages.get(timeout=LIMIT_S) == Bye()
         assert silent.recv(100) == b""
-
-
-@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", b"\0\0\0\x40" + bytes(64)])
-def test_two_hundred_strangers_do_not_keep_a_friend_out(rig: Rig, words: bytes) -> None:
-    there, here = Party(echo), Party()
-    address = rig.serve(there)
-    strangers = [_raw(address) for _ in range(200)]
-    try:
-        for stranger in strangers:
-            try:
-                stranger.sendall(words)
-            except OSError:
-                pass
-        rig.connect(address, here).send(Bye())
-        assert here.messages.get(timeout=LIMIT_S) == Bye()
-        assert there.links.qsize() == 1
-        assert len(rig.servers[0]._half_open) <= server.MAX_HALF_OPEN
-    finally:
-        sockets.close(strangers)
 
 
 def test_a_forged_frame_ends_the_link(rig: Rig) -> None:
@@ -338,13 +291,3 @@ def test_a_handler_may_close_its_own_server(rig: Rig) -> None:
     there, here = Party(lambda link, message: rig.servers[0].close()), Party()
     rig.connect(rig.serve(there), here).send(Bye())
     assert isinstance(here.reasons.get(timeout=LIMIT_S), ConnectionLostError)
-
-
-def test_done_reaches_a_busy_main_thread(rig: Rig) -> None:
-    there, here = Party(), Party()
-    rig.connect(rig.serve(there), here)
-    theirs = there.links.get(timeout=LIMIT_S)
-    worker = threading.Thread(target=theirs.send, args=(Done(seq=1, ranks=[0], error=None, story=["a"]),))
-    worker.start()
-    assert here.messages.get(timeout=LIMIT_S) == Done(seq=1, ranks=[0], error=None, story=["a"])
-    worker.join(LIMIT_S)

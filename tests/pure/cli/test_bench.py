@@ -13,18 +13,22 @@ from raycollect.group import link_costs
 from tests.pure.cli.command_line import run_command
 
 
-def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(tmp_path: Path) -> None:
-    environ = {"XDG_CONFIG_HOME": str(tmp_path), "RAYCOLLECT_COSTS": None}
-    result = run_command("bench", "--calibrate", "--between", "50", "25", environ=environ)
+def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(calibrate, "BACKENDS", ())  # what it measures is tested with what measures
+    given, environ = ["--between", "50", "25"], {"XDG_CONFIG_HOME": str(tmp_path), "RAYCOLLECT_COSTS": None}
+    result = run_command("bench", "--calibrate", *given, environ=environ)
     assert result.exit_code == 0, result.stderr
-    lines = [line.split()[:2] for line in result.stdout.splitlines()]
-    assert lines[1:] == [["inside", "shm"], ["inside", "tcp"], ["between", "tcp"]]
+    assert ["between", "tcp"] in [line.split()[:2] for line in result.stdout.splitlines()]
     path = tmp_path / "raycollect" / "costs.json"
     assert result.stderr == f"written to {path}\n"
     found = link_costs.current({"XDG_CONFIG_HOME": str(tmp_path)})
-    assert [one.backend for one in found.measured] == ["shm", "tcp", "tcp"]
-    assert found.inside == found.measured[0].link
+    assert [one.backend for one in found.measured] == ["tcp"]
     assert (found.between.latency_s, found.between.bandwidth) == (pytest.approx(5e-5), pytest.approx(25e9 / 8))
+    result = run_command("bench", "--calibrate", "--json", "--output", "/dev/null/x.json")
+    assert (result.exit_code, json.loads(result.stdout)) == (2, [])
+    assert "/dev/null/x.json" in result.stderr
 
 
 def test_a_measurement_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,13 +66,6 @@ def test_a_wrong_bench_is_a_usage_error(args: list[str], says: str) -> None:
     result = run_command("bench", *args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
-
-
-def test_a_file_that_can_not_be_written_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "BACKENDS", ())
-    result = run_command("bench", "--calibrate", "--json", "--output", "/dev/null/x.json")
-    assert (result.exit_code, json.loads(result.stdout)) == (2, [])
-    assert "/dev/null/x.json" in result.stderr
 
 
 @pytest.fixture

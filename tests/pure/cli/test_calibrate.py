@@ -71,6 +71,15 @@ def test_times_without_a_line_are_refused(times, says):
 # ---------------------------------------------------------------------------------------------- measuring
 
 
+@pytest.mark.parametrize("backend", calibrate.BACKENDS)
+def test_a_link_of_this_host_is_measured(backend):
+    found = calibrate.measure(backend, (64, 1 << 24))  # so far apart that other work can not hide it
+    assert (found.place, found.backend) == ("inside", backend)
+    assert 0 <= found.link.latency_s < 0.1
+    assert 1e7 < found.link.bandwidth < 1e12
+    assert found.how.startswith("measured: ")
+
+
 def test_a_rank_that_fails_is_told_with_what_it_said():
     with pytest.raises(KernelError, match="UnknownBackendError") as caught:
         calibrate.measure("smoke_signals", (64, 128), timeout_s=30)

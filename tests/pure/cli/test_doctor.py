@@ -109,6 +109,17 @@ def test_a_backend_says_what_it_can_or_what_it_lacks() -> None:
     assert missing.cure == backends.BACKENDS["torch:hccl"].install
 
 
+def test_what_children_say_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the place of Python, a program that says something else, or nothing."""
+    file_in(tmp_path, "python", "#!/bin/sh\necho '\"00\"'\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert doctor.other_processes().found == "/proc shows another process's memory"
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = [(row.state, row.required, row.found) for row in doctor.loaded(("shm", "gloo"))]
+    assert found == [(MISSING, required, "its process ended with 1") for required in (True, False)]
+
+
 def test_the_driver_is_read_from_proc(tmp_path: Path) -> None:
     assert doctor.driver(tmp_path).found == "no driver"
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (x) Thu Jan 23"

@@ -18,8 +18,6 @@ from raycollect.driver import member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import prepare, send_plan
 from raycollect.driver.groups import Declared
-from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
     ActorGoneError,
     ConnectionLostError,
@@ -32,25 +30,13 @@ from raycollect.errors import (
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
-from raycollect.group.declaration import Declaration
-from raycollect.planner import Membership
+from tests.pure.driver.leased import Line, controller, crew, declared, lease, registered, registered_anew, said
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.support.waiting import interrupt_in
 
+__all__ = ["controller"]  # a fixture
+
 WAIT_S = 20.0
-
-
-class Line:
-    """A link that sends what fits into a frame."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        nbytes = len(encode(message))
-        if nbytes > MAX_FRAME_NBYTES:
-            raise ProtocolError(detail=f"{type(message).__name__} has {nbytes} bytes, the limit is {MAX_FRAME_NBYTES}")
-        self.sent.append(message)
 
 
 class RLocked:
@@ -70,59 +56,6 @@ class RLocked:
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
-
-
-@pytest.fixture
-def controller() -> Any:
-    made = Controller(object())
-    yield made
-    made.close()
-
-
-def declared(membership: Membership) -> Declared:
-    """A group as it is stored by its name."""
-    spec = membership.spec
-    return membership, Declaration(name=spec.name, backend=spec.backend, actors=())
-
-
-def lease(controller: Controller, *memberships: Membership) -> dict[str, ParticipantLink]:
-    """Leases all members, over lines; gives them by the names of their actors."""
-    found: dict[str, ParticipantLink] = {}
-    for membership in memberships:
-        for member in membership.members:
-            info: dict[str, Any] = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
-            info["incarnation"] = member.incarnation
-            peer = found.setdefault(member.actor, ParticipantLink(controller.messages, info, None))
-            peer.link = peer.link or Line()  # type: ignore[assignment]
-            controller.participants.add(peer)
-    return found
-
-
-def said(peer: ParticipantLink) -> list[Any]:
-    """What a participant was told since it was last asked."""
-    line: Any = peer.link
-    sent, line.sent = line.sent, []
-    return sent
-
-
-def registered(controller: Controller) -> PlanTracker:
-    """Actors 5, 6, 7 in one group and 7, 8 in another: no group has all, so that the controller keeps the check."""
-    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
-    lease(controller, left, right)
-    tracker = flying(asked(left, (0, 1, 2)), asked(right, (4, 3)))
-    return registered_anew(controller, tracker)
-
-
-def crew(controller: Controller, tracker: PlanTracker) -> list[ParticipantLink]:
-    """The participants of a plan, by position."""
-    return [controller.participants.leased(actor_id, tracker.groups) for actor_id in tracker.plan.participants]
-
-
-def registered_anew(controller: Controller, tracker: PlanTracker) -> PlanTracker:
-    """The same plan under the next numbers of a controller."""
-    made = PlanTracker(next(controller.numbers), tracker.plan, tracker._memberships, dict(tracker.refs))
-    controller.register(made)
-    return made
 
 
 @pytest.mark.parametrize(

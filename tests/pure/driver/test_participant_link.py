@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -57,51 +56,39 @@ def peer():
 
 def answer(request):
     """An answer whose fields are all different."""
-    return Surveyed(request=request, **{f.name: i for i, f in enumerate(fields(Surveyed)) if f.name != "request"})
+    return Surveyed(
+        request=request, **{name: i for i, name in enumerate(Surveyed.__struct_fields__) if name != "request"}
+    )
 
 
-def test_each_answer_goes_to_its_question(peer):
+def test_each_answer_goes_to_its_question_and_other_messages_are_passed_on(peer):
     first, second = peer.ask(Survey), peer.ask(Survey)
     asked = [message.request for message in peer.link.sent]
     assert all(type(message) is Survey for message in peer.link.sent)
     peer.received(peer.link, answer(asked[1]))
     assert second.result(0) == answer(asked[1])
     assert not first.done()
-    peer.received(peer.link, answer(asked[0]))
+    for number in (asked[0], asked[0], asked[0] + 7):  # the last two are no question's
+        peer.received(peer.link, answer(number))
     assert first.result(0) == answer(asked[0])
     assert peer._owner.heard == []
-
-
-def test_an_answer_to_no_question_is_ignored_and_other_messages_are_passed_on(peer):
-    asked = peer.ask(Survey)
-    request = peer.link.sent[0].request
-    for number in (request, request, request + 7):
-        peer.received(peer.link, answer(number))
-    assert asked.result(0) == answer(request)
-    joined = Joined(request=request)
+    joined = Joined(request=asked[0])
     peer.received(peer.link, joined)
     assert peer._owner.heard == [joined]
 
 
-def test_questions_end_with_the_connection(peer):
-    open_ones = [peer.ask(Survey), peer.ask(Survey)]
-    peer.closed(peer.link, ConnectionLostError(detail="reset"))
-    assert [one.result(0) for one in open_ones] == [None, None]
-    assert peer._owner.heard == ["reset"]
-    assert peer.ask(Survey).result(0) is None
-
-
-def test_a_question_on_a_link_that_just_broke_ends_when_that_is_known(peer):
-    peer.link.broken = True
+@pytest.mark.parametrize("ends", ["later", "after it broke", "while one is asked"])
+def test_questions_end_with_the_connection(peer, ends):
+    line, reason = peer.link, ConnectionLostError(detail="reset")
+    if ends == "while one is asked":
+        line.send = lambda message: peer.closed(line, reason)
+    line.broken = ends == "after it broke"
     asked = peer.ask(Survey)
-    assert not asked.done()
-    peer.closed(peer.link, ConnectionLostError(detail="reset"))
+    if ends != "while one is asked":
+        assert not asked.done()
+        peer.closed(line, reason)
     assert asked.result(0) is None
-
-
-def test_a_connection_that_ends_while_the_question_is_sent(peer):
-    line = peer.link
-    line.send = lambda message: peer.closed(line, ConnectionLostError(detail="reset"))
+    assert peer._owner.heard == ["reset"]
     assert peer.ask(Survey).result(0) is None
 
 

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +43,7 @@ from tests.pure.driver.tracked_plans import (
     tracking,
     who_aborted,
 )
+from tests.support.values import replace
 
 WAIT_S = 20.0
 MISMATCH = Violation(kind="mismatch", rank=1, field="shape", found="[3]", expected="[4]")

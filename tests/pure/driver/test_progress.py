@@ -151,13 +151,10 @@ def test_a_bundle_counts_with_its_collectives_and_kernels_share_that() -> None:
     assert extent.at(move(7), 1, 0.5) == BytesDone(0, 1100), "of another script"
 
 
-def test_replacement_moves_count_for_the_offered_ones() -> None:
+def test_replacement_moves_count_for_the_offered_ones_and_a_barrier_has_no_bytes() -> None:
     packed = (move(30), move(70))
     extent = ByteMap(script((100, (move(10, 20, 70, instead=packed),)), (50, (move(50),))))
     assert [extent.at(one, 1, 0.5).done for one in packed] == [15, 65]
-
-
-def test_a_barrier_has_no_bytes() -> None:
     nothing = LaunchStep(0, "g", (0, 1), (Kernel(kind=OpKind.BARRIER),))
     assert ByteMap(script((0, (nothing,)))).at(nothing, 1, 0.5) == NOWHERE
 

@@ -198,7 +198,7 @@ def test_a_wait_that_lasts_shows_a_bar_that_ends_full(
 ) -> None:
     """And is removed where nobody has told of bytes; a short one shows none."""
     told = Told(*[said] * 3)
-    tracker.ends_s = tracker.clock.now_s + 0.4
+    tracker.ends_s = tracker.clock.now_s + 0.25
     assert wait(tracker, told, progress=True)
     assert (drawn, told.asked) == ([], [])
     tracker.ends_s = tracker.clock.now_s + 0.8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from raycollect.channel.messages import Abort
@@ -12,6 +11,7 @@ from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.group.membership import membership_of
 from raycollect.planner import Membership, Request, plan
+from tests.support.values import replace
 
 SEQ = 40
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner import Request
+from tests.pure.communicators import ThreadTeam
 from tests.pure.fleet import WAIT_S, Convoy
 
 
 @contextmanager
-def convoy_of(groups: Sequence[Sequence[int]]) -> Iterator[Convoy]:
-    made = Convoy(groups)
+def convoy_of(
+    groups: Sequence[Sequence[int]] | int, backend: str = "local", allocate: Callable[[Any], Any] = arrays.empty
+) -> Iterator[Convoy]:
+    """Participants of some groups, or of one of so many ranks; of another backend than `local` there is one group."""
+    members = [range(groups)] if isinstance(groups, int) else groups
+    team = None if backend == "local" else ThreadTeam(backend, len(members[0]))
+    made = Convoy(members, None if team is None else lambda _: team.communicators)
+    made.allocate = allocate
     try:
         yield made
     finally:
         made.close()
+        if team is not None:
+            team.close()
 
 
 def allreduces(convoy: Convoy, values: Sequence[Sequence[Any]], group: int = 0) -> list[Request]:

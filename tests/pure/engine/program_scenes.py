@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays, folds
 from raycollect.core.model import PIECES, OpKind, ReduceOp
-from raycollect.planner.lower import SUBSTITUTES
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
+from tests.pure.planner.requests import COLLECTIVE_SUBSTITUTES
+from tests.support.values import replace
 
 DTYPES = ("int8", "uint16", "int64", "float16", "float32", "float64", "bool", "complex64", "bfloat16", "float8_e5m2")
 LAYOUTS: dict[str, Callable[[Any], Any]] = {
@@ -135,7 +136,7 @@ def scenes(draw: st.DrawFn, kinds: Sequence[OpKind] = KINDS) -> Scene:
         form=form,
         layout=layout,
         outputs=outputs,
-        lacking=draw(st.sampled_from([(), (kind,)])) if kind in SUBSTITUTES else (),
+        lacking=draw(st.sampled_from([(), (kind,)])) if kind in COLLECTIVE_SUBSTITUTES else (),
         call=call,
         seed=draw(st.integers(0, 200)),
     )

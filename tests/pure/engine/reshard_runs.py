@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raycollect.planner import Membership, Reshard, Topology
-from tests.pure.communicators import ThreadTeam
 from tests.pure.fleet import Convoy
 from tests.pure.resharding import (
     request_of,
 )
-
-
-@contextmanager
-def convoy_of(world: int, backend: str = "local") -> Iterator[Convoy]:
-    """Ranks in threads."""
-    team = None if backend == "local" else ThreadTeam(backend, world)
-    convoy = Convoy([tuple(range(world))], (lambda _: team.communicators) if team else None)
-    try:
-        yield convoy
-    finally:
-        convoy.close()
-        if team:
-            team.close()
+from tests.support.values import replace
 
 
 def run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, decode_arrival, encode_arrival, judge
 from raycollect.errors import REFUSALS, ProtocolError, Violation
+from tests.support.values import replace
 
 INFO = TensorInfo(shape=(2, 3), dtype="float32", itemsize=4)
 

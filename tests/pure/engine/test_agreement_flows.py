@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,6 +15,7 @@ from raycollect.core.model import PIECES, TENSOR, OpKind, Structure, TensorInfo
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, encode_arrival, judge, largest, learn
 from raycollect.errors import InternalError, ProtocolError, Violation
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
+from tests.support.values import replace
 
 WITH_TENSORS = tuple(kind for kind in KINDS if kind is not OpKind.BARRIER)
 FORMS = (
@@ -150,13 +150,6 @@ def test_another_root_is_named_before_any_tensor_is_compared() -> None:
         assert _named(specs) == [(2, "root", "1", "0")]
 
 
-def test_each_piece_that_does_not_fit_is_named_at_its_taker() -> None:
-    specs = _specs(OpKind.ALLTOALL)
-    short = [_info(1), _info(40), _info(7)]
-    specs[0] = replace(specs[0], takes=_side(short))
-    assert _named(specs) == [(0, "shape of output 1", "[40]", "[4]")]
-
-
 def test_a_rank_that_disagrees_with_all_others_about_a_piece_is_named() -> None:
     specs = _specs(OpKind.REDUCESCATTER)
     specs[2] = replace(specs[2], gives=_side([_info(1), _info(5), _info(3)]))
@@ -164,15 +157,6 @@ def test_a_rank_that_disagrees_with_all_others_about_a_piece_is_named() -> None:
     specs = _specs(OpKind.REDUCESCATTER)
     specs[2] = replace(specs[2], takes=_side(_info(9)))
     assert _named(specs) == [(2, "shape of output", "[9]", "[3]")]
-
-
-def test_pieces_of_another_dtype_are_named_alone() -> None:
-    """Not those who would take them."""
-    specs = _specs(OpKind.ALLTOALL)
-    specs[1] = replace(specs[1], gives=_side([_info(size, "int32") for size in (4, 5, 6)]))
-    assert [(v.rank, v.field, v.found) for v in _decide(specs)] == [
-        (1, f"dtype of input {taker}", "int32") for taker in range(3)
-    ]
 
 
 def test_a_rank_that_is_unable_does_not_make_the_others_wrong() -> None:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.errors import AliasError, ReadOnlyError
+from raycollect.errors import AliasError
 from raycollect.planner import Request
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, MakeFleet
 from tests.pure.meaning import ROOTED
 from tests.pure.teams import Team, pinned
@@ -192,24 +193,6 @@ def test_elements_at_one_address_are_read_but_never_written(name: str, mix: str,
     np.testing.assert_array_equal(apart, cut(was[1]))
 
 
-def test_read_only_memory_is_read_by_any_view_and_written_by_none(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values, shut = [memory(rank) for rank in range(2)], []
-    for value in values:
-        shut.append(value[::2])
-        shut[-1].flags.writeable = False
-    keys = one.keep_all(shut)
-    expected = shut[0] + shut[1]
-    for outcome in one.must(OpKind.ALLREDUCE, keys, inplace=False):
-        np.testing.assert_array_equal(outcome.outputs[0].value, expected)
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is ReadOnlyError
-    open_keys = one.keep_all([value[1::2] for value in values])
-    one.must(OpKind.ALLREDUCE, open_keys)  # the same memory, other elements
-    np.testing.assert_array_equal(shut, [memory(rank)[::2] for rank in range(2)])
-    np.testing.assert_array_equal(values[0][1::2], memory(0)[1::2] + memory(1)[1::2])
-
-
 # ---------------------------------------------------------------------------------------------- what is given and taken
 
 
@@ -342,33 +325,13 @@ def test_empty_pieces_are_in_place_wherever_they_are(fleet: MakeFleet) -> None:
     assert [[piece.tolist() for piece in take] for take in takes] == [[[0, 1, 2], []], [[0, 1], [5, 5, 5]]]
 
 
-@pytest.mark.parametrize("kind", [OpKind.ALLTOALL, OpKind.ALLGATHER, OpKind.SCATTER, OpKind.REDUCESCATTER])
-def test_a_list_of_one_tensor_many_times(kind: OpKind, fleet: MakeFleet) -> None:
-    """As what is given it is one value for all; as what is taken it would be one place for all."""
-    one = fleet(3)
-    values = [memory(rank) for rank in range(3)]
-    if kind is not OpKind.ALLGATHER:
-        root = {"root": 0} if kind is OpKind.SCATTER else {}
-        gives = {rank: one.keep(rank, [value] * 3) for rank, value in enumerate(values) if not (root and rank)}
-        for outcome in one.must(kind, gives, **root):
-            for made in outcome.outputs[0].tensors:
-                assert made.shape == (SIZE,)
-    if kind in (OpKind.ALLTOALL, OpKind.ALLGATHER):
-        gives = one.keep_all([[one_value.copy() for one_value in values] if kind is OpKind.ALLTOALL else values[0]] * 3)
-        outcomes = one.run(kind, gives, [one.keep(rank, [value] * 3) for rank, value in enumerate(values)])
-        assert {type(outcome.error) for outcome in outcomes} == {AliasError}
-    np.testing.assert_array_equal(values, [memory(rank) for rank in range(3)])
-    one.works_on()
-
-
 # ---------------------------------------------------------------------------------------------- plans of many calls
 
 
 @pytest.fixture
 def convoy() -> Iterator[Convoy]:
-    made = Convoy([[0, 1]])
-    yield made
-    made.close()
+    with convoy_of(2) as made:
+        yield made
 
 
 def _calls(chance: random.Random, count: int) -> list[tuple[OpKind, Cut]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import Key, OpKind, ReduceOp, task_key
+from raycollect.core.model import Key, OpKind, ReduceOp
 from raycollect.engine.batch_agreement import decode_arrivals, encode_arrivals
 from raycollect.errors import (
     KernelError,
     MismatchError,
-    PlanAbortedError,
     ProtocolError,
     TensorFreedError,
 )
@@ -26,10 +23,10 @@ from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
 from raycollect.planner.schedule import schedule
 from raycollect.planner.template import NATIVE
-from tests.pure.communicators import ThreadTeam
 from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
 from tests.pure.meaning import gives_of, meaning
+from tests.support.values import replace
 
 
 def _with_choice(request: Request, membership: Membership, name: str, at_least: int) -> Part:
@@ -45,9 +42,7 @@ def _with_choice(request: Request, membership: Membership, name: str, at_least: 
 @pytest.mark.parametrize(("size", "kinds"), [(3, {OpKind.BROADCAST}), (4, {OpKind.SEND, OpKind.RECV})])
 def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle(size: int, kinds: set[OpKind]) -> None:
     """Two calls of 4 x 8 bytes reach the 64 from which on a tree is taken."""
-    team = ThreadTeam("tcp", 4)
-    convoy = Convoy([range(4)], lambda world_size: team.communicators)
-    try:
+    with convoy_of(4, "tcp") as convoy:
         (membership,) = convoy.memberships
         values = [[np.full(size, 10 * call + rank) for rank in range(4)] for call in range(2)]
         requests = [
@@ -73,18 +68,13 @@ def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle(size: int, kinds: set[Op
                 np.testing.assert_array_equal(of_call[rank], np.full(size, 10 * call))
         assert {kernel.kind for kernel in kernels} <= kinds
         assert kernels
-    finally:
-        convoy.close()
-        team.close()
 
 
 @pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> None:
     """Over `tcp`, where pairs of one launch don't see each other; each call is repeated on other tensors."""
-    team = ThreadTeam("tcp", world)
-    convoy = Convoy([range(world)], lambda world_size: team.communicators)
-    try:
+    with convoy_of(world, "tcp") as convoy:
         spec = replace(convoy.memberships[0].spec, ops=("send", "recv"))
         membership = replace(convoy.memberships[0], spec=spec)
         root = 0 if kind in (OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER) else -1
@@ -114,9 +104,6 @@ def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> N
             for one, right in zip(got, wanted, strict=True):
                 for piece, whole in zip(*((x if isinstance(x, list) else [x]) for x in (one, right)), strict=True):
                     np.testing.assert_array_equal(piece, whole)
-    finally:
-        convoy.close()
-        team.close()
 
 
 def _heard(convoy: Convoy, one: int) -> list[Any]:
@@ -208,22 +195,6 @@ def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
         fresh = [[np.ones(3), np.ones(3)] for _ in range(4)]
         assert all(one.error is None for one in convoy.run(allreduces(convoy, fresh), convoy.memberships * 4).values())
         assert len(sizes) > 2
-
-
-def test_an_abort_ends_the_wait_for_a_method() -> None:
-    with convoy_of([[0, 1]]) as convoy:
-        requests = allreduces(convoy, [[np.ones(2), np.ones(2)]] * 2)
-        absent = task_key(bytes(23) + b"x", 1)
-        operands = ((0, absent, None), requests[1].operands[1])
-        requests[1] = replace(requests[1], operands=operands)
-        waits = threading.Event()
-        planned = plan(requests, convoy.memberships * 2)
-        convoy.waiting = lambda key: waits.set()
-        futures = convoy.start(planned)
-        assert waits.wait(WAIT_S)
-        convoy.abort(0)
-        for future in futures.values():
-            assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
 
 
 def test_who_ended_is_told_by_places_only_where_all_ran_in_the_checks_launch() -> None:

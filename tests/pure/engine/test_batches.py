@@ -7,12 +7,10 @@ see it, and operands that earlier calls of the batch make.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,9 +21,6 @@ from raycollect.errors import (
     InvalidArgumentError,
     MismatchError,
     ReadOnlyError,
-    RefusedError,
-    TensorDirtyError,
-    TensorFreedError,
 )
 from raycollect.planner import Made, Request, plan
 from tests.pure.engine.convoys import allreduces, convoy_of
@@ -218,83 +213,6 @@ def test_a_batch_does_what_its_calls_do_one_after_the_other(batch: Any, staging:
     for memory, wanted in zip(memories, copies, strict=True):
         for got, right in zip(memory.buffers, wanted.buffers, strict=True):
             np.testing.assert_array_equal(got, right)
-
-
-WRONG: dict[str, tuple[Callable[[Convoy, int, Memory, int], Any], type[RefusedError]]] = {
-    "freed": (lambda convoy, one, memory, at: convoy.stores[one].free([memory.keys[at]]), TensorFreedError),
-    "dirty": (
-        lambda convoy, one, memory, at: convoy.stores[one].mark_dirty(
-            [arrays.byte_range(memory.view(at))], [arrays.owner(memory.view(at))]
-        ),
-        TensorDirtyError,
-    ),
-    "another size": (
-        lambda convoy, one, memory, at: _replace(convoy, one, memory, at, np.zeros(SIZE + 1, "int64")),
-        MismatchError,
-    ),
-    "another dtype": (
-        lambda convoy, one, memory, at: _replace(convoy, one, memory, at, np.zeros(SIZE, "float64")),
-        MismatchError,
-    ),
-}
-
-
-def _replace(convoy: Convoy, one: int, memory: Memory, at: int, value: Any) -> None:
-    memory.keys[at] = convoy.keep(one, value)
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", ["one", "inside", "overlapping", "the same in another order"])
-@pytest.mark.parametrize("call", range(3))
-def test_one_thing_wrong_in_one_call_is_refused_everywhere_and_touches_nothing(
-    name: str, wrong: str, call: int
-) -> None:
-    groups = GROUPS[name]
-    rng = np.random.default_rng(call)
-    count = 1 + max(one for group in groups for one in group)
-    memories = [
-        Memory([rng.integers(0, 9, SIZE) for _ in range(3)], [(at, slice(0, SIZE)) for at in range(3)])
-        for _ in range(count)
-    ]
-    calls = []
-    for number in range(3):
-        group = number % len(groups)
-        calls.append(Call(OpKind.ALLREDUCE, group, gives=dict.fromkeys(range(len(groups[group])), number)))
-    spoil, error_type = WRONG[wrong]
-    with convoy_of(groups) as convoy:
-        _requests(convoy, groups, memories, [])
-        for memory, one in zip(memories, range(count), strict=True):
-            memory.keys = [convoy.keep(one, memory.view(at)) for at in range(3)]
-        group = groups[calls[call].group]
-        spoil(convoy, group[1], memories[group[1]], call)
-        before = [_copy(memory) for memory in memories]
-        requests = _with_keys(convoy, groups, memories, calls)
-        outcomes = convoy.run(requests, [convoy.memberships[one.group] for one in calls])
-        for outcome in outcomes.values():
-            assert type(outcome.error) is error_type, outcome.error
-            assert outcome.error.op == "batch"
-            assert {violation.call for violation in outcome.error.violations} == {call}
-            assert {violation.rank for violation in outcome.error.violations} == {1}
-            assert outcome.outputs == ()
-    for memory, was in zip(memories, before, strict=True):
-        for got, right in zip(memory.buffers, was.buffers, strict=True):
-            np.testing.assert_array_equal(got, right)
-
-
-def _with_keys(convoy: Convoy, groups: list[list[int]], memories: list[Memory], calls: list[Call]) -> list[Request]:
-    """The requests of allreduces, over the keys that are there."""
-    return [
-        Request(
-            kind=OpKind.ALLREDUCE,
-            group=convoy.memberships[call.group].spec,
-            operands=tuple(
-                (rank, memories[one].keys[call.gives[rank]], None) for rank, one in enumerate(groups[call.group])
-            ),
-            op=ReduceOp.SUM,
-            timeout_s=WAIT_S,
-        )
-        for call in calls
-    ]
 
 
 def test_all_that_is_wrong_in_all_calls_is_in_one_error() -> None:

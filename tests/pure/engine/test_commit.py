@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from raycollect.planner.passes import plan_part
 from raycollect.planner.template import Role
 from raycollect.planner.verify import verify
 from tests.pure.driver.tracked_plans import SEQ, asked, flying, group
+from tests.support.values import replace
 
 
 def snapshot(count: int, **changes: Any) -> PlanTracker:

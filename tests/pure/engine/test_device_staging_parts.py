@@ -60,29 +60,8 @@ def test_a_home_is_what_the_communicator_says_or_the_current_device(fake: Fake) 
 
 
 def _stand_ins(home: str) -> tuple[StagingBuffers, Domain]:
-    domain = Domain(group_id="x", rank=0, ranks=(0, 1), memory=home.partition(":")[0])
+    domain = Domain.of("x", 0, (0, 1), home.partition(":")[0])
     return StagingBuffers({domain: home}), domain
-
-
-def test_one_place_has_one_stand_in_and_what_is_at_home_has_none(fake: Fake) -> None:
-    cupy = fake.cupy
-    made, domain = _stand_ins("cpu")
-    at_home = np.ones(3)
-    assert made.side(at_home, domain) is at_home
-    assert made.side((at_home, at_home), domain)[0] is at_home
-    assert len(made) == 0
-    row = cupy.arange(8, dtype="float32")
-    first, again, other = (arrays.memory(one) for one in (row[:4], row[:4], row[4:]))
-    stand_in = made.side(first, domain)
-    assert type(stand_in) is np.ndarray
-    assert (stand_in.shape, stand_in.dtype) == ((4,), np.float32)
-    assert made.side(again, domain) is stand_in
-    assert made.side(other, domain) is not stand_in
-    sides = (first, other)
-    assert made.side(sides, domain) is made.side(sides, domain)
-    assert made.side(sides, domain)[0] is stand_in
-    assert len(made) == 2
-    assert made.side(None, domain) is None
 
 
 def test_what_is_only_written_is_not_loaded_and_what_is_only_read_not_unloaded(fake: Fake) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
@@ -26,6 +25,7 @@ from raycollect.errors import (
 from tests.fake_cupy import Fake
 from tests.pure.fleet import WAIT_S, FailAt, Fleet
 from tests.pure.mixed import HOMES, PEER, ROOT, WORLD, Mixed, same, seeds
+from tests.support.values import replace
 
 # ---------------------------------------------------------------------------------------------- streams
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.core.model import Key, OpKind, ReduceOp
+from raycollect.core.model import Key, OpKind
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     AliasError,
@@ -22,7 +22,6 @@ from raycollect.errors import (
     RefusedError,
     TensorFreedError,
     TensorLostError,
-    UnsupportedError,
 )
 from raycollect.pos import Container
 from tests.pure.fleet import WAIT_S, Fleet, HoldAt, MakeFleet, numbers
@@ -97,24 +96,6 @@ def test_a_refusal_touches_nothing_on_any_rank_and_the_next_program_runs(name: s
     for value, was in zip(values, before, strict=True):
         np.testing.assert_array_equal(value, was)
     assert one.dirty == [0, 0, 0]
-    one.works_on()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op"), [("int32", ReduceOp.AVG), ("bool", ReduceOp.AVG), ("complex64", ReduceOp.MAX)]
-)
-def test_an_op_without_meaning_for_the_dtype_is_refused_on_every_rank(
-    dtype: str, op: ReduceOp, fleet: MakeFleet
-) -> None:
-    one = fleet(2)
-    values = numbers(3, 2, dtype=dtype)
-    before = [value.copy() for value in values]
-    for outcome in one.run(OpKind.ALLREDUCE, one.keep_all(values), op=op):
-        assert type(outcome.error) is UnsupportedError
-        assert [v.rank for v in outcome.error.violations] == [0, 1]
-        assert dtype in str(outcome.error)
-    for value, was in zip(values, before, strict=True):
-        np.testing.assert_array_equal(value, was)
     one.works_on()
 
 

@@ -18,7 +18,6 @@ from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     InternalError,
     KernelError,
-    PlanAbortedError,
     StoreFullError,
     TensorDirtyError,
 )
@@ -35,46 +34,12 @@ IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit")
 # ---------------------------------------------------------------------------------------------- faults
 
 
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("point", ["start", "before_check"])
-def test_a_failure_before_the_check_touches_nothing_and_nobody_hangs(point: str, rank: int, fleet: MakeFleet) -> None:
-    one = fleet(3)
-    one.faults = fault = FailAt(point=point, rank=rank)
-    values = numbers(rank, 3)
-    before = [value.copy() for value in values]
-    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
-    assert fault.consumed == 1
-    for at, outcome in enumerate(outcomes):
-        assert isinstance(outcome.error, KernelError if at == rank else PlanAbortedError)
-        assert outcome.error.op == "allreduce"
-        assert at == rank or "has left" in str(outcome.error)
-    for value, was in zip(values, before, strict=True):
-        np.testing.assert_array_equal(value, was)
-    assert one.dirty == [0, 0, 0]
-    one.works_on()
-
-
 def _fail_in_kernel(one: Fleet, values: list[Any], keys: list[Key], point: str = "before_kernel") -> None:
     one.faults = fault = FailAt(point=point, rank=1)
     outcomes = one.run(OpKind.ALLREDUCE, keys)
     assert fault.consumed == 1
     assert isinstance(outcomes[1].error, KernelError)
     one.faults = NoFaults()
-
-
-def test_using_a_dirty_tensor_is_refused_on_all_naming_who_has_it(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = numbers(0, 3)
-    keys = one.keep_all(values)
-    _fail_in_kernel(one, values, keys)
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is TensorDirtyError
-        assert {v.rank for v in outcome.error.violations} == {0, 1, 2}
-    fresh = one.keep_all(numbers(1, 3))
-    for outcome in one.run(OpKind.ALLREDUCE, [fresh[0], keys[1], fresh[2]]):
-        assert type(outcome.error) is TensorDirtyError
-        assert {v.rank for v in outcome.error.violations} == {1}
-    one.works_on()
 
 
 def test_dirt_belongs_to_the_memory_not_to_the_key(fleet: MakeFleet) -> None:
@@ -140,20 +105,6 @@ def test_a_failure_after_the_check_but_before_the_kernels_dirties_only_the_other
     assert all(outcome.error is not None for outcome in outcomes)
     assert one.dirty == [1, 0, 1]
     np.testing.assert_array_equal(values[1], before)
-    one.works_on()
-
-
-def test_a_failure_after_the_last_kernel_is_lopsided_and_leaves_nothing_dirty(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = numbers(0, 3)
-    expected = sum(values)
-    one.faults = fault = FailAt(point="end", rank=2)
-    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
-    assert fault.consumed == 1
-    assert [outcome.error is None for outcome in outcomes] == [True, True, False]
-    for value in values:
-        np.testing.assert_array_equal(value, expected)
-    assert one.dirty == [0, 0, 0]
     one.works_on()
 
 

@@ -13,15 +13,15 @@ from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import KernelError, PlanAbortedError, TensorDirtyError
 from raycollect.planner import Made, Request, plan
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.engine.repeated_loops import Rebound
 from tests.pure.fleet import WAIT_S, Convoy, NoFaults
 
 
 @pytest.fixture
 def pair() -> Iterator[Convoy]:
-    made = Convoy([[0, 1]])
-    yield made
-    made.close()
+    with convoy_of(2) as made:
+        yield made
 
 
 def _request(pair: Convoy, kind: OpKind, operands: Any, **arguments: Any) -> Request:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +15,7 @@ from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import NoFaults
 from raycollect.errors import KernelError, NotATensorError, TensorDirtyError, UnsupportedError
 from tests.pure.fleet import FailAt, Fleet, MakeFleet, numbers, refused_alike
+from tests.support.values import replace
 
 torch = pytest.importorskip("torch")
 

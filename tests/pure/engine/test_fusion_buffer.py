@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,18 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect import backends
 from raycollect.backends import arrays
-from raycollect.core.model import PIECES, Kernel, Launch, OpKind, ReduceOp, TensorInfo
-from raycollect.core.protocols import Communicator
+from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
 from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room, size_of
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
 from raycollect.pos import tensors
-from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.conformance import listed
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, launched
-from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
+from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
 
 DTYPES = ("int8", "float16", "float32", "float64", "complex64", "bfloat16", ">f4")
 LAYOUTS: tuple[Callable[[Any], Any], ...] = (
@@ -146,18 +143,6 @@ def _item(kind: OpKind, sizes: Any, me: int) -> Item:
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
-@contextmanager
-def _convoy(backend: str, world: int) -> Iterator[Convoy]:
-    team = ThreadTeam(backend, world)
-    made = Convoy([range(world)], lambda world_size: team.communicators)
-    made.allocate = tensors.allocate  # where kernels of shm work in place
-    try:
-        yield made
-    finally:
-        made.close()
-        team.close()
-
-
 def _scene(kind: OpKind, world: int, seed: int) -> list[tuple[list[Any], dict[int, Any]]]:
     """What each of some calls gives, by rank, and takes into; several dtypes and layouts, uneven sizes."""
     rng = np.random.default_rng(seed)
@@ -228,7 +213,7 @@ def _run(
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.BARRIER])
 @pytest.mark.parametrize("backend", ["local", "shm", pytest.param("tcp", marks=pytest.mark.full)])
 def test_packed_kernels_leave_the_bits_of_those_by_themselves(kind: OpKind, backend: str) -> None:
-    with _convoy(backend, 3) as convoy:
+    with convoy_of(3, backend, tensors.allocate) as convoy:  # where kernels of shm work in place
         for seed in range(3):
             calls = _scene(kind, 3, seed)
             inplace = bool(seed % 2)
@@ -237,58 +222,9 @@ def test_packed_kernels_leave_the_bits_of_those_by_themselves(kind: OpKind, back
                 assert _run(convoy, kind, copy.deepcopy(calls), staging, inplace) == alone
 
 
-def body_packed(communicator: Communicator, launch: Launch) -> list[str]:
-    """One packed kernel of each kind in pieces, of tensors whose largest pieces are on different ranks."""
-    rank, world, wrong = communicator.rank, communicator.world_size, []
-    for number, kind in enumerate(PIECES):
-        launch = Launch(seq=launch.seq + number, ranks=launch.ranks, timeout_s=launch.timeout_s)
-        calls = [gives_of(kind, world, _counted, lambda a, b, k=k: (3 * a + 5 * b + 7 * k) % 11, 0) for k in range(3)]
-        op = ReduceOp.SUM if kind in REDUCTIONS else None
-        meant = [meaning(kind, gives, root=0, op=op) for gives in calls]
-        takes = [
-            [np.zeros_like(piece) for piece in _listed(of[rank])] if of[rank] is not None else None for of in meant
-        ]
-        items = []
-        for gives, mine, of in zip(calls, takes, meant, strict=True):
-            dst = None if mine is None else tuple(mine) if isinstance(of[rank], list) else mine[0]
-            src = tuple(gives[rank]) if isinstance(gives[rank], list) else gives[rank]
-            items.append(Item(src, dst, max(piece.size for give in gives for piece in _listed(give))))
-        block = FusionBuffer(np.zeros(sum(room(kind, item) for item in items), np.uint8))
-        packed = FusedKernel(kind, op, 0 if kind in ROOTED else -1, items=items, me=rank, block=block)
-        communicator.agree(launch, b"")
-        packed.load()
-        communicator.launch(launch, packed.kernel).wait(WAIT_S)
-        packed.unload()
-        communicator.end(launch, True)
-        for mine, of in zip(takes, meant, strict=True):
-            if mine is not None and any((a != b).any() for a, b in zip(mine, _listed(of[rank]), strict=True)):
-                wrong.append(kind.value)
-    return wrong
-
-
-def _counted(size: int) -> Any:
-    return np.arange(size, dtype="float64") + size
-
-
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else value if isinstance(value, list) else [value]
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("torch:gloo", marks=pytest.mark.full)])
-def test_libraries_take_a_bound_for_the_largest_piece(workers: Workers, backend: str) -> None:
-    """That of a packed kernel is the sum of those of its tensors: no rank may hold as much."""
-    if not backends.is_available(backend):
-        pytest.skip(f"{backend} is not installed")
-    team = ProcessTeam(backend, 3, workers(3))
-    try:
-        assert team.must(body_packed, team.launch()) == [[], [], []]
-    finally:
-        team.close()
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_tensors_of_one_list_travel_together(world: int) -> None:
-    with _convoy("local", world) as convoy:
+    with convoy_of(world) as convoy:
         kernels: list[Kernel] = []
         (name,) = convoy.communicators[0]
         convoy.communicators[0][name] = launched(convoy.communicators[0][name], kernels.append)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.engine.launch_sequence import LaunchSequence
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.planner import Membership, Request, plan
+from tests.support.values import replace
 
 TIMEOUT_S = 3.0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from raycollect.errors import MismatchError, ReadOnlyError, RefusedError, Tensor
 from tests.pure.engine.program_scenes import Scene, Stage, check, fleet_of, kept_by, run_on, scenes
 from tests.pure.fleet import Fleet, contain, launched
 from tests.pure.meaning import KINDS
+from tests.support.values import replace
 
 LEARNED = (OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
 """The operations whose outputs take their shape from other ranks: these meet twice where an output is made."""

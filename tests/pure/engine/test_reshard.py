@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
 from raycollect.planner.sizes import least_between
 from raycollect.pos import tensors
-from tests.pure.engine.reshard_runs import convoy_of, must, run
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.reshard_runs import must, run
 from tests.pure.fleet import FailAt, contain
 from tests.pure.resharding import (
     UNTOUCHED,
@@ -34,6 +34,7 @@ from tests.pure.resharding import (
     scenes,
     whole_tensors,
 )
+from tests.support.values import replace
 
 
 @given(scenes(), st.sampled_from(["local", "shm", "shm, in place", "tcp"]), st.integers(1, 3), st.integers(0, 99))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from raycollect.backends.elements import convert
 from raycollect.planner.layout import Layout, layout
-from tests.pure.engine.reshard_runs import convoy_of, must, run
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.reshard_runs import must, run
 from tests.pure.resharding import bound
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -20,9 +19,10 @@ from raycollect.planner import Request, Reshard
 from raycollect.planner.layout import fused_layouts, layout
 from raycollect.planner.reshard import rounds
 from raycollect.pos import tensors
-from tests.pure.communicators import ThreadTeam
+from tests.pure.engine.convoys import convoy_of
 from tests.pure.fleet import Convoy, FailAt
 from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, request_of, whole_tensors
+from tests.support.values import replace
 
 WORLD = 5
 SRC = {
@@ -41,12 +41,8 @@ RESHARD = bound(SRC, DST, (0, 1), (2, 3, 4))
 @pytest.fixture
 def convoy() -> Iterator[Convoy]:
     """Ranks in threads, whose staging all can reach."""
-    team = ThreadTeam("shm", WORLD)
-    made = Convoy([tuple(range(WORLD))], lambda _: team.communicators)
-    made.allocate = tensors.allocate
-    yield made
-    made.close()
-    team.close()
+    with convoy_of(WORLD, "shm", tensors.allocate) as made:
+        yield made
 
 
 @pytest.fixture

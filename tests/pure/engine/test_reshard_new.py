@@ -16,7 +16,8 @@ from raycollect.planner.explain import explain
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.request import made_of
-from tests.pure.engine.reshard_runs import convoy_of, must, run
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.reshard_runs import must, run
 from tests.pure.fleet import FailAt
 from tests.pure.resharding import UNTOUCHED, bound, empty_of, held_by, membership_of, request_of, scenes, whole_tensors
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from raycollect.errors import (
 )
 from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.teams import CAPTURE, Script, Team, full, given, pinned
+from tests.support.values import replace
 
 __all__ = ["team"]  # fixtures
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.fleet import Star
 from tests.pure.local_world import LocalWorld
 from tests.pure.teams import WAIT_S, Gate, Script, full, given, pinned
+from tests.support.values import replace
 
 __all__ = ["team"]  # fixtures
 
@@ -170,31 +169,6 @@ def test_a_step_that_was_stopped_begins_no_action_any_more(team: MakeTeam) -> No
     assert not one.actors[0].calls
 
 
-def test_aborts_race_with_runs(team: MakeTeam) -> None:
-    """However they meet, a run ends well or aborted, and never hangs."""
-    one = team(2)
-    slots = [script.call("make") for script in one.scripts]
-    one.collective(OpKind.ALLREDUCE, every(slots))
-    for rank, actor in enumerate(one.actors):
-        actor.methods = {"make": lambda rank=rank: full(rank)}  # a new one: the last one may be half-written
-    one.capture()
-    stop = threading.Event()
-
-    def abort() -> None:
-        while not stop.is_set():
-            for replay in one.replays:
-                replay.abort()
-
-    thread = threading.Thread(target=abort)
-    thread.start()
-    try:
-        for _ in range(100):
-            assert {type(error) for error in one.fail()} <= {type(None), PlanAbortedError}
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_check_that_the_controller_keeps_is_asked_for_by_its_launch(team: MakeTeam, world: int) -> None:
     tensors = [full(rank + 1) for rank in range(world)]
@@ -205,7 +179,7 @@ def test_a_check_that_the_controller_keeps_is_asked_for_by_its_launch(team: Make
     for rank, script in enumerate(one.scripts):
         action = script.actions[1]
         assert isinstance(action, Collective)
-        check = Domain(group_id="", rank=rank, ranks=tuple(range(world)))
+        check = Domain.of("", rank, tuple(range(world)))
         script.actions[1] = replace(
             action, program=encode_program(replace(decode_program(action.program), agreement=check))
         )
@@ -231,7 +205,7 @@ def test_an_abort_just_before_a_plan_begins_is_seen(team: MakeTeam) -> None:
     one.collective(OpKind.ALLREDUCE, every([0, 0]))
     action = one.scripts[0].actions[0]
     assert isinstance(action, Collective)
-    check = Domain(group_id="", rank=0, ranks=(0, 1))
+    check = Domain.of("", 0, (0, 1))
     program = encode_program(replace(decode_program(action.program), agreement=check))
     one.scripts[0].actions[0] = replace(action, program=program)
     star = Star(LocalWorld(2, "star"), 0)

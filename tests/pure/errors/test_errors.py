@@ -7,7 +7,7 @@ import inspect
 import pickle
 import re
 import traceback
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, asdict, fields
 from typing import Any, get_type_hints
 
 import msgpack
@@ -42,6 +42,7 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
+from tests.support.values import replace
 
 CLASSES = [
     value

@@ -172,8 +172,8 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 
 def _packed(*more: Any, host: Any = "h", port: Any = 9, secret: Any = bytes(32), who: Any = "w") -> bytes:
-    packed: bytes = msgpack.packb([1, [host, port, secret], who, *more])
-    return packed
+    packed: bytes = msgpack.packb([[host, port, secret], who, *more])
+    return b"\x01" + packed
 
 
 MALFORMED = {
@@ -182,8 +182,9 @@ MALFORMED = {
     "text": b'{"host": "h"}',
     "deep": b"\x91" * 4000,
     "long": RECORD.to_bytes() + b" " * MOST_RECORD_NBYTES,
-    "another version": msgpack.packb([2, ["h", 9, bytes(32)], "w"]),
-    "a field is missing": msgpack.packb([1, ["h", 9, bytes(32)]]),
+    "nothing in it": b"\x01\x90",
+    "another version": b"\x02" + _packed()[1:],
+    "a field is missing": b"\x01" + msgpack.packb([["h", 9, bytes(32)]]),
     "a field too many": _packed(1),
     "no host": _packed(host=""),
     "host is long": _packed(host="h" * 256),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from raycollect.cli.commands import main
 from raycollect.errors import UnknownGroupError
 from raycollect.group import cluster_registry
 from raycollect.group.cluster_registry import GroupRecord, MemberRecord
+from tests.support.values import replace
 
 
 def _run(*args: str) -> Result:

@@ -233,17 +233,14 @@ HUGE = 10**5000  # which Python does not write
     "document",
     [
         {"version": HUGE, "node_list": HUGE},
-        {"version": [[HUGE]], "node_list": [HUGE, [HUGE], {"device_list": HUGE}]},
         {"version": "1.0", "node_list": [{"device_list": [{"device_id": HUGE, "rank": -HUGE}]}]},
         {"version": "1.0", "node_list": [{"device_list": [{f"field {at}": 0 for at in range(10_000)}]}]},
         {"x" * 10_000: 1, HUGE: 2},
         {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}] * 50_000}]},
         {"version": "1.0", "node_list": [{"device_list": [{"device_id": "x" * 1000, "rank": "y" * 1000}] * 50_000}]},
-        {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}]}] * 50_000},
-        {"version": "1.0", "node_list": [{"device_list": []}] * 50_000},
         {"version": "1.0", "node_list": [{}] * 100_001},
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_any_malformed_table_raises_a_short_typed_error(document: Any) -> None:
     with pytest.raises(InvalidGroupError) as caught:

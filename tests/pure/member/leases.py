@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -20,6 +19,7 @@ from raycollect.member.lease import Lease
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
+from tests.support.values import named_member
 
 WAIT_S = 10.0
 
@@ -45,15 +45,11 @@ class Heard:
 
 
 def join(**changes: Any) -> Join:
-    spec = asdict(GroupSpec(name="g", group_id="id of g", backend="shm", world_size=2))
-    members = [{"actor": f"W{rank}", "ordered": True} for rank in range(2)]
-    fields: dict[str, Any] = {"group": spec, "rank": 0, "members": members, "replaces": ""}
-    for name, value in changes.items():
-        if name in fields:
-            fields[name] = value
-        else:
-            spec[name] = value
-    return Join(request=1, **fields)
+    members = [named_member(f"W{rank}", rank) for rank in range(2)]
+    fields: dict[str, Any] = {"rank": 0, "members": members, "replaces": ""}
+    spec = {name: value for name, value in changes.items() if name not in fields}
+    group = GroupSpec(**{"name": "g", "group_id": "id of g", "backend": "shm", "world_size": 2, **spec})
+    return Join(request=1, group=group, **{name: changes.get(name, value) for name, value in fields.items()})
 
 
 def leased(premises: Any, controller: str = "me") -> tuple[Lease, Heard]:

@@ -69,6 +69,8 @@ def test_what_can_not_travel_is_refused_on_all_ranks(crew):
     here, there = crew.group(2).must(_strange)
     assert all("rank 1" in one for one in (*here, *there))
     assert "Fraction" in there[0]
+    assert "plain values, or pickle=True on all ranks" in there[0]
+    assert "a value that can be pickled" in there[5]
     assert "3 values for 2 ranks" in there[4]
     assert "not iterable" in there[6]
 
@@ -132,7 +134,7 @@ def test_what_is_no_rank_is_refused_on_all_ranks(crew):
 
 
 def _scattered(name, rank):
-    return [objects.scatter_object(values if rank else None, 1, name) for values in (np.zeros(2), iter("ab"))]
+    return [objects.scatter_object(values if rank else object(), 1, name) for values in (np.zeros(2), iter("ab"))]
 
 
 def test_values_to_scatter_are_any_iterable(crew):

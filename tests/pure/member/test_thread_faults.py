@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,14 +14,10 @@ import pytest
 
 from raycollect import backends
 from raycollect.channel import OrderBell, OrderBellClient
-from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Message, Order, Unable
-from raycollect.core import ray_internals
+from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Order, Unable
 from raycollect.core.model import Key
-from raycollect.core.submitted_calls import SubmittedCalls
-from raycollect.driver import lent_tokens
-from raycollect.driver.lent_tokens import LentTokens
 from raycollect.engine.value_codec import pack_values
-from raycollect.errors import ConnectionLostError, from_wire
+from raycollect.errors import from_wire
 from raycollect.group.plan_communicator import PlanCommunicator
 from raycollect.member import lease, token_lenders
 from raycollect.member.finished_calls import FinishedCalls
@@ -31,16 +26,13 @@ from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.observe import Recorder, Ring, Tracer, metrics
-from raycollect.observe.metrics import Publisher
+from raycollect.observe import Recorder, Ring, Tracer
 from raycollect.planner import Ticket
-from raycollect.pos import Store, ref_tokens
-from raycollect.pos.ref_tokens import RefTokenPool
+from raycollect.pos import Store
 from tests.faults.thread_failures import fail_at
 from tests.pure.fleet import contain
 from tests.pure.member.leases import Heard, join, plan, premises
 from tests.pure.member.step_bench import FakePost, bench
-from tests.pure.observe.test_timeline_session import LABEL, Numbers
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
 __all__ = ["bench", "premises"]  # fixtures
@@ -103,19 +95,6 @@ def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Heard])
         Tracer.current().end("me")
 
 
-@fault_in("raycollect-apart")
-def test_metrics_are_published_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "EVERY_S", 0.01)
-    ring, meters = Ring(), Numbers()
-    publisher = Publisher(ring, dict, meters)
-    with fail_at(metrics, "_publish", thread="raycollect-apart"):
-        ring.add(metrics.KERNEL, "allreduce", 1.5, 3.5, 1, LABEL)
-    ring.add(metrics.KERNEL, "allreduce", 1.5, 3.5, 2, LABEL)
-    publisher.close()
-    assert publisher.join(WAIT_S)
-    assert list(meters.counted.values()) == [1, 64]
-
-
 @fault_in("raycollect-timer")
 def test_the_next_wait_is_told_of_after_a_failure() -> None:
     told, over = threading.Event(), list[str]()
@@ -133,20 +112,6 @@ def test_the_next_wait_is_told_of_after_a_failure() -> None:
 
 
 @fault_in("raycollect-apart")
-def test_tokens_are_made_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = threading.Semaphore(0)
-    ray = SimpleNamespace(put=lambda value: (made.release(), object())[1])
-    monkeypatch.setattr(ref_tokens, "ray", ray)
-    monkeypatch.setattr(ray_internals, "on_last_ref", lambda ref, callback: True)
-    pool = RefTokenPool(lambda key: None, size=8)
-    with fail_at(ray, "put", thread="raycollect-apart"):
-        assert pool.take(Key(bytes(28))) is not None
-    assert pool.take(Key(bytes(28))) is not None
-    for _ in range(10):  # the first, one that nobody had made ready, and as many as are kept ready
-        assert made.acquire(timeout=WAIT_S)
-
-
-@fault_in("raycollect-apart")
 def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_lenders, "LOOK_S", 0.001)
     key, store, freed = Key(bytes(28)), Store(), threading.Event()
@@ -160,28 +125,6 @@ def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
         lenders.close(b"owner", lambda: owner.is_alive())
         assert freed.wait(WAIT_S)
     assert not lenders.note(b"owner", key)
-
-
-@fault_in("raycollect-apart")
-def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: SimpleQueue[list[Key]] = SimpleQueue()
-    data = SimpleNamespace(free=lambda address, keys, **_: told.put(keys), FREED_AT_ONCE=8)
-    monkeypatch.setattr(lent_tokens, "fetch", data)
-    info = {"address": None, "actor": "Worker(1)", "incarnation": ""}
-    task = SimpleNamespace(remote=lambda count: [])
-    actor = type("Handle", (), {})()
-    vars(actor).update(_ray_method_signatures={}, _raycollect_tokens=SimpleNamespace(options=lambda **_: task))
-
-    def send(message: Message) -> None:
-        raise ConnectionLostError(detail="it was cut")
-
-    link = cast(Any, SimpleNamespace(send=send))
-    made = LentTokens(SubmittedCalls(), actor, info, link, owner=b"", methods=frozenset(), soon=lambda call: True)
-    with fail_at(data, "free", thread="raycollect-apart") as fault:
-        made._tell([Key(b"1")])
-        assert fault.told.wait(WAIT_S)
-    made._tell([Key(b"2")])
-    assert told.get(timeout=WAIT_S) == [Key(b"2")]
 
 
 @fault_in("raycollect-order")

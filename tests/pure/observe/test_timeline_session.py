@@ -24,6 +24,7 @@ from raycollect.observe.clocks import clock_id
 from raycollect.observe.metrics import CALLS, CHECK_SECONDS, NBYTES, SECONDS, Publisher
 from raycollect.observe.timeline_session import TimelineSession, round_trips
 from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, METHOD, PART, PLAN, encode_recorded
+from tests.pure.observe.recorded import Numbers
 
 LABEL = Label(op="allreduce", group_id="g1", rank=0, ranks=2, nbytes=64, calls=1)
 
@@ -332,26 +333,6 @@ col.destroy_collective_group("alone")
 # ---------------------------------------------------------------------------------------------- metrics
 
 
-class Numbers:
-    """Meters that only remember."""
-
-    def __init__(self) -> None:
-        self.counted: dict[tuple[str, str], float] = {}
-        self.observed: list[tuple[str, float, dict[str, str]]] = []
-        self.broken = False
-        self.asked = threading.Event()
-
-    def count(self, name: str, value: float, tags: Any) -> None:
-        if self.broken:
-            self.asked.set()
-            raise RuntimeError("no agent")
-        key = name, "/".join(tags.values())
-        self.counted[key] = self.counted.get(key, 0) + value
-
-    def observe(self, name: str, value: float, tags: Any) -> None:
-        self.observed.append((name, value, dict(tags)))
-
-
 def test_what_is_recorded_is_published_once() -> None:
     ring, meters = Ring(), Numbers()
     publisher = Publisher(ring, lambda: {"g1": Place("default", "shm", 0, 2)}, meters)
@@ -384,7 +365,7 @@ def test_rays_metrics_get_the_tags_that_were_declared(monkeypatch: pytest.Monkey
     """Ray refuses an unknown or a missing tag; what it would export is seen where it hands a value on."""
     from raycollect.observe import metrics
 
-    meters, seen = metrics.RayMeters(), list[tuple[str, float, dict[str, str]]]()
+    meters, seen = metrics.ray_meters(), list[tuple[str, float, dict[str, str]]]()
     monkeypatch.setattr(metrics.Counter, "inc", _noting(metrics.Counter.inc, seen))
     monkeypatch.setattr(metrics.Histogram, "observe", _noting(metrics.Histogram.observe, seen))
     ring = Ring()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 
+from raycollect.backends.capabilities import BUILT_IN
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
-from raycollect.planner.explain import Planned, explain, explain_step
+from raycollect.planner.explain import explain, explain_step
 from raycollect.planner.report import Invoked, Methods
+from tests.support.values import replace
 
 
 def group(name, count, backend="shm", ops=None):
@@ -24,7 +24,9 @@ def membership(hosts, *, name="default", backend="shm", bitwise=True, ops=None, 
     )
     spec = group(name, len(hosts), backend, ops)
     participants = tuple(f"member {first + rank}" for rank in range(len(hosts)))
-    return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise)
+    known = BUILT_IN.get(backend)
+    told = {} if known is None else {"coalesces": known.coalesces, "chunk_nbytes": known.chunk_nbytes}
+    return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise, **told)
 
 
 def distant():
@@ -126,20 +128,20 @@ def methods(first, *names, after=()):
 
 def captured(first, requests, there, held, fixed=0):
     planned = plan(requests, [there] * len(requests))
-    return Planned(plan=planned, given={source: held[source[0]] for source in planned.uses()}, first=first, fixed=fixed)
+    return explain(planned, {source: held[source[0]] for source in planned.uses()}, first), fixed
 
 
 def step():
     there = membership([0] * 6, name="digits")
     asked = [gathering(OpKind.ALLGATHER, there), allreduce(there, "x", ReduceOp.MAX)]
     stages = [
-        methods(0, ("gradient", 6)),
+        (methods(0, ("gradient", 6)), 0),
         captured(6, [allreduce(there, tag) for tag in "ab"], there, {"a": info(650), "b": info(10)}),
-        methods(8, ("apply", 6), ("loss", 2), after=(6,)),
+        (methods(8, ("apply", 6), ("loss", 2), after=(6,)), 0),
         captured(16, asked, there, {"x": info(1 << 16)}, fixed=6),
     ]
     return explain_step(stages, 6)
 
 
 def methods_only():
-    return explain_step([replace(methods(0, ("count", 1)), fixed=1)], 1)
+    return explain_step([(methods(0, ("count", 1)), 1)], 1)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.planner import Request
+from raycollect.planner.lower import SUBSTITUTES
 from tests.pure.meaning import REDUCTIONS, roots_of, takers
+from tests.support.values import replace
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
+PAIR = (OpKind.SEND, OpKind.RECV)
+COLLECTIVE_SUBSTITUTES = {kind: needs for kind, ways in SUBSTITUTES.items() for needs in ways if needs != PAIR}
+"""Operation -> the collectives of which it is made where a backend lacks it."""
 Operands = tuple[int, Key | None, Key | None]
+
+
+def ring(world: int, ops: tuple[str, ...] = ALL_OPS) -> GroupSpec:
+    return GroupSpec(name="ring", group_id="0123", backend="local", world_size=world, ops=ops)
 
 
 def key_of(rank: int, salt: int = 0) -> Key:
     return task_key(bytes([rank % 256, salt]) * 12, 1)
-
-
-def ring(world: int) -> GroupSpec:
-    return GroupSpec(name="ring", group_id="0123", backend="local", world_size=world)
 
 
 def given_by(ranks: Any, salt: int = 0) -> tuple[Operands, ...]:
@@ -28,36 +32,20 @@ def given_by(ranks: Any, salt: int = 0) -> tuple[Operands, ...]:
     return tuple((rank, key_of(rank, salt), None) for rank in ranks)
 
 
-def rooted_at(ranks: Any, root: int) -> tuple[Operands, ...]:
-    """The root gives something, the others take it."""
-    return tuple((r, key_of(r), None) if r == root else (r, None, key_of(r)) for r in ranks)
-
-
 def allreduce(world: int, **changes: Any) -> Request:
-    request = Request(kind=OpKind.ALLREDUCE, group=ring(world), operands=given_by(range(world)), op=ReduceOp.SUM)
-    return replace(request, **changes)
+    return replace(request_of(OpKind.ALLREDUCE, world), **changes)
 
 
 def broadcast(world: int, root: int = 0, **changes: Any) -> Request:
-    request = Request(kind=OpKind.BROADCAST, group=ring(world), operands=rooted_at(range(world), root), root=root)
-    return replace(request, **changes)
+    return replace(request_of(OpKind.BROADCAST, world, root), **changes)
 
 
 def barrier(world: int, **changes: Any) -> Request:
-    operands = tuple((rank, None, None) for rank in range(world))
-    return replace(Request(kind=OpKind.BARRIER, group=ring(world), operands=operands), **changes)
+    return replace(request_of(OpKind.BARRIER, world), **changes)
 
 
 def send(world: int, root: int, peer: int, *, given: bool = True, **changes: Any) -> Request:
-    operands = rooted_at(sorted((root, peer)), root)
-    if not given:
-        operands = tuple((rank, src, None) for rank, src, _ in operands)
-    request = Request(kind=OpKind.SEND, group=ring(world), operands=operands, root=root, peer=peer)
-    return replace(request, **changes)
-
-
-def side_key(rank: int, side: int) -> Key:
-    return task_key(bytes([rank, side]) * 12, 1)
+    return replace(request_of(OpKind.SEND, world, root, peer, given=given), **changes)
 
 
 def givers(kind: OpKind, world: int, root: int) -> list[int]:
@@ -75,9 +63,9 @@ def request_of(
     brings = [rank for rank in takes if given or kind is OpKind.BROADCAST]
     return Request(
         kind=kind,
-        group=GroupSpec(name="ring", group_id="0123", backend="local", world_size=world, ops=ops),
+        group=ring(world, ops),
         operands=tuple(
-            (rank, side_key(rank, 0) if rank in gives else None, side_key(rank, 1) if rank in brings else None)
+            (rank, key_of(rank, 0) if rank in gives else None, key_of(rank, 1) if rank in brings else None)
             for rank in ranks
         ),
         op=ReduceOp.SUM if kind in REDUCTIONS else None,

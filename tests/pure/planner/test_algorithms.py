@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raycollect.backends.capabilities import BUILT_IN, PRICED
 from raycollect.core.model import OpKind
 from raycollect.planner import Link, Local, decode_program, encode_program, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, cost_of
+from raycollect.planner.cost import _FAMILIES
 from raycollect.planner.ir import Part
 from raycollect.planner.template import NATIVE
 from raycollect.planner.verify import verify
 from tests.pure.counting import counted_part
 from tests.pure.memberships import ALL_OPS, MADE, built, membership, names, request
+from tests.support.values import replace
 
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=11)
 
@@ -138,3 +139,16 @@ def test_a_large_group_is_planned_without_rings() -> None:
     assert names(part) == ["native"]
     part = plan_part(request(OpKind.ALLREDUCE, of), of)
     assert sum(len(way) for template in part.templates for way in template.ways) < 10 * 512
+
+
+def test_a_foreign_backend_has_the_costs_that_it_names() -> None:
+    assert set(PRICED) == set(_FAMILIES)
+    with pytest.raises(ValueError, match="costs_like"):
+        replace(BUILT_IN["tcp"], costs_like="nobody")
+    rings = membership([0, 0, 1, 2], backend="foreign")
+    mesh = replace(rings, costs_like="tcp")
+    for kind in (OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER):
+        part = plan_part(request(kind, rings), rings)
+        native = ALGORITHMS[NATIVE.name]
+        assert cost_of(native, part, mesh) == cost_of(native, part, membership([0, 0, 1, 2], backend="tcp"))
+        assert cost_of(native, part, mesh) != cost_of(native, part, rings)

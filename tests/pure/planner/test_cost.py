@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from raycollect.planner.algorithms import envelope
 from raycollect.planner.cost import CONTENTION, FREE, Cost, Layout, Line, launch, priced
 from raycollect.planner.topology import BETWEEN, INSIDE
 from tests.pure.counting import counted
+from tests.support.values import replace
 
 COLLECTIVES = tuple(kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV))
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=12)

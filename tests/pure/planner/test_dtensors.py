@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from raycollect.planner.layout import Layout
 from raycollect.weights.layouts.dtensors import layout_of as public_layout_of
 from tests.pure import threaded_job
 from tests.pure.dtensors import FakeDTensor, FakeMesh, Partial, Replicate, Shard, _MaskPartial, _StridedShard
+from tests.support.values import replace
 
 CUTS = st.one_of(
     st.builds(Cut, st.just("Shard"), st.integers(0, 1)),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from raycollect.core.model import Key, OpKind
 from raycollect.errors import RefusedError, UnsupportedError
 from raycollect.planner import Local, Request, Role, decode_program, encode_program, plan, plan_part
-from raycollect.planner.algorithms import STAND_INS
+from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.ir import Part
 from raycollect.planner.lower import SUBSTITUTES
 from raycollect.planner.verify import verify
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers
-from tests.pure.planner.requests import ALL_OPS, givers, request_of, requests_of, side_key
+from tests.pure.planner.requests import ALL_OPS, COLLECTIVE_SUBSTITUTES, PAIR, givers, key_of, request_of, requests_of
+from tests.support.values import replace
 
 MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
 
@@ -74,7 +74,7 @@ def test_every_operation_is_planned_for_every_root_and_survives_the_wire(kind: O
 
 def test_an_output_that_one_rank_brings_is_used_and_the_others_are_made() -> None:
     request = request_of(OpKind.ALLGATHER, 3)
-    request = replace(request, operands=(request.operands[0], *((r, side_key(r, 0), None) for r in (1, 2))))
+    request = replace(request, operands=(request.operands[0], *((r, key_of(r, 0), None) for r in (1, 2))))
     made = plan_part(request)
     verify(made)
     assert [made.outputs(rank) for rank in range(3)] == [0, 1, 1]
@@ -83,12 +83,12 @@ def test_an_output_that_one_rank_brings_is_used_and_the_others_are_made() -> Non
 
 
 def test_one_key_may_be_given_and_taken() -> None:
-    operands = tuple((rank, side_key(rank, 0), side_key(rank, 0)) for rank in range(2))
+    operands = tuple((rank, key_of(rank, 0), key_of(rank, 0)) for rank in range(2))
     whole = plan([replace(request_of(OpKind.ALLTOALL, 2), operands=operands)])
-    assert whole.sources(0) == (side_key(0, 0),)
+    assert whole.sources(0) == (key_of(0, 0),)
     program = whole.program(0)
     assert (program.keys, program.tasks[0].inputs) == (1, (0, 0)), "one key, given and taken"
-    assert whole.uses() == {side_key(0, 0): True, side_key(1, 0): True}
+    assert whole.uses() == {key_of(0, 0): True, key_of(1, 0): True}
 
 
 # ---------------------------------------------------------------------------------------------- who brings what
@@ -122,7 +122,7 @@ def test_who_brings_what_it_has_no_part_in_is_named_with_who_has(kind: OpKind) -
         for at, (rank, *keys) in enumerate(request.operands):
             if rank in due:
                 continue
-            keys[side] = side_key(rank, side)
+            keys[side] = key_of(rank, side)
             operands = (*request.operands[:at], (rank, *keys), *request.operands[at + 1 :])
             expected = "none" if not due else f"kept by rank {due[0]}" if len(due) == 1 else f"kept by one of {due}"
             found = _violations(replace(request, operands=operands))
@@ -133,7 +133,7 @@ def test_who_brings_what_it_has_no_part_in_is_named_with_who_has(kind: OpKind) -
 def test_a_rank_too_many_or_too_few_is_named_once(kind: OpKind) -> None:
     root, peer = roots_of(kind, 4)[0]
     request = request_of(kind, 4, root, peer)
-    stranger = replace(request, operands=(*request.operands, (9, side_key(9, 0), side_key(9, 1))))
+    stranger = replace(request, operands=(*request.operands, (9, key_of(9, 0), key_of(9, 1))))
     assert [found[:3] for found in _violations(stranger)] == [("not_member", 9, "rank")]
     assert [found[:3] for found in _violations(replace(request, operands=request.operands[:-1]))] == [
         ("missing", request.operands[-1][0], "operand")
@@ -160,36 +160,29 @@ def test_a_reduction_needs_a_reduce_op(kind: OpKind) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kind", SUBSTITUTES)
 def test_what_a_backend_lacks_is_made_of_what_it_has(kind: OpKind, world: int) -> None:
-    for request in requests_of(kind, world, ops=tuple(other.value for other in SUBSTITUTES[kind][0])):
-        _check(plan_part(request), request)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("kind", STAND_INS)
-def test_what_a_backend_lacks_is_made_of_sends_and_receives(kind: OpKind, world: int) -> None:
-    for request in requests_of(kind, world, ops=("send", "recv")):
-        made = plan_part(request)
-        _check(made, request)
-        (choice,) = made.choices
-        assert choice.name == STAND_INS[kind].name
+    for needs in SUBSTITUTES[kind]:
+        for request in requests_of(kind, world, ops=tuple(other.value for other in needs)):
+            made = plan_part(request)
+            _check(made, request)
+            if needs == PAIR:
+                (choice,) = made.choices
+                assert kind in ALGORITHMS[choice.name].kinds
 
 
 def test_substitutes_are_preferred_to_sends_and_receives() -> None:
-    for kind in SUBSTITUTES.keys() & STAND_INS.keys():
-        ops = ("send", "recv", *(other.value for other in SUBSTITUTES[kind][0]))
-        for request in requests_of(kind, 3, ops=ops):
-            made = plan_part(request)
-            kinds = {step.kind for template in made.templates for step in template.steps}
-            assert kinds == set(SUBSTITUTES[kind][0])
+    for kind, needs in COLLECTIVE_SUBSTITUTES.items():
+        for request in requests_of(kind, 3, ops=("send", "recv", *(other.value for other in needs))):
+            kinds = {step.kind for template in plan_part(request).templates for step in template.steps}
+            assert kinds == set(needs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_can_not_be_made_is_refused_naming_backend_operation_and_what_there_is(kind: OpKind) -> None:
-    needed = SUBSTITUTES[kind][0] if kind in SUBSTITUTES else ()
+    needed = COLLECTIVE_SUBSTITUTES.get(kind, ())
     if kind is OpKind.BARRIER:
         return
     for lacking, half in itertools.product(needed or (kind,), ("send", "recv")):
-        stands_in = {half} if kind in STAND_INS else set()
+        stands_in = {half} if PAIR in SUBSTITUTES.get(kind, ()) else set()
         ops = tuple(op for op in ALL_OPS if op not in {kind.value, lacking.value} | stands_in)
         root, peer = roots_of(kind, 3)[0]
         with pytest.raises(UnsupportedError) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from raycollect.errors import DuplicateActorError, RefusedError
 from raycollect.planner import Request, Role, plan, plan_part
 from raycollect.planner.template import Buffer
 from raycollect.planner.verify import _run
-from tests.pure.planner.requests import allreduce, barrier, broadcast, given_by, key_of, ring, rooted_at, send
+from tests.pure.planner.requests import allreduce, barrier, broadcast, given_by, key_of, ring, send
+from tests.support.values import replace
 
 OPERAND = Buffer(role=Role.OPERAND)
 LEARNED = Buffer(role=Role.LEARNED)
@@ -86,7 +86,7 @@ def test_only_the_destination_of_a_send_may_ask_for_an_output() -> None:
     for rank in range(3):
         operands = tuple((r, None if r == rank else key_of(r), None) for r in range(3))
         assert _violations(allreduce(3, operands=operands)) == {("missing", rank, "operand")}
-        rooted = tuple((r, None, None) if r == rank else one for r, one in enumerate(rooted_at(range(3), 0)))
+        rooted = tuple((r, None, None) if r == rank else one for r, one in enumerate(broadcast(3).operands))
         assert _violations(broadcast(3, operands=rooted)) == {("missing", rank, "operand")}
     assert _violations(send(2, 0, 1, operands=((0, None, None), (1, None, key_of(1))))) == {("missing", 0, "operand")}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from raycollect.planner.reshard.rounds import halves_of
 from raycollect.planner.reshard.routes import routes
 from raycollect.planner.sizes import moved_by
 from tests.pure.resharding import bound, membership_of, request_of, scenes
+from tests.support.values import replace
 
 ROWS = layout([8, 6], mesh={"tp": 2}, spec=("tp",))
 COLUMNS = layout([8, 6], mesh={"tp": 3}, spec=(None, "tp"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given
@@ -28,6 +28,7 @@ from raycollect.planner import (
 from raycollect.planner.ir import Together
 from tests.pure.batches import KINDS, random_plan, sums
 from tests.pure.memberships import membership, request
+from tests.support.values import replace
 
 _SEEDS = st.integers(0, 1 << 32)
 

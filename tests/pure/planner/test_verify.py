@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +11,21 @@ from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.errors import InternalError
 from raycollect.planner import Link, Local, Request, Role, Step, plan_part
 from raycollect.planner.ir import Part
-from raycollect.planner.lower import SUBSTITUTES
 from raycollect.planner.template import Buffer, Template
 from raycollect.planner.verify import verify
 from tests.pure.meaning import KINDS, ROOTED
 from tests.pure.memberships import MADE, built, membership, names, request
-from tests.pure.planner.requests import ALL_OPS, allreduce, barrier, broadcast, request_of, requests_of, send
+from tests.pure.planner.requests import (
+    ALL_OPS,
+    COLLECTIVE_SUBSTITUTES,
+    allreduce,
+    barrier,
+    broadcast,
+    request_of,
+    requests_of,
+    send,
+)
+from tests.support.values import replace
 
 # ---------------------------------------------------------------------------------------------- plans of operations
 
@@ -116,7 +124,7 @@ def _is_harmless(made: Part, rank: int, what: str) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_broken_plan_is_caught(kind: OpKind, world: int, lacking: bool) -> None:
     ops = tuple(op for op in ALL_OPS if not lacking or op != kind.value)
-    if lacking and (kind not in SUBSTITUTES or kind is OpKind.BARRIER):
+    if lacking and (kind not in COLLECTIVE_SUBSTITUTES or kind is OpKind.BARRIER):
         return
     for asked in requests_of(kind, world, ops=ops):
         made = plan_part(asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,6 +15,7 @@ from raycollect.planner.ir import Together
 from raycollect.planner.verify_order import verify_order
 from tests.pure.batches import random_plan, sums
 from tests.pure.memberships import membership, request
+from tests.support.values import replace
 
 
 def _good() -> Plan:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +9,12 @@ from hypothesis import strategies as st
 from raycollect.core.model import KEY_NBYTES, GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.errors import ProtocolError
 from raycollect.planner import (
+    Domain,
+    Local,
     Program,
     Request,
+    Role,
+    Step,
     Ticket,
     decode_order,
     decode_program,
@@ -21,7 +22,8 @@ from raycollect.planner import (
     encode_program,
     plan,
 )
-from raycollect.planner.wire import VERSION
+from raycollect.planner.program import MOST_RANKS
+from tests.support.values import replace
 
 _KEYS = st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES).map(Key)
 
@@ -37,6 +39,34 @@ def _typical() -> Program:
     return plan([request]).program(2)
 
 
+@pytest.mark.parametrize("ranks", [(), (0,), (1,), (0, 1, 2), (0, 2), (0, 1, 3), (1, 2), tuple(range(1000))])
+def test_ranks_survive_the_wire_and_take_little_room(ranks: tuple[int, ...]) -> None:
+    data = encode_program(replace(_typical(), agreement=Domain.of("g", 0, ranks)))
+    assert decode_program(data).agreement.ranks == ranks
+    assert len(data) < 190
+
+
+@pytest.mark.parametrize("members", [-1, MOST_RANKS + 1])
+def test_a_number_of_ranks_that_can_not_be_is_refused(members: int) -> None:
+    with pytest.raises(ProtocolError):
+        decode_program(encode_program(replace(_typical(), agreement=Domain(group_id="g", rank=0, members=members))))
+
+
+def test_types_survive_the_wire() -> None:
+    found = decode_program(encode_program(_typical()))
+    (share,) = found.shares
+    assert share.reduce_op is ReduceOp.AVG
+    assert share.template.steps[0].kind is OpKind.ALLREDUCE
+    assert share.template.buffers[1].role is Role.LIKE
+
+
+def test_a_copy_survives_the_wire() -> None:
+    step = Step(kind=Local.COPY, src=0, dst=1, src_piece=2, dst_piece=3)
+    (share,) = _typical().shares
+    program = replace(_typical(), shares=(replace(share, template=replace(share.template, steps=(step,))),))
+    assert decode_program(encode_program(program)).shares[0].template.steps[0].kind is Local.COPY
+
+
 def test_a_typical_program_takes_less_than_two_hundred_bytes_and_each_task_more_about_twenty() -> None:
     """Two thirds of them name the group, in the consistency check and in the share, and its ranks."""
     one = encode_program(_typical())
@@ -46,11 +76,13 @@ def test_a_typical_program_takes_less_than_two_hundred_bytes_and_each_task_more_
     assert len(encode_program(many)) < len(one) + 99 * 20
 
 
-def test_another_version_is_refused_naming_both() -> None:
-    values = msgpack.unpackb(encode_program(_typical()))
-    for version in (0, VERSION + 1, "1"):
-        with pytest.raises(ProtocolError, match=rf"version {version}, this process reads {VERSION}"):
-            decode_program(msgpack.packb([version, *values[1:]]))
+@pytest.mark.parametrize("op", [b"", b"allreduce_", b"ALLREDUCE"])
+def test_an_operation_that_nobody_knows_is_refused(op: bytes) -> None:
+    named, other = b"\xa9allreduce\x94", bytes([0xA0 + len(op)]) + op + b"\x94"  # the domain follows
+    data = encode_program(_typical())
+    assert data.count(named) == 1
+    with pytest.raises(ProtocolError):
+        decode_program(data.replace(named, other))
 
 
 @given(

@@ -18,8 +18,8 @@ from tests.pure.planner.explained import allreduce, info, membership, told
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, backend):
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, coalesces):
     rng = random.Random(seed)
     staging = rng.choice([0, 100, 1 << 12, 100 << 10, 32 << 20])
     limit = PACKED_UP_TO_NBYTES
@@ -27,8 +27,8 @@ def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, backend):
         (rng.choice(["float32", "int8"]), rng.choice([0, 4, 60, 4096, limit - 1, limit, limit + 1]))
         for _ in range(rng.randrange(60))
     ]
-    found = packing(OpKind.ALLREDUCE, backend, sizes, staging)
-    large = set(offered([nbytes for _, nbytes in sizes])) if backend == "shm" else set()
+    found = packing(OpKind.ALLREDUCE, sizes, staging, coalesces=coalesces)
+    large = set(offered([nbytes for _, nbytes in sizes])) if coalesces else set()
     rest = [one for at, one in enumerate(sizes) if at not in large]
     packed = [bucket for bucket in buckets(rest, staging) if len(bucket) > 1]
     assert (found.kernels, found.tensors, found.together) == (len(packed), sum(map(len, packed)), len(large))

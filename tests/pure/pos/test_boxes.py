@@ -10,13 +10,12 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.channel.messages import Copied, Fetched, Read
-from raycollect.channel.packing import pack, unpack
 from raycollect.core.model import Address, Key
 from raycollect.core.ray_internals import memory_domain
 from raycollect.errors import ProtocolError, TensorFreedError, UnsupportedError, from_wire
 from raycollect.pos import Store, fetch, tensors
 from raycollect.pos.boxes import Box, mapped
-from raycollect.pos.fetch import LENT_FROM_NBYTES, _take, serve
+from raycollect.pos.fetch import _LENT, LENT_FROM_NBYTES, _take, serve
 from tests.pure.fleet import contain
 from tests.pure.pos.wire import Wire
 from tests.pure.watched import WAIT_S, WatchedCondition
@@ -50,13 +49,13 @@ def test_boxes_arrive_as_they_were(make: Any, is_near: bool) -> None:
     np.testing.assert_array_equal(found[0], whole[1:-1, 2:10])
     np.testing.assert_array_equal(found[1], line[3:5])
     is_lent = is_near and make is tensors.array
-    assert (unpack(answer.found) is not None) is is_lent
+    assert (_LENT.decode(answer.found) is not None) is is_lent
     assert (Copied() in wire.answers) is is_lent  # so that the holder may write again
 
 
 @pytest.mark.parametrize(
     "boxes",
-    [[[1, [0], [1]]], [[0, [0], [3]]], [[0, [-1], [1]]], [[0, [0, 0], [1, 1]]], [[0, [0]]], ["x"], [[0, ["a"], [1]]]],
+    [[(1, (0,), (1,))], [(0, (0,), (3,))], [(0, (-1,), (1,))], [(0, (0, 0), (1, 1))]],
 )
 def test_boxes_that_are_not_there_are_refused_at_once(boxes: list[Any]) -> None:
     store, wire = Store(), Client(Read(key=KEY, boxes=boxes))
@@ -78,7 +77,7 @@ def test_more_bytes_than_asked_for_are_refused() -> None:
     wire = Client()
     wire.blob = bytes(24)
     with pytest.raises(ProtocolError, match="the announced bytes"):
-        _take(wire, Fetched(found=pack(None), blob_nbytes=24), [Box(0, (0,), (2,), "float64")], lambda *_: None)  # type: ignore[arg-type]
+        _take(wire, Fetched(found=_LENT.encode(None), blob_nbytes=24), [Box(0, (0,), (2,), "float64")], lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_what_was_freed_while_a_reader_of_its_own_process_waited_is_not_read() -> None:

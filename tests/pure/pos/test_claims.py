@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -82,35 +81,6 @@ def test_equal_claims_end_one_by_one(threads: ThreadPoolExecutor) -> None:
     assert watched.someone_waits(), "the second reader is still at it"
     other.__exit__(None, None, None)
     assert writer.result(WAIT_S) == "written"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_reader_never_sees_a_half_done_write(seed: int, threads: ThreadPoolExecutor) -> None:
-    store, memory = Store(), [0] * 20
-    barrier = threading.Barrier(8)
-
-    def work(worker: int) -> int:
-        rng, seen = random.Random(seed * 100 + worker), 0
-        barrier.wait(WAIT_S)
-        for turn in range(30):
-            lo = rng.randrange(0, 15)
-            ranges = [(lo, lo + 5)]
-            if worker % 2:
-                with store.writing(ranges):
-                    for at in range(lo, lo + 5):
-                        memory[at] += 1
-                    for at in range(lo, lo + 5):
-                        memory[at] -= 1
-            else:
-                with store.reading(ranges):
-                    assert memory[lo : lo + 5] == [0] * 5
-                    seen += 1
-            assert turn < 30
-        return seen
-
-    futures = [threads.submit(work, worker) for worker in range(8)]
-    assert sum(future.result(WAIT_S) for future in futures) == 4 * 30
-    assert memory == [0] * 20
 
 
 def test_a_half_written_range_is_dirty_wherever_it_is_touched() -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from raycollect.pos import segments as module_of_segments
 from raycollect.pos.arena import GRAIN, Arena
 from raycollect.pos.segments import Segments
 from tests.pure.processes import Process
+from tests.support.values import replace
 
 NBYTES = 64 << 20
 

@@ -206,27 +206,6 @@ def test_the_tables_of_measurements_are_those_of_the_results(tools):
         assert tools["results"].fill(text) == text, "python docs/results.py --write"
 
 
-def test_a_number_that_was_changed_by_hand_is_found(tools):
-    results = tools["results"]
-    text = results.PAGE.read_text(encoding="utf-8")
-    table = text[text.index("<!-- results: driver") :]
-    number = re.search(r"\| (\d+\.\d+) \|", table)
-    assert number
-    assert results.fill(text.replace(table, table.replace(number[1], "0.001", 1))) == text
-    with pytest.raises(LookupError, match="no operation 'dance'"):
-        results.fill("<!-- results: driver | dance -->\n<!-- end of results -->")
-
-
-def test_pictures_read_in_light_and_dark():
-    drawn = sorted(path for path in (DOCS / "images").glob("*.svg"))
-    assert drawn
-    for path in drawn:
-        text = path.read_text(encoding="utf-8")
-        assert "prefers-color-scheme: dark" in text, path.name
-        assert re.search(r'<rect class="ground"', text), path.name  # a ground of its own, whatever the page's is
-        assert "<title>" in text, path.name
-
-
 def test_every_page_has_its_own_title(pages):
     """Else the navigation has the name of the file, or two entries that look alike."""
     titles = [re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) for path in DOCS.rglob("*.md")]

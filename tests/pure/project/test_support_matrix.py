@@ -86,18 +86,3 @@ def test_reductions_are_native_folded_or_refused() -> None:
         assert backend["float32"][ops.index("BXOR")] == "✘"
     assert gloo["float32"][ops.index("SUM")] == "N"
     assert gloo["int16"][ops.index("SUM")] == "F"
-
-
-def test_only_what_is_between_the_markers_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin, end = "<!-- support matrix: written by python docs/support_matrix.py -->", "<!-- end of support matrix -->"
-    path = tmp_path / "page.md"
-    path.write_text(f"before\n{begin}\nold \\1\n{end}\nafter\n", encoding="utf-8")
-    assert matrix.main(["--check", str(path)]) == 1
-    assert "old" in path.read_text(encoding="utf-8")
-    assert matrix.main(["--write", str(path)]) == 0
-    assert path.read_text(encoding="utf-8") == f"before\n{begin}\n\n{matrix.support_matrix()}\n{end}\nafter\n"
-    assert matrix.main(["--check", str(path)]) == 0
-    assert "was written" in capsys.readouterr().out
-    path.write_text("no markers", encoding="utf-8")
-    with pytest.raises(ValueError, match="no marker"):
-        matrix.main(["--write", str(path)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
 from raycollect.weights.turns import Turns
 from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
+from tests.support.values import replace
 
 
 class Ranks(list):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +39,7 @@ from tests.pure.weights.sides import (
     source,
     tensors,
 )
+from tests.support.values import replace
 
 
 @pytest.fixture(autouse=True)

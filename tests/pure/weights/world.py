@@ -8,7 +8,7 @@ Puts may be streams, where each trainer's atom is a part that readers land befor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from raycollect.weights import protocol
 from raycollect.weights.protocol import (
@@ -23,6 +23,7 @@ from raycollect.weights.protocol import (
     Verified,
     Version,
 )
+from tests.support.values import replace
 
 RANKS = 2
 ATOMS = tuple((name, ((0,), (1,))) for name in "ab")
