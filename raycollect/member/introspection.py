@@ -1,18 +1,44 @@
-"""What this process does and holds, and how far its plans are: the answers to a controller's questions."""
+"""What this process does and holds, how far its plans are, and what was recorded: the answers to a controller."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from raycollect.channel.messages import Look, Measure, Measured, Seen, Survey, Surveyed
-from raycollect.core import sockets
+from raycollect.channel.messages import (
+    Collect,
+    Collected,
+    Look,
+    Measure,
+    Measured,
+    Record,
+    Seen,
+    Survey,
+    Surveyed,
+    Tick,
+    Ticked,
+)
+from raycollect.core import sockets, threads
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.progress import NOWHERE, BytesDone
+from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer, arrivals
-from raycollect.observe import run_steps
+from raycollect.observe import Ring, Tracer, run_steps
+from raycollect.observe.clocks import clock_id
+from raycollect.observe.metrics import Publisher
 from raycollect.observe.stacks import what_runs
+from raycollect.observe.trace import MOST, encode_recorded
 from raycollect.pos import Store
 from raycollect.pos.segments import Segments
+
+if TYPE_CHECKING:
+    from raycollect.member.runtime import Runtime
+
+SETTLE_S = 0.25
+"""How long to wait for the end of plans under way before the recording is read, in seconds."""
+
+PART_NBYTES = 512 << 10
+"""How much of a recording goes into one message."""
 
 
 def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> Seen:
@@ -51,3 +77,63 @@ def measure(message: Measure, sequencer: PlanSequencer, bytes_done: BytesDone | 
 def survey(message: Survey, store: Store) -> Surveyed:
     """What this process holds."""
     return Surveyed(request=message.request, **asdict(store.statistics()), **asdict(Segments.current().statistics()))
+
+
+class RecordingAgent:
+    """One controller's recording in this process. Its methods are for the channel's thread, and never wait."""
+
+    def __init__(self, controller: str, runtime: Runtime, reporter: Reporter, sequencer: PlanSequencer) -> None:
+        self._controller = controller
+        self._runtime = runtime
+        self._reporter = reporter
+        self._sequencer = sequencer
+        self._tracer = Tracer.current()
+        self._publisher: Publisher | None = None
+
+    def record(self, message: Record) -> None:
+        """Begins to record, unless this process records a timeline of its own."""
+        ring = self._tracer.begin(self._controller, min(max(message.limit, 1), MOST))
+        self._end_publishing()
+        if ring is not None and message.metrics:
+            self._publisher = Publisher(ring, self._runtime.process_groups.places)
+        self._tell_time(message.request, "" if ring is not None else "it records a timeline of its own")
+
+    def tick(self, message: Tick) -> None:
+        """Tells the time."""
+        self._tell_time(message.request, "")
+
+    def collect(self, message: Collect) -> None:
+        """Tells what was recorded; `ends`: and stops recording."""
+        ring = self._tracer.end(self._controller) if message.ends else self._tracer.of(self._controller)
+        if message.ends:
+            self._end_publishing()
+        # Packing takes a while, and aborts come on this thread.
+        threads.apart(threads.survives, self._tell_recorded, message.request, ring)
+
+    def end(self) -> None:
+        """Stops recording."""
+        threads.survives(self._tracer.end, self._controller)
+        threads.survives(self._end_publishing)
+
+    def _tell_time(self, request: int, refusal: str) -> None:
+        at_s = self._runtime.instruments.clock()
+        self._reporter.tell(Ticked(request=request, at_s=at_s, clock=clock_id(), refusal=refusal))
+
+    def _end_publishing(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def _tell_recorded(self, request: int, ring: Ring | None) -> None:
+        try:
+            packed = b""
+            if ring is not None:
+                self._sequencer.settle(SETTLE_S)  # a plan that has answered early has yet to note its end
+                found = ring.read()
+                places = self._runtime.process_groups.places()
+                packed = encode_recorded(found._replace(groups={**found.groups, **places}))
+            for at in range(0, max(len(packed), 1), PART_NBYTES):
+                part = packed[at : at + PART_NBYTES]
+                self._reporter.tell(Collected(request=request, payload=part, more=at + PART_NBYTES < len(packed)))
+        except Exception as exc:  # noqa: BLE001 - a diagnostic must not keep anybody waiting
+            self._reporter.tell_unable(request, threads.failed("reading what was recorded", exc))

@@ -37,7 +37,6 @@ from raycollect.group.process_group import ProcessGroup
 from raycollect.member import introspection, joining
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
 from raycollect.member.plan_queue import Came, PlanQueue
-from raycollect.member.recording_agent import RecordingAgent
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import run_steps
@@ -73,7 +72,7 @@ class Lease:
         self._running: dict[int, Execution | FastPath] = {}  # by the plan's number
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
-        self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer)
+        self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
         self.plan_queue: PlanQueue = PlanQueue(
             self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock, order_bell
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from raycollect.channel import Link
@@ -68,26 +69,21 @@ class Reporter:
         `holds_up`: methods wait for its end, though it is not in the thread that runs them.
         """
 
-        def tell(communicator: str, op: str, seq: int, number: int, *, is_long: bool) -> None:
-            begun = self._sequencer.begun
-            self.tell(
-                Stuck(
-                    group_id=group_id,
-                    communicator=communicator,
-                    call=number,
-                    seq=seq,
-                    op=op,
-                    ranks=list(ranks),
-                    begun=begun,
-                    is_long=is_long,
-                )
+        def tell(is_long: bool, *, is_over: bool = False) -> None:
+            stuck = Stuck(
+                group_id=group_id,
+                communicator="" if is_over else communicator,
+                call=0 if is_over else call(),
+                seq=0 if is_over else seq,
+                op="" if is_over else op,
+                ranks=list(ranks),
+                begun=self._sequencer.begun,
+                is_long=is_long,
             )
+            self.tell(stuck)
 
-        return self._runtime.watch.waiting(
-            lambda is_long: tell(communicator, op, seq, call(), is_long=is_long),
-            lambda: tell("", "", 0, 0, is_long=False),
-            holds_up=holds_up,
-        )
+        over = partial(tell, False, is_over=True)
+        return self._runtime.watch.waiting(tell, over, holds_up=holds_up)
 
 
 def _shortened(error: RaycollectError) -> RaycollectError:

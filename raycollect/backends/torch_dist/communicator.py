@@ -33,8 +33,7 @@ from raycollect.backends.severed import sever
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.backends.torch_dist.calls import Calls, Library
 from raycollect.backends.torch_dist.group import make
-from raycollect.backends.torch_dist.rows import is_native
-from raycollect.backends.torch_dist.run import run
+from raycollect.backends.torch_dist.run import is_native, run
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource

@@ -281,23 +281,3 @@ def _summed_or_failed(name, value):
         FaultError
     ) as exc:  # luck decided otherwise as it was refused here: when it had passed the consistency check elsewhere
         return str(exc)
-
-
-def _four_threads(name, rank):
-    """All of them begin at once, on all ranks; what each call gives."""
-    col.barrier(name)
-    begin = threading.Barrier(4)
-
-    def work(name, number):
-        begin.wait(WAIT_S)
-        return [_summed_or_failed(name, 10**number) for _ in range(20)]
-
-    return [one.result(WAIT_S) for one in [_in_thread(name, f"thread-{number}", work, number) for number in range(4)]]
-
-
-def test_unordered_threads_are_refused(crew, backend):
-    """Which calls have met in the end only luck knows; but all end, and the threads have heard of it."""
-    group = crew.group(2, backend)
-    for results in group.must(_four_threads):
-        assert any("while a call of 'thread-" in str(one) for thread in results for one in thread)
-    assert group.must(_sum) == [3.0] * 2

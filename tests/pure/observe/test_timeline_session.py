@@ -18,7 +18,7 @@ import pytest
 from raycollect.channel.messages import Collect, Collected, Message, Record, Tick, Ticked
 from raycollect.driver.participant_link import MOST_COLLECTED_NBYTES, ParticipantLink
 from raycollect.errors import ConnectionLostError, ProtocolError, TimelineError
-from raycollect.member.recording_agent import PART_NBYTES
+from raycollect.member.introspection import PART_NBYTES
 from raycollect.observe import Label, Place, Ring, Tracer, timeline_session
 from raycollect.observe.clocks import clock_id
 from raycollect.observe.metrics import CALLS, CHECK_SECONDS, NBYTES, SECONDS, Publisher
