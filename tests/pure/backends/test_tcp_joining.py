@@ -7,11 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
