@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 
 OTHERS = [rank for rank in range(WORLD) if rank != ODD]
 
-LATE_S = 3.0
+LATE_S = 4.0
 """How long ranks wait for one that is late."""
 
 Tensors = Callable[[], list[Any]]

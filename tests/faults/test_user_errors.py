@@ -87,8 +87,6 @@ CHANGES: dict[Any, list[tuple[Any, Any]]] = {
         (torch_resize, errors.MismatchError),
         (torch_resize_back, None),
         (torch_storage, errors.NotATensorError),
-        (torch_resize_back, None),
-        (delete, None),
     ],
     of_list: [(empty_list, errors.TensorReplacedError), (fill_list, None), (wipe, errors.TensorFreedError)],
     "closed": [(close, errors.ReadOnlyError)],
