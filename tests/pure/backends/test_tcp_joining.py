@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
