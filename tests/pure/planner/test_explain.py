@@ -92,15 +92,6 @@ def test_the_cheaper_algorithm_is_taken_from_its_size_on_and_the_times_say_so():
         assert taken == min(taken, *others)
 
 
-def test_calls_of_a_bundle_choose_by_their_bytes_together():
-    there = distant()
-    held = {tag: info(48_000 // 8 // 4) for tag in range(9)}
-    alone = told([broadcast(there, 0, 0)], there, held).rows
-    many = told([broadcast(there, 0, tag) for tag in range(9)], there, held).rows
-    assert {row.algorithm for row in alone} == {"tree"}
-    assert {row.algorithm for row in many} == {"native"}
-
-
 def test_why_there_is_one_way():
     (lonely,) = native().rows
     assert lonely.why == "the only one here"

@@ -10,11 +10,8 @@ from raycollect.core.model import KEY_NBYTES, GroupSpec, Key, OpKind, ReduceOp, 
 from raycollect.errors import ProtocolError
 from raycollect.planner import (
     Domain,
-    Local,
     Program,
     Request,
-    Role,
-    Step,
     Ticket,
     decode_order,
     decode_program,
@@ -50,21 +47,6 @@ def test_ranks_survive_the_wire_and_take_little_room(ranks: tuple[int, ...]) -> 
 def test_a_number_of_ranks_that_can_not_be_is_refused(members: int) -> None:
     with pytest.raises(ProtocolError):
         decode_program(encode_program(replace(_typical(), agreement=Domain(group_id="g", rank=0, members=members))))
-
-
-def test_types_survive_the_wire() -> None:
-    found = decode_program(encode_program(_typical()))
-    (share,) = found.shares
-    assert share.reduce_op is ReduceOp.AVG
-    assert share.template.steps[0].kind is OpKind.ALLREDUCE
-    assert share.template.buffers[1].role is Role.LIKE
-
-
-def test_a_copy_survives_the_wire() -> None:
-    step = Step(kind=Local.COPY, src=0, dst=1, src_piece=2, dst_piece=3)
-    (share,) = _typical().shares
-    program = replace(_typical(), shares=(replace(share, template=replace(share.template, steps=(step,))),))
-    assert decode_program(encode_program(program)).shares[0].template.steps[0].kind is Local.COPY
 
 
 def test_a_typical_program_takes_less_than_two_hundred_bytes_and_each_task_more_about_twenty() -> None:

@@ -83,28 +83,6 @@ def test_equal_claims_end_one_by_one(threads: ThreadPoolExecutor) -> None:
     assert writer.result(WAIT_S) == "written"
 
 
-def test_a_half_written_range_is_dirty_wherever_it_is_touched() -> None:
-    store, owner = Store(), Owner()
-    assert not store.is_dirty([(0, 1000)])
-    store.mark_dirty([(100, 200)], [owner])
-    for lo, hi in ((100, 200), (0, 101), (199, 300), (150, 151), (0, 1000)):
-        assert store.is_dirty([(lo, hi)])
-    for lo, hi in ((0, 100), (200, 300), (150, 150)):
-        assert not store.is_dirty([(lo, hi)])
-    assert store.statistics().dirty == 1
-
-
-def test_only_a_whole_overwrite_cleans() -> None:
-    store, owner = Store(), Owner()
-    store.mark_dirty([(100, 200)], [owner])
-    for part in ((100, 199), (101, 200), (0, 150)):
-        store.mark_written([part])
-        assert store.is_dirty([(100, 200)])
-    store.mark_written([(0, 5), (90, 210)])
-    assert not store.is_dirty([(0, 1000)])
-    assert store.statistics().dirty == 0
-
-
 def test_dirt_goes_with_the_memory_it_was_in() -> None:
     store, owner, other = Store(), Owner(), Owner()
     store.mark_dirty([(0, 10), (20, 30)], [owner, other])

@@ -16,8 +16,7 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.channel import Server, parts
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
-from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core.model import TENSOR, Address, BufferRef, Key, Segment, Structure, TensorInfo, task_key
+from raycollect.core.model import TENSOR, Address, BufferRef, Key, Segment, TensorInfo, task_key
 from raycollect.core.ray_internals import memory_domain
 from raycollect.errors import (
     ProtocolError,
@@ -221,16 +220,6 @@ def holder() -> Iterator[tuple[Address, Store]]:
     yield server.address, store
     fetching.close_idle()
     server.close()
-
-
-def test_a_description_has_as_many_tensors_as_the_value() -> None:
-    """More than the longest list of a message, and more bytes than a frame."""
-    names, info = tuple(f"experts.{at}" for at in range(70_000)), TensorInfo(shape=(2,), dtype="int32", itemsize=4)
-    structure = Structure("dict", ("a", 7), (TENSOR, Structure("dict", names, (TENSOR,) * len(names))))
-    described = description.Description(structure, (info,) * 70_001, [None] * 70_001)
-    packed = description.encode(described)
-    assert len(packed) > MAX_FRAME_NBYTES
-    assert description.decode(packed) == described
 
 
 @pytest.mark.parametrize("domain", ["", memory_domain()], ids=["sent", "lent"])
