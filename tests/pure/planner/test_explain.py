@@ -87,9 +87,23 @@ def test_the_cheaper_algorithm_is_taken_from_its_size_on_and_the_times_say_so():
     limit = choices[2].at_least
     for size, name in ((1, "tree"), (limit // 4 - 1, "tree"), (limit // 4, "native"), (limit, "native")):
         (row,) = told([broadcast(there)], there, {"x": info(size)}).rows
+        side, other = ("below", "native") if name == "tree" else ("from", "tree")
         assert row.algorithm == name
-        taken, *others = (float(words) for words in re.findall(r"([0-9.]+) ms", row.why))
-        assert taken == min(taken, *others)
+        found = re.fullmatch(rf"cheaper {side} 46.88 KiB( on)?: ([0-9.]+) ms against ([0-9.]+) ms by {other}", row.why)
+        assert found is not None
+        assert float(found[2]) <= float(found[3])
+
+
+def test_an_algorithm_that_is_the_cheapest_at_any_size_is_told_so():
+    there = distant()
+    planned = plan([broadcast(there)], [there])
+    (part,) = planned.parts
+    always = replace(
+        part, choices=part.choices[:2], templates=tuple(replace(one, others=one.others[:1]) for one in part.templates)
+    )
+    base = tuple(replace(one, base=one.base[:2]) for one in planned.order)
+    (row,) = explain(replace(planned, parts=(always,), order=base), {("x", 0): info(1 << 20)}).rows
+    assert re.fullmatch(r"cheaper at any size: [0-9.]+ ms against [0-9.]+ ms by native", row.why)
 
 
 def test_why_there_is_one_way():
