@@ -114,6 +114,13 @@ def test_all_ranks_learn_the_size_of_the_largest_piece(kind: OpKind, most: int, 
         assert judge((0, 1, 2), blobs).most == (most,) * form.count
 
 
+def test_another_root_is_named_before_any_tensor_is_compared() -> None:
+    for kind in ROOTED:
+        specs = [*_specs(kind)[:2], _specs(kind, root=1)[2]]
+        specs[1] = replace(specs[1], gives=_side(_info(99)))
+        assert _named(specs) == [(2, "root", "1", "0")]
+
+
 # ---------------------------------------------------------------------------------------------- the matrix
 
 

@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.model import Key, OpKind, ReduceOp
 from raycollect.engine.batch_agreement import decode_arrivals, encode_arrivals
-from raycollect.errors import (
-    KernelError,
-    ProtocolError,
-)
+from raycollect.errors import KernelError, MismatchError, ProtocolError, TensorFreedError
 from raycollect.planner import Membership, Request, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
@@ -123,6 +120,27 @@ def test_independent_calls_of_one_form_are_one_kernel(count: int) -> None:
         assert [kernel.src.size for kernel in kernels] == [5 * count]
         for of_call, right in zip(values, expected, strict=True):
             np.testing.assert_array_equal(of_call, [right] * 2)
+
+
+def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -> None:
+    with convoy_of([[0, 1]]) as convoy:
+        values = [[np.ones(3), np.ones(3)] for _ in range(3)]
+        requests = allreduces(convoy, values)
+        kernels = _heard(convoy, 0)
+        planned = plan(requests, convoy.memberships * 3)
+        for turn in range(3):
+            assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
+            np.testing.assert_array_equal(values, np.full((3, 2, 3), 2.0 ** (turn + 1)))
+        assert len({id(kernel) for kernel in kernels}) == 1, "the same kernel each time"
+        values[1][0].shape = (3, 1)
+        for future in convoy.start(planned).values():
+            assert isinstance(future.result(WAIT_S).error, MismatchError)
+        values[1][0].shape = (3,)
+        assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
+        key: Key = requests[2].operands[0][1]  # type: ignore[assignment]
+        convoy.stores[0].free([key])
+        for future in convoy.start(planned).values():
+            assert isinstance(future.result(WAIT_S).error, TensorFreedError)
 
 
 def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> None:
