@@ -188,19 +188,6 @@ def test_an_arrival_with_any_byte_garbled_is_refused_by_all_or_means_the_same(ma
 # ---------------------------------------------------------------------------------------------- the story
 
 
-def test_the_story_is_told_in_order_with_times_of_the_injected_clock(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    keys = one.keep_all(numbers(0, 2))
-    one.must(OpKind.ALLREDUCE, keys)
-    one.must(OpKind.SEND, {0: keys[0], 1: None}, root=0, peer=1)
-    for rank in range(2):
-        assert one.story(rank, 1) == ["start", "check", "agreed", "done"]
-        assert one.story(rank, 2) == ["start", "check", "check", "agreed", "done"], "two rounds"
-        events = one.recorders[rank].story()
-        assert [event.at_s for event in events] == [float(at + 1) for at in range(len(events))]
-        assert events[0].detail == "allreduce"
-
-
 def test_a_recorder_keeps_the_last_events_only() -> None:
     recorder = Recorder(Ticks(), limit=5)
     for number in range(1, 1001):

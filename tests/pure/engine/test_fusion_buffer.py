@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp, TensorInfo
-from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room, size_of
+from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
 from raycollect.pos import tensors
@@ -74,23 +74,6 @@ def test_buckets_hold_each_tensor_once_of_one_dtype_and_within_the_staging(
 
 def test_as_much_is_put_together_as_the_staging_holds() -> None:
     assert buckets([("a", 40), ("b", 40), ("a", 60), ("a", 10), ("b", 60)], 100) == [[0, 2], [1, 4], [3]]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in OpKind if kind is not OpKind.BARRIER])
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_what_a_rank_stages_fits_in_the_room_that_it_reserves(kind: OpKind, world: int) -> None:
-    rng = np.random.default_rng(world)
-    for me in range(world):
-        sizes = rng.integers(0, 9, (3, world, world))
-        items = [_item(kind, of_item, me) for of_item in sizes]
-        nbytes = sum(room(kind, item) for item in items)
-        agreed = sum(size_of(kind, item, world) for item in items)
-        assert nbytes <= agreed
-        block = FusionBuffer(np.zeros(nbytes, np.uint8))
-        packed = FusedKernel(kind, None, 0, items=items, me=me, block=block)
-        packed.load()
-        packed.unload()
-        assert packed.kernel.most == sum(item.most for item in items)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OpKind if kind is not OpKind.BARRIER])

@@ -23,7 +23,7 @@ from raycollect.planner.program import Domain
 from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.fleet import Star
 from tests.pure.local_world import LocalWorld
-from tests.pure.teams import WAIT_S, Gate, Script, full, given, pinned
+from tests.pure.teams import WAIT_S, Script, full, given, pinned
 from tests.support.values import replace
 
 __all__ = ["team"]  # fixtures
@@ -95,23 +95,6 @@ def test_a_result_that_cannot_be_given_back_is_the_fault_of_its_method(team: Mak
     one.capture()
     (error,) = one.fail()
     assert isinstance(error, CaptureError)
-
-
-def test_an_abort_of_another_run_spares_this_one(team: MakeTeam) -> None:
-    one, gate = team(1), Gate()
-    one.scripts[0].call("hold")
-    one.scripts[0].call("after")
-    one.actors[0].methods = {"hold": gate, "after": int}
-    one.capture()[0].abort()
-    seq, futures = one.start()
-    assert gate.came.wait(WAIT_S)
-    one.replays[0].abort(seq + 1)
-    gate.go.set()
-    assert futures[0].result(WAIT_S) == ()
-    one.replays[0].abort(seq)
-    one.replays[0].abort()
-    one.run()
-    assert len(one.actors[0].calls) == 4
 
 
 def test_a_step_that_was_stopped_begins_no_action_any_more(team: MakeTeam) -> None:

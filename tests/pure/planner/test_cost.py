@@ -83,18 +83,6 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
         assert (cost.inside, cost.between) == pytest.approx((inside, between))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("hosts", [1, 2, 3, 5])
-def test_a_broadcast_by_tree_enters_each_host_once(hosts: int, ranks: int) -> None:
-    layout = Layout.uniform(hosts, ranks)
-    cost = priced(OpKind.BROADCAST, "torch:nccl", layout)
-    assert counted(OpKind.BROADCAST, "torch:nccl", [rank // ranks for rank in range(hosts * ranks)], 0) == (
-        cost.inside,
-        cost.between,
-    )
-    assert cost.between == hosts - 1
-
-
 @pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
 def test_a_broadcast_of_gloo_enters_each_host_once_too(backend: str) -> None:
     """Its own tree has the ranks of a host get it from another one: 4 times over these links."""

@@ -94,10 +94,3 @@ def test_keys_too_many_or_too_few_are_refused(count: int) -> None:
 def test_junk_is_no_order(junk: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_order(junk)
-
-
-def test_an_order_cut_short_is_refused_wherever_it_ends() -> None:
-    data = encode_order(Ticket(2, 1), [_key(0)], encode_program(_typical()))
-    for cut in range(len(data)):
-        with pytest.raises(ProtocolError):
-            decode_order(data[:cut])

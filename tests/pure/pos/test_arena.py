@@ -7,15 +7,12 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect.backends import arrays
 from raycollect.core import shared_memory
 from raycollect.errors import ArenaFullError
 from raycollect.pos import arena as module
@@ -59,27 +56,6 @@ def test_a_block_is_writable_aligned_and_beside_the_others(arena: Arena, nbytes:
     assert (after == 3).all()
     assert arena.root[:32].tobytes() == arena.segment.token
     assert arena.statistics().in_use == 2 * ALIGN + max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
-
-
-VIEWS: dict[str, Callable[[np.ndarray], Any]] = {
-    "slice": lambda block: block[100:200:3],
-    "shape": lambda block: block.view(np.float32).reshape(4, -1)[2],
-    "memoryview": lambda block: memoryview(block)[8:],
-    "buffer": lambda block: np.frombuffer(block, np.int64),
-    "torch": lambda block: pytest.importorskip("torch").from_numpy(block)[7:],
-    "torch of a view": lambda block: arrays.restore(block.view(np.float32).reshape(2, -1), "torch"),
-    "dlpack": lambda block: np.from_dlpack(block),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_whatever_sees_a_block_keeps_it(arena: Arena, view: Callable[[np.ndarray], Any]) -> None:
-    seen = view(arena.allocate(4096))
-    gc.collect()
-    assert arena.statistics().blocks == 1
-    del seen
-    gc.collect()
-    assert arena.statistics().blocks == 0
 
 
 def test_an_arena_lives_as_long_as_its_blocks_and_leaves_nothing() -> None:

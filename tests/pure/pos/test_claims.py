@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,25 +18,7 @@ __all__ = ["threads"]  # a fixture
 
 
 HERE: list[Range] = [(100, 200)]
-MIXED: list[Range] = [(0, 10), (150, 151)]
 BESIDE: list[Range] = [(0, 100), (200, 300), (150, 150)]
-
-
-@pytest.mark.parametrize(("first", "second"), [("writing", "reading"), ("reading", "writing"), ("writing", "writing")])
-def test_overlapping_claims_wait_for_each_other(first: str, second: str, threads: ThreadPoolExecutor) -> None:
-    store, watched = watched_store()
-    entered = threading.Event()
-
-    def claim() -> None:
-        with getattr(store, second)(MIXED):
-            entered.set()
-
-    with getattr(store, first)(HERE):
-        other = threads.submit(claim)
-        assert watched.someone_waits()
-        assert not entered.is_set()
-    other.result(WAIT_S)
-    assert entered.is_set()
 
 
 @pytest.mark.parametrize(
