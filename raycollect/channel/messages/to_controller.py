@@ -10,7 +10,7 @@ from raycollect.channel.messages.base import Error, Message
 class Welcome(Message, frozen=True, kw_only=True):
     """Whoever connected is taken: the lease is granted; or it is a member of the group, whose id this is."""
 
-    group_id: str = ""
+    group_id: str
 
 
 class Listens(Message, frozen=True, kw_only=True):
@@ -26,8 +26,8 @@ class Refused(Message, frozen=True, kw_only=True):
 class Joined(Message, frozen=True, kw_only=True):
     """Answers `Join`."""
 
-    request: int
     error: Error | None = None
+    request: int
 
 
 class Unable(Message, frozen=True, kw_only=True):
@@ -117,7 +117,6 @@ class Seen(Message, frozen=True, kw_only=True):
     `sockets.cut_links`.
     """
 
-    request: int
     doing: str
     stack: list[str] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
@@ -127,6 +126,7 @@ class Seen(Message, frozen=True, kw_only=True):
     ended: int = 0
     story: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    request: int
 
 
 class Measured(Message, frozen=True, kw_only=True):

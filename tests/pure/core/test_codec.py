@@ -271,8 +271,8 @@ class _Colour(enum.Enum):
 class _Sample(Wire, frozen=True):
     number: Annotated[int, msgspec.Meta(ge=0, lt=3)]
     colour: _Colour
-    some: float | None = None
-    either: int | str = 0
+    some: float | None
+    either: int | str
 
 
 _SAMPLES = Codec[_Sample](_Sample, "sample")
@@ -281,16 +281,35 @@ _SAMPLES = Codec[_Sample](_Sample, "sample")
 @pytest.mark.parametrize(
     "fields",
     [
-        *([3, 1], [-1, 1], [True, 1], [1.0, 1], ["1", 1], [None, 1]),
-        *([1, True], [1, 2], [1, {}]),
-        *([1, 1, "x"], [1, 1, None, b"x"], [1, 1, None, None]),
-        *([1], [], [1, 1, None, 0, 0], "abcd", {"number": 1, "colour": 1}),
+        *([one, 1, 2.5, 7] for one in (3, -1, True, 1.0, "1", None)),
+        *([1, one, 2.5, 7] for one in (True, 2, {})),
+        *([1, 1, "x", 7], [1, 1, None, b"x"], [1, 1, None, None]),
+        *([], [1, 1, None], [1, 1, None, 0, 0], "abcd", {"number": 1, "colour": 1}),
     ],
 )
 def test_what_a_field_may_not_have_is_told(fields: Any) -> None:
     with pytest.raises(ProtocolError, match="malformed sample: "):
         _SAMPLES.decode(msgpack.packb(fields))
     assert _SAMPLES.decode(msgpack.packb([2, 1, 3, "x"])) == _Sample(2, _Colour.RED, 3.0, "x")
+
+
+def _below(cls: type[Wire]) -> list[type[Wire]]:
+    return [one for sub in cls.__subclasses__() for one in (sub, *_below(sub))]
+
+
+@pytest.mark.parametrize("cls", [one for one in _below(Wire) if one.__struct_fields__], ids=lambda cls: cls.__name__)
+def test_an_array_that_lacks_items_is_refused(cls: type[Wire]) -> None:
+    """Only items at the end may be missing of an array, and only those of fields with defaults."""
+    assert msgspec.structs.fields(cls)[-1].required
+
+
+def test_a_time_is_no_option_of_a_group() -> None:
+    spec = GroupSpec(name="g", group_id="", backend="shm", world_size=1, options=(("a", (1, "x")),))
+    packed = msgspec.msgpack.encode(spec)
+    timestamp = msgpack.packb(msgpack.Timestamp(1))
+    assert Codec[GroupSpec](GroupSpec, "spec").decode(packed) == spec
+    with pytest.raises(ProtocolError, match="a time is no option"):
+        Codec[GroupSpec](GroupSpec, "spec").decode(packed.replace(msgpack.packb("x"), timestamp))
 
 
 def test_what_has_no_form_on_the_wire_is_a_typed_error() -> None:

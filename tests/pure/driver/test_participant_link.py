@@ -158,7 +158,7 @@ def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_le
     member = SimpleNamespace(actor_id="actor 0", incarnation="1", machine="another", address=None, rank=0, actor="W(1)")
 
     def connect(address, hello, peer, timeout_s):
-        peer.received(line, Welcome())
+        peer.received(line, Welcome(group_id=""))
         peer.closed(line, ConnectionLostError(detail="reset"))
         return line
 

@@ -137,6 +137,11 @@ def test_an_error_of_several_groups_is_pickled_whole_and_crosses_the_wire_as_wha
         {"type": "MismatchError", "fields": {"op": "x", "group_name": "g", "violations": 3}},
         {"type": "MismatchError", "fields": {"op": "x", "group_name": "g", "violations": [3]}},
         {"type": "MismatchError", "fields": {"op": "x", "group_name": "g", "violations": [{"rank": 1}]}},
+        {
+            "type": "MismatchError",
+            "fields": {"op": "x", "group_name": "g", "violations": [{**asdict(VIOLATION), "colour": "red"}]},
+        },
+        {"type": "CollectiveTimeoutError", "fields": {"reports": [{**asdict(REPORT), "colour": "red"}]}},
         {"type": "Violation", "fields": asdict(VIOLATION)},  # public, but no error
         {"type": "refusal", "fields": {}},
         {"type": "dataclass", "fields": {}},  # a global of the module, but not public
