@@ -89,10 +89,6 @@ _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Any](tuple[int, int, str, bytes, int, dict[Atom, bytes], dict[str, str], int], "record of a version")
 
 
-def _read_layouts(packed: bytes) -> Layouts:
-    return {name: Layout.from_bytes(layout) for name, layout in _LAYOUTS.decode(packed).items()}
-
-
 class _Records:
     """The records in Ray's store whose keys begin with a prefix."""
 
@@ -212,7 +208,8 @@ class Directory(_Records):
             packed = self._get(_layouts_at(epoch, signature))
             if packed is None:
                 return None
-            self._layouts[signature] = _read_layouts(packed)
+            found = _LAYOUTS.decode(packed)
+            self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in found.items()}
         return self._layouts[signature]
 
     def all_layouts(self) -> dict[bytes, Layouts]:

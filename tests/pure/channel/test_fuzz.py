@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from raycollect.channel.messages import Bye, Fetched, Joined, Message, decode, encode
+from raycollect.channel.messages import Bye, Fetched, Message, decode, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, Connection, Opened, Reply, State
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 from tests.pure.channel.hostile_wire import changed, chunks, message
@@ -167,32 +167,6 @@ def test_what_was_changed_is_never_accepted(role: str, purpose: str, handshakes:
             one.end.send(Bye())
 
 
-@pytest.mark.parametrize(("role", "purpose", "handshakes"), STATIONS)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_was_not_changed_is_accepted_in_any_pieces(role: str, purpose: str, handshakes: int, seed: int) -> None:
-    for case in range(5):
-        rng = random.Random(f"{seed}/{case}")
-        one = _station(rng, role, purpose, handshakes)
-        reader = Reader(one.end)
-        for piece in chunks(rng, b"".join(one.units)):
-            reader.feed(piece)
-        assert reader.got == [event for events in one.meant for event in events]
-        assert one.end.state is State.OPEN
-
-
-@pytest.mark.parametrize(("role", "purpose", "handshakes"), STATIONS)
-@pytest.mark.parametrize("nbytes", [MAX_FRAME_NBYTES + 1, 2**31, 2**32 - 1])
-def test_a_length_is_judged_before_memory_is_taken(role: str, purpose: str, handshakes: int, nbytes: int) -> None:
-    end = _station(random.Random(0), role, purpose, handshakes).end
-    tracemalloc.start()
-    try:
-        with pytest.raises(ProtocolError, match="the limit is"):
-            end.receive(nbytes.to_bytes(4, "big") + bytes(100))
-        assert tracemalloc.get_traced_memory()[1] < 100_000
-    finally:
-        tracemalloc.stop()
-
-
 # ---------------------------------------------------------------------------------------------- payloads
 
 
@@ -218,7 +192,7 @@ def _hostile(rng: random.Random) -> bytes:
         return rng.choice((b"\x91", b"\x95\xa4Done", b"\x93\xa6Joined\x01", b"")) + lie + rng.randbytes(10)
     if kind == 4:
         depth = rng.choice((10, 400, 510, 512, 900, 1000, 1023, 1024, 5000, 100_000))
-        return rng.choice((b"", b"\x91", b"\x95\xa4Done", b"\x93\xa6Joined\x01\x81\xa1x")) + _nested(
+        return rng.choice((b"", b"\x91", b"\x95\xa4Done", b"\x93\xa6Joined\x81\xa1x")) + _nested(
             depth, key=rng.choice((b"", b"\xa1t"))
         )
     if kind == 5:
@@ -250,7 +224,7 @@ def test_a_sealed_payload_is_a_message_of_the_table_or_ends_the_connection(seed:
             assert encode(again) == encode(got), (seed, case)
 
 
-@pytest.mark.parametrize("begins", [b"", b"\x91", b"\x93\xa6Joined\x01\x81\xa1x"])
+@pytest.mark.parametrize("begins", [b"", b"\x91", b"\x93\xa6Joined\x81\xa1x"])
 @pytest.mark.parametrize(
     "rest",
     [
@@ -267,18 +241,5 @@ def test_lies_and_depth_cost_little_memory(begins: bytes, rest: bytes) -> None:
             decode(begins + rest)
             assert len(rest) == 101
         assert tracemalloc.get_traced_memory()[1] < 2 * MAX_FRAME_NBYTES
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa0", b"\xc4\x00", b"\xcb" + bytes(8), b"\x91\x90"])
-def test_a_payload_of_many_small_things_costs_a_bounded_multiple(item: bytes) -> None:
-    count = (MAX_FRAME_NBYTES - 100) // len(item)
-    payload = b"\x93\xa6Joined\x01\x81\xa1x\xdd" + count.to_bytes(4, "big") + item * count
-    assert len(payload) <= MAX_FRAME_NBYTES
-    tracemalloc.start()
-    try:
-        assert isinstance(decode(payload), Joined)
-        assert tracemalloc.get_traced_memory()[1] < 150 * MAX_FRAME_NBYTES
     finally:
         tracemalloc.stop()

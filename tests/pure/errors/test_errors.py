@@ -12,8 +12,6 @@ from typing import Any, get_type_hints
 
 import msgpack
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raycollect import errors
 from raycollect.errors import (
@@ -153,27 +151,6 @@ def test_an_error_of_several_groups_is_pickled_whole_and_crosses_the_wire_as_wha
 def test_malformed_error_on_the_wire_is_a_protocol_error(value: Any) -> None:
     with pytest.raises(ProtocolError):
         from_wire(value)
-
-
-_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
-_PLAIN = st.recursive(
-    _LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-)
-_NAMES = st.sampled_from(sorted({f.name for cls in CLASSES for f in fields(cls)}))
-
-
-@given(
-    _PLAIN
-    | st.fixed_dictionaries(
-        {"type": st.sampled_from(errors.__all__) | _PLAIN, "fields": st.dictionaries(_NAMES, _PLAIN, max_size=6)}
-    )
-)
-def test_whatever_comes_is_an_error_of_ours_or_a_protocol_error(value: Any) -> None:
-    try:
-        found: BaseException = from_wire(value)
-    except ProtocolError as exc:
-        found = exc
-    assert isinstance(found, RaycollectError)
 
 
 # ---------------------------------------------------------------------------------------------- the tree
