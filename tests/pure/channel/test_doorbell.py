@@ -214,18 +214,6 @@ def test_only_the_memory_that_was_meant_is_opened(bell):
         DoorbellClient(bell.segment, 0)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 16, 64, 200])
-def test_the_size_tells_the_seats(slots):
-    doorbell = Doorbell(slots)
-    last = DoorbellClient(doorbell.segment, slots - 1)
-    number = doorbell.begin()
-    doorbell.runs[slots - 1].write(number, 1, 0, b"last")
-    assert take(last).payload == b"last"
-    with pytest.raises(ValueError):
-        DoorbellClient(doorbell.segment, slots)
-    doorbell.close()
-
-
 def test_nothing_stays_behind():
     maps = Path("/proc/self/maps")
     before, mapped = set(os.listdir("/proc/self/fd")), maps.read_text().count("raycollect-doorbell")  # noqa: PTH208
