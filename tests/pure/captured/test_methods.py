@@ -207,12 +207,6 @@ def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken
     assert not one.turn.locked()
 
 
-def test_a_process_that_is_no_participant_yet_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runtime, "_current", None)
-    with Runtime.method_guard(), Runtime.method_guard():  # it may be entered twice
-        assert Runtime._current is None, "and is made none by asking"
-
-
 # ---------------------------------------------------------------------------------------------- the process
 
 

@@ -86,13 +86,6 @@ def test_an_answer_at_the_check_comes_in_as_many_parts_as_frames_need(
     assert list(controller.trackers()) == []
 
 
-def test_a_reason_to_abort_is_cut_to_what_can_be_sent(controller: Controller) -> None:
-    tracker = registered(controller)
-    peers = crew(controller, tracker)
-    controller.send(tracker, tracker.fail(KernelError(detail="x" * 2 * MAX_FRAME_NBYTES)))
-    assert [[type(one) for one in said(peer)] for peer in peers] == [[Abort]] * 4
-
-
 @pytest.mark.parametrize(("nbytes", "fits"), [(1000, True), (1 << 19, False)])
 def test_a_meeting_of_members_that_is_too_long_ends_their_calls(
     controller: Controller, nbytes: int, fits: bool

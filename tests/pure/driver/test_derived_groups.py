@@ -53,15 +53,6 @@ def test_the_group_that_was_not_used_for_the_longest_time_goes_first() -> None:
     assert groups.all() == (stranger, first, third)
 
 
-def test_a_busy_group_stays_and_so_does_the_newest() -> None:
-    groups = DerivedGroups(1)
-    busy, newest = derived(1, 2), derived(1, 3)
-    groups.add(busy)
-    groups.add(newest)
-    assert groups.take_surplus(newest, lambda one: one is not busy) == []
-    assert groups.take_surplus(newest, is_idle) == [busy]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_no_actor_has_more_groups_than_are_kept(seed: int) -> None:
     draw, groups = random.Random(seed), DerivedGroups(most := 3)

@@ -122,18 +122,6 @@ def test_a_rank_that_was_not_heard_of_counts_like_the_others(tracker: Flying, od
     assert (far.done_nbytes, far.ranks[1].is_heard) == (100, False)
 
 
-def test_lending_and_ended_ranks_count_as_the_others_and_as_whole(tracker: Flying) -> None:
-    told = Told({"total": 100, "lent": 100}, {"done": 40, "total": 100}, {"done": 60, "total": 100})
-    one = gauge_of(tracker, told)
-    far = look(one)
-    assert (far.done_nbytes, far.ranks[0].done_nbytes, far.laggard) == (150, 50, None)
-    told.said[1] = {"has_ended": True}
-    tracker.pending.discard(2)
-    far = look(one)
-    assert [rank.done_nbytes for rank in far.ranks][1:] == [100, 100]
-    assert far.total_nbytes == 300
-
-
 def test_the_end_is_full_and_a_failure_stays(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     one, other = gauge_of(tracker, told), gauge_of(tracker, told)
@@ -210,22 +198,6 @@ def test_a_wait_that_lasts_shows_a_bar_that_ends_full(
     assert (bar.is_closed, bar.leave) == (True, leaves)
 
 
-@pytest.mark.parametrize(("shows", "count"), [(None, 1), (True, 1), (False, 0)])
-def test_a_block_shows_bars_of_all_waits_in_it(
-    tracker: Flying, drawn: list[Drawn], shows: bool | None, count: int
-) -> None:
-    told = Told(*[{"done": 40, "total": 100}] * 3)
-    tracker.ends_s = tracker.clock.now_s + 0.45
-    with progress_bar.progress(after_s=0.1) as block:
-        assert wait(tracker, told, progress=shows)
-        with block:
-            pass
-    assert len(drawn) == count
-    tracker.ends_s = tracker.clock.now_s + 0.45
-    assert wait(tracker, told)
-    assert len(drawn) == count, "the block has ended"
-
-
 def test_a_block_of_one_thread_is_none_of_another() -> None:
     bars, began, has_ended = progress_bar.progress(), threading.Event(), threading.Event()
 
@@ -245,21 +217,6 @@ def test_a_block_of_one_thread_is_none_of_another() -> None:
         has_ended.set()
         within, after = asked.result(20)
     assert here == after == outside != within
-
-
-def test_a_bar_stays_where_it_is_where_the_collective_fails(tracker: Flying, drawn: list[Drawn]) -> None:
-    told = Told(*[{"done": 40, "total": 100}] * 3)
-
-    def fail(one: Any, seq: int, measure: Any = told.measure) -> Any:
-        if len(told.asked) > 9:
-            tracker.error = KernelError(detail="x")
-        return measure(one, seq)
-
-    told.measure = fail  # type: ignore[method-assign]
-    assert wait(tracker, told, progress=True)
-    (bar,) = drawn
-    assert bar.lines[-1] == (120, 300, "")
-    assert bar.is_closed
 
 
 def test_a_wait_that_is_over_leaves_its_bar(tracker: Flying, drawn: list[Drawn]) -> None:
