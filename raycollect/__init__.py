@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from raycollect.driver.operations import send_ref as send_ref
     from raycollect.driver.pending import Pending as Pending
     from raycollect.driver.progress import Progress as Progress
+    from raycollect.driver.progress import ProgressBars as ProgressBars
     from raycollect.driver.progress import RankProgress as RankProgress
-    from raycollect.driver.progress_bar import ProgressBars as ProgressBars
-    from raycollect.driver.progress_bar import progress as progress
+    from raycollect.driver.progress import progress as progress
     from raycollect.driver.reshard import reshard_refs as reshard_refs
     from raycollect.driver.timeline import Timeline as Timeline
     from raycollect.driver.timeline import summary as summary
@@ -145,8 +145,7 @@ _NAMES: dict[str, str] = {
         "reduce_refs reducescatter_refs scan_refs scatter_refs send_ref"
     ),
     "driver.pending": "Pending",
-    "driver.progress": "Progress RankProgress",
-    "driver.progress_bar": "ProgressBars progress",
+    "driver.progress": "Progress ProgressBars RankProgress progress",
     "driver.reshard": "reshard_refs",
     "driver.timeline": "Timeline summary timeline",
     "driver.values": "free get",

@@ -173,28 +173,22 @@ class Participants:
                         return known
                 if known is not None:
                     _end_former(known, self._hub, deadline_s)
-                return self._connected(member, actor, info, calls, deadline_s, group_id)
+                calls = calls if info["participant"] and info["ordered"] else None
+                link_type = getattr(actor, "link_type", ParticipantLink)
+                peer: ParticipantLink = link_type(
+                    self._owner, info, actor, controller_id=self._controller_id, calls=calls
+                )
+                self._connect(peer, member, deadline_s, group_id)
+                return peer
         except ClaimedError:
             detail = "another thread is connecting to it, for another group"
             raise CollectiveTimeoutError(op="lease", rank=member.rank, actor=member.actor, detail=detail) from None
 
-    def _connected(
-        self,
-        member: Member,
-        actor: Any,
-        info: dict[str, Any],
-        calls: SubmittedCalls | None,
-        deadline_s: float,
-        group_id: str,
-    ) -> ParticipantLink:
+    def _connect(self, peer: ParticipantLink, member: Member, deadline_s: float, group_id: str) -> None:
         """Opens the connection with which a lease begins."""
-        controller_id = self._controller_id
-        calls = calls if info["participant"] and info["ordered"] else None
-        link_type = getattr(actor, "link_type", ParticipantLink)
-        peer: ParticipantLink = link_type(self._owner, info, actor, controller_id=controller_id, calls=calls)
         owner = secrets.token_bytes(8)
         hello: dict[str, Any] = {
-            "controller": controller_id,
+            "controller": self._controller_id,
             "description": ray_internals.describe_process(),
             "owner": owner,
             "worker": ray_internals.worker_id(),
@@ -231,7 +225,6 @@ class Participants:
             raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=detail)
         if self.timeline is not None and not peer.is_here:
             self.timeline.leased(peer)
-        return peer
 
     def later(self, delay_s: float, call: Callable[[], None]) -> bool:
         """Makes a call on the hub's thread after a while; False where the hub is closed. Takes no lock."""

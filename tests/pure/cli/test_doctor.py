@@ -114,20 +114,6 @@ def test_the_driver_is_read_from_proc(tmp_path: Path) -> None:
     assert (row.state, row.found) == (OK, "570.86.15, 2 GPUs")
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "found"),
-    [
-        ('print(\'["13.6", 2, [2, 23, 4], ""]\')', OK, "13.6, 2 GPUs, NCCL 2.23.4"),
-        ('print(\'["13.6", 1, [], ""]\')', WARNING, "13.6, 1 GPU, no NCCL"),
-        ('print(\'["13", 0, [], "no device"]\')', WARNING, "13, 0 GPUs, no NCCL (no device)"),
-        ("raise OSError('libcuda.so.1')", MISSING, "it can't be imported: OSError: libcuda.so.1"),
-    ],
-)
-def test_a_library_of_gpus(code: str, state: str, found: str) -> None:
-    row = doctor.library(code, "pip install it")
-    assert (row.state, row.found, row.cure == "") == (state, found, state == OK)
-
-
 @pytest.mark.parametrize(("free", "state"), [(1.0, OK), (0.001, WARNING)])
 def test_dev_shm_is_held_against_the_memory(monkeypatch: pytest.MonkeyPatch, free: float, state: str) -> None:
     total = os.sysconf("SC_PHYS_PAGES")

@@ -13,11 +13,10 @@ import pytest
 
 from raycollect.channel.messages import Measured
 from raycollect.driver import progress as gauge
-from raycollect.driver import progress_bar, stall_report
-from raycollect.driver.progress import ProgressProbe
+from raycollect.driver import stall_report
+from raycollect.driver.progress import Progress, ProgressProbe
 from raycollect.errors import InvalidArgumentError, KernelError, ProgressError
 from tests.pure.driver.flights import Flying
-from tests.pure.driver.shown_progress import look
 
 
 class Told:
@@ -56,6 +55,12 @@ def tracker() -> Flying:
 
 def gauge_of(tracker: Flying, told: Told) -> ProgressProbe:
     return ProgressProbe(told, cast(Any, tracker), tracker.clock.now_s, tracker.clock.monotonic)
+
+
+def look(one: ProgressProbe) -> Progress:
+    one.ask()
+    one.hear()
+    return one.read()
 
 
 def test_bytes_are_summed_over_all_ranks_and_the_rate_is_the_recent_one(tracker: Flying) -> None:
@@ -162,17 +167,10 @@ class Drawn:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tracker: Flying) -> list[Drawn]:
     Drawn.made = []
-    for module in (progress_bar, stall_report, gauge):
-        monkeypatch.setattr(module, "monotonic", tracker.clock.monotonic, raising=False)
     clock = SimpleNamespace(monotonic=tracker.clock.monotonic, time=lambda: 0.0)
-    monkeypatch.setattr(progress_bar, "time", clock)
-    monkeypatch.setattr(stall_report, "time", clock)
-    monkeypatch.setattr(
-        progress_bar,
-        "ProgressProbe",
-        lambda told, tracker, began_s: ProgressProbe(told, tracker, began_s, clock.monotonic),
-    )
-    monkeypatch.setattr(progress_bar, "_tqdm", lambda: Drawn)
+    for module in (gauge, stall_report):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(gauge, "_tqdm", lambda: Drawn)
     return Drawn.made
 
 
@@ -199,21 +197,21 @@ def test_a_wait_that_lasts_shows_a_bar_that_ends_full(
 
 
 def test_a_block_of_one_thread_is_none_of_another() -> None:
-    bars, began, has_ended = progress_bar.progress(), threading.Event(), threading.Event()
+    bars, began, has_ended = gauge.progress(), threading.Event(), threading.Event()
 
     def other() -> tuple[object, object]:
         with bars:
             began.set()
             assert has_ended.wait(20)
-            within = progress_bar.around_s.get()
-        return within, progress_bar.around_s.get()
+            within = gauge.around_s.get()
+        return within, gauge.around_s.get()
 
-    outside = progress_bar.around_s.get()
+    outside = gauge.around_s.get()
     with ThreadPoolExecutor(1) as pool:
         with bars:
             asked = pool.submit(other)
             assert began.wait(20)
-        here = progress_bar.around_s.get()
+        here = gauge.around_s.get()
         has_ended.set()
         within, after = asked.result(20)
     assert here == after == outside != within
@@ -254,7 +252,7 @@ def test_a_bar_that_can_not_be_drawn_does_not_end_the_wait(
     assert told.asked == [0, 1, 2], "nobody looks any more"
 
 
-@pytest.mark.parametrize("ask", [lambda one: progress_bar.progress(), lambda one: wait(one, Told(), progress=True)])
+@pytest.mark.parametrize("ask", [lambda one: gauge.progress(), lambda one: wait(one, Told(), progress=True)])
 def test_without_tqdm_it_is_refused_at_once(tracker: Flying, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     tracker.ends_s = 0.0  # even though nothing is to be waited for
@@ -265,11 +263,11 @@ def test_without_tqdm_it_is_refused_at_once(tracker: Flying, monkeypatch: pytest
 @pytest.mark.parametrize("after_s", [-1, math.inf, math.nan, "x", None])
 def test_unreasonable_progress_delay_is_refused(after_s: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"after_s is .*, expected a number of seconds"):
-        progress_bar.progress(after_s=after_s)
+        gauge.progress(after_s=after_s)
 
 
 def test_bar_shows_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    made = progress_bar._tqdm()(desc="x", unit="B", unit_scale=True, total=100)
+    made = gauge._tqdm()(desc="x", unit="B", unit_scale=True, total=100)
     made.n, made.rate = 50, 25.0
     made.refresh()
     made.rate = 0.0

@@ -37,7 +37,7 @@ MOST_PATCHES = {
     "pure/channel": 20,
     "pure/cli": 4,
     "pure/core": 22,
-    "pure/driver": 14,
+    "pure/driver": 11,
     "pure/engine": 21,
     "pure/group": 28,
     "pure/member": 33,
