@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from raycollect import errors as errors
     from raycollect import types as types
     from raycollect.backends.adopted import register_collective_backend as register_collective_backend
-    from raycollect.captured.captured_run import CapturedRun as CapturedRun
     from raycollect.captured.step import Capture as Capture
+    from raycollect.captured.step import CapturedRun as CapturedRun
     from raycollect.captured.step import capture as capture
     from raycollect.core.model import ReduceOp as ReduceOp
     from raycollect.driver.batch import Batch as Batch
@@ -131,8 +131,7 @@ __version__ = "0.1.0"
 
 _NAMES: dict[str, str] = {
     "backends.adopted": "register_collective_backend",
-    "captured.captured_run": "CapturedRun",
-    "captured.step": "Capture capture",
+    "captured.step": "Capture CapturedRun capture",
     "core.model": "ReduceOp",
     "driver.batch": "Batch batch",
     "driver.dry_run": "plan",

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raycollect.captured.captured_run import CapturedRun
+from raycollect.captured.step import CapturedRun
 from raycollect.core import html
 from raycollect.core.deadline import NEVER
 from raycollect.core.model import TENSOR, Address, Key, Structure, TensorInfo
