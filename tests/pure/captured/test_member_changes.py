@@ -43,8 +43,6 @@ class Dispatching:
 
 def retire(fleet: Fleet) -> None:
     """Ends what the group "left" does, as a change of its members has it."""
-    for peer in fleet.peers:
-        peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
     fleet.controller.groups._retire(fleet.left, monotonic() + WAIT_S, drains=True)
 
 
@@ -96,8 +94,6 @@ def destroying(fleet: Fleet) -> Callable[..., Any]:
     """Gives the participants, whose groups another thread destroys right then."""
 
     def links(*_: object) -> list[Any]:
-        for peer in fleet.peers:
-            peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
         for name in ("left", "right"):
             fleet.controller.groups.destroy(name)
         return fleet.peers

@@ -16,22 +16,18 @@ from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import ActorGoneError, ConnectionLostError
+from tests.pure.driver import leased
 
 
-class Line:
+class Line(leased.Line):
     """A link on which nothing answers by itself; broken, it refuses to send."""
 
-    def __init__(self):
-        self.sent = []
-        self.broken = False
-
-    def close(self):
-        pass
+    broken = False
 
     def send(self, message):
         if self.broken:
             raise ConnectionLostError(detail="the link is closed")
-        self.sent.append(message)
+        super().send(message)
 
 
 class Owner:
