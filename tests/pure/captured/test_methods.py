@@ -341,23 +341,6 @@ def test_arrivals_at_no_check_are_of_no_use(here: Lease) -> None:
     assert _result(_said(here).wait_for(1)) == (3,)
 
 
-def test_the_end_of_the_lease_closes_all(here: Lease) -> None:
-    gate = Gate()
-    _capture(here, _echo(), note=gate)
-    here._run_came(_run(1, 0, 5))
-    assert gate.came.wait(WAIT_S)
-    said, captured, sequencer = _said(here), here.captured_step(CAPTURE), here._sequencer
-    here.end("the controller is gone")
-    gate.go.set()
-    assert captured.join(WAIT_S)
-    assert sequencer.start(2, 1) == "the controller is gone"
-    assert said.heard[-1].seq == 1, "told to the one who asked, or nobody"
-    with pytest.raises(CaptureError):
-        here.captured_step(CAPTURE).runner.look()
-    with pytest.raises(CaptureError, match="closed"):
-        _capture(here, _echo(), note=int)
-
-
 # ---------------------------------------------------------------------------------------------- values of refs
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,27 +117,3 @@ def test_a_run_that_waits_for_another_one_or_a_method_says_so() -> None:
     assert steps() == {}
     step.number = 0
     assert steps() == {}
-
-
-def test_a_thread_that_begins_meanwhile_disturbs_nobody() -> None:
-    step, threads, may_end = run_steps.here(), list[threading.Thread](), threading.Event()
-
-    class Preempted(weakref.KeyedRef[int, run_steps.RunStep]):
-        def __call__(self) -> run_steps.RunStep | None:
-            if not threads:
-                came = threading.Event()
-                threads.append(threading.Thread(target=lambda: (run_steps.here(), came.set(), may_end.wait(WAIT_S))))
-                threads[0].start()
-                assert came.wait(WAIT_S)
-            return super().__call__()
-
-    known, ident = run_steps._all.data, threading.get_ident()
-    before = known[ident]
-    known[ident] = Preempted(step, lambda _: None, ident)
-    step.at, step.number = "", 7
-    try:
-        assert steps() == {7: "begins"}
-    finally:
-        known[ident], step.number = before, 0
-        may_end.set()
-    threads[0].join(WAIT_S)
