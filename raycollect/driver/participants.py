@@ -332,33 +332,30 @@ class Participants:
 
     def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
         """Asks members what they hold; None for one that is gone, or has not answered in time."""
-        return self._ask(members, Survey, timeout_s)
+        return _answers([self._ask(one, Survey) for one in members], timeout_s)
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return self._ask(members, Look, timeout_s)
+        return _answers([self._ask(one, Look) for one in members], timeout_s)
 
     def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
         """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
-        return {one.actor_id: None if (peer := self._peer_of(one)) is None else peer.ask(Look) for one in members}
+        return {one.actor_id: self._ask(one, Look) for one in members}
 
     def has_ended(self, member: Member, timeout_s: float) -> bool:
         """Whether a member's process is known to be gone; one that does not answer in time is not."""
-        peer = self._peer_of(member)
-        asked = None if peer is None else peer.ask(Look)
+        asked = self._ask(member, Look)
         return asked is None or (asked in answered([asked], timeout_s) and asked.result() is None)
 
     def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
-        peer = self._peer_of(member)
-        return None if peer is None else peer.ask(Measure, seq=seq)
+        return self._ask(member, Measure, seq=seq)
 
-    def _peer_of(self, member: Member) -> ParticipantLink | None:
+    def _ask(self, member: Member, question: type[Look | Measure | Survey], **fields: Any) -> Future[Any] | None:
         peer = self._peers.get(member.actor_id)
-        return peer if peer is not None and peer.info["incarnation"] == member.incarnation else None
-
-    def _ask(self, members: Sequence[Member], question: type[Look | Survey], timeout_s: float) -> list[Any]:
-        return _answers([None if one is None else one.ask(question) for one in map(self._peer_of, members)], timeout_s)
+        if peer is None or peer.info["incarnation"] != member.incarnation:
+            return None
+        return peer.ask(question, **fields)
 
 
 def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> dict[str, Seen | None]:
