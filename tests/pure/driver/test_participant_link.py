@@ -15,23 +15,19 @@ from raycollect.core import call_tokens
 from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
-from raycollect.errors import ActorGoneError, ConnectionLostError, ProtocolError
+from raycollect.errors import ActorGoneError, ConnectionLostError
+from tests.pure.driver import leased
 
 
-class Line:
+class Line(leased.Line):
     """A link on which nothing answers by itself; broken, it refuses to send."""
 
-    def __init__(self):
-        self.sent = []
-        self.broken = False
-
-    def close(self):
-        pass
+    broken = False
 
     def send(self, message):
         if self.broken:
             raise ConnectionLostError(detail="the link is closed")
-        self.sent.append(message)
+        super().send(message)
 
 
 class Owner:
@@ -98,19 +94,6 @@ def test_a_participant_given_back_keeps_no_order_bell(peer):
     peer.retire()
     gc.collect()
     assert bell() is None
-
-
-def test_oversized_message_raises_for_the_sender(peer):
-    def refuse(message):
-        raise ProtocolError(detail="Survey has 1048577 bytes, the limit is 1048576")
-
-    peer.link.send = refuse
-    with pytest.raises(ProtocolError, match="the limit"):
-        peer.send(Survey(request=1))
-    peer.link.send = Line.send.__get__(peer.link)
-    peer.link.broken = True
-    peer.send(Survey(request=1))
-    assert peer.link.sent == []
 
 
 @pytest.mark.parametrize("all_joined", [True, False])
