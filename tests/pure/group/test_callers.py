@@ -26,18 +26,6 @@ def backend(request):
 # ---------------------------------------------------------------------------------------------- the threads
 
 
-def test_the_calls_of_one_thread_are_no_contest():
-    callers = Callers(3)
-    me = threading.get_ident()
-    assert [callers.come("allreduce"), callers.come("barrier")] == [False, False]
-    callers.go(me)
-    assert callers.contest is None
-    callers.go(me)
-    with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
-        assert pool.submit(callers.come, "allreduce").result(WAIT_S) is False
-    assert callers.contest is None
-
-
 def test_a_second_thread_begins_a_contest_that_lasts_until_all_have_ended():
     callers = Callers(3)
     me = threading.get_ident()
@@ -255,23 +243,6 @@ def test_a_thread_may_follow_another(crew, backend):
     group = crew.group(2, backend)
     expected = [2.0 * turn for turn in range(20) for _ in range(2)]
     assert group.must(_handed_over) == [expected] * 2
-
-
-def _beside(name, rank):
-    """A thread waits in a collective of all, while another one sends."""
-    if rank == 0:
-        waiting = _in_thread(name, "first", _summed, 1)
-        assert wait_until(lambda: _communicator(name).call)
-        col.send(np.full(2, 7.0), 1, name)
-        return waiting.result(WAIT_S)
-    x = np.zeros(2)
-    col.recv(x, 0, name)
-    assert (x == 7).all()
-    return _summed(name, 2)
-
-
-def test_calls_between_other_ranks_are_no_concern(crew, backend):
-    assert crew.group(2, backend).must(_beside) == [3.0] * 2
 
 
 def _summed_or_failed(name, value):

@@ -215,22 +215,6 @@ def test_the_gpu_of_the_group_may_be_another_one(ranks):
         np.testing.assert_array_equal(got, np.full((2, 6), 6.0))
 
 
-def test_calls_of_the_same_kind_make_no_more_events(ranks):
-    name = ranks.group(2)
-
-    def body(rank):
-        mine = [ranks.put(at, np.full(6, 1.0)) for at in range(3)]
-        col.allreduce_multigpu(mine, name)
-
-    for _ in range(3):
-        ranks.must(2, body)
-    before = ranks.fake.events, ranks.fake.streams
-    for _ in range(5):
-        ranks.must(2, body)
-    assert ranks.fake.events <= before[0] + 2 * 3  # two ranks may first meet in the middle of a call now
-    assert ranks.fake.streams == before[1]
-
-
 def test_synchronize_waits_for_a_gpu(ranks):
     with ranks.cupy.cuda.Device(1):
         stream = ranks.cupy.cuda.Stream(non_blocking=True)

@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import raycollect.torch
 from raycollect.errors import (
-    CollectiveTimeoutError,
     InvalidArgumentError,
-    MismatchError,
     NotATensorError,
     UnsupportedError,
 )
@@ -236,28 +234,6 @@ def subgroups(rank, world):
         dist.barrier(some)
 
 
-def mismatch(rank, world):
-    x = torch.ones(3 + rank)
-    with pytest.raises(MismatchError) as caught:
-        dist.all_reduce(x)
-    assert x.tolist() == [1.0] * (3 + rank)
-    assert summed(rank, world) == 3
-    return str(caught.value)
-
-
-def mismatch_under_way(rank, world):
-    work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
-    future = work.get_future()
-    for wait in (work.wait, work.wait, future.wait):
-        with pytest.raises(MismatchError) as caught:
-            wait()
-    assert work.is_completed()
-    assert not work.is_success()
-    assert isinstance(work.exception(), MismatchError)
-    assert summed(rank, world) == 3
-    return str(caught.value)
-
-
 def refused(rank, world):
     for call in (
         lambda: dist.send(torch.ones(1), 1 - rank, tag=3),
@@ -280,17 +256,6 @@ def refused(rank, world):
         assert {one.rank for one in caught.value.violations} == {0, 1}
         assert all(one.found.endswith("not contiguous") for one in caught.value.violations)
     assert summed(rank, world) == 3
-
-
-def absent(rank, world):
-    store = dist.distributed_c10d._get_default_store()
-    if rank:
-        return store.get("waited").decode()  # and leaves only then
-    dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        dist.barrier()
-    store.set("waited", "yes")
-    return str(caught.value)
 
 
 def unwaited(rank, world, count, size):
