@@ -10,7 +10,7 @@ import pytest
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.nccl import ipc_driver, ipc_memory
-from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
+from raycollect.backends.nccl.ipc_memory import Exports, Listing, Shown
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from tests.fake_cupy import Fake
@@ -35,41 +35,6 @@ def shown(fake: Fake, array: Any, process: int = 1) -> Listing:
     """What a process lists that shows an array to be read."""
     with fake.as_process(process):
         return Exports(0).listing([Shown(((array.data.ptr, array.nbytes),), ())])
-
-
-def made_by(fake: Fake, values: Any, process: int = 1) -> Any:
-    with fake.as_process(process):
-        made = fake.cupy.asarray(values)
-        fake.cupy.cuda.get_current_stream().synchronize()
-        return made
-
-
-# ------------------------------------------------------------------------------- listings
-
-
-def test_an_array_is_told_by_its_place_in_its_allocation(fake: Fake) -> None:
-    whole = made_by(fake, np.arange(100, dtype=np.int32))
-    listing = shown(fake, whole[25:35])
-    assert [base for base, _ in listing.allocations] == [whole.data.ptr]
-    assert listing.kernels == ((((0, 100, 40),), ()),)
-    with fake.as_process(2):
-        imports = Imports()
-        ((found,),) = imports.shown([listing])
-        ((address, nbytes),) = found.gives
-        assert address != whole.data.ptr + 100
-        memory = fake.cupy.cuda.UnownedMemory(address, nbytes, None, 0)
-        seen = fake.cupy.ndarray((10,), np.int32, fake.cupy.cuda.MemoryPointer(memory, 0))
-        assert seen[2:].get().tolist() == list(range(27, 35))
-        imports.close()
-
-
-def test_arrays_of_one_allocation_have_one_handle(fake: Fake) -> None:
-    whole = made_by(fake, np.arange(100, dtype=np.int32))
-    with fake.as_process(1):
-        spans = tuple((whole[at:].data.ptr, 4) for at in range(10))
-        listing = Exports(0).listing([Shown(spans, spans[:3])])
-    assert len(listing.allocations) == 1
-    assert fake.counts["ipcGetMemHandle"] < 4
 
 
 # ------------------------------------------------------------------------------- what is opened
@@ -108,21 +73,6 @@ def test_kernels_that_run_together_open_an_allocation_once(pair: tuple[Fake, Sha
     before = fake.counts["ipcOpenMemHandle"]
     assert team.must(body, team.launch()) == [10, 10]
     assert fake.counts["ipcOpenMemHandle"] - before == 2
-
-
-def test_what_two_ranks_of_a_process_show_is_open_until_both_are_done_with(fake: Fake) -> None:
-    whole = made_by(fake, np.arange(100))
-    listings = [shown(fake, whole[:50]), shown(fake, whole[50:])]
-    with fake.as_process(2):
-        first, second = Imports(), Imports()
-        ((one,), (other,)) = first.shown(listings)
-        assert other.gives[0][0] - one.gives[0][0] == 400
-        assert second.shown(listings[:1]) == [(one,)]
-        assert fake.opened == 3
-        first.close()
-        assert fake.opened == 1
-        second.close()
-    assert fake.opened == 0
 
 
 # ------------------------------------------------------------------------------- what can't be shown
@@ -176,6 +126,3 @@ def test_rooms_are_used_again(fake: Fake) -> None:
     assert fake.allocated() % ipc_memory.ROOM_NBYTES == 0
     exports.forsake_rooms()
     assert not fake.allocated()
-
-
-# ------------------------------------------------------------------------------- the driver

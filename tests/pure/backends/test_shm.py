@@ -29,7 +29,7 @@ from tests.pure.communicators import (
     Worker,
     Workers,
 )
-from tests.pure.conformance import DTYPES, Case, body_arrive, check_allreduce, check_cases, every_case, run_launch
+from tests.pure.conformance import Case, body_arrive, check_allreduce, check_cases, every_case, run_launch
 from tests.support.values import replace
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
@@ -165,13 +165,6 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: in
         team = ThreadTeam("shm", world)
         check_cases(team, list(every_case(dtype, world, (7, 1024))), staged=staged)
         team.close()
-
-
-@pytest.mark.parametrize("layout", [pytest.param("plain", marks=pytest.mark.full), "shared"])
-def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> None:
-    for dtype in DTYPES[::4]:
-        cases = [replace(case, layout=layout) for case in every_case(dtype, 3, (7, 200_001))]
-        check_cases(processes, cases, staged=True)
 
 
 class Misleading(MemoryRendezvous):

@@ -15,7 +15,6 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbor
 from tests.pure.backends.tcp_teams import team
 from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.conformance import (
-    DTYPES,
     body_arrive,
     body_peak,
     check_allreduce,
@@ -66,11 +65,6 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, world: int
     for dtype in ("int16", "complex128"):
         check_cases(team, list(every_case(dtype, world, (7, 500))))
     team.close()
-
-
-def test_every_kernel_between_processes(processes: ProcessTeam) -> None:
-    for dtype in DTYPES[::8]:  # which every two values meet in is for the conformance suite
-        check_cases(processes, list(every_case(dtype, 3, (7, 200_001))))
 
 
 def body_peak_with_gaps(communicator: Communicator, launch: Launch, nbytes: int) -> int:
@@ -192,17 +186,3 @@ def test_a_peer_that_dies_in_mid_kernel_is_named_and_breaks_the_group(mortals: P
     broken = mortals.run(body_arrive, mortals.launch(), ranks=(0,))[0]
     assert isinstance(broken, GroupBrokenError)
     assert len(mortals.must(body_arrive, mortals.launch(ranks=(0, 2)), ranks=(0, 2))) == 2  # the others go on
-
-
-def test_a_send_to_a_peer_that_dies_ends(mortals: ProcessTeam) -> None:
-    launch = Launch(seq=mortals.launch().seq, ranks=(0, 1), timeout_s=60)
-    sending = mortals.start(0, body_send, launch)
-    assert wait_until(lambda: sending.running())
-    mortals.workers[1].process.kill()
-    failed = sending.result(20)
-    assert isinstance(failed, PlanAbortedError)
-    assert failed.rank == 1
-
-
-def body_send(communicator: Communicator, launch: Launch) -> None:
-    communicator.launch(launch, one_side(OpKind.SEND, 1, 256 << 20))

@@ -197,6 +197,18 @@ def test_one_mistake_is_one_problem_with_its_place(at: str, value: Any, says: st
     assert says in problem
 
 
+def test_all_mistakes_come_in_one_error() -> None:
+    document = document_of([("0", "0"), ("0", "x")], [("a", "0"), ("1", "9")])
+    document["version"] = "0.9"
+    found = [problem.partition(" is ")[0] for problem in _problems(document)]
+    assert sorted(found) == [
+        "node_list[0].device_list[1].rank",
+        "node_list[1].device_list[0].device_id",
+        "node_list[1].device_list[1].rank",
+        "version",
+    ]
+
+
 HUGE = 10**5000  # which Python does not write
 
 
