@@ -16,7 +16,6 @@ from raycollect.errors import (
     MismatchError,
     NotATensorError,
     RefusedError,
-    UnknownGroupError,
     UnsupportedError,
 )
 from raycollect.member import operations as imperative
@@ -210,10 +209,3 @@ def test_without_a_gpu_the_operations_say_so():
         with installed(0), pytest.raises(UnsupportedError, match="GPU") as raised:
             call()
         assert isinstance(raised.value, RefusedError)
-
-
-def test_without_a_group_the_operations_say_so(ranks):
-    with pytest.raises(UnknownGroupError):
-        col.allreduce_multigpu([ranks.put(0, np.ones(2))], "nobody")
-    with pytest.raises(UnknownGroupError):
-        col.send_multigpu(ranks.put(0, np.ones(2)), 1, 0, "nobody")
