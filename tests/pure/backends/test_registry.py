@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from raycollect import backends
-from raycollect.backends import Capabilities, capabilities
+from raycollect.backends import Capabilities
 from raycollect.core.model import PREFIXES, GroupSpec, OpKind
 from raycollect.errors import (
     BackendNotInstalledError,
@@ -48,38 +47,6 @@ def test_nccl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         backends.load("NCCL", "g")
     assert backends.ops_of("nccl") == tuple(kind.value for kind in OpKind if kind not in PREFIXES)
-
-
-# ------------------------------------------------------------------------------- torch
-
-
-class FakeTorch:
-    """`import_module` where torch is what a test says."""
-
-    def __init__(self, *known: str, libraries: tuple[str, ...] = ("torch",), built: bool = True) -> None:
-        self.known, self.libraries, self.built = known, libraries, built
-
-    def __call__(self, name: str) -> object:
-        if name not in (*self.libraries, "torch.distributed"):
-            raise ImportError(f"No module named {name!r}")
-        cuda = SimpleNamespace(is_available=lambda: False)
-        return SimpleNamespace(is_available=lambda: self.built, is_backend_available=self.known.__contains__, cuda=cuda)
-
-
-def test_torch_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "import_module", FakeTorch("foo"))
-    monkeypatch.setattr(capabilities, "import_module", FakeTorch("foo"))
-    assert backends.is_available("torch:foo")
-    found = backends.get("TORCH:FOO")
-    assert (found.name, found.module, found.ops) == (
-        "torch:foo",
-        "raycollect.backends.torch_dist.communicator",
-        capabilities.USUAL,
-    )
-    assert "torch:foo" not in backends.BACKENDS
-    assert not backends.is_known("torch:")
-    with pytest.raises(UnknownBackendError):
-        backends.get("torch:no such")
 
 
 # ------------------------------------------------------------------------------- the program
@@ -132,14 +99,6 @@ def test_a_missing_library_comes_with_its_install_line(monkeypatch: pytest.Monke
 def test_backends_without_libraries_are_always_there(name: str) -> None:
     assert backends.is_available(name)
     assert callable(backends.load(name))
-
-
-@pytest.mark.parametrize(
-    ("machines", "chosen"), [(["a"], "local"), (["a", "a"], "shm"), (["a", "b"], "tcp"), (["a", "b", "a"], "tcp")]
-)
-def test_auto(machines: list[str], chosen: str) -> None:
-    assert backends.choose(machines).backend == chosen
-    backends.check_placement(chosen, machines)
 
 
 @pytest.mark.parametrize(("name", "machines"), [("local", ["a", "a"]), ("shm", ["a", "b"])])
