@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.device_arrays import DeviceArray
-from raycollect.backends.nccl import ipc_driver, ipc_memory
+from raycollect.backends.nccl import ipc_driver
 from raycollect.backends.nccl.ipc_memory import Exports, Listing, Shown
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
@@ -60,21 +59,6 @@ def test_what_a_rank_has_opened_is_closed_before_the_others_go_on(pair: tuple[Fa
     assert not fake.violations
 
 
-def test_kernels_that_run_together_open_an_allocation_once(pair: tuple[Fake, SharingTeam]) -> None:
-    fake, team = pair
-
-    def body(communicator: Any, launch: Launch) -> int:
-        whole = cupy_of(pending(np.ones(100)))
-        kernels = [sums(DeviceArray(whole[at::10][:1])) for at in range(10)]
-        done: int = communicator.launch_together(launch, kernels)
-        communicator.end(launch, True)
-        return done
-
-    before = fake.counts["ipcOpenMemHandle"]
-    assert team.must(body, team.launch()) == [10, 10]
-    assert fake.counts["ipcOpenMemHandle"] - before == 2
-
-
 # ------------------------------------------------------------------------------- what can't be shown
 
 
@@ -113,16 +97,3 @@ def test_where_the_driver_can_not_be_asked_all_is_copied(
 
     assert team.must(body, team.launch()) == [[3]] * 2
     assert not fake.opened
-
-
-def test_rooms_are_used_again(fake: Fake) -> None:
-    exports = Exports(0)
-    for _ in range(4):
-        exports.restart()
-        found = [exports.room(nbytes) for nbytes in (3, 1 << 20, 1 << 20, 5 << 20, 100)]
-        assert len(set(found)) == 5
-        assert not any(address % 512 for address in found)
-    assert fake.counts["alloc"] <= 3
-    assert fake.allocated() % ipc_memory.ROOM_NBYTES == 0
-    exports.forsake_rooms()
-    assert not fake.allocated()

@@ -148,18 +148,6 @@ def test_folds_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch
         team.must(body, [team.launch() for _ in kinds])
 
 
-@pytest.mark.parametrize("world", [2, 3, 5, 8])
-def test_all_ranks_have_the_same_bits(world: int) -> None:
-    """Not those of the left fold: NCCL's order is its own."""
-    dtypes = ("float16", "float32", "float64", "complex64", "bfloat16")
-    cases = [
-        GpuCase(case=Case(kind=OpKind.ALLREDUCE, op=op, dtype=dtype, size=size, seed=world))
-        for dtype, op, size in product(dtypes, (ReduceOp.SUM, ReduceOp.AVG), (1, 255, 30_001))
-    ]
-    with team_on_gpus(world) as (_, team):
-        check(team, cases)
-
-
 # ------------------------------------------------------------------------------- on a GPU that ranks share
 
 

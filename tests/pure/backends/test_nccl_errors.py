@@ -232,26 +232,6 @@ def test_no_memory_for_a_copy(three: tuple[Fake, GpuTeam]) -> None:
         assert isinstance(running[rank].result(WAIT_S), PlanAbortedError)
 
 
-# ------------------------------------------------------------------------------- who leaves
-
-
-def test_closing_while_a_rank_waits(three: tuple[Fake, GpuTeam]) -> None:
-    fake, team = three
-    launch = team.launch(timeout_s=WAIT_S)
-
-    def body(communicator: Communicator, launch: Launch) -> None:
-        communicator.launch(launch, sums(pending(np.ones(3)))).wait(WAIT_S)
-
-    waits = is_waiting(fake, team.communicators[0])
-    running = team.start(0, body, launch)
-    assert wait_until(waits)
-    team.communicators[0].close()
-    found = running.result(WAIT_S)
-    assert isinstance(found, GroupBrokenError)
-    assert "the communicator was closed" in str(found)
-    check_broken(fake, team, (0,), "the communicator was closed")
-
-
 # ------------------------------------------------------------------------------- how it is closed
 
 
