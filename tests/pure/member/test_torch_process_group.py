@@ -43,7 +43,7 @@ def ranks(crew, tmp_path):
     return run
 
 
-def test_every_operation_does_what_it_does_on_gloo(ranks):
+def test_every_operation_of_torch_gives_what_it_should(ranks):
     ranks(bodies.every_operation, 3)
 
 
