@@ -70,8 +70,8 @@ class Declaration:
         if problems:
             raise InvalidGroupError(group_name=as_name(group_name), detail=listed(problems, "; "))
         order = list(range(len(actors))) if ranks is None else list(ranks)
-        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        members_s = MEMBERS_TIMEOUT_S if timeout_s is None else timeout_s
+        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+        members_s = MEMBERS_TIMEOUT_S if timeout_s is None else limit_s
         return cls(
             name=group_name,
             backend=backends.canonical(backend),
@@ -94,7 +94,7 @@ class Declaration:
             raise InvalidGroupError(group_name=self.name, detail=listed(problems, "; "))
         found = self.actors if actors is None else tuple(actors)
         table = self.rank_table if found == self.actors else None  # it tells of the devices of these
-        return replace(self, actors=found, timeout_s=timeout_s, rank_table=table)
+        return replace(self, actors=found, timeout_s=float(timeout_s), rank_table=table)
 
     def ranked(self, infos: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
         """Makes the members, by rank, of the fields of `Member` that each actor gave.

@@ -84,22 +84,29 @@ def fresh(request: pytest.FixtureRequest, cluster: None, tmp_path: Path) -> Iter
 # ---------------------------------------------------------------------------------------------- late
 
 
+def with_a_late_rank(way: str, crew: Crew, limit_s: float, end: Path) -> list[Told]:
+    """What those are told who wait for a rank that does not come."""
+    if way in BY_MEMBERS:
+        return of_members(way, crew, limit_s, OTHERS)
+    assert works(crew)  # whoever still loads a library is late, too
+    refs = ones(crew)
+    ray.get(refs)
+    make = prepared(way, crew, lambda: refs, limit_s)
+    if way == "step":
+        make()
+    busy = crew.actors[ODD].stay.remote(str(end))
+    found = [told(make)]
+    end.touch()
+    ray.get(busy)
+    return found
+
+
 @pytest.mark.parametrize(("way", "backend"), table(WAYS, BACKENDS))
 def test_a_late_rank_is_named_to_those_who_waited(crews: Crews, way: str, backend: str, tmp_path: Path) -> None:
     crew = crews(backend, way)
-    if way in BY_MEMBERS:
-        found = of_members(way, crew, LATE_S, OTHERS)
-    else:
-        assert works(crew)  # whoever still loads a library is late, too
-        refs = ones(crew)
-        ray.get(refs)
-        make = prepared(way, crew, lambda: refs, LATE_S)
-        if way == "step":
-            make()
-        busy = crew.actors[ODD].stay.remote(str(tmp_path / "end"))
-        found = [told(make)]
-        (tmp_path / "end").touch()
-        ray.get(busy)
+    found = with_a_late_rank(way, crew, LATE_S, tmp_path / "end")
+    if any(len(one.fields.get("missing", ())) > 1 for one in found):  # others are late, too, on a loaded machine
+        found = with_a_late_rank(way, crew, 5 * LATE_S, tmp_path / "second end")
     for one in found:
         assert one.error is errors.CollectiveTimeoutError, one
         assert one.fields["missing"] == (ODD,)
