@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -266,12 +267,14 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
-            signal.alarm(int(limit_s))  # whose default action ends the process
             os._exit(int(pytest.main([*OPTIONS, *tests])))
-        status = os.waitpid(child, 0)[1]
+        end = os.pidfd_open(child)
+        has_ended = bool(select.select([end], [], [], limit_s)[0])
+        os.close(end)
         with suppress(ProcessLookupError):  # it has started no other processes, or they have ended
             os.killpg(child, signal.SIGKILL)
-        print(json.dumps(status == 0), file=answers, flush=True)
+        status = os.waitpid(child, 0)[1]
+        print(json.dumps(has_ended and status == 0), file=answers, flush=True)
 
 
 def outcome_of(candidate: Candidate, tests: Tests, runner: Runner) -> Mutant:
