@@ -7,13 +7,11 @@ make. Actions run in order; every participant has the plans of a step in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Key, Segment
 
 CAPTURE_NBYTES = 16  # the bytes of a capture's id
-VERSION = 3
+VERSION = 4
 
 
 def captured_key(capture: bytes, step: int) -> Key:
@@ -64,12 +62,6 @@ class StepProgram(Wire, frozen=True, kw_only=True):
     keys: tuple[Key, ...]  # of each slot; run 0 where it differs from run to run
     numbered: bool  # the capture has several requests, so that violations say in which one
 
-
-_STEP_PROGRAMS = Codec[StepProgram](StepProgram, "captured step", version=VERSION)
-
-
-encode_step_program: Callable[[StepProgram], bytes] = _STEP_PROGRAMS.encode
-decode_step_program: Callable[[bytes], StepProgram] = _STEP_PROGRAMS.decode
 
 CAPTURES = Codec[tuple[StepProgram, Segment | None, int]](
     tuple[StepProgram, Segment | None, int], "capture", version=VERSION

@@ -149,11 +149,13 @@ class _Bundle:
         choices = self.part.choices
         if len(choices) == 1:
             return self._only()
-        others = [at for at in range(len(choices)) if at != self.taken]
-        against = ", ".join(f"{seconds_words(self.times_s[at])} by {choices[at].name}" for at in others)
-        limit = choices[self.taken or 1].at_least
-        side = f"from {nbytes_words(limit)} on" if self.taken else f"below {nbytes_words(limit)}"
-        return f"cheaper {side}: {seconds_words(self.times_s[self.taken])} against {against}"
+        taken, nbytes = choices[self.taken], [choice.at_least for choice in choices]
+        start, end = nbytes[self.taken], next((limit for limit in nbytes if limit > nbytes[self.taken]), 0)
+        sizes = [f"from {nbytes_words(start)} on"] * (start > 0) + [f"below {nbytes_words(end)}"] * (end > 0)
+        times_s = dict(zip((choice.name for choice in choices), self.times_s, strict=True))
+        against = ", ".join(f"{seconds_words(times_s[name])} by {name}" for name in times_s if name != taken.name)
+        size = " and ".join(sizes) or "at any size"
+        return f"cheaper {size}: {seconds_words(times_s[taken.name])} against {against}"
 
     def _only(self) -> str:
         request, choice = self.part.request, self.part.choices[0]

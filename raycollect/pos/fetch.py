@@ -65,9 +65,10 @@ LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
 """A value is lent for so many seconds, one more for so many bytes, and so many more for each of its tensors."""
 
 FREED_AT_ONCE = 8192
+"""How many keys one message frees: a message is bounded."""
+
 _Lent = tuple[Segment, list[list[int]]] | None
 _LENT = Codec[_Lent](_Lent, "place of boxes")
-"""How many keys one message frees: a message is bounded."""
 
 _MOST_TOLD = 10_000
 """The most of a reason that an answer carries: the words of a method's exception can be of any length."""

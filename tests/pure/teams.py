@@ -14,13 +14,12 @@ from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp
 from raycollect.core.protocols import Faults, NoFaults
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_program import (
+    CAPTURES,
     Collective,
     Given,
     Invocation,
     StepProgram,
     captured_key,
-    decode_step_program,
-    encode_step_program,
 )
 from raycollect.engine.step_runner import StepRunner
 from raycollect.engine.value_codec import pack_value, pack_values, unpack_values
@@ -82,7 +81,7 @@ class Script:
             keys=tuple(self.keys),
             numbered=self.numbered,
         )
-        return decode_step_program(encode_step_program(made))
+        return CAPTURES.decode(CAPTURES.encode((made, None, 0)))[0]
 
 
 class Actor:

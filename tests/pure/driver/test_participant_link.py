@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from raycollect.channel import OrderBell
-from raycollect.channel.messages import Joined, Survey, Surveyed, Welcome
+from raycollect.channel.messages import ArenaStatistics, Joined, StoreStatistics, Survey, Surveyed, Welcome
 from raycollect.core import call_tokens
 from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
@@ -51,10 +51,8 @@ def peer():
 
 
 def answer(request):
-    """An answer whose fields are all different."""
-    return Surveyed(
-        request=request, **{name: i for i, name in enumerate(Surveyed.__struct_fields__) if name != "request"}
-    )
+    store, arena = StoreStatistics(held=1, dirty=2, freed=3), ArenaStatistics(mapped=4)
+    return Surveyed(request=request, store=store, arena=arena)
 
 
 def test_each_answer_goes_to_its_question_and_other_messages_are_passed_on(peer):
@@ -141,7 +139,7 @@ def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_le
     member = SimpleNamespace(actor_id="actor 0", incarnation="1", machine="another", address=None, rank=0, actor="W(1)")
 
     def connect(address, hello, peer, timeout_s):
-        peer.received(line, Welcome())
+        peer.received(line, Welcome(group_id=""))
         peer.closed(line, ConnectionLostError(detail="reset"))
         return line
 

@@ -196,46 +196,6 @@ def test_elements_at_one_address_are_read_but_never_written(name: str, mix: str,
 # ---------------------------------------------------------------------------------------------- what is given and taken
 
 
-_THIRDS: Sequence[Cut] = [lambda a: a[:8], lambda a: a[8:16], lambda a: a[16:]]
-_WOVEN: Sequence[Cut] = [lambda a: a[::3], lambda a: a[1::3], lambda a: a[2::3]]
-_LAPPING: Sequence[Cut] = [lambda a: a[:8], lambda a: a[7:15], lambda a: a[15:23]]
-
-
-@pytest.mark.parametrize("give", ["apart", "in place", "in another's place", "across", "woven"])
-@pytest.mark.parametrize("take", ["thirds", "woven", "lapping"])
-def test_what_is_gathered_where_it_lies(give: str, take: str, fleet: MakeFleet) -> None:
-    """What a rank gives may be its own place among the pieces that it takes, and nothing else of them."""
-    one, rank = fleet(3), 1
-    cuts = {"thirds": _THIRDS, "woven": _WOVEN, "lapping": _LAPPING}[take]
-    shared = memory(7)
-    own: Cut = {
-        "apart": np.array,
-        "in place": cuts[rank],
-        "in another's place": cuts[2],
-        "across": lambda a: a[4:12],
-        "woven": lambda a: a[1::3],
-    }[give]
-    gives = [memory(at)[:8] for at in range(3)]
-    gives[rank] = own(shared)[:8]
-    takes: list[Any] = [[np.zeros(8, "float32") for _ in range(3)] for _ in range(3)]
-    takes[rank] = [cut(shared) for cut in cuts]
-    right, was = [value.copy() for value in gives], shared.copy()
-    mine, given = elements(cuts[rank]), [] if give == "apart" else elements(own)
-    lapping = {at for cut in cuts for at in elements(cut)}
-    may = take != "lapping" and (given == mine or not lapping.intersection(given))
-    outcomes = one.run(OpKind.ALLGATHER, one.keep_all(gives), one.keep_all(takes))
-    if may:
-        assert {outcome.error for outcome in outcomes} == {None}
-        for found in takes:
-            np.testing.assert_array_equal(found, right)
-    else:
-        assert {type(outcome.error) for outcome in outcomes} == {AliasError}
-        assert {v.rank for outcome in outcomes for v in outcome.error.violations} == {rank}
-        np.testing.assert_array_equal(shared, was)
-        np.testing.assert_array_equal(takes[0], np.zeros((3, 8)))
-    one.works_on()
-
-
 def _own(kind: OpKind) -> tuple[list[Any], dict[int, Any]]:
     """What each rank gives and takes: its own piece lies where it belongs."""
     ranks = range(3)

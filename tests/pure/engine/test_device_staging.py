@@ -10,8 +10,8 @@ import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import numpy as np
 import pytest
 
-from raycollect.core.model import OpKind, ReduceOp
-from tests.pure.meaning import gives_of, meaning, takers
+from raycollect.core.model import OpKind
+from tests.pure.meaning import takers
 from tests.pure.mixed import (
     BACKENDS,
     DTYPES,
@@ -60,33 +60,6 @@ def test_ranks_may_have_their_tensors_on_devices_of_different_kinds(
             same(value, expected[r])
             parts = value if type(value) is list else [value]
             assert all(is_on_gpu(part) == (target[r] is not None) for part in parts)
-
-
-@seeds
-@pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.ALLTOALL])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_in_place_stays_in_place(
-    backend: str, kind: OpKind, mixed: Callable[[str], Mixed], request: pytest.FixtureRequest
-) -> None:
-    seed = request.node.callspec.params["fake"]
-    rng = np.random.default_rng([seed, 7, KINDS.index(kind)])
-    one, size = mixed(backend), 2 * seed + 3
-    make = numbers(rng, "float64")
-    given = gives_of(kind, WORLD, make, lambda *_: size)
-    expected = meaning(kind, given, op=ReduceOp.SUM)
-    devices = devices_of(seed, HOMES[backend])
-    gives, takes = [], []
-    for rank in range(WORLD):
-        row = given[rank] if type(given[rank]) is list else [make(size) for _ in range(WORLD)]
-        if kind is OpKind.ALLGATHER:
-            row[rank] = given[rank]
-        whole = one.put(np.concatenate(row), devices[rank])
-        pieces = [whole[at * size : (at + 1) * size] for at in range(WORLD)]
-        gives.append(pieces[rank] if kind is OpKind.ALLGATHER else pieces)
-        takes.append(pieces[rank] if kind is OpKind.REDUCESCATTER else pieces)
-    one.fleet.must(kind, one.fleet.keep_all(gives), one.fleet.keep_all(takes), **named(kind))
-    for rank in range(WORLD):
-        same(takes[rank], expected[rank])
 
 
 @seeds

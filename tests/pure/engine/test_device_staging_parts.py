@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import numpy as np
@@ -13,13 +11,11 @@ import pytest
 import raycollect as col
 from raycollect import backends
 from raycollect.backends import arrays
-from raycollect.core.model import OpKind
-from raycollect.engine import device_staging
-from raycollect.engine.device_staging import StagingBuffers, StagingCopies, home_of, memory_of, transfer
+from raycollect.engine.device_staging import StagingBuffers, StagingCopies, memory_of, transfer
 from raycollect.member.init import get_group_handle
 from raycollect.planner import Domain
 from tests.fake_cupy import Fake
-from tests.pure.mixed import DTYPES, WORLD, Mixed, same, seeds
+from tests.pure.mixed import DTYPES, same, seeds
 
 # ---------------------------------------------------------------------------------------------- how it is known
 
@@ -46,17 +42,6 @@ def test_where_each_backend_works(name: str) -> None:
     expected = {**dict.fromkeys(hosts, "cpu"), "nccl": "cuda"}
     if name in expected or name.startswith("torch:"):
         assert memory_of(name) == expected.get(name, "")
-
-
-def test_a_home_is_what_the_communicator_says_or_the_current_device(fake: Fake) -> None:
-    class Said:
-        device = "cuda:2"
-
-    assert home_of("cpu", Said()) == "cpu"
-    assert home_of("", Said()) == ""
-    assert home_of("cuda", Said()) == "cuda:2"
-    with fake.cupy.cuda.Device(1):
-        assert home_of("cuda", object()) == "cuda:1"
 
 
 def _stand_ins(home: str) -> tuple[StagingBuffers, Domain]:
@@ -98,26 +83,3 @@ def test_copies_keep_every_bit_whatever_the_layout(fake: Fake, dtype: str, shape
     backwards = np.asarray(values[::-1] if shape else values)
     transfer(arrays.memory(targets[0]), backwards, lambda: None)
     np.testing.assert_array_equal(targets[0].get(), backwards)
-
-
-def test_each_tensor_is_copied_there_once_and_back_once(
-    monkeypatch: pytest.MonkeyPatch, mixed: Callable[[str], Mixed]
-) -> None:
-    for backend in ("local", "shm"):
-        one = mixed(backend)
-        copied: list[Any] = []
-
-        def counting(target: Any, source: Any, check: Any, copied: list[Any] = copied) -> None:
-            copied.append(target)
-            transfer(target, source, check)
-
-        monkeypatch.setattr(device_staging, "transfer", counting)
-        for sizes in ([5], [10_000, 12_000, 9_000], [3, 4], [200_000, 300_000]):  # alone, offered, packed, large
-            copied.clear()
-            tensors = [
-                [one.put(np.ones(size, "f4"), 1 if rank == 1 else None) for size in sizes] for rank in range(WORLD)
-            ]
-            one.fleet.must(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
-            assert len(copied) == 2 * len(sizes)
-            for value in tensors:
-                same(value, [np.full(size, WORLD, "f4") for size in sizes])

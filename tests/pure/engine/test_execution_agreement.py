@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,107 +12,14 @@ from raycollect.backends import arrays
 from raycollect.core.model import Key, OpKind
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
-    AliasError,
     AllocationError,
     CollectiveTimeoutError,
-    NotATensorError,
     PlanAbortedError,
-    ProducerFailedError,
-    RefusedError,
-    TensorFreedError,
-    TensorLostError,
 )
 from raycollect.pos import Container
-from tests.pure.fleet import WAIT_S, Fleet, HoldAt, MakeFleet, numbers
+from tests.pure.fleet import WAIT_S, HoldAt, MakeFleet, numbers
 
 # ---------------------------------------------------------------------------------------------- refused
-
-Sabotage = Callable[[Fleet, int, Any], Key]
-"""(fleet, odd rank, its value) -> the key to use instead."""
-
-
-def _absent(one: Fleet, rank: int, value: Any) -> Key:
-    return one.new_key()
-
-
-def _failed(one: Fleet, rank: int, value: Any) -> Key:
-    key = one.new_key()
-    one.stores[rank].fail(key[:24], "ValueError: no luck")
-    return key
-
-
-def _by_value(one: Fleet, rank: int, value: Any) -> Key:
-    key = one.new_key()
-    one.stores[rank].pass_by(key[:24], "int")
-    return key
-
-
-def _freed(one: Fleet, rank: int, value: Any) -> Key:
-    key = one.keep(rank, value)
-    one.stores[rank].free([key])
-    return key
-
-
-def _read_only(one: Fleet, rank: int, value: Any) -> Key:
-    view = value[:]
-    view.flags.writeable = False
-    return one.keep(rank, view)
-
-
-def _other_shape(one: Fleet, rank: int, value: Any) -> Key:
-    return one.keep(rank, np.zeros(7))
-
-
-def _strides_of_a_broadcast(one: Fleet, rank: int, value: Any) -> Key:
-    view = np.lib.stride_tricks.as_strided(value, (5,), (0,))
-    return one.keep(rank, view)
-
-
-REFUSED: dict[str, tuple[Sabotage, type[RefusedError], str]] = {
-    "absent": (_absent, TensorLostError, "never ran here"),
-    "failed": (_failed, ProducerFailedError, "ValueError: no luck"),
-    "by value": (_by_value, NotATensorError, "int"),
-    "overlapping itself": (_strides_of_a_broadcast, AliasError, "overlapping itself"),
-}
-
-
-@pytest.mark.parametrize("odd", range(3))
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_touches_nothing_on_any_rank_and_the_next_program_runs(name: str, odd: int, fleet: MakeFleet) -> None:
-    sabotage, cls, text = REFUSED[name]
-    one = fleet(3)
-    values = numbers(odd, 3)
-    before = [value.copy() for value in values]
-    keys = [sabotage(one, rank, v) if rank == odd else one.keep(rank, v) for rank, v in enumerate(values)]
-    outcomes = one.run(OpKind.ALLREDUCE, keys)
-    for outcome in outcomes:
-        assert type(outcome.error) is cls
-        assert {v.rank for v in outcome.error.violations} == {odd}
-        assert text in str(outcome.error)
-        assert keys[odd].hex() in str(outcome.error)
-        assert outcome.outputs == ()
-    assert len({str(outcome.error) for outcome in outcomes}) == 1, "all ranks come to the same verdict"
-    for value, was in zip(values, before, strict=True):
-        np.testing.assert_array_equal(value, was)
-    assert one.dirty == [0, 0, 0]
-    one.works_on()
-
-
-def test_all_reasons_of_all_ranks_come_at_once(fleet: MakeFleet) -> None:
-    one = fleet(4)
-    values = numbers(0, 4)
-    keys = one.keep_all(values)
-    keys[0] = _freed(one, 0, values[0])
-    keys[2] = _read_only(one, 2, values[2])
-    keys[3] = _other_shape(one, 3, values[3])
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
-        assert type(outcome.error) is RefusedError
-        assert [(v.kind, v.rank) for v in outcome.error.violations] == [
-            ("freed", 0),
-            ("read_only", 2),
-            ("mismatch", 3),
-        ]
-    one.works_on()
 
 
 def test_an_output_that_cannot_be_made_is_refused_on_all(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,28 +61,6 @@ def test_a_producer_that_comes_later_is_waited_for(fleet: MakeFleet) -> None:
     np.testing.assert_array_equal(first, np.full(3, 3.0))
     np.testing.assert_array_equal(second, np.full(3, 3.0))
     assert one.story(1) == ["start", "waiting", "check", "agreed", "done"]
-
-
-@pytest.mark.parametrize(
-    ("event", "cls"),
-    [
-        (lambda store, key: store.fail(key[:24], "ValueError: late"), ProducerFailedError),
-        (lambda store, key: store.pass_by(key[:24], "int"), NotATensorError),
-        (lambda store, key: store.free([key]), TensorFreedError),
-    ],
-)
-def test_a_producer_that_fails_later_is_a_refusal_on_all(event: Any, cls: Any, fleet: MakeFleet) -> None:
-    one = fleet(2)
-    told = threading.Event()
-    one.waiting[1] = lambda key: told.set()
-    late = one.new_key()
-    futures = one.start(OpKind.ALLREDUCE, [one.keep(0, value := np.ones(3)), late])
-    assert told.wait(WAIT_S)
-    event(one.stores[1], late)
-    for future in futures:
-        assert type(future.result(WAIT_S).error) is cls
-    np.testing.assert_array_equal(value, np.ones(3))
-    one.works_on()
 
 
 def test_an_abort_ends_the_wait_for_a_producer(fleet: MakeFleet) -> None:

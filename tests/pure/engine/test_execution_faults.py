@@ -42,16 +42,6 @@ def _fail_in_kernel(one: Fleet, values: list[Any], keys: list[Key], point: str =
     one.faults = NoFaults()
 
 
-def test_dirt_belongs_to_the_memory_not_to_the_key(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = numbers(0, 2, (6,))
-    _fail_in_kernel(one, values, one.keep_all([value[2:4] for value in values]))
-    for view, dirty in ((slice(0, 2), False), (slice(0, 3), True), (slice(3, 6), True), (slice(4, 6), False)):
-        outcomes = one.run(OpKind.ALLREDUCE, one.keep_all([value[view] for value in values]), inplace=False)
-        assert all((type(outcome.error) is TensorDirtyError) == dirty for outcome in outcomes)
-        assert dirty or all(outcome.error is None for outcome in outcomes)
-
-
 def test_a_broadcast_that_overwrites_a_dirty_tensor_whole_cleans_it(fleet: MakeFleet) -> None:
     one = fleet(3)
     values = numbers(0, 3)
@@ -93,19 +83,6 @@ def test_an_operand_that_is_only_read_is_not_dirty_after_a_failure(fleet: MakeFl
         assert not one.stores[rank].is_dirty([arrays.byte_range(value)])
         np.testing.assert_array_equal(value, before[rank])
     one.must(OpKind.ALLREDUCE, keys)
-
-
-def test_a_failure_after_the_check_but_before_the_kernels_dirties_only_the_others(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = numbers(0, 3)
-    before = values[1].copy()
-    one.faults = fault = FailAt(point="after_check", rank=1)
-    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
-    assert fault.consumed == 1
-    assert all(outcome.error is not None for outcome in outcomes)
-    assert one.dirty == [1, 0, 1]
-    np.testing.assert_array_equal(values[1], before)
-    one.works_on()
 
 
 class Counted:
@@ -209,49 +186,6 @@ def test_an_arrival_with_any_byte_garbled_is_refused_by_all_or_means_the_same(ma
 
 
 # ---------------------------------------------------------------------------------------------- the story
-
-
-def test_the_story_is_told_in_order_with_times_of_the_injected_clock(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    keys = one.keep_all(numbers(0, 2))
-    one.must(OpKind.ALLREDUCE, keys)
-    one.must(OpKind.SEND, {0: keys[0], 1: None}, root=0, peer=1)
-    for rank in range(2):
-        assert one.story(rank, 1) == ["start", "check", "agreed", "done"]
-        assert one.story(rank, 2) == ["start", "check", "check", "agreed", "done"], "two rounds"
-        events = one.recorders[rank].story()
-        assert [event.at_s for event in events] == [float(at + 1) for at in range(len(events))]
-        assert events[0].detail == "allreduce"
-
-
-def test_the_story_of_a_failure_names_it(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    one.run(OpKind.ALLREDUCE, [one.keep(0, np.ones(2)), one.new_key()])
-    for rank in range(2):
-        assert one.story(rank) == ["start", "check", "failed"]
-        assert one.recorders[rank].story()[-1].detail == "TensorLostError"
-    one.faults = FailAt(point="before_kernel", rank=0)
-    one.run(OpKind.ALLREDUCE, one.keep_all(numbers(0, 2)))
-    assert one.story(0) == ["start", "check", "agreed", "failed"]
-    assert one.recorders[0].story()[-1].detail == "KernelError"
-    assert one.recorders[1].story()[-1].detail == "PlanAbortedError"
-
-
-def test_faults_are_asked_at_every_point_in_order(fleet: MakeFleet) -> None:
-    class Asked:
-        def __init__(self) -> None:
-            self.points: list[tuple[str, int, int]] = []
-
-        def at(self, point: str, seq: int, rank: int) -> None:
-            self.points.append((point, seq, rank))
-
-    one = fleet(1)
-    one.faults = asked = Asked()
-    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3, "float32")])])
-    kernels = ["before_kernel", "after_kernel"] * 2
-    points = ["start", "before_check", "after_check", *kernels, "end"]
-    assert asked.points == [(point, 1, 0) for point in points]
-    assert set(points) == set(IN_EVERY_PLAN)
 
 
 def test_a_recorder_keeps_the_last_events_only() -> None:

@@ -15,7 +15,7 @@ from raycollect.errors import KernelError, PlanAbortedError, TensorDirtyError
 from raycollect.planner import Made, Request, plan
 from tests.pure.engine.convoys import convoy_of
 from tests.pure.engine.repeated_loops import Rebound
-from tests.pure.fleet import WAIT_S, Convoy, NoFaults
+from tests.pure.fleet import WAIT_S, Convoy
 
 
 @pytest.fixture
@@ -39,25 +39,6 @@ class LateFor:
             self.looked.set()
         if (point, rank) == ("start", 1):
             assert self.go.wait(WAIT_S)
-
-
-def test_memory_that_changed_while_a_run_waited_at_the_check_is_not_remembered(pair: Convoy) -> None:
-    tensor, other = Rebound(np.ones(3)), np.ones(3)
-    keys = [pair.keep(0, tensor), pair.keep(1, other)]
-    request = _request(pair, OpKind.ALLREDUCE, ((0, keys[0], None), (1, keys[1], None)), op=ReduceOp.SUM)
-    planned = plan([request], pair.memberships)
-    pair.faults = late = LateFor()
-    running = pair.start(planned)
-    assert late.looked.wait(WAIT_S)
-    tensor.array = np.full(3, 100.0)
-    late.go.set()
-    assert all(future.result(WAIT_S).error is None for future in running.values())
-    pair.faults = NoFaults()
-    for _ in range(3):
-        tensor.array[:], other[:] = 10.0, 1.0
-        assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
-        np.testing.assert_array_equal(tensor.array, np.full(3, 11.0))
-        np.testing.assert_array_equal(other, np.full(3, 11.0))
 
 
 @pytest.mark.parametrize("change", ["dirty", "read-only", "moved"])

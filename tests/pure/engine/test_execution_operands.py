@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.protocols import NoFaults
-from raycollect.errors import KernelError, NotATensorError, TensorDirtyError, UnsupportedError
-from tests.pure.fleet import FailAt, Fleet, MakeFleet, numbers, refused_alike
+from raycollect.errors import NotATensorError, UnsupportedError
+from tests.pure.fleet import MakeFleet, numbers, refused_alike
 from tests.support.values import replace
 
 torch = pytest.importorskip("torch")
@@ -64,64 +59,7 @@ def test_a_tensor_whose_storage_was_given_back_is_refused_naming_it(fleet: MakeF
     one.works_on()
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "view"])
-def test_a_half_written_tensor_of_any_library_stays_dirty_while_it_lives(kind: str, fleet: MakeFleet) -> None:
-    one = fleet(2)
-    make: Callable[[], Any] = {
-        "numpy": lambda: np.ones(3),
-        "torch": lambda: torch.ones(3, dtype=torch.float64),
-        "view": lambda: torch.ones(5, dtype=torch.float64)[1:4],
-    }[kind]
-    values = [make(), make()]
-    keys = one.keep_all(values)
-    one.faults = fault = FailAt(point="before_kernel", rank=1)
-    outcomes = one.run(OpKind.ALLREDUCE, keys)
-    one.faults = NoFaults()
-    assert fault.consumed == 1
-    assert isinstance(outcomes[1].error, KernelError)
-    del outcomes
-    gc.collect()
-    assert one.dirty == [1, 1]
-    error = refused_alike(one.run(OpKind.ALLREDUCE, keys))
-    assert isinstance(error, TensorDirtyError)
-    for rank in range(2):
-        one.stores[rank].free([keys[rank]])
-    del values, error
-    gc.collect()
-    assert one.dirty == [0, 0]
-
-
 # ---------------------------------------------------------------------------------------------- what is at fault
-
-
-def _dirty(one: Fleet, value: Any) -> None:
-    one.stores[1].mark_dirty([arrays.byte_range(value)], [value])
-
-
-def _frozen(one: Fleet, value: Any) -> None:
-    value.flags.writeable = False
-
-
-@pytest.mark.parametrize(
-    ("kind", "spoil", "side"),
-    [
-        (OpKind.REDUCESCATTER, _dirty, 0),
-        (OpKind.REDUCESCATTER, _frozen, 1),
-        (OpKind.SCATTER, _frozen, 1),
-        (OpKind.SCATTER, _dirty, 0),
-    ],
-)
-def test_a_violation_names_the_ref_that_is_at_fault(kind: OpKind, spoil: Any, side: int, fleet: MakeFleet) -> None:
-    one = fleet(2)
-    sides = [np.ones((2, 3)), np.zeros(3)]
-    keys = {rank: [one.keep(rank, value.copy()) for value in sides] for rank in (0,)}
-    keys[1] = [one.keep(1, value) for value in sides]
-    spoil(one, sides[side])
-    gives = {rank: keys[rank][0] for rank in ((1,) if kind is OpKind.SCATTER else (0, 1))}
-    root = {"root": 1} if kind is OpKind.SCATTER else {}
-    error = refused_alike(one.run(kind, gives, {rank: keys[rank][1] for rank in range(2)}, **root))
-    assert [(v.rank, v.ref) for v in error.violations] == [(1, keys[1][side].hex())]
-    one.works_on()
 
 
 def test_a_missing_output_is_named_by_its_own_ref(fleet: MakeFleet) -> None:

@@ -72,32 +72,3 @@ def test_pieces_of_several_dtypes_are_refused_though_giver_and_taker_agree(fleet
     error = refused_alike(one.run(OpKind.SCATTER, gives, takes, root=0))
     assert [(v.rank, v.field) for v in error.violations] == [(0, "dtype of input 2"), (2, "dtype of output")]
     one.works_on()
-
-
-_OWN: dict[str, tuple[OpKind, Any, Any]] = {
-    "sizes": (OpKind.ALLGATHER, np.ones(2), [np.zeros(2), np.zeros(3)]),
-    "dtypes": (OpKind.REDUCESCATTER, [np.ones(2), np.ones(2)], np.zeros(2, "float32")),
-    "pieces of several dtypes": (OpKind.ALLTOALL, [np.ones(2), np.ones(2, "float32")], [np.zeros(2), np.zeros(2)]),
-    "counts": (OpKind.ALLTOALL, [np.ones(2), np.ones(2)], [[np.zeros(2), np.zeros(2)], [np.zeros(2), np.zeros(2)]]),
-}
-
-
-@pytest.mark.parametrize("name", _OWN)
-def test_two_ends_of_one_rank_that_do_not_fit_are_refused_before_a_backend_sees_them(
-    name: str, fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = fleet(2)
-    kind, gives, takes = _OWN[name]
-    right = {
-        OpKind.ALLGATHER: (np.ones(2), [np.zeros(2), np.zeros(2)]),
-        OpKind.REDUCESCATTER: ([np.ones(2), np.ones(2)], np.zeros(2)),
-        OpKind.ALLTOALL: ([np.ones(2), np.ones(2)], [np.zeros(2), np.zeros(2)]),
-    }[kind]
-    staged: list[int] = []
-    for rank in range(2):
-        monkeypatch.setattr(one.communicators[rank], "stage", lambda launch, kernel, rank=rank: staged.append(rank))
-    sides = zip(right, (gives, takes), strict=True)
-    error = refused_alike(one.run(kind, *([one.keep(0, a), one.keep(1, b)] for a, b in sides)))
-    assert isinstance(error, MismatchError)
-    assert 1 in {v.rank for v in error.violations}
-    assert staged == [0]

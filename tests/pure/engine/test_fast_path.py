@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.core.model import OpKind, ReduceOp
-from raycollect.engine.fast_path import FastPath
-from raycollect.engine.instruments import Instruments
-from raycollect.engine.run_cache import RunCache, places_of
+from raycollect.core.model import OpKind
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
-from raycollect.observe import Recorder
-from raycollect.pos import Container, Store, tensors
+from raycollect.pos import tensors
 from tests.pure.engine.repeated_loops import Loop, MakeLoop, Rebound, array, loop, repeats, same, told
 
 __all__ = ["loop", "repeats"]  # fixtures
@@ -52,19 +46,6 @@ def test_every_run_gives_what_is_meant(
             one.must(5)
             assert len(repeats) == 4 * world, "all but the first"
             one.close()
-
-
-@pytest.mark.parametrize("op", ReduceOp)
-@pytest.mark.parametrize("dtype", ["float32", "int16", "complex64"])
-def test_every_op_gives_the_bits_of_an_execution(
-    loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, op: ReduceOp, dtype: str
-) -> None:
-    def scenario() -> Any:
-        rng = np.random.default_rng(3)
-        one = loop("shm", [rng.integers(0, 9, 4097).astype(dtype) for _ in range(3)], op=op)
-        return [([told(error) for error in one.run()], [value.tobytes() for value in one.values]) for _ in range(4)]
-
-    same(monkeypatch, scenario)
 
 
 # ---------------------------------------------------------------------------------------------- what changes
@@ -150,20 +131,3 @@ def test_what_changes_on_one_rank_is_noticed_by_all(
 
 
 # ---------------------------------------------------------------------------------------------- failures
-
-
-def test_a_run_whose_staging_was_kept_leaves_it_to_the_execution() -> None:
-    """Otherwise nobody would give it back."""
-    taken: list[bool] = []
-    block: Any = SimpleNamespace(take=lambda: taken.append(True) or True)
-    container = Container.of(np.ones(3), arrays.is_tensor)
-    assert container is not None
-    program: Any = object()
-    nothing: Any = None
-    RunCache(
-        program=program, places=places_of([container]), ranges=[], arrival=b"", first=None, blobs=(), schedule=nothing,
-        block=block,
-    ).remember([container])  # fmt: skip
-    instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic)
-    assert FastPath.of(program, [container], instruments, nothing) is None
-    assert taken == []

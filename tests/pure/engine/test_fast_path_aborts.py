@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
@@ -67,33 +66,6 @@ def test_an_abort_ends_the_run_whenever_it_comes(
     assert errors == ([type(None)] if when == "after" else [PlanAbortedError]) * 2
     assert dirty == int(when == "in the kernel")
     assert repeats
-
-
-@pytest.mark.parametrize("backend", ["local", "shm"])
-def test_aborts_race_with_repeats(loop: MakeLoop, repeats: list[int], backend: str) -> None:
-    """Aborts of runs that have ended do no harm. Aborts of the run under way end it, and no rank hangs."""
-    one, stop = loop(backend, [np.ones(9) for _ in range(2)]), threading.Event()
-    one.must()
-    old = one.team._seq - 1
-
-    def abort(seqs: Callable[[], int]) -> None:
-        while not stop.is_set():
-            for replay in one.team.replays:
-                replay.abort(seqs())
-
-    for seqs, outcomes in ((lambda: old, {type(None)}), (lambda: 0, {type(None), PlanAbortedError})):
-        thread = threading.Thread(target=abort, args=(seqs,))
-        thread.start()
-        try:
-            for _ in range(40):
-                assert {type(error) for error in one.run()} <= outcomes
-                one.clean()
-        finally:
-            stop.set()
-            thread.join(WAIT_S)
-        stop.clear()
-    one.must()
-    assert len(repeats) > 80
 
 
 def test_an_abort_that_is_slow_does_not_reach_the_next_run(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:

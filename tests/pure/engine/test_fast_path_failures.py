@@ -9,7 +9,6 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.errors import (
-    CollectiveTimeoutError,
     GroupBrokenError,
     KernelError,
     PlanAbortedError,
@@ -17,7 +16,6 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.pos import store
 from tests.pure.engine.repeated_loops import MakeLoop, loop, repeats, same, told
 from tests.pure.fleet import FailAt
 from tests.pure.watched import WAIT_S, WatchedCondition
@@ -69,33 +67,6 @@ def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop, monkeypa
         first, second = same(monkeypatch, lambda closed=closed: scenario(closed))
         assert [error[0] for error in first] == [GroupBrokenError, PlanAbortedError]
         assert [error[0] for error in second] == [GroupBrokenError] * 2
-
-
-@pytest.mark.parametrize("how", ["an abort", "the ledger", "the limit", "the reader"])
-def test_a_wait_for_a_reader_can_be_ended(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    def scenario() -> Any:
-        one = loop("shm", [np.ones(5)], timeout_s=0.2 if how == "the limit" else WAIT_S)
-        one.must()
-        tidy, kept = one.team.stores[0], WatchedCondition()
-        tidy._changed = tidy._lock = kept  # type: ignore[assignment]
-        monkeypatch.setattr(store, "_LOOK_S", 0.05 if how == "the limit" else WAIT_S)
-        with tidy.reading([arrays.byte_range(one.values[0])]):
-            seq, (running,) = one.team.start()
-            assert kept.someone_waits()
-            if how == "an abort":
-                one.team.replays[0].abort(seq)
-            elif how == "the ledger":
-                one.team.aborts[0][seq] = "no more"
-                tidy.wake()
-            error = running.exception(WAIT_S) if how != "the reader" else None
-        error = error or running.exception(WAIT_S)
-        assert one.dirty == [0], "it had not begun to write"
-        one.must()
-        return told(error)
-
-    error = same(monkeypatch, scenario)
-    ends = {"the limit": CollectiveTimeoutError, "the reader": None}
-    assert (error and error[0]) is ends.get(how, PlanAbortedError)
 
 
 # ---------------------------------------------------------------------------------------------- what a backend hears
@@ -172,23 +143,3 @@ def test_a_run_that_is_aborted_after_the_agreement_tells_the_backend(
     _, ends = same(monkeypatch, scenario)
     assert ends == [(1, False), (0, True), (0, True)]
     assert repeats
-
-
-def test_a_run_that_goes_on_in_full_comes_to_each_point_once(loop: MakeLoop, repeats: list[int]) -> None:
-    one = loop("shm", [np.ones(5) for _ in range(2)])
-    one.must()
-    points: list[tuple[str, int]] = []
-
-    class Noted:
-        def at(self, point: str, seq: int, rank: int) -> None:
-            points.append((point, rank))
-
-    one.team.faults.now = Noted()
-    one.must(1)
-    kernels = ["after_check", "before_kernel", "after_kernel", "end"]
-    repeated = ["start", "before_check", *kernels]
-    assert [point for point, rank in points if rank == 0] == repeated
-    points.clear()
-    one.values[0].resize(7, refcheck=False)
-    assert all(error is not None for error in one.run())
-    assert [point for point, rank in points if rank == 1] == ["start", "before_check"]

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
-from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room, size_of
+from raycollect.core.model import OpKind, ReduceOp, TensorInfo
+from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
 from raycollect.pos import tensors
 from tests.pure.conformance import listed
 from tests.pure.engine.convoys import convoy_of
-from tests.pure.fleet import WAIT_S, Convoy, launched
+from tests.pure.fleet import WAIT_S, Convoy
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
 
 DTYPES = ("int8", "float16", "float32", "float64", "complex64", "bfloat16", ">f4")
@@ -74,32 +74,6 @@ def test_buckets_hold_each_tensor_once_of_one_dtype_and_within_the_staging(
 
 def test_as_much_is_put_together_as_the_staging_holds() -> None:
     assert buckets([("a", 40), ("b", 40), ("a", 60), ("a", 10), ("b", 60)], 100) == [[0, 2], [1, 4], [3]]
-
-
-def test_a_size_is_the_same_on_ranks_that_hold_unequal_pieces() -> None:
-    mine, theirs = (np.zeros(3), np.zeros(5)), (np.zeros(5), np.zeros(1))
-    for kind, nbytes in ((OpKind.SCATTER, 80), (OpKind.ALLTOALL, 160)):
-        sizes = {size_of(kind, Item(side, side[0], 5), 2) for side in (mine, theirs)}
-        assert sizes == {nbytes}
-    assert size_of(OpKind.ALLREDUCE, Item(np.zeros(3), np.zeros(3)), 2) == 24
-    assert size_of(OpKind.BARRIER, Item(None, None), 2) == -1
-
-
-@pytest.mark.parametrize("kind", [kind for kind in OpKind if kind is not OpKind.BARRIER])
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_what_a_rank_stages_fits_in_the_room_that_it_reserves(kind: OpKind, world: int) -> None:
-    rng = np.random.default_rng(world)
-    for me in range(world):
-        sizes = rng.integers(0, 9, (3, world, world))
-        items = [_item(kind, of_item, me) for of_item in sizes]
-        nbytes = sum(room(kind, item) for item in items)
-        agreed = sum(size_of(kind, item, world) for item in items)
-        assert nbytes <= agreed
-        block = FusionBuffer(np.zeros(nbytes, np.uint8))
-        packed = FusedKernel(kind, None, 0, items=items, me=me, block=block)
-        packed.load()
-        packed.unload()
-        assert packed.kernel.most == sum(item.most for item in items)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OpKind if kind is not OpKind.BARRIER])
@@ -220,32 +194,6 @@ def test_packed_kernels_leave_the_bits_of_those_by_themselves(kind: OpKind, back
             alone = _run(convoy, kind, copy.deepcopy(calls), 0, inplace)
             for staging in (256, 32 << 20):
                 assert _run(convoy, kind, copy.deepcopy(calls), staging, inplace) == alone
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_tensors_of_one_list_travel_together(world: int) -> None:
-    with convoy_of(world) as convoy:
-        kernels: list[Kernel] = []
-        (name,) = convoy.communicators[0]
-        convoy.communicators[0][name] = launched(convoy.communicators[0][name], kernels.append)
-        values = [
-            [np.full(3, 1.0 + rank), np.full((2, 2), 2.0), np.ones(2, "int32"), np.ones(1 << 15)]
-            for rank in range(world)
-        ]
-        expected = [sum(of) for of in zip(*copy.deepcopy(values), strict=True)]
-        keys = [convoy.keep(rank, value) for rank, value in enumerate(values)]
-        request = Request(
-            kind=OpKind.ALLREDUCE,
-            group=convoy.memberships[0].spec,
-            operands=tuple((rank, key, None) for rank, key in enumerate(keys)),
-            op=ReduceOp.SUM,
-            timeout_s=WAIT_S,
-        )
-        assert all(one.error is None for one in convoy.run([request], convoy.memberships).values())
-        assert [kernel.src.size for kernel in kernels] == [7, 2, 1 << 15]
-        for value in values:
-            for got, right in zip(value, expected, strict=True):
-                np.testing.assert_array_equal(got, right)
 
 
 # ---------------------------------------------------------------------------------------------- staging memory

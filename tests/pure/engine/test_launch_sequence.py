@@ -10,7 +10,7 @@ import pytest
 from raycollect.core.model import GroupSpec, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine.launch_sequence import LaunchSequence
-from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.errors import GroupBrokenError
 from raycollect.planner import Membership, Request, plan
 from tests.support.values import replace
 
@@ -67,21 +67,6 @@ def _launches(program: Any, aborted: list[str], exchange: Any = None) -> tuple[L
     return made, communicators
 
 
-def test_each_launch_is_ended_when_the_next_one_is_begun() -> None:
-    program = _program(1)
-    launches, communicators = _launches(program, [])
-    launches.begin()
-    launches.meet(b"here")
-    launches.at(0, "g0", (0, 1))
-    launches.at(2, "g0", (0, 1))
-    launches.at(2, "g0", (0, 1))
-    launches.at(3, "g1", (0, 1))
-    assert launches.end(ok=False) == ()
-    assert [one[:2] for one in communicators["g0"].story] == [("agree", 50), ("end", 50), ("agree", 52), ("end", 52)]
-    assert [one[0] for one in communicators["g1"].story] == ["agree", "end"]
-    assert communicators["g1"].story[-1] == ("end", 53, False)
-
-
 def test_who_waits_for_a_later_launch_leaves_time_for_all_that_comes_before() -> None:
     program = _program(3)
     launches, communicators = _launches(program, [], exchange=_Star())
@@ -90,21 +75,6 @@ def test_who_waits_for_a_later_launch_leaves_time_for_all_that_comes_before() ->
     _, launch = launches.at(3, "g2", (0, 1))
     assert launch.timeout_s == TIMEOUT_S, "for the kernels themselves"
     assert communicators["g2"].story == [("agree", 53, TIMEOUT_S * (1 + 3 + 3), b"")]
-
-
-def test_an_abort_between_two_launches_is_not_lost() -> None:
-    aborted: list[str] = []
-    launches, communicators = _launches(_program(1), aborted)
-    launches.begin()
-    launches.meet(b"")
-    aborted.append("no more")
-    launches.abort()
-    assert communicators["g0"].story[-1] == ("abort", 50)
-    with pytest.raises(PlanAbortedError):
-        launches.at(1, "g1", (0, 1))
-    assert "g1" not in communicators or communicators["g1"].story == [], "nobody is waited for"
-    launches.end(ok=False)
-    assert [one for one in communicators["g0"].story if one[0] == "end"] == [("end", 50, True)]
 
 
 def test_an_abort_reaches_a_commit_after_several_launches() -> None:

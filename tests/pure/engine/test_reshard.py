@@ -226,21 +226,6 @@ def test_a_target_may_not_overlap_a_source() -> None:
     assert {type(outcome.error) for outcome in outcomes.values()} == {AliasError}
 
 
-def test_what_a_failure_leaves_half_written_is_dirty_until_a_reshard_writes_it_whole() -> None:
-    shards = {rank: {"w": one} for rank, one in enumerate(arrays((2, 4)))}
-    taken = empty_of({"w": FULL})
-    with convoy_of(WORLD) as convoy:
-        reshard = bound({"w": CUT}, {"w": FULL}, range(WORLD), range(WORLD))
-        faults = convoy.faults = FailAt(point="after_kernel", rank=1)
-        outcomes = run(convoy, reshard, shards, taken)
-        assert faults.consumed == 1
-        assert outcomes[1].error is not None
-        assert convoy.stores[1].statistics().dirty > 0
-        convoy.faults = NoFaults()
-        must(run(convoy, reshard, shards, taken))
-        assert [store.statistics().dirty for store in convoy.stores] == [0] * WORLD
-
-
 def test_what_is_written_in_part_stays_dirty() -> None:
     """A tensor with elements in no region is not whole after a reshard."""
     gap = Layout.of_regions([2], [Region(rank=0, box=((0, 2),), at=(1,))])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.engine import fast_path, run_cache
 from raycollect.engine.step_runner import MOST_KEPT
@@ -27,43 +25,6 @@ from tests.pure.teams import CAPTURE, Script, Team, full, given, pinned
 from tests.support.values import replace
 
 __all__ = ["team"]  # fixtures
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_training_step_equals_a_plain_loop(team: MakeTeam, world: int, seed: int) -> None:
-    """Gradients of methods, summed in place, applied by methods with an argument of the run; losses come back."""
-    rng = np.random.default_rng(seed)
-    data = [rng.random(7) for _ in range(world)]
-    weights, plain = [np.zeros(7) for _ in range(world)], np.zeros(7)
-    one = team(world)
-    for rank, script in enumerate(one.scripts):
-
-        def gradient(rank: int = rank) -> Any:
-            return weights[rank] - data[rank]
-
-        def apply(grad: Any, *, rate: float, rank: int = rank) -> None:
-            weights[rank] -= rate * grad
-
-        def loss(rank: int = rank) -> float:
-            return float(weights[rank].sum())
-
-        one.actors[rank].methods = {"gradient": gradient, "apply": apply, "loss": loss}
-        script.argument()
-    slots = [script.call("gradient") for script in one.scripts]
-    one.collective(OpKind.ALLREDUCE, every(slots))
-    for script, slot in zip(one.scripts, slots, strict=True):
-        script.call("apply", slot, rate=script.arguments[0])
-        script.returns.append(script.call("loss"))
-    for rate in (0.1, 0.05, 0.2):
-        losses = one.run(rate)
-        total = np.zeros(7)
-        for values in data:
-            total += plain - values
-        plain -= rate * total
-        assert losses == [(float(plain.sum()),)] * world
-    for found in weights:
-        np.testing.assert_array_equal(found, plain)
 
 
 def test_constants_arguments_and_values_reach_methods(team: MakeTeam) -> None:
@@ -119,14 +80,6 @@ def test_outputs_of_collectives_are_made_anew_and_given_to_methods_and_collectiv
             assert [row[0] for row in rows] == [world * (rank + 1.0) for rank in range(world)]
     for values in seen:
         assert len({id(row) for rows in values for row in rows}) == 3 * world, "each run's own"
-
-
-def test_without_results_nothing_is_packed(team: MakeTeam) -> None:
-    script = Script(0)
-    script.call("note")
-    one = team(1, [script])
-    one.actors[0].methods = {"note": object}
-    assert one.capture()[0].run(1, b"", aborted={}) == b""
 
 
 def test_kept_values_are_those_of_their_run_and_are_given_once(team: MakeTeam) -> None:
@@ -201,16 +154,6 @@ def test_keys_tell_the_run(team: MakeTeam) -> None:
         refs.append(error.violations[0].ref)
     step = script.keys[slot][-4:]
     assert refs == [(CAPTURE + run.to_bytes(8, "little") + step).hex() for run in (1, 2)]
-
-
-def test_a_value_that_is_no_tensor_is_no_operand(team: MakeTeam) -> None:
-    """Also a tensor that went by value: nobody keeps it."""
-    for value in (3, np.ones(3)):
-        one = team(1, [Script(0, [value])])
-        one.collective(OpKind.ALLREDUCE, {0: 0})
-        (error,) = one.fail()
-        assert isinstance(error, NotATensorError)
-        assert "by value" in str(error)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -344,28 +287,6 @@ def test_what_is_new_in_each_run_goes_before_the_next_is_made(team: MakeTeam) ->
     replay.close()
     gc.collect()
     assert alive[-1]() is None
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_outputs_go_before_new_ones_are_made(team: MakeTeam, world: int) -> None:
-    one = team(world, [Script(rank, [pinned(full(rank))]) for rank in range(world)])
-    one.collective(OpKind.ALLGATHER, every([0] * world))
-    alive: list[list[weakref.ref[Any]]] = [[] for _ in range(world)]
-    held: list[int] = []
-
-    def allocate(rank: int, runs: list[int], info: Any) -> Any:
-        if len(alive[rank]) == world * runs[0]:  # the first of a run
-            runs[0] += 1
-            held.append(sum(ref() is not None for ref in alive[rank]))
-        array = arrays.empty(info)
-        alive[rank].append(weakref.ref(array))
-        return array
-
-    for rank, replay in enumerate(one.capture()):
-        replay.instruments = replace(replay.instruments, allocate=functools.partial(allocate, rank, [0]))
-    for _ in range(4):
-        one.run()
-    assert held == [0] * 4 * world
 
 
 def test_looking_needs_no_run(team: MakeTeam) -> None:

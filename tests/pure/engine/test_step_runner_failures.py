@@ -23,7 +23,7 @@ from raycollect.planner.program import Domain
 from tests.pure.engine.step_programs import MakeTeam, every, team
 from tests.pure.fleet import Star
 from tests.pure.local_world import LocalWorld
-from tests.pure.teams import WAIT_S, Gate, Script, full, given, pinned
+from tests.pure.teams import WAIT_S, Script, full, given, pinned
 from tests.support.values import replace
 
 __all__ = ["team"]  # fixtures
@@ -95,68 +95,6 @@ def test_a_result_that_cannot_be_given_back_is_the_fault_of_its_method(team: Mak
     one.capture()
     (error,) = one.fail()
     assert isinstance(error, CaptureError)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_nothing_of_an_aborted_run_is_begun(team: MakeTeam, world: int) -> None:
-    one = team(world)
-    for script in one.scripts:
-        script.call("note")
-    for actor in one.actors:
-        actor.methods = {"note": lambda: None}
-    one.capture()
-    for aborts in one.aborts:
-        aborts[1] = "no more"
-    for error in one.fail():
-        assert isinstance(error, PlanAbortedError)
-        assert error.detail == "no more"
-    assert not any(actor.calls for actor in one.actors)
-    one.run()
-
-
-@pytest.mark.parametrize("others", [1, 2])
-def test_an_abort_reaches_who_waits_at_the_check(team: MakeTeam, others: int) -> None:
-    """One is held in a method; the others wait for it in the plan, and are woken. Then the held one stops, too."""
-    one, gate = team(1 + others), Gate()
-    slots = [script.call("make") for script in one.scripts]
-    one.collective(OpKind.ALLREDUCE, every(slots))
-    for script in one.scripts:
-        script.call("after")
-    for rank, actor in enumerate(one.actors):
-        tensor = full(rank)
-        actor.methods = {"make": lambda tensor=tensor: tensor, "after": int}
-    tensor = full(7)
-    one.actors[0].methods["make"] = lambda: gate(tensor)
-    one.capture()
-    seq, futures = one.start()
-    assert gate.came.wait(WAIT_S)
-    for replay in one.replays[1:]:
-        replay.abort(seq + 1)  # another run: nothing happens
-        replay.abort(seq)
-    for future in futures[1:]:
-        assert isinstance(future.exception(WAIT_S), PlanAbortedError)
-    one.replays[0].abort()
-    gate.go.set()
-    error = futures[0].exception(WAIT_S)
-    assert isinstance(error, PlanAbortedError)
-    assert not any(name == "after" for actor in one.actors for name, _, _ in actor.calls)
-
-
-def test_an_abort_of_another_run_spares_this_one(team: MakeTeam) -> None:
-    one, gate = team(1), Gate()
-    one.scripts[0].call("hold")
-    one.scripts[0].call("after")
-    one.actors[0].methods = {"hold": gate, "after": int}
-    one.capture()[0].abort()
-    seq, futures = one.start()
-    assert gate.came.wait(WAIT_S)
-    one.replays[0].abort(seq + 1)
-    gate.go.set()
-    assert futures[0].result(WAIT_S) == ()
-    one.replays[0].abort(seq)
-    one.replays[0].abort()
-    one.run()
-    assert len(one.actors[0].calls) == 4
 
 
 def test_a_step_that_was_stopped_begins_no_action_any_more(team: MakeTeam) -> None:

@@ -91,31 +91,6 @@ def test_arrays_keep_dtype_and_shape_and_get_memory_of_their_own(dtype: np.dtype
     assert not np.shares_memory(found, np.frombuffer(packed, np.uint8))
 
 
-LAYOUTS = {
-    "columns": lambda a: np.asfortranarray(a),
-    "transposed": lambda a: a.T,
-    "every second": lambda a: a[:, ::2],
-    "backwards": lambda a: a[::-1, ::-1],
-    "repeated": lambda a: np.broadcast_to(a[:1], a.shape),
-    "read-only": lambda a: _frozen(a),
-}
-
-
-def _frozen(array: Any) -> Any:
-    array.setflags(write=False)
-    return array
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_arrays_of_any_layout_travel(layout: str, seed: int) -> None:
-    array = LAYOUTS[layout](np.random.default_rng(seed).random((5, 7)))
-    found = unpack_value(pack_value(array))
-    np.testing.assert_array_equal(found, array)
-    assert found.flags.writeable
-    assert found.flags.c_contiguous
-
-
 @pytest.mark.parametrize(
     "value",
     [

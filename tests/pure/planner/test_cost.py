@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raycollect.core.model import OpKind
 from raycollect.planner import Cluster, Link, Topology, predict
 from raycollect.planner.algorithms import envelope
-from raycollect.planner.cost import CONTENTION, FREE, Cost, Layout, Line, launch, priced
+from raycollect.planner.cost import CONTENTION, FREE, Layout, Line, launch, priced
 from raycollect.planner.topology import BETWEEN, INSIDE
 from tests.pure.counting import counted
 from tests.support.values import replace
@@ -19,13 +19,6 @@ _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
 
 # ---------------------------------------------------------------------------------------------- lines
-
-
-def test_costs_add_up_one_after_the_other() -> None:
-    slow, wide = Cost(line=Line(5, 1), inside=2, between=0.5), Cost(line=Line(1, 3), inside=1, between=1)
-    assert slow + wide == Cost(line=Line(6, 4), inside=3, between=1.5)
-    assert slow.times(3) == slow + slow + slow
-    assert slow.traffic(10) == (20, 5)
 
 
 _LINES = st.lists(
@@ -71,13 +64,6 @@ def test_a_layout_says_of_a_topology_what_counting_says(places: list[int]) -> No
     assert tuple(rank for group in topology.groups() for rank in group) == tuple(sorted(ranks, key=lambda r: hosts[r]))
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 7])
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_a_uniform_layout_is_that_of_its_topology(hosts: int, ranks: int) -> None:
-    topology = Topology.of([host for host in range(hosts) for _ in range(ranks)])
-    assert Layout.uniform(hosts, ranks) == Layout.of(topology)
-
-
 # ---------------------------------------------------------------------------------------------- backends
 @given(places=_PLACES, backend=st.sampled_from(["tcp", "gloo", "torch:nccl"]), data=st.data())
 def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
@@ -95,18 +81,6 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
         cost = priced(kind, backend, Layout.of(topology, root, rank_order=True))
         inside, between = counted(kind, backend, topology.hosts, root)
         assert (cost.inside, cost.between) == pytest.approx((inside, between))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("hosts", [1, 2, 3, 5])
-def test_a_broadcast_by_tree_enters_each_host_once(hosts: int, ranks: int) -> None:
-    layout = Layout.uniform(hosts, ranks)
-    cost = priced(OpKind.BROADCAST, "torch:nccl", layout)
-    assert counted(OpKind.BROADCAST, "torch:nccl", [rank // ranks for rank in range(hosts * ranks)], 0) == (
-        cost.inside,
-        cost.between,
-    )
-    assert cost.between == hosts - 1
 
 
 @pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from raycollect.errors import InvalidArgumentError, RefusedError
 from raycollect.planner.boxes import BoxIndex, atoms, common, halved, volume, without
 from raycollect.planner.joined import join_layouts
-from raycollect.planner.layout import ITEMSIZES, Layout, Region, fused_layouts, layout
+from raycollect.planner.layout import Layout, Region, fused_layouts, layout
 from raycollect.weights.layouts.record import record_layout
 from tests.pure.resharding import boxes, meshes
 
@@ -122,11 +121,6 @@ BoolOfNumpy1 = type("bool_", (), {})
 )
 def test_dtypes_have_the_names_that_numpy_gives_them(dtype: Any, name: str) -> None:
     assert layout([2], mesh={"a": 1}, dtype=dtype) == layout([2], mesh={"a": 1}, dtype=name)
-
-
-@pytest.mark.parametrize("name", sorted(ITEMSIZES))
-def test_layouts_have_dtypes_of_numpy(name: str) -> None:
-    assert np.dtype(getattr(ml_dtypes, name, name)).itemsize == ITEMSIZES[name]
 
 
 HUGE = 2**5000

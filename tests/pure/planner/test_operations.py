@@ -82,15 +82,6 @@ def test_an_output_that_one_rank_brings_is_used_and_the_others_are_made() -> Non
     assert plan([request]).program(0).rounds == 2
 
 
-def test_one_key_may_be_given_and_taken() -> None:
-    operands = tuple((rank, key_of(rank, 0), key_of(rank, 0)) for rank in range(2))
-    whole = plan([replace(request_of(OpKind.ALLTOALL, 2), operands=operands)])
-    assert whole.sources(0) == (key_of(0, 0),)
-    program = whole.program(0)
-    assert (program.keys, program.tasks[0].inputs) == (1, (0, 0)), "one key, given and taken"
-    assert whole.uses() == {key_of(0, 0): True, key_of(1, 0): True}
-
-
 # ---------------------------------------------------------------------------------------------- who brings what
 
 

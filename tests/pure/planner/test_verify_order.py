@@ -142,15 +142,6 @@ def test_a_broken_order_is_caught(name: str) -> None:
     assert f"a plan of {len(wrong.requests)} requests" in str(caught.value)
 
 
-def test_a_writer_not_after_a_reader_is_caught() -> None:
-    of = membership("aaa")
-    write = sums(of, 1)[0]
-    whole = plan([replace(write, inplace=False), write], [of] * 2)
-    verify_order(_reorder(whole, (0,), (1,)))
-    with pytest.raises(InternalError, match="use the same memory"):
-        verify_order(_reorder(whole, (1,), (0,)))
-
-
 def test_all_in_the_checks_launch_alone_only_where_each_has_one() -> None:
     of = membership("aaa")
     good = plan(sums(of, 3), [of] * 3)

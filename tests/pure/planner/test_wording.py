@@ -10,29 +10,9 @@ import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner import Request, plan
-from raycollect.planner.explain import packing
-from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
 from raycollect.planner.sizes import Sizes
 from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
 from tests.pure.planner.explained import allreduce, info, membership, told
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("coalesces", [True, False])
-def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, coalesces):
-    rng = random.Random(seed)
-    staging = rng.choice([0, 100, 1 << 12, 100 << 10, 32 << 20])
-    limit = PACKED_UP_TO_NBYTES
-    sizes = [
-        (rng.choice(["float32", "int8"]), rng.choice([0, 4, 60, 4096, limit - 1, limit, limit + 1]))
-        for _ in range(rng.randrange(60))
-    ]
-    found = packing(OpKind.ALLREDUCE, sizes, staging, coalesces=coalesces)
-    large = set(offered([nbytes for _, nbytes in sizes])) if coalesces else set()
-    rest = [one for at, one in enumerate(sizes) if at not in large]
-    packed = [bucket for bucket in buckets(rest, staging) if len(bucket) > 1]
-    assert (found.kernels, found.tensors, found.together) == (len(packed), sum(map(len, packed)), len(large))
-    assert found.nbytes == max((sum(rest[at][1] for at in bucket) for bucket in packed), default=0) <= staging
 
 
 def test_large_tensors_of_one_machine_are_told_to_run_together():

@@ -7,16 +7,12 @@ import gc
 import os
 import random
 import threading
-import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect.backends import arrays
 from raycollect.core import shared_memory
 from raycollect.errors import ArenaFullError
 from raycollect.pos import arena as module
@@ -60,51 +56,6 @@ def test_a_block_is_writable_aligned_and_beside_the_others(arena: Arena, nbytes:
     assert (after == 3).all()
     assert arena.root[:32].tobytes() == arena.segment.token
     assert arena.statistics().in_use == 2 * ALIGN + max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
-
-
-def test_a_freed_block_is_the_next_one_with_its_memory(arena: Arena) -> None:
-    arena = Arena(16 * GRAIN)
-    block = arena.allocate(4 * GRAIN)
-    block[:] = 7
-    address = block.ctypes.data
-    had = backed_nbytes(arena)
-    del block
-    assert arena.statistics().blocks == 0
-    block = arena.allocate(4 * GRAIN)
-    assert block.ctypes.data == address
-    assert (block == 7).all(), "the very pages"
-    assert backed_nbytes(arena) == had
-
-
-VIEWS: dict[str, Callable[[np.ndarray], Any]] = {
-    "slice": lambda block: block[100:200:3],
-    "shape": lambda block: block.view(np.float32).reshape(4, -1)[2],
-    "memoryview": lambda block: memoryview(block)[8:],
-    "buffer": lambda block: np.frombuffer(block, np.int64),
-    "torch": lambda block: pytest.importorskip("torch").from_numpy(block)[7:],
-    "torch of a view": lambda block: arrays.restore(block.view(np.float32).reshape(2, -1), "torch"),
-    "dlpack": lambda block: np.from_dlpack(block),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_whatever_sees_a_block_keeps_it(arena: Arena, view: Callable[[np.ndarray], Any]) -> None:
-    seen = view(arena.allocate(4096))
-    gc.collect()
-    assert arena.statistics().blocks == 1
-    del seen
-    gc.collect()
-    assert arena.statistics().blocks == 0
-
-
-def test_the_owner_of_a_view_lives_as_long_as_the_block(arena: Arena) -> None:
-    view = arena.allocate(4096).view(np.float64).reshape(2, -1)[1]
-    owner = weakref.ref(arrays.owner(view))
-    assert owner() is not None
-    assert not isinstance(owner().base, np.ndarray)
-    assert arrays.owner(view[3:]) is owner()
-    del view
-    assert owner() is None
 
 
 def test_an_arena_lives_as_long_as_its_blocks_and_leaves_nothing() -> None:
@@ -213,17 +164,6 @@ def test_free_memory_goes_back_to_the_system(arena: Arena) -> None:
     again = arena.allocate(8 * GRAIN)
     assert not again.any(), "these are new pages"
     assert backed_nbytes(arena) == 9 * GRAIN
-
-
-def test_the_largest_free_stretches_go_first() -> None:
-    arena = Arena(32 * GRAIN, spare=6 * GRAIN)
-    held = [arena.allocate(size * GRAIN) for size in (2, 1, 9, 1, 3, 1)]
-    small, large = held[0], held[2]
-    small[:], large[:] = 1, 2
-    places = offset_of(arena, small), offset_of(arena, large)
-    del small, large, held[2], held[0]
-    assert arena.root[places[0] : places[0] + 2 * GRAIN].all()
-    assert not arena.root[places[1] + 8 * GRAIN : places[1] + 9 * GRAIN].any()
 
 
 def test_a_system_without_the_newer_call_reserves_by_the_older(monkeypatch: pytest.MonkeyPatch) -> None:

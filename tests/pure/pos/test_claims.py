@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,25 +18,7 @@ __all__ = ["threads"]  # a fixture
 
 
 HERE: list[Range] = [(100, 200)]
-MIXED: list[Range] = [(0, 10), (150, 151)]
 BESIDE: list[Range] = [(0, 100), (200, 300), (150, 150)]
-
-
-@pytest.mark.parametrize(("first", "second"), [("writing", "reading"), ("reading", "writing"), ("writing", "writing")])
-def test_overlapping_claims_wait_for_each_other(first: str, second: str, threads: ThreadPoolExecutor) -> None:
-    store, watched = watched_store()
-    entered = threading.Event()
-
-    def claim() -> None:
-        with getattr(store, second)(MIXED):
-            entered.set()
-
-    with getattr(store, first)(HERE):
-        other = threads.submit(claim)
-        assert watched.someone_waits()
-        assert not entered.is_set()
-    other.result(WAIT_S)
-    assert entered.is_set()
 
 
 @pytest.mark.parametrize(
@@ -81,28 +62,6 @@ def test_equal_claims_end_one_by_one(threads: ThreadPoolExecutor) -> None:
     assert watched.someone_waits(), "the second reader is still at it"
     other.__exit__(None, None, None)
     assert writer.result(WAIT_S) == "written"
-
-
-def test_a_half_written_range_is_dirty_wherever_it_is_touched() -> None:
-    store, owner = Store(), Owner()
-    assert not store.is_dirty([(0, 1000)])
-    store.mark_dirty([(100, 200)], [owner])
-    for lo, hi in ((100, 200), (0, 101), (199, 300), (150, 151), (0, 1000)):
-        assert store.is_dirty([(lo, hi)])
-    for lo, hi in ((0, 100), (200, 300), (150, 150)):
-        assert not store.is_dirty([(lo, hi)])
-    assert store.statistics().dirty == 1
-
-
-def test_only_a_whole_overwrite_cleans() -> None:
-    store, owner = Store(), Owner()
-    store.mark_dirty([(100, 200)], [owner])
-    for part in ((100, 199), (101, 200), (0, 150)):
-        store.mark_written([part])
-        assert store.is_dirty([(100, 200)])
-    store.mark_written([(0, 5), (90, 210)])
-    assert not store.is_dirty([(0, 1000)])
-    assert store.statistics().dirty == 0
 
 
 def test_dirt_goes_with_the_memory_it_was_in() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends.arrays import is_tensor, told
-from raycollect.core.model import TENSOR, Structure
+from raycollect.core.model import Structure
 from raycollect.pos import Container, obstacle, unkept
 from raycollect.pos.container import DEEPEST
 
@@ -51,59 +51,8 @@ KEPT: dict[str, tuple[Any, str, tuple[Any, ...], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_is_kept(name: str) -> None:
-    value, kind, names, tensors = KEPT[name]
-    container = _of(value)
-    assert container is not None
-    items = () if kind == "tensor" else (TENSOR,) * len(tensors)
-    assert container.structure == Structure(kind, names, items)
-    assert [id(t) for t in container.tensors] == [id(t) for t in tensors]
-    assert container.value is value, "the very object that the method returned"
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
 class MyList(list):  # type: ignore[type-arg]
     pass
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        3,
-        "text",
-        b"bytes",
-        [],
-        (),
-        {},
-        [A, 1],
-        [1, A],
-        (A, None),
-        {"x": A, "y": 2},
-        {("a", 1): A},
-        {True: A},
-        {1.5: A},
-        {b"a": A},
-        {None: A},
-        [[A], []],
-        [[A], [1]],
-        {"x": [A, (B, {"y": {}})]},
-        {"x": {1.5: A}},
-        [MyList([A])],
-        {A},
-        pytest.param(iter([A]), id="iterator"),
-        Pair(A, B),
-        MyList([A]),
-    ],
-    ids=repr,
-)
-def test_goes_by_value(value: Any) -> None:
-    assert _of(value) is None
 
 
 UNKEPT: list[tuple[Any, str]] = [
@@ -121,35 +70,6 @@ UNKEPT: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("value", "text"), UNKEPT, ids=[text for _, text in UNKEPT])
 def test_what_is_not_kept_is_told_with_the_cure_where_it_is_a_number(value: Any, text: str) -> None:
     assert unkept(value, is_tensor, told) == text
-
-
-NESTED: dict[str, tuple[Any, str]] = {
-    "lists": ([[A, B], [C]], "list[2] of list[2], list[1]"),
-    "mixed": ({"w": [A, (B,)], 3: C}, "dict['w', 3] of list[2] of tensor, tuple[1], tensor"),
-    "deep": ((((A,),),), "tuple[1] of tuple[1] of tuple[1]"),
-    "a list used twice": ([[A], [A]], "list[2] of list[1], list[1]"),
-}
-
-
-@pytest.mark.parametrize("name", NESTED)
-def test_nested_values_are_kept_whole(name: str) -> None:
-    value, text = NESTED[name]
-    container = _of(value)
-    assert container is not None
-    assert str(container.structure) == text
-    assert container.structure.count == len(container.tensors)
-    again = Container.build(container.structure, container.tensors)
-    assert again.value == value
-    assert again.value is not value
-
-
-def test_a_list_that_holds_itself_goes_by_value() -> None:
-    value: list[Any] = [A]
-    value.append({"x": (value,)})
-    assert _of(value) is None
-    both: list[Any] = []
-    both += [both, both]
-    assert _of(both) is None
 
 
 _TREES: st.SearchStrategy[Any] = st.recursive(
@@ -176,38 +96,6 @@ def test_any_tree_is_put_together_again_travels_and_is_told_from_any_other(one: 
     assert _travelled(first.structure) == first.structure
     assert hash(_travelled(first.structure)) == hash(first.structure)
     assert (first.structure == second.structure) == (str(first.structure) == str(second.structure))
-
-
-def test_a_structure_with_too_few_tensors_or_names_is_not_built() -> None:
-    with pytest.raises(IndexError):
-        Structure("dict", ("w", "b"), (TENSOR, TENSOR)).build([A])
-    with pytest.raises(ValueError, match="zip"):
-        Structure("dict", ("w",), (TENSOR, TENSOR)).build([A, B])
-
-
-def test_a_later_change_of_the_callers_list_does_not_change_the_container() -> None:
-    value = [A, B]
-    container = _of(value)
-    assert container is not None
-    value.append(C)
-    assert container.tensors == (A, B)
-
-
-@pytest.mark.parametrize(
-    ("value", "kept"),
-    [
-        (np.zeros(3), True),
-        (np.zeros(()), True),
-        ([np.zeros(1), np.zeros(2)], True),
-        (np.float32(1), False),
-        (np.array(["a"]), False),
-        (np.array([None]), False),
-        (np.ma.masked_array([1.0]), False),
-        ([np.zeros(1), np.float32(1)], False),
-    ],
-)
-def test_numpy_arrays_of_numbers_are_tensors(value: Any, kept: bool) -> None:
-    assert (Container.of(value, is_tensor) is not None) == kept
 
 
 @pytest.mark.parametrize(

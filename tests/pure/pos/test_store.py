@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycollect.channel.messages import StoreStatistics
 from raycollect.core.model import TENSOR, Key, task_key
 from raycollect.errors import StoreFullError
-from raycollect.pos import Absence, Container, State, Store, StoreStatistics
+from raycollect.pos import Absence, Container, State, Store
 from raycollect.pos.store import _NEXT
 from tests.pure.pos.watched_stores import Owner, threads, watched_store
 from tests.pure.watched import WAIT_S
@@ -41,43 +42,7 @@ def _state(store: Store, key: Key) -> State:
 # ---------------------------------------------------------------------------------------------- entries
 
 
-def test_a_retry_that_succeeds_is_still_to_bring_its_other_returns() -> None:
-    store = Store()
-    store.fail(_task(1), "first attempt")
-    store.put(_key(1, 1), _container())
-    assert store.look(_key(1, 2)) == Absence(State.ABSENT)
-
-
 FIRST, SECOND = _container("first"), _container("a retried method")
-STORIES: dict[str, tuple[list[tuple[str, Any]], Any]] = {
-    "nothing": ([], Absence(State.ABSENT)),
-    "a value": ([("put", FIRST)], FIRST),
-    "a failure": ([("fail", "no")], Absence(State.FAILED, "no")),
-    "a value that is not kept": ([("pass", "int")], Absence(State.BY_VALUE, "int")),
-    "freed": ([("put", FIRST), ("free", None)], Absence(State.FREED)),
-    "the first write wins": ([("put", FIRST), ("put", SECOND)], FIRST),
-    "a retry that succeeds replaces the failure": ([("fail", "first attempt"), ("put", FIRST)], FIRST),
-    "a failure after the value changes nothing": ([("put", FIRST), ("fail", "a retry"), ("pass", "int")], FIRST),
-    "a failure after its type": ([("pass", "int"), ("fail", "a retry")], Absence(State.BY_VALUE, "int")),
-    "a type after a failure": ([("fail", "no"), ("pass", "int")], Absence(State.BY_VALUE, "int")),
-    "a second failure": ([("fail", "one"), ("fail", "two")], Absence(State.FAILED, "two")),
-    "a value that is passed replaces it": ([("pass", "int"), ("put", FIRST)], FIRST),
-    "freed before its value came": ([("free", None), ("put", FIRST)], Absence(State.FREED)),
-    "freed, and failed": ([("free", None), ("fail", "no"), ("pass", "int"), ("free", None)], Absence(State.FREED)),
-}
-"""What happens to a key, in order -> what the store then says of it."""
-
-
-@pytest.mark.parametrize("name", STORIES)
-def test_a_key_has_one_state(name: str) -> None:
-    store, (events, expected) = Store(), STORIES[name]
-    store.put(_key(1, 2), SECOND)
-    for event, detail in events:
-        _apply(store, event, 1, detail)
-    assert store.look(_key(1)) == expected
-    assert store.look(_key(1, 2)) is SECOND, "another return of the task"
-    assert store.look(_key(2)) == Absence(State.ABSENT)
-    assert store.wait(_key(1), lambda: True) == expected, "without waiting"
 
 
 def test_freeing_gives_back_the_value() -> None:
@@ -194,16 +159,6 @@ def test_a_wait_is_given_up_when_woken(threads: ThreadPoolExecutor) -> None:
     aborted.set()
     store.wake()
     assert waiter.result(WAIT_S) == Absence(State.ABSENT)
-
-
-def test_many_wait_for_one_value(threads: ThreadPoolExecutor) -> None:
-    store, watched = watched_store()
-    waiters = [threads.submit(store.wait, _key(1), _never) for _ in range(5)]
-    for _ in waiters:
-        assert watched.someone_waits()
-    container = _container()
-    store.put(_key(1), container)
-    assert all(waiter.result(WAIT_S) is container for waiter in waiters)
 
 
 class _Counted(tuple[int, int]):
