@@ -55,6 +55,23 @@ print(doctor.memfd().state, len(doctor.table([doctor.dev_shm(), doctor.arena(), 
     assert (done.returncode, done.stdout) == (0, "ok True\n"), done.stderr
 
 
+def test_the_table_has_headings_and_says_what_to_do_below() -> None:
+    long = " ".join(["word"] * 30)
+    rows = [
+        Row(OK, "well", check="one", section="a"),
+        Row(MISSING, long, "pip install it", check="another", section="a"),
+        Row(WARNING, "", check="last", section="b"),
+    ]
+    states, lines = zip(*doctor.table(rows, width=60), strict=True)
+    assert lines[:2] == ("a", "  ok       one      well")
+    assert lines[2].startswith("  missing  another  word word")
+    assert max(map(len, lines)) <= 60
+    assert " ".join(" ".join(lines).split()).count("word") == 30
+    assert lines[-4:] == (" " * 20 + "-> pip install it", "", "b", "  warning  last")
+    assert [state for state in states if state] == [OK, MISSING, WARNING]
+    assert doctor.table([]) == []
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [

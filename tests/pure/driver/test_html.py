@@ -91,6 +91,24 @@ def test_ctrl_c_is_raised_during_a_display():
         Broken(KeyboardInterrupt())._repr_html_()
 
 
+def test_a_group_is_a_table_of_its_ranks():
+    members = (
+        status(0, plans=(7, 9), steps=("in the consistency check", "")),
+        status(1, awaited_s=2.5, plans=(7,), steps=("",)),
+        status(2, answers=False),
+    )
+    told_of = read(GroupStatus(state="broken", detail="it broke", members=members)._repr_html_())
+    for expected in (
+        "group of 3 ranks: broken",
+        "it broke",
+        "7 (in the consistency check), 9",
+        "2.5 s",
+        "no answer",
+        "10.0.0.1 (node 012345)",
+    ):
+        assert expected in told_of
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_large_group_shows_only_notable_ranks(seed):
     rng = random.Random(seed)
