@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from raycollect import errors as errors
     from raycollect import types as types
     from raycollect.backends.adopted import register_collective_backend as register_collective_backend
-    from raycollect.captured.captured_run import CapturedRun as CapturedRun
     from raycollect.captured.step import Capture as Capture
+    from raycollect.captured.step import CapturedRun as CapturedRun
     from raycollect.captured.step import capture as capture
     from raycollect.core.model import ReduceOp as ReduceOp
     from raycollect.driver.batch import Batch as Batch
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from raycollect.driver.operations import send_ref as send_ref
     from raycollect.driver.pending import Pending as Pending
     from raycollect.driver.progress import Progress as Progress
+    from raycollect.driver.progress import ProgressBars as ProgressBars
     from raycollect.driver.progress import RankProgress as RankProgress
-    from raycollect.driver.progress_bar import ProgressBars as ProgressBars
-    from raycollect.driver.progress_bar import progress as progress
+    from raycollect.driver.progress import progress as progress
     from raycollect.driver.reshard import reshard_refs as reshard_refs
     from raycollect.driver.timeline import Timeline as Timeline
     from raycollect.driver.timeline import summary as summary
@@ -131,8 +131,7 @@ __version__ = "0.1.0"
 
 _NAMES: dict[str, str] = {
     "backends.adopted": "register_collective_backend",
-    "captured.captured_run": "CapturedRun",
-    "captured.step": "Capture capture",
+    "captured.step": "Capture CapturedRun capture",
     "core.model": "ReduceOp",
     "driver.batch": "Batch batch",
     "driver.dry_run": "plan",
@@ -145,8 +144,7 @@ _NAMES: dict[str, str] = {
         "reduce_refs reducescatter_refs scan_refs scatter_refs send_ref"
     ),
     "driver.pending": "Pending",
-    "driver.progress": "Progress RankProgress",
-    "driver.progress_bar": "ProgressBars progress",
+    "driver.progress": "Progress ProgressBars RankProgress progress",
     "driver.reshard": "reshard_refs",
     "driver.timeline": "Timeline summary timeline",
     "driver.values": "free get",

@@ -66,7 +66,5 @@ def destroy_all_collective_groups() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_GRAPHS:
-        detail = f"Ray's {name} is for Compiled Graphs. Call {name}_refs in a captured step instead"
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {detail}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    advice = f": Ray's {name} is for Compiled Graphs. Call {name}_refs in a captured step instead"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice if name in _OF_GRAPHS else ''}")

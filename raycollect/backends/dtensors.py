@@ -65,5 +65,5 @@ def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _cut(placement: Any) -> Cut:
     kind = type(placement).__name__
     if kind not in _KNOWN or (kind == "Partial" and placement.reduce_op != "sum"):
-        return Cut(repr(placement), UNKNOWN)
+        return Cut(repr(placement), UNKNOWN, 1)
     return Cut(kind, int(getattr(placement, "dim", 0)), int(getattr(placement, "split_factor", 1)))

@@ -127,18 +127,16 @@ class StepCompiler:
     def write(self, returned: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """Writes the programs, once; returns (position, place) of each returned value."""
         self._gather()
-        request_list, offset = self._request_list, 0
-        calls = iter(request_list.calls)
-        call = next(calls, None)
+        request_list, offset, known = self._request_list, 0, 0
         for first, prepared in zip(request_list.firsts, self._prepared, strict=True):
-            while call is not None and call.step < request_list.steps[first]:
+            before = [call for call in request_list.calls[known:] if call.before <= first]
+            known += len(before)
+            for call in before:
                 self._write_call(call)
-                call = next(calls, None)
             self._write_plan(first, offset, prepared)
             offset += prepared.plan.width
-        while call is not None:
+        for call in request_list.calls[known:]:
             self._write_call(call)
-            call = next(calls, None)
         return tuple(map(self._return, returned))
 
     def _gather(self) -> None:

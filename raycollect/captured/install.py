@@ -139,11 +139,12 @@ class _Installation:
     def _submit(self, at: int, peer: ParticipantLink, doorbell: Doorbell | None, slot: int) -> Any:
         segment = doorbell.segment if doorbell is not None and slot >= 0 else None
         payload = CAPTURES.encode((self.compiler.step_program(at), segment, slot))
-        try:  # another thread may destroy the group meanwhile
+        try:
             method = peer.actor._raycollect_capture
             method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
             return method.remote(payload, *self.compiler.refs(at).values())
         except Exception as exc:
+            self.controller.check(self.memberships)  # another thread may have destroyed the group meanwhile
             detail = f"{type(exc).__name__}: {exc}"
             raise DispatchError(op="capture", actor=peer.info["actor"], detail=detail) from exc
 

@@ -6,18 +6,18 @@ from then on a run is a number and its arguments.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextvars import Token
 from typing import Any, ClassVar, Literal, overload
 
-from raycollect.captured.captured_run import CapturedRun
 from raycollect.captured.explanation import explain_capture
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
-from raycollect.core import direct_transport, html, recorded_calls
+from raycollect.core import direct_transport, html, recorded_calls, threads
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
@@ -28,6 +28,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_runs import StepRuns
+from raycollect.driver.work import UnderWay, awake
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import (
@@ -48,6 +49,40 @@ _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained b
 
 SHOWN_S = 0.5  # how long a notebook waits for the infos of operands, in seconds
 _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
+
+
+class CapturedRun(UnderWay):
+    """What ``run(async_op=True)`` returns: a run under way, and a way to wait for its results (`UnderWay`)."""
+
+    _KIND = "run"
+    _INSTEAD = "wait for it here, and pass what `wait` returns"
+
+    def __init__(
+        self, controller: Controller, capture: Any, tracker: PlanTracker, collect: Callable[[PlanTracker], Any]
+    ) -> None:
+        super().__init__(controller, tracker)
+        self._capture = capture  # keeps the capture open
+        self._collect = collect
+        self._values: tuple[Any, ...] = ()  # the results, once they are read
+
+    def _outcome(self) -> Any:
+        if not self._values:
+            self._values = (self._collect(self._tracker),)
+        return self._values[0]
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self.done() and self._tracker.error is None:
+            return self.wait()
+        # The doorbell rings for threads alone; `wait` warns there, too.
+        with awake(asyncio.get_running_loop()):
+            return (yield from threads.awaitable(functools.partial(self.wait, progress=False)).__await__())
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        return self._html("run", f"run {self._tracker.place} of a captured step", ("plan", self._tracker.seq))
+
+    def __repr__(self) -> str:
+        return f"<CapturedRun {self._tracker.seq}: {self._state}>"
 
 
 class Capture(BoundToProcess):

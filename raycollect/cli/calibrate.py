@@ -50,15 +50,11 @@ def fit(times: Mapping[int, float]) -> tuple[Link, float]:
     """
     if len(times) < 2 or not all(0 < time_s < float("inf") for time_s in times.values()):
         raise ValueError(f"no line through {dict(times)}")
-    # Weighted normal equations of a + b n ~ t, with weights 1 / t^2.
-    weights = {n: t**-2 for n, t in times.items()}
-    w, wn = sum(weights.values()), sum(weight * n for n, weight in weights.items())
-    wnn = sum(weight * n * n for n, weight in weights.items())
-    wt, wnt = sum(weights[n] * t for n, t in times.items()), sum(weights[n] * n * t for n, t in times.items())
-    slope = (w * wnt - wn * wt) / (w * wnn - wn * wn)
-    latency = (wt - slope * wn) / w
+    nbytes, seconds = np.array(list(times), float), np.array(list(times.values()), float)
+    slope, latency = np.polyfit(nbytes, seconds, 1, w=1 / seconds).tolist()
     if latency < 0:  # through the origin, then
-        latency, slope = 0.0, wnt / wnn
+        relative = nbytes / seconds
+        latency, slope = 0.0, float(relative.sum() / (relative @ relative))
     if slope <= 0:
         raise ValueError(f"times do not grow with the bytes: {dict(times)}")
     link = Link(latency_s=latency, bandwidth=1 / slope)

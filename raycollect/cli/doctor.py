@@ -82,8 +82,6 @@ def examine() -> tuple[Row, ...]:
         *[("software", name, True, partial(package, name, least)) for name, least in requirements().items()],
         *[("backends", ", ".join(names), False, partial(loaded, names)) for names in _with_one_library()],
         ("GPUs", "NVIDIA driver", False, driver),
-        ("GPUs", "cupy", False, partial(library, _CUPY, "pip install 'raycollect[cuda12]' (or cuda13)")),
-        ("GPUs", "torch with CUDA", False, partial(library, _TORCH, "pip install torch (a CUDA build)")),
         ("shared memory", "/dev/shm", False, dev_shm),
         ("shared memory", "memfd", True, memfd),
         ("shared memory", "other processes", False, other_processes),
@@ -231,42 +229,6 @@ def driver(root: Path = Path("/")) -> Row:
     gpus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     found = f"{version[1] if version else text.splitlines()[0]}, {counted(gpus, 'GPU')}"
     return Row(OK, found) if gpus else Row(WARNING, found, "give the container a GPU (--gpus all)")
-
-
-# What each prints: its version, the number of GPUs, the numbers of NCCL's version, and a problem.
-_CUPY = """
-import json, cupy
-gpus, nccl, problem = 0, [], ""
-try:
-    gpus = cupy.cuda.runtime.getDeviceCount()
-    from cupy.cuda import nccl as library
-    number = library.get_version()
-    nccl = number // 10_000, number // 100 % 100, number % 100
-except Exception as exc:
-    problem = str(exc)
-print(json.dumps([cupy.__version__, gpus, nccl, problem]))
-"""
-_TORCH = """
-import json, torch
-nccl, problem = [], ""
-try:
-    nccl = torch.cuda.nccl.version() if torch.version.cuda else []
-except Exception as exc:
-    problem = str(exc)
-print(json.dumps([torch.__version__, torch.cuda.device_count(), nccl, problem]))
-"""
-
-
-def library(code: str, install: str) -> Row:
-    """A library with its GPUs and its NCCL."""
-    cure = f"of use only with an NVIDIA GPU: {install}"
-    try:
-        version, gpus, nccl, problem = run_child(code)
-    except ChildError as exc:
-        return Row(MISSING, f"it can't be imported: {exc}", cure)
-    found = f"{version}, {counted(gpus, 'GPU')}, " + (f"NCCL {'.'.join(map(str, nccl))}" if nccl else "no NCCL")
-    found += f" ({problem})" if problem else ""
-    return Row(OK, found) if gpus and nccl else Row(WARNING, found, cure)
 
 
 # ---------------------------------------------------------------------------------------------- shared memory

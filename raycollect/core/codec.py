@@ -25,7 +25,10 @@ _MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, Overflow
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of the classes whose values cross a process: frozen, slotted, an array of their fields on the wire."""
+    """Base of the classes whose values cross a process: frozen, slotted, an array of their fields on the wire.
+
+    The last field has no default, so that an array that lacks items is refused.
+    """
 
 
 def _as_builtin(value: Any) -> Any:

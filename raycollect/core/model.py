@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol
 
@@ -154,9 +155,9 @@ class TensorInfo(Wire, frozen=True, kw_only=True):
 
     shape: tuple[int, ...]
     dtype: str
-    itemsize: int
     device: str = "cpu"
     library: str = "numpy"
+    itemsize: int
 
     @property
     def size(self) -> int:
@@ -188,9 +189,9 @@ class TensorInfo(Wire, frozen=True, kw_only=True):
 class Structure(Wire, frozen=True):
     """How a value is made of tensors: one, or a list, tuple or dict of such values."""
 
-    kind: Literal["tensor", "list", "tuple", "dict"] = "tensor"
-    names: tuple[str | int, ...] = ()  # the keys of a dict, in order; empty for the others
-    items: tuple[Structure, ...] = ()  # how each item is made; empty for a tensor
+    kind: Literal["tensor", "list", "tuple", "dict"]
+    names: tuple[str | int, ...]  # the keys of a dict, in order; empty for the others
+    items: tuple[Structure, ...]  # how each item is made; empty for a tensor
 
     @property
     def count(self) -> int:
@@ -216,7 +217,7 @@ class Structure(Wire, frozen=True):
         return f"{self.kind}{list(self.names) if self.names else f'[{len(self.items)}]'}{inside}"
 
 
-TENSOR = Structure()
+TENSOR = Structure("tensor", (), ())
 """The structure of a single tensor."""
 
 
@@ -234,7 +235,6 @@ class Address(Wire, frozen=True, kw_only=True):
 class Member(Wire, frozen=True, kw_only=True):
     """One rank of a group, as all processes know it."""
 
-    rank: int
     actor_id: str  # the Ray actor id, in hexadecimal
     actor: str  # its name for people: Worker(3f2a91)
     address: Address
@@ -246,6 +246,7 @@ class Member(Wire, frozen=True, kw_only=True):
     participant: bool = True  # True where the actor's class has the mixin, so that plans may use its tensors
     # (kind, ids) of the accelerators that Ray gave it, as ("GPU", ("0",))
     accelerators: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    rank: int
 
     def __post_init__(self) -> None:
         force_setattr(self, "accelerators", _frozen(self.accelerators))  # lists, where it has travelled
@@ -292,12 +293,12 @@ class GroupSpec(Wire, frozen=True, kw_only=True):
     name: str
     group_id: str
     backend: str
-    world_size: int
     ops: tuple[str, ...] = OPS
     memory: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0
     hosts: tuple[int, ...] = ()
+    world_size: int
 
     def __post_init__(self) -> None:
         for name in ("name", "group_id", "backend", "memory"):
@@ -323,6 +324,8 @@ RANK_ORDER = ("deterministic", "rank_order")
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, datetime):  # as msgspec reads a timestamp where anything may be
+        raise TypeError(f"a time is no option: {value}")
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -12,8 +12,8 @@ class Cut(Wire, frozen=True):
     """What one axis of the mesh does to the tensor: ``Shard``, ``_StridedShard``, ``Replicate`` or ``Partial``."""
 
     kind: str  # the name of torch's class; as torch prints it where it is not understood
-    dim: int = 0  # the dimension that is cut, of the first two; `UNKNOWN`: it is not understood
-    factor: int = 1  # into how many parts the dimension is cut first, of which each is cut over the axis
+    dim: int  # the dimension that is cut, of the first two; `UNKNOWN`: it is not understood
+    factor: int  # into how many parts the dimension is cut first, of which each is cut over the axis
 
 
 class Placement(Wire, frozen=True, kw_only=True):
@@ -34,9 +34,9 @@ class Placement(Wire, frozen=True, kw_only=True):
     dtype: str
     mesh: tuple[int, ...]
     ranks: tuple[int, ...]
-    at: int
     cuts: tuple[Cut, ...]
     order: tuple[int, ...] = ()
+    at: int
 
     def __post_init__(self) -> None:
         is_order = len({*self.order}) == len(self.order) and all(0 <= axis < len(self.mesh) for axis in self.order)

@@ -229,10 +229,6 @@ class Controller:
         bell = self._bell
         return bell if bell is not None and bell.claim() else None
 
-    def tracker(self, seq: int) -> PlanTracker | None:
-        """The plan whose first launch has that number."""
-        return self.under_way.get(seq)
-
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
         """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
         if outgoing:

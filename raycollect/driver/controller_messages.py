@@ -95,7 +95,7 @@ class ControllerMessages:
 
     def _tracker_of(self, launch: int) -> PlanTracker | None:
         controller = self._controller
-        return controller.tracker(launch) or next(
+        return controller.under_way.get(launch) or next(
             (one for one in controller.trackers() if launch in one.launches), None
         )
 
@@ -105,7 +105,7 @@ class ControllerMessages:
             self._controller.send(tracker, tracker.arrive(_position(tracker, peer), message))
 
     def _done(self, peer: ParticipantLink, message: messages.Done) -> None:
-        controller, tracker = self._controller, self._controller.tracker(message.seq)
+        controller, tracker = self._controller, self._controller.under_way.get(message.seq)
         if tracker is None:
             return
         position = _position(tracker, peer)
@@ -121,13 +121,13 @@ class ControllerMessages:
 
     def _ran(self, peer: ParticipantLink, message: messages.Ran) -> None:
         """Whoever waits for the run decodes what it returns."""
-        tracker = self._controller.tracker(message.seq)
+        tracker = self._controller.under_way.get(message.seq)
         if tracker is not None and (position := _position(tracker, peer)) >= 0:
             tracker.answered(position, message.payload)
 
     def _behind(self, peer: ParticipantLink, message: messages.Behind) -> None:
         """A participant can't tell when a call has ended: an actor task, which is behind all calls so far, will."""
-        controller, tracker = self._controller, self._controller.tracker(message.seq)
+        controller, tracker = self._controller, self._controller.under_way.get(message.seq)
         if tracker is None:
             return
         try:
@@ -138,7 +138,7 @@ class ControllerMessages:
 
     def _waiting(self, peer: ParticipantLink, message: messages.Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
-        tracker = self._controller.tracker(message.seq)
+        tracker = self._controller.under_way.get(message.seq)
         key = Key(message.key)
         ref = tracker.refs.get(key) if tracker is not None else None
         if tracker is None or ref is None:

@@ -23,10 +23,6 @@ class DerivedGroups:
         self._most = most
         self._groups: OrderedDict[tuple[str, ...], Membership] = OrderedDict()  # the least recently used first
         self._lock = threading.RLock()  # a finalizer may look a group up
-        self._counts: Counter[str] = Counter()  # actor id -> how many groups it is in
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
     def all(self) -> tuple[Membership, ...]:
         """All groups."""
@@ -47,29 +43,21 @@ class DerivedGroups:
         """Adds a group of actors that have none in this order."""
         with self._lock:
             self._groups[membership.participants] = membership
-            self._counts.update(membership.participants)
 
-    def _remove(self, membership: Membership) -> None:
-        del self._groups[membership.participants]
-        self._counts.subtract(membership.participants)
-        for actor_id in membership.participants:
-            if not self._counts[actor_id]:
-                del self._counts[actor_id]
-
-    def is_full(self, actor_ids: tuple[str, ...]) -> bool:
-        """Whether one of these actors has more groups than are kept."""
-        return any(self._counts[actor_id] > self._most for actor_id in actor_ids)
+    def full(self, actor_ids: tuple[str, ...]) -> set[str]:
+        """Those of these actors that have more groups than are kept."""
+        counts = Counter(actor_id for actors in tuple(self._groups) for actor_id in actors)
+        return {actor_id for actor_id in actor_ids if counts[actor_id] > self._most}
 
     def take_surplus(self, newest: Membership, is_idle: Callable[[Membership], bool]) -> list[Membership]:
         """Removes idle groups of the actors of the newest group until these have no more than are kept."""
         removed = []
         with self._lock:
-            full = {actor_id for actor_id in newest.participants if self._counts[actor_id] > self._most}
+            full = self.full(newest.participants)
             for one in self.all():
                 if full and one is not newest and not full.isdisjoint(one.participants) and is_idle(one):
-                    self._remove(one)
-                    removed.append(one)
-                    full = {actor_id for actor_id in full if self._counts[actor_id] > self._most}
+                    removed.append(self._groups.pop(one.participants))
+                    full = self.full(newest.participants)
         return removed
 
     def take(self, is_due: Callable[[Membership], bool]) -> list[Membership]:
@@ -77,5 +65,5 @@ class DerivedGroups:
         with self._lock:
             removed = list(filter(is_due, self.all()))
             for one in removed:
-                self._remove(one)
+                del self._groups[one.participants]
         return removed

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
-from raycollect.channel.messages import Seen, Surveyed
+from raycollect.channel.messages import ArenaStatistics, Seen, StoreStatistics, Surveyed
 from raycollect.core import html
 from raycollect.core.model import Member
 from raycollect.driver import stall_report
@@ -16,10 +15,6 @@ from raycollect.errors import COULD_NOT_LOOK
 from raycollect.group import watchdog
 from raycollect.group.membership import DESTROYED
 from raycollect.planner.wording import counted, nbytes_words, seconds_words
-from raycollect.pos import StoreStatistics
-from raycollect.pos.arena import ArenaStatistics
-
-_Statistics = TypeVar("_Statistics", StoreStatistics, ArenaStatistics)
 
 _HEAD = ("rank", "actor", "host", "pid", "device", "state", "collectives under way", "awaited for")
 _RIGHT = frozenset({"rank", "pid", "awaited for"})
@@ -221,10 +216,4 @@ def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping
 
 def member_statistics(member: Member, answer: Surveyed) -> MemberStatistics:
     """A member's answer about what it holds."""
-
-    def part(cls: type[_Statistics]) -> _Statistics:
-        return cls(**{field.name: getattr(answer, field.name) for field in fields(cls)})
-
-    return MemberStatistics(
-        rank=member.rank, actor=member.actor, store=part(StoreStatistics), arena=part(ArenaStatistics)
-    )
+    return MemberStatistics(rank=member.rank, actor=member.actor, store=answer.store, arena=answer.arena)

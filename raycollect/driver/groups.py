@@ -266,7 +266,7 @@ class Groups(Formation):
             name = f"derived-{secrets.token_hex(3)}"
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
             membership, _ = self._form(declaration, deadline_s, lambda one: self._derived.add(one[0]), is_derived=True)
-            if self._broken or self._derived.is_full(actor_ids):
+            if self._broken or self._derived.full(actor_ids):
                 self._dissolve_idle(membership)
             return membership
 

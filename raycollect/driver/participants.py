@@ -173,28 +173,22 @@ class Participants:
                         return known
                 if known is not None:
                     _end_former(known, self._hub, deadline_s)
-                return self._connected(member, actor, info, calls, deadline_s, group_id)
+                calls = calls if info["participant"] and info["ordered"] else None
+                link_type = getattr(actor, "link_type", ParticipantLink)
+                peer: ParticipantLink = link_type(
+                    self._owner, info, actor, controller_id=self._controller_id, calls=calls
+                )
+                self._connect(peer, member, deadline_s, group_id)
+                return peer
         except ClaimedError:
             detail = "another thread is connecting to it, for another group"
             raise CollectiveTimeoutError(op="lease", rank=member.rank, actor=member.actor, detail=detail) from None
 
-    def _connected(
-        self,
-        member: Member,
-        actor: Any,
-        info: dict[str, Any],
-        calls: SubmittedCalls | None,
-        deadline_s: float,
-        group_id: str,
-    ) -> ParticipantLink:
+    def _connect(self, peer: ParticipantLink, member: Member, deadline_s: float, group_id: str) -> None:
         """Opens the connection with which a lease begins."""
-        controller_id = self._controller_id
-        calls = calls if info["participant"] and info["ordered"] else None
-        link_type = getattr(actor, "link_type", ParticipantLink)
-        peer: ParticipantLink = link_type(self._owner, info, actor, controller_id=controller_id, calls=calls)
         owner = secrets.token_bytes(8)
         hello: dict[str, Any] = {
-            "controller": controller_id,
+            "controller": self._controller_id,
             "description": ray_internals.describe_process(),
             "owner": owner,
             "worker": ray_internals.worker_id(),
@@ -231,7 +225,6 @@ class Participants:
             raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=detail)
         if self.timeline is not None and not peer.is_here:
             self.timeline.leased(peer)
-        return peer
 
     def later(self, delay_s: float, call: Callable[[], None]) -> bool:
         """Makes a call on the hub's thread after a while; False where the hub is closed. Takes no lock."""
@@ -339,33 +332,30 @@ class Participants:
 
     def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
         """Asks members what they hold; None for one that is gone, or has not answered in time."""
-        return self._ask(members, Survey, timeout_s)
+        return _answers([self._ask(one, Survey) for one in members], timeout_s)
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return self._ask(members, Look, timeout_s)
+        return _answers([self._ask(one, Look) for one in members], timeout_s)
 
     def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
         """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
-        return {one.actor_id: None if (peer := self._peer_of(one)) is None else peer.ask(Look) for one in members}
+        return {one.actor_id: self._ask(one, Look) for one in members}
 
     def has_ended(self, member: Member, timeout_s: float) -> bool:
         """Whether a member's process is known to be gone; one that does not answer in time is not."""
-        peer = self._peer_of(member)
-        asked = None if peer is None else peer.ask(Look)
+        asked = self._ask(member, Look)
         return asked is None or (asked in answered([asked], timeout_s) and asked.result() is None)
 
     def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
-        peer = self._peer_of(member)
-        return None if peer is None else peer.ask(Measure, seq=seq)
+        return self._ask(member, Measure, seq=seq)
 
-    def _peer_of(self, member: Member) -> ParticipantLink | None:
+    def _ask(self, member: Member, question: type[Look | Measure | Survey], **fields: Any) -> Future[Any] | None:
         peer = self._peers.get(member.actor_id)
-        return peer if peer is not None and peer.info["incarnation"] == member.incarnation else None
-
-    def _ask(self, members: Sequence[Member], question: type[Look | Survey], timeout_s: float) -> list[Any]:
-        return _answers([None if one is None else one.ask(question) for one in map(self._peer_of, members)], timeout_s)
+        if peer is None or peer.info["incarnation"] != member.incarnation:
+            return None
+        return peer.ask(question, **fields)
 
 
 def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> dict[str, Seen | None]:

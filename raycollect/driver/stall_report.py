@@ -11,12 +11,12 @@ from raycollect.channel.messages import Seen
 from raycollect.core import sockets, threads, timers
 from raycollect.core.deadline import NEVER
 from raycollect.core.model import Member
-from raycollect.driver import progress_bar
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch_lock import answered
 from raycollect.driver.participants import look_answers
 from raycollect.driver.plan_timeouts import Overdue
 from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.progress import Bar, around_s
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
 from raycollect.group.watchdog import QUIET_S, report_of
@@ -39,7 +39,7 @@ def wait(
     """
     limit_s = None if tracker.deadline is NEVER else tracker.deadline.left_s()
     left_s = min(math.inf if timeout_s is None else timeout_s, math.inf if limit_s is None else limit_s)
-    if progress or (progress is None and progress_bar.around_s.get()):
+    if progress or (progress is None and around_s.get()):
         is_known = _wait_with_bar(controller, tracker, left_s)
     else:
         first_s = min(FIRST_S, QUIET_S, left_s)
@@ -55,7 +55,7 @@ def _wait_long(controller: Controller, tracker: PlanTracker, first_s: float, lef
 
 
 def _wait_with_bar(controller: Controller, tracker: PlanTracker, within_s: float) -> bool:
-    bar, until_s = progress_bar.Bar(controller.participants, tracker), time.monotonic() + within_s
+    bar, until_s = Bar(controller.participants, tracker), time.monotonic() + within_s
     if tracker.resolved:
         return True
     with Attention(controller, tracker, within_s=within_s), bar:

@@ -49,10 +49,6 @@ def get(refs: ObjectRef[_T], timeout_s: float | None = ..., *, ordered: bool = .
 
 
 @overload
-def get(refs: list[Any], timeout_s: float | None = ..., *, ordered: bool = ...) -> list[Any]: ...
-
-
-@overload
 def get(refs: Any, timeout_s: float | None = ..., *, ordered: bool = ...) -> Any: ...
 
 

@@ -27,9 +27,9 @@ class Side(Wire, frozen=True, kw_only=True):
     """The tensors that a rank gives, or takes."""
 
     # In pieces: a list with one item per rank
-    structure: Structure
     tensors: tuple[TensorInfo, ...]
     loose: bool = False  # the pieces are cut from one contiguous tensor: their sizes count, not their shapes
+    structure: Structure
 
     def __post_init__(self) -> None:
         if self.structure.count != len(self.tensors):
@@ -54,13 +54,13 @@ def piece_fault(structure: Structure, infos: Sequence[TensorInfo], count: int) -
 class Spec(Wire, frozen=True, kw_only=True):
     """The operation that a rank is about to run."""
 
-    op: str
     caller: str = "plan"  # or "call": an imperative call
     reduce_op: str = ""
     root: int = -1
     gives: Side | None = None  # None: nothing, or it could not say
     takes: Side | None = None  # None: it works in place, or its output is still to be made
     one_device: bool = False  # tensors are not moved, so all must be on one kind of device (`GroupSpec.memory`)
+    op: str
 
     def __post_init__(self) -> None:
         if self.caller not in _CALLERS:
@@ -71,8 +71,8 @@ class Spec(Wire, frozen=True, kw_only=True):
 class Arrival(Wire, frozen=True, kw_only=True):
     """The contribution of one rank: a spec, and violations where it is unable to run."""
 
-    spec: Spec
     violations: tuple[Violation, ...] = ()
+    spec: Spec
 
 
 _ARRIVALS = Codec[Arrival](Arrival, "arrival", long_nbytes=LONG_NBYTES)

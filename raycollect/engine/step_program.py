@@ -11,7 +11,7 @@ from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Key, Segment
 
 CAPTURE_NBYTES = 16  # the bytes of a capture's id
-VERSION = 3
+VERSION = 4
 
 
 def captured_key(capture: bytes, step: int) -> Key:

@@ -54,9 +54,17 @@ def from_wire(value: dict[str, Any]) -> RaycollectError:
         cls = _ERRORS.get(value["type"])
         if cls is None:
             raise ProtocolError(detail=f"unknown error type {value['type']!r}")
-        values, names = value["fields"], {one.name for one in fields(cls)}
-        if not names.issuperset(values):
-            raise ProtocolError(detail=f"a {cls.__name__} has no {', '.join(map(str, values.keys() - names))[:300]}")
-        return msgspec.convert(values, cls)
+        values = value["fields"]
+        _refuse_unknown(cls, values)
+        error = msgspec.convert(values, cls)
+        for name in ("violations", "reports"):
+            for part, told in zip(getattr(error, name, ()), values.get(name, ()), strict=True):
+                _refuse_unknown(type(part), told)
+        return error
     except (msgspec.ValidationError, KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ProtocolError(detail=f"malformed error on the wire: {exc}") from exc
+
+
+def _refuse_unknown(cls: Any, values: dict[str, Any]) -> None:
+    if unknown := values.keys() - {one.name for one in fields(cls)}:
+        raise ProtocolError(detail=f"a {cls.__name__} has no {', '.join(map(str, unknown))[:300]}")

@@ -50,7 +50,6 @@ _posting = threads.pool("raycollect-post", 1)
 class MemberRecord(Wire, frozen=True, kw_only=True):
     """One rank."""
 
-    rank: int
     actor: str
     actor_id: str
     node_id: str
@@ -59,6 +58,7 @@ class MemberRecord(Wire, frozen=True, kw_only=True):
     # process; "UNKNOWN": Ray has no such actor any more. Empty in what is posted
     state: str = ""
     restarts: int = 0
+    rank: int
 
 
 class GroupRecord(Wire, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class GroupRecord(Wire, frozen=True, kw_only=True):
         return _RECORDS.encode(self)
 
 
-_RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=3)
+_RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=4)
 
 
 def post(membership: Membership) -> None:

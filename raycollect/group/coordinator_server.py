@@ -174,7 +174,7 @@ class CoordinatorServer:
 
     def _show(self, link: Link) -> None:
         if self._failed is None and not self.complete:
-            link.send(Welcome())
+            link.send(Welcome(group_id=""))
         else:
             link.close()
             self._all_told.set()  # the others find the next leader

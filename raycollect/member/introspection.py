@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import (
@@ -76,7 +75,7 @@ def measure(message: Measure, sequencer: PlanSequencer, bytes_done: BytesDone | 
 
 def survey(message: Survey, store: Store) -> Surveyed:
     """What this process holds."""
-    return Surveyed(request=message.request, **asdict(store.statistics()), **asdict(Segments.current().statistics()))
+    return Surveyed(request=message.request, store=store.statistics(), arena=Segments.current().statistics())
 
 
 class RecordingAgent:

@@ -299,7 +299,7 @@ class Runtime:
             self._lease = Lease(controller, description, link, self, bell, order_bell)
             self._lenders.open(_lender(link))
             keeping = sorted(self._keeping)
-        link.send(Welcome())
+        link.send(Welcome(group_id=""))
         for method in keeping:
             link.send(Keeps(method=method))
 

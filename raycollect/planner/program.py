@@ -22,10 +22,10 @@ STAGING_NBYTES = 32 << 20
 class Domain(Wire, frozen=True, kw_only=True, dict=True):
     """The ranks that run a kernel together."""
 
-    group_id: str  # the group whose communicator runs it; empty at an agreement through the controller
     rank: int
     members: Annotated[int, Meta(ge=0, le=MOST_RANKS)] | tuple[int, ...]  # `ranks`; n for all of 0 to n - 1
     memory: str = ""  # where its kernels work; see `GroupSpec.memory`
+    group_id: str  # the group whose communicator runs it; empty at an agreement through the controller
 
     @classmethod
     def of(cls, group_id: str, rank: int, ranks: tuple[int, ...], memory: str = "") -> Domain:
@@ -42,12 +42,12 @@ class Domain(Wire, frozen=True, kw_only=True, dict=True):
 class Share(Wire, frozen=True, kw_only=True):
     """What one rank does for all requests of one form."""
 
-    op: str  # the operation's name, for messages and the agreement
     domain: Domain  # who takes part
     root: int  # the root rank that all must agree on; -1: none
     reduce_op: ReduceOp | None  # the reduce op that all must agree on
     template: Template
     choices: tuple[Choice, ...] = (NATIVE,)  # the algorithms, in the order of `Template.ways`
+    op: str  # the operation's name, for messages and the agreement
 
     def __post_init__(self) -> None:
         OpKind(self.op)
@@ -71,20 +71,20 @@ class Share(Wire, frozen=True, kw_only=True):
 class Task(Wire, frozen=True, kw_only=True):
     """One request, on one participant."""
 
-    share: int  # the index of its share in the program
     request: int
     # For each OPERAND buffer, in order: n >= 0, the n-th key of the program; -1 - t, the output of task t
     inputs: tuple[int, ...]
     round: int = 0  # its first round of agreement, from 0
     alone: int = 0  # where its launches begin if nothing may be reordered; see `Program.bundles`
+    share: int  # the index of its share in the program
 
 
 class Bundle(Wire, frozen=True, kw_only=True):
     """Tasks of one share that run together: tensors of all of them may travel packed."""
 
-    tasks: tuple[int, ...]  # the indexes of the tasks, ascending
     # For each of the share's choices, the launch of its steps with ``at == 0``; 0: that of the agreement
     base: tuple[int, ...] = (0,)
+    tasks: tuple[int, ...]  # the indexes of the tasks, ascending
 
 
 class Program(Wire, frozen=True, kw_only=True, dict=True):
@@ -95,7 +95,6 @@ class Program(Wire, frozen=True, kw_only=True, dict=True):
     agreement; kernels with the same ranks run in it too.
     """
 
-    name: str  # the operation, or ``"batch"``, for messages
     timeout_s: float  # how long to wait for the others, in seconds
     rounds: int  # how many rounds of agreement; more than one where a participant learns shapes from others
     # Who agrees: the ranks of a group that all participants are members of; or all positions, with an empty group
@@ -114,6 +113,7 @@ class Program(Wire, frozen=True, kw_only=True, dict=True):
     staging: int = STAGING_NBYTES  # the bytes of staging in which tensors may travel packed; 0: none does
     # Whether all participants synchronize through the controller before they overwrite their operands
     commits: bool = False
+    name: str  # the operation, or ``"batch"``, for messages
 
     @cached_property
     def group_ids(self) -> frozenset[str]:

@@ -26,9 +26,9 @@ class Role(enum.Enum):
 class Buffer(Wire, frozen=True, kw_only=True):
     """One operand, output or scratch; it may stand for a list or dict of tensors."""
 
-    role: Role
     source: int = -1  # LIKE, PIECE: the index of the other buffer; LAID: of one that it is like, if any
     scratch: bool = False  # whether it is made for the steps only, and dropped when they have ended
+    role: Role
 
     @property
     def is_output(self) -> bool:
@@ -53,7 +53,6 @@ class Local(enum.Enum):
 class Step(Wire, frozen=True, kw_only=True):
     """One kernel, over all tensors of its buffers."""
 
-    kind: OpKind | Local  # what to do; `model.PIECES` says where a buffer is taken as one piece per rank
     src: int = -1  # the index of the buffer read; -1: none
     dst: int = -1  # the index of the buffer written; -1: none; may equal `src`
     op: ReduceOp | None = None
@@ -63,18 +62,19 @@ class Step(Wire, frozen=True, kw_only=True):
     at: int = 0
     src_piece: int = -1  # the piece of `src`; -1: all of it
     dst_piece: int = -1  # the piece of `dst`; -1: all of it
+    kind: OpKind | Local  # what to do; `model.PIECES` says where a buffer is taken as one piece per rank
 
 
 class Template(Wire, frozen=True, kw_only=True):
     """What one rank does for a request."""
 
-    buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]  # the kernels, in order, by the first of the part's algorithms
     src: int = -1  # the index of the buffer that this rank gives; -1: none
     dst: int = -1  # the index of the buffer that it takes into, where that is not `src`; -1: none
     result: int = -1  # the index of the buffer with this rank's result; -1: none
     others: tuple[tuple[Step, ...], ...] = ()  # the kernels by each other algorithm of the part, over the same buffers
     boxes: bytes = b""  # of a reshard, what the rank packs and unpacks (`reshard.halves.Half`); else empty
+    buffers: tuple[Buffer, ...]
 
     @property
     def ways(self) -> tuple[tuple[Step, ...], ...]:
@@ -95,10 +95,10 @@ class Template(Wire, frozen=True, kw_only=True):
 class Choice(Wire, frozen=True, kw_only=True):
     """One of a part's algorithms, and its conditions; the last one whose conditions hold is taken."""
 
-    name: str = "native"  # `native`, `tree`, ...
-    at_least: int = 0  # the least bytes per rank from which it is taken (all tensors of a bundle together)
-    width: int = 1  # how many launches it has
+    name: str  # `native`, `tree`, ...
+    at_least: int  # the least bytes per rank from which it is taken (all tensors of a bundle together)
+    width: int  # how many launches it has
 
 
-NATIVE = Choice()
+NATIVE = Choice(name="native", at_least=0, width=1)
 """The backend's own kernels."""

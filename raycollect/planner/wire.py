@@ -15,7 +15,7 @@ from raycollect.core.model import KEY_NBYTES, Key
 from raycollect.errors import ProtocolError
 from raycollect.planner.program import Program, Ticket
 
-VERSION = 8
+VERSION = 9
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
 _PROGRAMS = Codec[Program](Program, "program", version=VERSION)
 

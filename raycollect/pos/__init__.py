@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from raycollect.pos.container import Container, obstacle, unkept
-from raycollect.pos.store import Absence, Range, State, Store, StoreStatistics
+from raycollect.pos.store import Absence, Range, State, Store
 
-__all__ = ["Absence", "Container", "Range", "State", "Store", "StoreStatistics", "obstacle", "unkept"]
+__all__ = ["Absence", "Container", "Range", "State", "Store", "obstacle", "unkept"]

@@ -21,13 +21,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raycollect.channel.messages import ArenaStatistics
 from raycollect.core import shared_memory
 from raycollect.core.model import Segment
 from raycollect.errors import ArenaFullError
@@ -44,25 +44,6 @@ SPARE = 256 << 20
 
 _HEAD = 4096  # the token's page
 _MADV_POPULATE_WRITE = 23  # the module mmap lacks it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArenaStatistics:
-    """What an arena holds at one moment, in bytes except for `blocks`.
-
-    Attributes:
-        limit: The most it may hold; 0 where there is no arena: not needed yet, switched off, or not available.
-        in_use: The bytes of tensors.
-        backed: The bytes with memory: those of tensors, and those kept for the next ones.
-        blocks: How many allocations there are.
-        mapped: Address space for the arenas of other processes, which own the memory.
-    """
-
-    limit: int = 0
-    in_use: int = 0
-    backed: int = 0
-    blocks: int = 0
-    mapped: int = 0
 
 
 class Arena:
@@ -140,8 +121,9 @@ class Arena:
     def statistics(self) -> ArenaStatistics:
         """What it holds now."""
         with self._settled():
+            in_use, backed = self._in_use, self._backed.total
             return ArenaStatistics(
-                limit=self.segment.nbytes, in_use=self._in_use, backed=self._backed.total, blocks=self._blocks
+                limit=self.segment.nbytes, in_use=in_use, backed=backed, blocks=self._blocks, mapped=0
             )
 
     def _full(self, nbytes: int, detail: str) -> ArenaFullError:

@@ -7,16 +7,17 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from raycollect.channel.messages import ArenaStatistics
 from raycollect.core import shared_memory
 from raycollect.core.model import BufferRef, Segment
-from raycollect.pos.arena import NAME, Arena, ArenaStatistics, map_file
+from raycollect.pos.arena import NAME, Arena, map_file
 from raycollect.pos.limit import arena_limit
 
 _READ_NBYTES = 64 << 20  # at a time: the interpreter may have a signal to handle
@@ -99,7 +100,7 @@ class Segments:
 
     def statistics(self) -> ArenaStatistics:
         """What the arena holds, and what is mapped of others."""
-        own = self._arena.statistics() if self._arena is not None else ArenaStatistics()
+        own = self._arena.statistics() if self._arena is not None else ArenaStatistics(mapped=0)
         with self._lock:
             return replace(own, mapped=sum(segment.nbytes for segment in self._opened))
 

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from raycollect.channel.messages import StoreStatistics
 from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, StoreFullError
 from raycollect.pos.container import Container
@@ -68,15 +69,6 @@ class Absence:
 
     state: State
     detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStatistics:
-    """How many keys hold tensors, how many memory ranges are half-written, and how many keys were freed so far."""
-
-    held: int
-    dirty: int
-    freed: int
 
 
 class Store:

@@ -18,10 +18,10 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from raycollect.backends import arrays
+from raycollect.channel.messages import ArenaStatistics
 from raycollect.core.model import TensorInfo
 from raycollect.errors import ArenaFullError, refusal, wrong_argument
 from raycollect.errors.text import shown
-from raycollect.pos.arena import ArenaStatistics
 from raycollect.pos.segments import Segments
 
 Shape = SupportsIndex | Iterable[SupportsIndex]

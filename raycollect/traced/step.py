@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
-from raycollect.captured.captured_run import CapturedRun
+from raycollect.captured.step import CapturedRun
 from raycollect.core import html
 from raycollect.core.signals import Allowed, Deferred
 from raycollect.core.submitted_calls import recording

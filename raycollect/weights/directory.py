@@ -15,8 +15,9 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from ray.exceptions import RayError
@@ -85,11 +86,7 @@ Holders = Sequence[tuple[Holder, Atoms]]
 
 _HOLDERS = Codec[Holder](Holder, "record of a holder")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
-_VERSIONS = Codec[Version](Version, "record of a version")
-
-
-def _read_layouts(packed: bytes) -> Layouts:
-    return {name: Layout.from_bytes(layout) for name, layout in _LAYOUTS.decode(packed).items()}
+_VERSIONS = Codec[Any](tuple[int, int, str, bytes, int, dict[Atom, bytes], dict[str, str], int], "record of a version")
 
 
 class _Records:
@@ -211,7 +208,8 @@ class Directory(_Records):
             packed = self._get(_layouts_at(epoch, signature))
             if packed is None:
                 return None
-            self._layouts[signature] = _read_layouts(packed)
+            found = _LAYOUTS.decode(packed)
+            self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in found.items()}
         return self._layouts[signature]
 
     def all_layouts(self) -> dict[bytes, Layouts]:
@@ -227,12 +225,16 @@ class Directory(_Records):
 
     def post_version(self, version: Version) -> None:
         """Makes a version known: from now on receivers can ask for it."""
-        self._put(f"versions/{_numbered(version)}", _VERSIONS.encode(version), overwrite=False)
+        self._put(
+            f"versions/{_numbered(version)}",
+            _VERSIONS.encode([getattr(version, one.name) for one in fields(version)]),
+            overwrite=False,
+        )
 
     def version(self, epoch: int, number: int) -> Version | None:
         """One version; None: it is not known any more."""
         packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
-        return None if packed is None else _VERSIONS.decode(packed)
+        return None if packed is None else Version(*_VERSIONS.decode(packed))
 
     def latest(self) -> Version | None:
         """The newest version; None: there is none."""

@@ -197,10 +197,6 @@ class Subscription:
         """Has a rank read atoms of a version that it takes part by part; returns the ref."""
         return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
 
-    def _records(self, version: Version) -> list[Holder]:
-        """Who holds a version, as the directory knows it."""
-        return self._directory.holders(version)
-
     def _job(
         self, version: Version, records: Sequence[Holder], left_s: Callable[[], float]
     ) -> tuple[Update, Tell, dict[int, Landed]]:
@@ -398,7 +394,7 @@ class _Updates:
         for at, found in todo.items():
             with self.failing(at):
                 if found not in records:
-                    records[found] = self._subscriptions[at]._records(found)
+                    records[found] = self._subscriptions[at]._directory.holders(found)
                 jobs[at] = self._subscriptions[at]._job(found, records[found], self.left_s)
         beside = partial(_keep_layouts, [(self._subscriptions[at], todo[at].epoch) for at in jobs])
         drive([(job, tell) for job, tell, _ in jobs.values()], self.left_s(), beside)

@@ -21,11 +21,6 @@ class Turns:
         self._name = name
         self._claims = Claims()
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether another thread has an operation under way."""
-        return not self._claims.wait(self._name, 0.0)
-
     @contextmanager
     def taken(self, op: str, timeout_s: float, until_s: float) -> Iterator[None]:
         """Waits for the operation that another thread has under way, and keeps others off for a block.

@@ -1,48 +1,37 @@
-"""The fake of cupy: streams and events, captured graphs, memory, arrays."""
+"""The fake of cupy finds what a GPU would not forgive; only tests of code that runs on it show that it works."""
 
 from __future__ import annotations
 
-import sys
-import threading
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.fake_cupy import installed
-from tests.pure.two_gpus import SEEDS, elsewhere, fake, refused
+from tests.fake_cupy import Fake, _nccl, installed
 
-__all__ = ["fake"]  # a fixture
-
-
-# ---------------------------------------------------------------------------------------------- the module
+SEEDS = range(12)
+WAIT_S = 20.0
+SUM, _, MAX = range(3)
 
 
-def test_it_takes_the_place_of_cupy_and_leaves_nothing_behind():
-    before = set(threading.enumerate())
-    with installed() as fake:
-        import cupy
-        from cupy.cuda import nccl
-
-        assert cupy is fake.cupy is sys.modules["cupy"]
-        assert nccl is sys.modules["cupy.cuda.nccl"] is cupy.cuda.nccl
-        assert cupy.arange(3).get().tolist() == [0, 1, 2]
-        with pytest.raises(AssertionError, match="installed already"), installed():
-            pass
-    assert not [name for name in sys.modules if name.split(".")[0] == "cupy"]
-    assert set(threading.enumerate()) <= before
-    with pytest.raises(RuntimeError, match="Unloading"):
-        cupy.zeros(3)
+@pytest.fixture
+def fake():
+    with installed(2) as made:
+        yield made
 
 
-def test_no_devices():
-    with installed(0) as fake:
-        with refused(fake, 100):
-            fake.cupy.cuda.runtime.getDeviceCount()
-        assert not fake.cupy.cuda.is_available()
+@contextmanager
+def refused(kind: Any, status: int) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    assert caught.value.status == status
 
 
-# ------------------------------------------------------------------------------------------------- streams
+# --------------------------------------------------------------- streams and events, memory of other processes
 
 
 def _handed_over(seed: int, **how: Any) -> bool:
@@ -76,18 +65,6 @@ def test_the_default_stream_waits_for_blocking_streams_only():
     assert not all(_handed_over(seed, null=True) for seed in SEEDS)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_blocking_streams_wait_for_the_default_stream(seed):
-    with installed(seed=seed) as fake:
-        cupy = fake.cupy
-        stream = cupy.cuda.Stream()
-        value = cupy.zeros(3)
-        for _ in range(3):
-            value += 1
-        with stream:
-            assert value.get().tolist() == [3.0] * 3
-
-
 def test_an_event_is_done_when_what_came_before_it_is(fake):
     cupy, runtime = fake.cupy, fake.cupy.cuda.runtime
     stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(disable_timing=True)
@@ -105,85 +82,6 @@ def test_an_event_is_done_when_what_came_before_it_is(fake):
     assert event.done
     assert stream.done
     assert value.get(stream).tolist() == [7] * 4
-
-
-def test_a_wait_stays_as_it_was_when_the_event_is_recorded_again(fake):
-    cuda = fake.cupy.cuda
-    first, second, waiting = (cuda.Stream(non_blocking=True) for _ in range(3))
-    event = cuda.Event()
-    fake.hold(first)
-    fake.hold(second)
-    with first:
-        first_value = fake.cupy.ones(3)
-    waiting.wait_event(first.record(event))
-    with second:
-        second_value = fake.cupy.ones(3)
-    event.record(second)
-    assert not waiting.done
-    fake.release(first)
-    waiting.synchronize()
-    assert not event.done
-    fake.release(second)
-    event.synchronize()
-    assert first_value.get().sum() == second_value.get().sum() == 3
-
-
-def test_streams_belong_to_devices_and_the_current_ones_to_threads(fake):
-    cuda = fake.cupy.cuda
-    with cuda.Device(1):
-        stream, event = cuda.Stream(non_blocking=True), cuda.Event()
-    assert stream.device_id == 1
-    with pytest.raises(RuntimeError, match="does not match"), stream:
-        pass
-    with pytest.raises(RuntimeError, match="does not match"):
-        stream.use()
-    with refused(fake, 400):
-        cuda.Stream(non_blocking=True).record(event)
-    with refused(fake, 400), cuda.ExternalStream(stream.ptr):
-        fake.cupy.zeros(3)
-    with cuda.Device(1), stream:
-        assert cuda.get_current_stream() is cuda.get_current_stream(1) is stream
-        assert cuda.get_current_stream(0) is cuda.Stream.null
-        assert fake.cupy.zeros(3).device.id == 1
-        assert elsewhere(lambda: (cuda.runtime.getDevice(), cuda.get_current_stream(1))) == (0, cuda.Stream.null)
-    assert cuda.runtime.getDevice() == 0
-    assert cuda.get_current_stream(1) is cuda.Stream.null
-    assert fake.contexts == {0, 1}
-
-
-# ------------------------------------------------------------------------------------------------- runtime
-
-
-def test_handles_of_memory(fake):
-    """Handles are of allocations. Only other processes open them, and have them at other addresses."""
-    cupy, runtime = fake.cupy, fake.cupy.cuda.runtime
-    value = cupy.arange(8)
-    handle = runtime.ipcGetMemHandle(value[3:].data.ptr)
-    assert type(handle) is bytes
-    with refused(fake, 201):
-        runtime.ipcOpenMemHandle(handle)
-    with fake.as_process(1):
-        opened = runtime.ipcOpenMemHandle(handle)
-        assert opened != value.data.ptr
-        assert runtime.ipcOpenMemHandle(handle) == opened
-        memory = cupy.cuda.UnownedMemory(opened, value.nbytes, None, 0)
-        seen = cupy.ndarray((8,), value.dtype, cupy.cuda.MemoryPointer(memory, 0))
-        seen[6:][...] = 0
-        assert seen[2:].reshape(3, 2).T[1].get().tolist() == [3, 5, 0]
-    assert fake.opened == 2
-    with refused(fake, 1):
-        runtime.ipcCloseMemHandle(opened)  # of another process
-    with fake.as_process(1):
-        for _ in range(2):
-            runtime.ipcCloseMemHandle(opened)
-        with refused(fake, 1):
-            runtime.ipcCloseMemHandle(opened)
-    assert value.get().tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
-    del value
-    assert not fake.violations
-    for wrong in (handle, bytes(64), b""):
-        with refused(fake, 1), fake.as_process(1):
-            runtime.ipcOpenMemHandle(wrong)
 
 
 def test_memory_of_another_process_is_reached_where_it_is_open_and_nowhere_else(fake):
@@ -218,73 +116,391 @@ def test_memory_of_another_process_is_reached_where_it_is_open_and_nowhere_else(
     fake.violations.clear()
     with fake.without_handles():
         bare = cupy.zeros(3)
-    with refused(fake, 1):
+    with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 1):
         runtime.ipcGetMemHandle(bare.data.ptr)
 
 
-# ------------------------------------------------------------------------------- kernels of one's own
+# ------------------------------------------------------------------------------------------- memory and arrays
 
 
-LOOP = (
-    "for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < n;"
-    " i += (unsigned long long)gridDim.x * blockDim.x) {"
-)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_that_another_stream_still_reads_must_not_be_freed(seed):
+    with installed(seed=seed) as fake:
+        cupy = fake.cupy
+        value, seen = cupy.ones(1000), cupy.zeros(1000)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(cupy.cuda.Stream.null.record())
+        fake.hold(stream)
+        with stream:
+            cupy.copyto(seen, value)
+        del value
+        assert len(fake.violations) == 1
+        assert "freed while work" in fake.violations[0]
+        cupy.cuda.Stream.null.synchronize()
+        fake.release(stream)
+        stream.synchronize()
+        assert "was freed" in fake.violations[1]
+        fake.violations.clear()
 
 
-def module(*functions: str, steps: str, takes: str = "const int* a, int* o") -> str:
-    head = f'extern "C" __global__ void it({takes}, unsigned long long n) {{'
-    return "\n".join([*functions, head, LOOP, *steps.splitlines(), "}", "}"])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("waits", ["event", "host", "default"])
+def test_memory_may_be_freed_once_its_own_stream_comes_after_what_reads_it(seed, waits):
+    with installed(seed=seed) as fake:
+        cupy = fake.cupy
+        value, seen = cupy.ones(1000), cupy.zeros(1000)
+        cupy.cuda.runtime.deviceSynchronize()
+        stream = cupy.cuda.Stream(non_blocking=waits != "default")
+        with stream:
+            cupy.copyto(seen, value)
+        if waits == "event":
+            cupy.cuda.Stream.null.wait_event(stream.record())
+        elif waits == "host":
+            stream.synchronize()
+        del value
+        assert seen.get(stream).sum() == 1000
 
 
-@pytest.mark.parametrize(("instruction", "is_kept"), [("a[i] + b[i]", False), ("sum(a[i], b[i])", True)])
-def test_operators_take_subnormal_numbers_for_zeros_and_ptx_does_not(fake, instruction, is_kept):
+def test_violations_fail_the_test_that_makes_them():
+    with pytest.raises(AssertionError, match="goes 1 bytes beyond"), installed() as fake:
+        value = fake.cupy.zeros(8, np.uint8)
+        fake.cupy.cuda.runtime.memsetAsync(value.data.ptr, 0, 9, 0)
+    with pytest.raises(KeyError), installed() as fake:
+        fake.violations.append("hides nothing")
+        raise KeyError
+
+
+def test_nothing_comes_to_the_host_by_itself(fake):
     cupy = fake.cupy
-    asm = 'float c; asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c;'
-    code = module(
-        f"__device__ float sum(float a, float b) {{ {asm} }}",
-        takes="const float* a, const float* b, float* o",
-        steps=f"o[i] = {instruction};",
-    )
-    a, o = cupy.asarray(np.full(3, 1e-40, np.float32)), cupy.empty(3, np.float32)
-    cupy.RawModule(code=code).get_function("it")((1,), (256,), (a.data.ptr, a.data.ptr, o.data.ptr, 3))
-    assert (o.get() != 0).all() == is_kept
-    assert (cupy.add(a, a).get() == 0).all()  # as everything that cupy compiles
-    assert (cupy.minimum(a, cupy.zeros(3, np.float32)).get() == 0).all()
-    assert (cupy.add(a.astype(np.float64), 0.0).get() != 0).all()
+    value = cupy.ones(3)
+    for wrong in (np.asarray, hash, lambda a: a + np.ones(3), lambda a: np.ones(3) * a):
+        with pytest.raises(TypeError):
+            wrong(value)
+    with cupy.cuda.Device(1), pytest.raises(ValueError, match="current device"):
+        value + 1
+    with cupy.cuda.Device(1):
+        copied = value.copy()
+        assert (copied.device.id, copied.get().sum()) == (1, 3)
+        assert value.get().tolist() == [1.0] * 3
+
+
+# ----------------------------------------------------------------------------------------- captures and graphs
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("what", "status"),
     [
-        *("a[i] and a[i]", "'x'.join(a)", "a[i] ? a[i] ? a[i] : a[i] : a[i]", "[a[i]]"),
-        *("a[i] & a[i] != a[i]", "a[i] < a[i] || a[i] < a[i]", "a[i] < a[i] | a[i]"),  # C++ reads these differently
-        "a[i] < a[i] < a[i]",
+        ("synchronize", 900),
+        ("query", 900),
+        ("get", 900),
+        ("device", 900),
+        ("outside", 905),
+        ("legacy", 906),
+        ("event", 907),
+        ("event query", 907),
     ],
 )
-def test_kernels_that_are_not_read_are_refused(fake, value):
-    with pytest.raises((ValueError, SyntaxError)):
-        fake.cupy.RawModule(code=module(steps=f"o[i] = {value};"))
+def test_what_a_capture_forbids_spoils_it(fake, what, status):
+    cupy, cuda = fake.cupy, fake.cupy.cuda
+    stream, other = cuda.Stream(), cuda.Stream(non_blocking=True)
+    outside, value = other.record(), cupy.zeros(4)
+    cuda.runtime.deviceSynchronize()
+    with stream:
+        stream.begin_capture()
+        event = stream.record()
+        wrongs = {
+            "synchronize": stream.synchronize,
+            "query": lambda: stream.done,
+            "get": value.get,
+            "device": cuda.runtime.deviceSynchronize,
+            "outside": lambda: stream.wait_event(outside),
+            "legacy": lambda: cuda.runtime.memsetAsync(value.data.ptr, 0, 4, 0),  # a blocking stream waits for it
+            "event": event.synchronize,
+            "event query": lambda: event.done,
+        }
+        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, status):
+            wrongs[what]()
+        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 901):
+            value += 1
+        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 901):
+            stream.end_capture()
+        assert not stream.is_capturing()
+        value += 1
+    stream.synchronize()
+    assert value.get().tolist() == [1.0] * 4
 
 
-def test_kernels_take_addresses_and_stay_in_their_memory(fake):
+@pytest.mark.parametrize("mode", range(3))
+def test_who_may_make_unsafe_calls_during_a_capture(fake, mode):
+    """In the global mode no thread may, in that of a thread this one may not. The relaxed mode is cupy's own choice."""
+    cuda = fake.cupy.cuda
+    stream, done = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True).record()
+    calls = (lambda: cuda.alloc(8), lambda: done.done)
+    for call, own in itertools.product(calls, (True, False)):
+        stream.begin_capture(None if mode == 2 else mode)
+        forbidden = mode == 0 or (mode == 1 and own)
+        with (
+            ThreadPoolExecutor(1) as others,
+            refused(fake.cupy.cuda.runtime.CUDARuntimeError, 900) if forbidden else nullcontext(),
+        ):
+            call() if own else others.submit(call).result()
+        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 901) if forbidden else nullcontext():
+            stream.end_capture()
+
+
+def test_a_graph_does_not_keep_memory(fake):
     cupy = fake.cupy
-    kernel = cupy.RawModule(code=module(steps="o[i] = a[i];")).get_function("it")
-    given, into = cupy.zeros(3, np.int32), cupy.zeros(3, np.int32)
-    with pytest.raises(TypeError, match="takes 2 addresses"):
-        kernel((1,), (256,), (given.data.ptr, 3))
-    with pytest.raises(TypeError, match="takes 2 addresses"):
-        kernel((1,), (256,), (given, into, 3))
-    with pytest.raises(ValueError, match="can't be launched"):
-        kernel((0,), (256,), (given.data.ptr, into.data.ptr, 3))
-    with pytest.raises(ValueError, match="no kernel other"):
-        cupy.RawModule(code=module(steps="o[i] = a[i];")).get_function("other")((1,), (1,), ())
-    for functions, steps in ((["int x;"], "o[i] = a[i];"), ([], "return;")):
-        with pytest.raises(ValueError, match="can't read"):
-            cupy.RawModule(code=module(*functions, steps=steps))
-    kernel((1,), (256,), (given.data.ptr, into.data.ptr, 4))
-    cupy.RawModule(code=module(steps="o[i] = a[i] / a[i];")).get_function("it")(
-        (1,), (256,), (given.data.ptr, into.data.ptr, 3)
-    )
-    cupy.cuda.runtime.deviceSynchronize()
-    assert "a division of int32" in fake.violations.pop()
-    assert "out of bounds" in fake.violations.pop()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        value = cupy.zeros(100)
+        stream.synchronize()
+        stream.begin_capture()
+        value += 1
+        graph = stream.end_capture()
+    del value
+    graph.launch(stream)
+    stream.synchronize()
+    assert "a graph is launched that refers to" in fake.violations[0]
+    assert all("was freed" in one for one in fake.violations)
+    fake.violations.clear()
+
+
+# -------------------------------------------------------------------------------------------------------- NCCL
+
+
+class Rank:
+    """One rank: its communicator, and a stream of its own."""
+
+    def __init__(self, fake: Fake, world: int, unique: tuple[int, ...], rank: int) -> None:
+        self.fake, self.cupy, self.rank, self.device = fake, fake.cupy, rank, rank
+        with self.cupy.cuda.Device(rank):
+            self.comm = self.cupy.cuda.nccl.NcclCommunicator(world, unique, rank)
+            self.stream = self.cupy.cuda.Stream(non_blocking=True)
+
+    def put(self, values: Any) -> Any:
+        """An array on its device, written on its stream."""
+        with self.cupy.cuda.Device(self.device), self.stream:
+            return self.cupy.asarray(values)
+
+    def get(self, array: Any) -> Any:
+        with self.cupy.cuda.Device(self.device):
+            return array.get(self.stream)
+
+
+class Ranks:
+    """All of them, each in a thread."""
+
+    def __init__(self, fake: Fake, world: int) -> None:
+        self.threads = ThreadPoolExecutor(world)
+        unique = fake.cupy.cuda.nccl.get_unique_id()
+        made = [self.threads.submit(Rank, fake, world, unique, rank) for rank in range(world)]
+        try:
+            self.all: list[Rank] = [future.result(WAIT_S) for future in made]
+        except BaseException:
+            self.threads.shutdown()
+            raise
+
+    def run(self, body: Callable[[Rank], Any]) -> list[Any]:
+        started = [self.threads.submit(body, rank) for rank in self.all]
+        return [future.result(WAIT_S) for future in started]
+
+
+@contextmanager
+def ranks(world: int) -> Iterator[Ranks]:
+    with installed(world) as fake:
+        team = Ranks(fake, world)
+        try:
+            yield team
+        finally:
+            team.run(lambda rank: rank.comm.abort())
+            team.threads.shutdown()
+
+
+def error_of(rank: Rank) -> int:
+    try:
+        rank.comm.check_async_error()
+    except rank.cupy.cuda.nccl.NcclError as exc:
+        return int(exc.status)
+    return 0
+
+
+def test_sums_have_the_same_bits_on_all_ranks_and_not_those_of_rank_order():
+    given = np.random.default_rng(1).random((4, 1000)).astype(np.float32)
+
+    def body(rank: Rank) -> Any:
+        mine = rank.put(given[rank.rank])
+        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 1000, 7, SUM, rank.stream.ptr)
+        return rank.get(mine).tobytes()
+
+    with ranks(4) as team:
+        found = team.run(body)
+    assert len(set(found)) == 1
+    in_order = ((given[0] + given[1]) + given[2]) + given[3]
+    assert found[0] != in_order.tobytes()
+    np.testing.assert_allclose(np.frombuffer(found[0], np.float32), in_order, rtol=1e-6)
+
+
+def test_a_kernel_that_waits_for_nothing_reads_what_is_not_there():
+    """What writes its elements is held back on one rank."""
+
+    def body(rank: Rank) -> list[float]:
+        null = rank.cupy.cuda.Stream.null
+        with rank.cupy.cuda.Device(rank.device):
+            mine = rank.cupy.zeros(3)
+            rank.cupy.cuda.runtime.deviceSynchronize()
+            if not rank.rank:
+                rank.fake.hold(null)
+            mine += 1
+            if rank.rank:
+                null.synchronize()
+            rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
+            found = float(rank.get(mine)[0])
+            rank.fake.release(null)
+            return [found, float(mine.get()[0])]
+
+    with ranks(2) as team:
+        assert team.run(body) == [[1.0, 2.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda c, p, s: c.allReduce(p, p, 3, 8, SUM, s),
+        lambda c, p, s: c.allReduce(p, p, 2, 7, SUM, s),
+        lambda c, p, s: c.allReduce(p, p, 2, 8, MAX, s),
+        lambda c, p, s: c.broadcast(p, p, 2, 8, 0, s),
+    ],
+)
+def test_calls_that_do_not_match_are_an_error_of_all_ranks(second):
+    def body(rank: Rank) -> Any:
+        mine = rank.put(np.ones(4))
+        if rank.rank == 1:
+            second(rank.comm, mine.data.ptr, rank.stream.ptr)
+        else:
+            rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 2, 8, SUM, rank.stream.ptr)
+        return mine
+
+    with ranks(2) as team:
+        kept = team.run(body)
+        fake = team.all[0].fake
+        fake.drain()
+        assert [error_of(rank) for rank in team.all] == [5, 5]
+        assert "rank 0 calls allReduce of 2" in fake.violations[0] or "rank 1 calls" in fake.violations[0]
+        assert len(fake.violations) == 1
+        fake.violations.clear()
+        assert [rank.stream.done for rank in team.all] == [False, False]
+        assert len(kept) == 2
+
+
+def test_what_is_refused_at_once():
+    with ranks(2) as team:
+        rank, other = team.all
+        fake, nccl, comm, stream = rank.fake, rank.cupy.cuda.nccl, rank.comm, rank.stream.ptr
+        mine = rank.put(np.ones(8))
+        rank.stream.synchronize()
+        here = mine.data.ptr
+        calls: list[tuple[Callable[[], Any], int]] = [
+            (lambda: comm.allReduce(here, here, 3, 99, SUM, stream), 4),
+            (lambda: comm.allReduce(here, here, 3, 8, 5, stream), 4),
+            (lambda: comm.allReduce(0, here, 3, 8, SUM, stream), 4),
+            (lambda: comm.allReduce(here, here, 3, 8, SUM, other.stream.ptr), 1),
+            (lambda: comm.allReduce(here, here, 3, 8, SUM, 12345), 1),
+            (lambda: comm.send(here, 3, 8, 2, stream), 4),
+            (lambda: comm.broadcast(here, here, 3, 8, -1, stream), 4),
+            (lambda: comm.allReduce(other_ptr, here, 3, 8, SUM, stream), 4),
+            (nccl.groupEnd, 5),
+        ]
+        theirs = other.put(np.ones(8))
+        other.stream.synchronize()
+        other_ptr = theirs.data.ptr
+        for call, status in calls:
+            with refused(fake.cupy.cuda.nccl.NcclError, status):
+                call()
+        for call in (
+            lambda: comm.allReduce(here, here + 8, 3, 8, SUM, stream),
+            lambda: (
+                comm.allGather(here, here, 3, 8, stream)
+                if comm.rank_id()
+                else comm.allGather(here + 8, here, 3, 8, stream)
+            ),
+            lambda: comm.reduceScatter(here, here + 8, 3, 8, SUM, stream),
+        ):
+            with refused(fake.cupy.cuda.nccl.NcclError, 4):
+                call()
+            assert "not in place" in fake.violations.pop()
+        assert not fake.violations
+        nccl.groupStart()
+        with refused(fake.cupy.cuda.nccl.NcclError, 4):
+            comm.send(0, 3, 8, 1, stream)
+        comm.send(here, 3, 8, 1, stream)
+        with refused(fake.cupy.cuda.nccl.NcclError, 4):
+            nccl.groupEnd()
+        nccl.groupStart()
+        comm.send(here, 3, 8, 1, stream)
+        comm.recv(here + 16, 3, 8, 1, stream)
+        with refused(fake.cupy.cuda.nccl.NcclError, 4):
+            nccl.groupEnd()
+        assert "of its group touches" in fake.violations.pop()
+        assert rank.fake.pending(rank.stream) == 0
+        comm.destroy()
+        for call in (comm.check_async_error, comm.rank_id, lambda: comm.allReduce(here, here, 3, 8, SUM, stream)):
+            with refused(fake.cupy.cuda.nccl.NcclError, 4):
+                call()
+        comm.destroy()
+        comm.abort()
+
+
+def test_an_abort_ends_what_one_rank_has_enqueued_and_its_stream_goes_on():
+    def body(rank: Rank) -> Any:
+        mine = rank.put(np.full(3, 1.0))
+        for _ in range(2):
+            rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
+        with rank.cupy.cuda.Device(rank.device), rank.stream:
+            mine += 1
+        return mine
+
+    with ranks(3) as team:
+        team.all[2].fake.hold(team.all[2].stream)
+        arrays = team.run(body)
+        fake = team.all[0].fake
+        fake.drain()
+        assert [rank.stream.done for rank in team.all] == [False] * 3
+        team.all[0].comm.abort()
+        assert team.all[0].get(arrays[0]).tolist() == [2.0] * 3
+        fake.release(team.all[2].stream)
+        fake.drain()
+        assert [rank.stream.done for rank in team.all] == [True, False, False]
+        for rank in team.all[1:]:
+            rank.comm.abort()
+            rank.stream.synchronize()
+
+
+def test_a_communicator_that_is_forgotten_under_way():
+    with ranks(2) as team:
+        rank = team.all[0]
+        mine = rank.put(np.ones(3))
+        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
+        rank.comm = team.all[1].comm
+        assert "forgot its communicator" in rank.fake.violations.pop()
+        assert rank.get(mine).tolist() == [1.0] * 3
+
+
+def test_a_communicator_does_not_end_before_its_graphs(monkeypatch):
+    monkeypatch.setattr(_nccl, "_GRAPH_WAITS", 5)
+    graphs = []
+
+    def body(rank: Rank) -> None:
+        mine = rank.put(np.ones(3))
+        rank.stream.synchronize()
+        rank.stream.begin_capture()
+        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
+        graphs.append(rank.stream.end_capture())
+
+    with ranks(1) as team:
+        team.run(body)
+        fake = team.all[0].fake
+        assert fake.graphs == 1
+        team.all[0].comm.abort()
+        assert "while there are graphs with its kernels" in fake.violations.pop()
+        graphs.clear()
+        assert not fake.graphs

@@ -131,7 +131,7 @@ def test_threads_that_share_a_subscription_take_turns(actors, name):
         thread = threading.Thread(target=update)
         thread.start()
         assert has_begun.wait(20)
-        assert wait_until(lambda: sub._turns.is_taken)
+        assert wait_until(lambda: not sub._turns._claims.wait(sub.name, 0.0))
         with pytest.raises(errors.VersionTimeoutError) as raised:
             sub.update(timeout_s=0.2)
         assert (raised.value.missing, raised.value.timeout_s) == ((), 0.2)

@@ -28,8 +28,8 @@ _OFFER, _ANSWER = "shm.segment", "shm.mapped"
 class _Offer(Wire, frozen=True):
     """What rank 0 tells the others."""
 
-    segment: Segment | None = None
-    error: str = ""  # why there is no segment
+    segment: Segment | None
+    error: str  # why there is no segment
 
 
 _OFFERS = Codec[_Offer](_Offer, "offer of a segment")
@@ -74,13 +74,13 @@ def server_segment(
     except OSError as exc:
         text = f"rank 0 can't make {nbytes} bytes of shared memory: {exc}"
         if others:
-            rendezvous.put(f"{_OFFER}.0", _OFFERS.encode(_Offer(error=text)))
+            rendezvous.put(f"{_OFFER}.0", _OFFERS.encode(_Offer(None, text)))
         raise _unavailable(spec, text) from exc
     try:
         memory = memoryview(own.mapped)[HEAD_NBYTES:]
         prepare(memory)
         if others:
-            rendezvous.put(f"{_OFFER}.0", _OFFERS.encode(_Offer(own.segment)))
+            rendezvous.put(f"{_OFFER}.0", _OFFERS.encode(_Offer(own.segment, "")))
             answers = gathered(_ANSWERS, rendezvous, spec, _ANSWER, others, JOIN_TIMEOUT_S)
             if any(answers.values()):
                 raise _unavailable(spec, listed(filter(None, answers.values()), "; "))

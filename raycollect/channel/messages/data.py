@@ -15,8 +15,8 @@ class Fetch(Message, frozen=True, kw_only=True):
     `domain` names those processes whose memory the client can read; the server may then lend its own.
     """
 
-    key: bytes
     domain: str = ""
+    key: bytes
 
 
 class Read(Message, frozen=True, kw_only=True):
@@ -25,9 +25,9 @@ class Read(Message, frozen=True, kw_only=True):
     A box is the place of its tensor, that of its first element there, and its size, each but the first per dimension.
     """
 
-    key: bytes
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
     domain: str = ""
+    key: bytes
 
 
 class Fetched(Message, frozen=True, kw_only=True):
@@ -37,9 +37,9 @@ class Fetched(Message, frozen=True, kw_only=True):
     described there too, and `Copied` is due.
     """
 
-    found: bytes
     more: bool = False
     blob_nbytes: Annotated[int, Meta(ge=0)] = 0
+    found: bytes
 
 
 class Copied(Message, frozen=True, kw_only=True):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from msgspec import field
 
 from raycollect.channel.messages.base import Error, Message
+from raycollect.core.codec import Wire
 
 
 class Welcome(Message, frozen=True, kw_only=True):
     """Whoever connected is taken: the lease is granted; or it is a member of the group, whose id this is."""
 
-    group_id: str = ""
+    group_id: str
 
 
 class Listens(Message, frozen=True, kw_only=True):
@@ -26,8 +27,8 @@ class Refused(Message, frozen=True, kw_only=True):
 class Joined(Message, frozen=True, kw_only=True):
     """Answers `Join`."""
 
-    request: int
     error: Error | None = None
+    request: int
 
 
 class Unable(Message, frozen=True, kw_only=True):
@@ -95,18 +96,38 @@ class Ran(Message, frozen=True, kw_only=True):
     payload: bytes
 
 
-class Surveyed(Message, frozen=True, kw_only=True):
-    """Answers `Survey`: the fields of `StoreStatistics`, then those of `ArenaStatistics`."""
+class StoreStatistics(Wire, frozen=True, kw_only=True):
+    """How many keys hold tensors, how many memory ranges are half-written, and how many keys were freed so far."""
 
-    request: int
     held: int
     dirty: int
     freed: int
-    limit: int
-    in_use: int
-    backed: int
-    blocks: int
+
+
+class ArenaStatistics(Wire, frozen=True, kw_only=True):
+    """What an arena holds at one moment, in bytes except for `blocks`.
+
+    Attributes:
+        limit: The most it may hold; 0 where there is no arena: not needed yet, switched off, or not available.
+        in_use: The bytes of tensors.
+        backed: The bytes with memory: those of tensors, and those kept for the next ones.
+        blocks: How many allocations there are.
+        mapped: Address space for the arenas of other processes, which own the memory.
+    """
+
+    limit: int = 0
+    in_use: int = 0
+    backed: int = 0
+    blocks: int = 0
     mapped: int
+
+
+class Surveyed(Message, frozen=True, kw_only=True):
+    """Answers `Survey`."""
+
+    request: int
+    store: StoreStatistics
+    arena: ArenaStatistics
 
 
 class Seen(Message, frozen=True, kw_only=True):
@@ -117,7 +138,6 @@ class Seen(Message, frozen=True, kw_only=True):
     `sockets.cut_links`.
     """
 
-    request: int
     doing: str
     stack: list[str] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
@@ -127,6 +147,7 @@ class Seen(Message, frozen=True, kw_only=True):
     ended: int = 0
     story: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    request: int
 
 
 class Measured(Message, frozen=True, kw_only=True):

@@ -12,11 +12,11 @@ class Join(Message, frozen=True, kw_only=True):
     `replaces` is the id of the group of this name in whose place it comes, as its members have changed; "": none.
     """
 
-    request: int
     group: GroupSpec
     rank: int
     members: list[Member]
     replaces: str = ""
+    request: int
 
 
 class Leave(Message, frozen=True, kw_only=True):

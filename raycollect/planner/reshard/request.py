@@ -108,12 +108,12 @@ def travelling(src: Layout, dst: Layout) -> str:
 class LocalTensor(Wire, frozen=True, kw_only=True):
     """A tensor that a rank must hold."""
 
-    key: str  # its name in the dict of the rank's tensors; empty: the rank holds this one alone
     shape: Point
     dtype: str
     itemsize: int
     is_whole: bool  # whether its regions cover all of it
     axes: Axes = ()  # see `Layout.axes`
+    key: str  # its name in the dict of the rank's tensors; empty: the rank holds this one alone
 
 
 def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:

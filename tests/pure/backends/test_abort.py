@@ -10,7 +10,7 @@ import pytest
 
 from raycollect.core.model import Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.errors import CollectiveTimeoutError, FaultError, GroupBrokenError, PlanAbortedError
+from raycollect.errors import FaultError, GroupBrokenError, PlanAbortedError
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import (
     KINDS,
@@ -42,24 +42,6 @@ def is_ended(team: ThreadTeam, kind: OpKind, result: object) -> bool:
     if team.backend == "tcp" and kind in ONE_WAY and isinstance(result, list):
         return all(not wrong for wrong, _ in result)
     return isinstance(result, PlanAbortedError)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_an_abort_wakes_whoever_waits_at_the_check(team: ThreadTeam, before: bool) -> None:
-    launch = team.launch()
-    first = team.communicators[0]
-    if before:
-        first.abort(launch.seq)
-    waiting = team.start(0, body_arrive, launch)
-    first.abort(launch.seq)
-    first.abort(launch.seq)
-    assert isinstance(waiting.result(5), PlanAbortedError)
-    check_allreduce(team, ReduceOp.SUM, "int64", 300_001, "plain", True)
-
-
-def test_an_abort_of_another_launch_disturbs_nobody(team: ThreadTeam) -> None:
-    team.communicators[1].abort(team.launch().seq)
-    check_allreduce(team, ReduceOp.SUM, "int64", 7, "plain", True)
 
 
 def test_an_abort_of_a_later_launch_is_remembered(team: ThreadTeam) -> None:
@@ -142,14 +124,6 @@ def test_a_latecomer_finds_that_the_others_have_left(team: ThreadTeam, size: int
     assert isinstance(late, PlanAbortedError)
     assert late.rank in (0, 1)
     check_allreduce(team, ReduceOp.SUM, "int64", 300_001, "plain", True)
-
-
-def test_ranks_that_skip_different_launches_meet_again(team: ThreadTeam) -> None:
-    """Each waits in a launch that another has as a tombstone; nobody waits for the other's debts for ever."""
-    a, b = team.launch(timeout_s=0.1), team.launch(timeout_s=0.1)
-    results = [team.start(0, body_arrive, a), team.start(1, body_arrive, b)]
-    assert all(isinstance(result.result(5), CollectiveTimeoutError | PlanAbortedError) for result in results)
-    check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
 def test_end_without_the_check_lets_the_others_go_at_once(team: ThreadTeam) -> None:

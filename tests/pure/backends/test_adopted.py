@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from raycollect.errors import (
     PlanAbortedError,
     UnsupportedError,
 )
-from tests.pure.backends.adopted_groups import WAIT_S, Threads, table
+from tests.pure.backends.adopted_groups import Threads, table
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import LAYOUTS, check_cases, every_case, run_launch
 from tests.support.values import replace
@@ -65,21 +63,6 @@ def test_one_calls_reduce_op_is_not_the_next_calls_default() -> None:
     assert types.AllReduceOptions().reduceOp is ReduceOp.SUM
     assert Threads.made[0].calls[0].timeout_ms == timedelta(seconds=20)
     team.close()
-
-
-@pytest.mark.parametrize(
-    "cls", [cls for name in types.__all__ if isinstance(cls := getattr(types, name), type) and name.endswith("Options")]
-)
-def test_options_are_fields_of_each_instance(cls: type[Any]) -> None:
-    for field in dataclasses.fields(cls):
-        changed = cls()
-        setattr(changed, field.name, "changed")
-        assert getattr(changed, field.name) == "changed"
-        assert getattr(cls(), field.name) == field.default
-        assert getattr(cls(**{field.name: "given"}), field.name) == "given"
-    assert cls().timeout_ms == types.unset_timeout_ms == timedelta(milliseconds=-1)
-    with pytest.raises(AttributeError):
-        cls().reduce_op = ReduceOp.MAX  # a slip of the pen is no new attribute
 
 
 # ------------------------------------------------------------------------------- registering
@@ -183,44 +166,6 @@ def test_a_constructor_that_fails_is_named() -> None:
         communicator(OnlyAllreduce, colour="red")
 
 
-@pytest.mark.parametrize("error", [None, ConnectionError("a peer is gone")])
-def test_the_group_is_destroyed_once_and_not_under_a_kernel(error: Exception | None) -> None:
-    entered, go = threading.Event(), threading.Event()
-
-    class Slow(Threads):
-        def allreduce(self, tensor: Any, options: Any) -> None:
-            entered.set()
-            assert go.wait(WAIT_S)
-            assert not self.destroyed
-            if error is not None:
-                raise error
-
-    made = communicator(Slow)
-    array = np.arange(2)
-    kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
-    failed: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            made.launch(LAUNCH, kernel)
-        except BaseException as exc:
-            failed.append(exc)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    assert entered.wait(WAIT_S)
-    made.close()
-    assert Threads.made[0].destroyed == 0
-    go.set()
-    thread.join(WAIT_S)
-    assert [exc.__cause__ for exc in failed] == ([] if error is None else [error])
-    assert Threads.made[0].destroyed == 1
-    made.close()
-    assert Threads.made[0].destroyed == 1
-    with pytest.raises(GroupBrokenError, match="closed"):
-        made.launch(LAUNCH, kernel)
-
-
 def test_availability_is_what_the_class_says(monkeypatch: pytest.MonkeyPatch) -> None:
     register_collective_backend("mine", OnlyAllreduce)
     assert backends.is_available("mine")
@@ -265,14 +210,3 @@ def test_backend_names_as_in_ray() -> None:
     register_collective_backend("mine", OnlyAllreduce)
     assert types.Backend.MINE == types.Backend("mine") == "MINE"
     assert types.ReduceOp is ReduceOp
-
-
-def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(name: str) -> Any:
-        if name == "torch":
-            raise ImportError
-        return None
-
-    monkeypatch.setattr(types, "import_module", without)
-    assert not types.torch_available()
-    assert types.cupy_available()

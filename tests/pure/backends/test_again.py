@@ -124,17 +124,6 @@ def test_a_kernel_remembered_for_some_ranks_is_run_by_others(team: MakeTeam, see
             crew.sum(ranks)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_kernel_remembered_by_some_ranks_alone(team: MakeTeam, seed: int, size: int) -> None:
-    """The others come with arrays that they have not had before."""
-    rng, crew = random.Random(seed), Crew(team(3), [np.zeros(size) for _ in range(3)])
-    for _ in range(12):
-        for rank in rng.sample(range(3), rng.randrange(3)):
-            crew.renew(rank, rng.choice((np.zeros, tensors.zeros))(size))
-        crew.sum()
-
-
 # ---------------------------------------------------------------------------------------------- who holds the memory
 
 
@@ -192,23 +181,6 @@ def _refused(*args: object) -> None:
     raise refusal("", "", (violation,))
 
 
-def test_others_hear_that_it_has_left_only_at_the_end(team: MakeTeam) -> None:
-    """And not as it is closed: until then it may work in their memory."""
-    pair = team(2)
-    crew, launch = Crew(pair, [np.zeros(5) for _ in range(2)]), pair.launch(timeout_s=5.0)
-    expected = crew.expected[launch.ranks]
-    assert pair.must(lambda one: one.again(launch, crew.kernels[one.rank], b"as ever", expected)) == [None] * 2
-    closed: Any
-    closed, other = pair.communicators
-    closed.close()
-    meeting = other._parts.meeting  # type: ignore[attr-defined]
-    meeting.check(launch, (0,), float("inf"))
-    closed.end(launch, False)
-    with pytest.raises(PlanAbortedError, match="rank 0 has left"):
-        meeting.check(launch, (0,), float("inf"))
-    other.end(launch, False)
-
-
 @pytest.mark.parametrize("way", ["agree", "again"])
 def test_after_a_refusal_it_goes_to_the_same_check(team: MakeTeam, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """As an `Execution` goes on, in either way. The other, who came the short way, is told what was brought."""
@@ -259,20 +231,6 @@ def test_after_a_check_that_nobody_passes_it_ends_and_comes_again(team: MakeTeam
     assert mapped() == held - 1, "nobody holds it"
 
 
-def test_a_launch_that_raises_still_ends_what_was_entered(team: MakeTeam, monkeypatch: pytest.MonkeyPatch) -> None:
-    (communicator,) = team(1).communicators
-    held, crew = mapped(), Crew(ThreadTeam("shm", 1), [np.zeros(3)])
-    with monkeypatch.context() as patch:
-        patch.setattr(Staged, "fold_again", _refused)
-        with pytest.raises(UnsupportedError):
-            crew.sum()
-    crew.sum()
-    crew.team.close()
-    assert mapped() == held
-    communicator.close()
-    assert mapped() == held - 1
-
-
 # ---------------------------------------------------------------------------------------------- captured steps
 
 
@@ -286,22 +244,3 @@ def test_an_array_that_comes_to_lie_in_shared_memory_is_summed(size: int) -> Non
             one.must()
     finally:
         one.close()
-
-
-def test_a_group_that_goes_as_a_run_goes_on_in_full_lets_go_of_its_memory() -> None:
-    """Something else was brought than the repeat expects; and who then looks the group up finds none."""
-    held, one, late = mapped(), Loop("shm", [np.ones(5) for _ in range(2)]), list[int]()
-
-    def look_up() -> None:
-        if threading.get_ident() in late:
-            raise GroupBrokenError(group_name="team", detail="no more")
-
-    try:
-        one.must()
-        one.odd[1].hooks["again"] = lambda: late.append(threading.get_ident())
-        one.ends.looked_up = look_up
-        one.values[0].resize(7, refcheck=False)
-        assert None not in one.run()
-    finally:
-        one.close()
-    assert mapped() == held

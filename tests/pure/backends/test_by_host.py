@@ -5,7 +5,6 @@ Ranks are threads of one process, and hosts are what their group says.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import pytest
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import run as _tcp_run
-from raycollect.backends.tcp.by_host import Hosts
 from raycollect.backends.tcp.link import Link
 from raycollect.core.model import RANK_ORDER, GroupSpec, OpKind, ReduceOp
 from raycollect.errors import InvalidGroupError
@@ -29,7 +27,6 @@ from tests.pure.conformance import (
     CASE_RULES,
     FOLDING,
     KINDS,
-    PREFIXES,
     SPREADS,
     Case,
     check_cases,
@@ -47,7 +44,6 @@ PLACES = {
     "four": (0, 1, 2, 3, 0, 1),
 }
 CHUNK_NBYTES = 32 << 10
-IN_RANK_ORDER = conformance._folded
 
 
 class HostsTeam(ThreadTeam):
@@ -135,26 +131,11 @@ def test_rank_order_is_kept_on_request(team_of, place):
     check_cases(team, cases)
 
 
-def test_scans_are_in_rank_order_between_hosts_too(team_of, monkeypatch):
-    team = team_of("3 x 2")
-    monkeypatch.setattr(conformance, "_folded", IN_RANK_ORDER)
-    sizes = (7, 40_001)
-    check_cases(team, [Case(kind=kind, dtype="float32", size=s, op=ReduceOp.SUM) for kind in PREFIXES for s in sizes])
-
-
 def test_beside_a_library_only_what_is_not_folded_goes_by_host(team_of):
     """As `meshed` says: reductions are in rank order there."""
     team = team_of("3 x 2", backend="gloo")
     assert team.spec.in_rank_order
     check_cases(team, [Case(kind=kind, dtype="float32", size=40_001, op=ReduceOp.SUM) for kind in FOLDING])
-
-
-def test_bits_depend_on_the_members_only(team_of):
-    """Neither on the chunk in which an element travels nor on the size of the array."""
-    team = team_of("3 x 2")
-    whole = folded(PLACES["3 x 2"], ReduceOp.SUM, "float32", 40_000, 6, 0)
-    assert any(whole != left_fold(ReduceOp.SUM, [operand(rank, "float32", 40_000) for rank in range(6)]))
-    check_cases(team, [Case(kind=OpKind.ALLREDUCE, dtype="float32", size=s, op=ReduceOp.SUM) for s in (100, 40_000)])
 
 
 MINIMUM = {
@@ -196,33 +177,6 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, ho
     told = priced(kind, backend, Topology.of(places)).traffic(given)
     assert sum(sent.values()) == pytest.approx(told[1], rel=0.001), "as the planner tells"
     assert inside == pytest.approx(told[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
-
-
-def test_some_ranks_only():
-    assert Hosts.of((0, 0, 1, 1), (0, 1)) is None, "on one host"
-    assert Hosts.of((0, 0, 1, 1), (1, 3)) is None, "each on its own"
-    found = Hosts.of((0, 0, 1, 1), (1, 2, 3))
-    assert found is not None
-    assert found.groups == ((1,), (2, 3))
-    assert [found.agent(0, rail) for rail in range(found.rails)] == [1, 1]
-
-
-@pytest.mark.parametrize(("size", "step"), [(101, 100), (250, 100), (10_000, 512), (1_000_003, 4096), (40, 3), (9, 1)])
-def test_large_arrays_begin_and_end_with_small_chunks(size, step):
-    spans = list(by_host._eased(size, step))
-    widths = [hi - lo for lo, hi in spans]
-    assert [lo for lo, _ in spans] == [0, *(hi for _, hi in spans[:-1])]
-    assert spans[-1][1] == size
-    assert widths[0] == widths[-1] == max(1, step // by_host.LEAST_PART)
-    assert max(widths) <= step
-    half = len(widths) // 2
-    for growing in (widths[:half], widths[: -half - 1 : -1]):
-        assert all(after <= 2 * before for before, after in itertools.pairwise(growing))
-    assert len(widths) <= -(-size // step) + 2 * by_host.LEAST_PART.bit_length()
-
-
-def test_an_array_of_one_chunk_is_not_cut():
-    assert list(by_host._eased(100, 100)) == [(0, 100)]
 
 
 @pytest.mark.parametrize("value", [True, "yes", None])

@@ -194,11 +194,6 @@ def test_zeros_infinities_and_nans_are_those_of_the_left_fold(team_of: TeamOf, o
             assert not is_bitwise or bits(result[number]) == bits(expected[number])
 
 
-@pytest.mark.parametrize("inplace", [True, False])
-def test_allreduce_of_a_0d_array(team_of: TeamOf, inplace: bool) -> None:
-    check_allreduce(team_of(3), ReduceOp.PRODUCT, "float64", 1, "0-d", inplace)
-
-
 # ------------------------------------------------------------------------------- subsets, several kernels
 
 

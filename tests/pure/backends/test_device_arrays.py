@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, on_gpu, put_on_gpu
+from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, put_on_gpu
 from raycollect.core.model import TENSOR, Address, Structure, TensorInfo, task_key
 from raycollect.pos.handle import Handle
 from tests.fake_cupy import Fake, installed
-from tests.pure.on_gpu import TorchLike
 
 
 @pytest.fixture(params=[0, 1])
@@ -58,13 +57,6 @@ def test_everything_about_where_it_lies_is_as_of_the_same_array_of_numpy(fake: F
     np.testing.assert_array_equal(bits_view(seen).view(here.dtype).get(), here)
 
 
-def test_what_has_no_elements_has_no_address(fake: Fake) -> None:
-    """torch says 0, for which numpy puts an address of its own: of the host's memory."""
-    for seen in (DeviceArray(TorchLike(fake.cupy.zeros(0, "float32"))), DeviceArray(fake.cupy.zeros((2, 0)))):
-        assert seen.address == 0
-        assert cupy_view(seen).data.ptr == 0
-
-
 def test_views_overlap_and_share_their_owner(fake: Fake) -> None:
     whole = fake.cupy.zeros(12, np.float32)
     even, odd, first = (DeviceArray(one) for one in (whole[::2], whole[1::2], whole[:3]))
@@ -72,30 +64,6 @@ def test_views_overlap_and_share_their_owner(fake: Fake) -> None:
     assert arrays.overlap(even, first)
     assert arrays.owner(whole[2:]) is arrays.owner(whole)
     assert arrays.owner(fake.cupy.zeros(12)) is not arrays.owner(whole)
-
-
-def test_a_tensor_is_cut_by_its_library(fake: Fake) -> None:
-    whole = fake.cupy.arange(12).reshape(6, 2)
-    pieces = arrays.split(DeviceArray(whole), 3)
-    assert pieces is not None
-    assert [piece.tensor.get().tolist() for piece in pieces] == np.arange(12).reshape(3, 2, 2).tolist()
-    assert [piece.address - pieces[0].address for piece in pieces] == [0, 32, 64]
-
-
-class Foreign:
-    """An object of another library that lies on a GPU."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-        self.__class__.__cuda_array_interface__ = property(lambda self: self.array.__cuda_array_interface__)  # type: ignore[attr-defined]
-
-
-def test_an_object_of_another_library_is_looked_at_by_cupy(fake: Fake) -> None:
-    array = fake.cupy.arange(7, dtype=np.float64)
-    seen = arrays.view(Foreign(array))
-    assert isinstance(seen, DeviceArray)
-    assert seen.address == array.data.ptr
-    assert arrays.library(Foreign(array)) == "cupy"
 
 
 class ReadOnly:
@@ -137,42 +105,6 @@ def test_memory_that_is_read_only_stays_so(fake: Fake, kind: type[ReadOnly]) -> 
     assert not any(map(arrays.is_writeable, arrays.split(seen, 2) or ()))
     assert arrays.is_writeable(arrays.view(array))
     assert arrays.place(seen) != arrays.place(arrays.view(array))
-
-
-def test_to_show_an_array_reads_none_of_it(fake: Fake) -> None:
-    array = DeviceArray(fake.cupy.ones(3, dtype=np.float32))
-    fake.counts.clear()
-    assert "float32" in repr(array)
-    assert not fake.counts
-
-
-class OnTheHost:
-    """An array of JAX on the CPU: its class has the property, which raises there, and it shows its memory by DLPack."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self._values = values
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        raise AttributeError("__cuda_array_interface__ is only defined for NVidia GPU buffers.")
-
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        return self._values
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._values.__dlpack_device__()
-
-    def __dlpack__(self, **how: Any) -> Any:
-        return self._values.__dlpack__(**how)
-
-
-def test_an_array_of_a_library_for_gpus_on_the_cpu_is_not_copied(fake: Fake) -> None:
-    values = np.arange(5.0)
-    assert on_gpu(OnTheHost(values)) is None
-    seen = arrays.view(OnTheHost(values))
-    assert isinstance(seen, np.ndarray)
-    assert np.shares_memory(seen, values)
-    assert not fake.counts["alloc"]
 
 
 def test_what_says_nothing_of_its_memory_is_no_tensor(fake: Fake) -> None:

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from raycollect.backends.shm import direct, in_place
-from raycollect.backends.shm.directory import GIVES, TAKES, Directory, Places, directory_nbytes
 from raycollect.backends.shm.staged import Staged
-from raycollect.core.model import BufferRef, Kernel, Launch, OpKind, ReduceOp, Segment
+from raycollect.core.model import BufferRef, Kernel, OpKind, ReduceOp, Segment
 from raycollect.core.protocols import Communicator, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
 from raycollect.pos import tensors
 from raycollect.pos.segments import Segments
 from tests.pure.backends.in_place_kernels import body_allreduce, one_of_each, trio
 from tests.pure.communicators import ThreadTeam
-from tests.pure.conformance import Case, check_cases, every_case, run_case, run_launch
+from tests.pure.conformance import Case, check_cases, every_case, run_launch
 from tests.pure.watched import WAIT_S
 from tests.support.values import replace
 
@@ -55,25 +54,6 @@ def test_every_kernel_in_place(world: int, staged: bool) -> None:
     team.close()
 
 
-def body_mixed(communicator: Communicator, launch: Launch, case: Case, rank: int, there: str, here: str) -> str:
-    """One rank has its arrays elsewhere than the others."""
-    if communicator.rank not in launch.ranks:
-        return ""
-    layout = here if communicator.rank == rank else there
-    return run_case(communicator, launch, replace(case, layout=layout), True, True)[0]
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize(("there", "here"), [("shared", "plain"), ("plain", "shared"), ("shared", "every other")])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_arrays_of_one_rank_lie_elsewhere(trio: ThreadTeam, rank: int, there: str, here: str, inplace: bool) -> None:
-    for case in one_of_each():
-        chosen = replace(case, inplace=inplace and case.kind is not OpKind.SEND)
-        launch = trio.launch((1, 2) if case.kind is OpKind.SEND else None)
-        wrong = [text for text in trio.must(body_mixed, launch, chosen, rank, there, here) if text]
-        assert not wrong, f"{case.kind}: {wrong}"
-
-
 @pytest.mark.parametrize("case", one_of_each(), ids=by_name)
 def test_nothing_is_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, case: Case) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -83,22 +63,6 @@ def test_nothing_is_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, ca
     check_cases(trio, [case])
     monkeypatch.setattr(Staged, "stage", lambda self, launch, kernel: self._outgoing(launch, kernel) and refuse())
     check_cases(trio, [case], staged=True)
-
-
-@pytest.mark.parametrize(("kind", "rank"), [(OpKind.SEND, 2), (OpKind.GATHER, 1)])
-def test_a_giver_writes_where_only_the_taker_has_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, kind: OpKind, rank: int
-) -> None:
-    monkeypatch.setattr(Staged, "run", None)
-    (case,) = (case for case in one_of_each() if case.kind is kind)
-    launch = trio.launch((1, 2) if kind is OpKind.SEND else None)
-    assert not any(trio.must(body_mixed, launch, case, rank, "plain", "shared"))
-
-
-def test_small_arrays_are_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam) -> None:
-    """Staging needs one barrier less."""
-    monkeypatch.setattr(direct.Direct, "run", None)
-    check_cases(trio, one_of_each(1000))
 
 
 @pytest.mark.parametrize(
@@ -202,42 +166,3 @@ def test_a_listing_beyond_its_segment_is_refused(monkeypatch: pytest.MonkeyPatch
     assert all(isinstance(result, (KernelError, PlanAbortedError)) or "beyond" in str(result) for result in results)
     assert any("beyond the end" in str(result) for result in results)
     team.close()
-
-
-def test_the_answer_to_a_new_segment_leaves_the_listing_alone() -> None:
-    """Others may be reading it at that moment: a rank that saw no listing would stage where the others do not."""
-    memory = bytearray(directory_nbytes(2))
-    first, second = (Directory(memoryview(memory), rank, 2, Segments.current()) for rank in (0, 1))
-    array = tensors.zeros(10_000)
-    ref = Segments.current().locate(array.ctypes.data, array.nbytes)
-    assert ref is not None
-    for directory in (first, second):
-        directory.write(GIVES | TAKES, Places.of([ref, ref]), (0, 1))
-    before = bytes(memory)
-
-    def meet() -> None:
-        changed = [at for at in range(0, len(memory), 8) if memory[at : at + 8] != before[at : at + 8]]
-        assert len(changed) == 1  # one word, which said nothing before
-        assert not any(before[changed[0] : changed[0] + 8])
-        listings = second.read((0, 1), lambda: None)
-        assert [listing.flags for listing in listings] == [GIVES | TAKES] * 2
-
-    listings = first.read((0, 1), meet)
-    assert [listing.flags for listing in listings] == [GIVES | TAKES] * 2
-
-
-def test_a_segment_counts_as_shown_only_when_it_was_mapped() -> None:
-    """A launch that is refused in the check reads no listing: the next one says once more that the segment is new."""
-    memory = bytearray(directory_nbytes(2))
-    segments = (Segments.current(), Blind())
-    first, second = (Directory(memoryview(memory), rank, 2, segments[rank]) for rank in (0, 1))
-    array = tensors.zeros(10_000)
-    ref = Segments.current().locate(array.ctypes.data, array.nbytes)
-    assert ref is not None
-    for _ in range(2):  # of which nobody reads the first
-        for directory in (first, second):
-            directory.turn = 0
-            directory.write(GIVES | TAKES, Places.of([ref, ref]), (0, 1))
-    met = []
-    flags = [listing.flags for listing in second.read((0, 1), lambda: met.append("barrier"))]
-    assert (met, flags, second.is_open) == (["barrier"], [0, 0], False)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends import loans
 from raycollect.backends.shm import in_place
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
 from raycollect.core.model import OpKind, ReduceOp
@@ -44,27 +43,6 @@ def test_an_array_is_kept_until_nobody_can_write_it_any_more(monkeypatch: pytest
     trio.must(body_allreduce, trio.launch(), arrays)
     gc.collect()
     assert root() is None
-
-
-def test_an_array_that_may_yet_be_written_outlives_its_communicator(
-    monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam
-) -> None:
-    monkeypatch.setattr(loans, "forsaken", kept := {})
-    arrays: list[Any] = [tensors.zeros(100_000) for _ in trio.everyone]
-    stop = Stop(monkeypatch, "_reduce", lambda work: work._rank == 2)
-    launch = trio.launch()
-    futures = [trio.start(rank, body_allreduce, launch, arrays) for rank in trio.everyone]
-    assert stop.reached.wait(WAIT_S)
-    trio.communicators[0].close()
-    futures[0].result(WAIT_S)
-    assert [one is arrays[0] for lent, *_ in kept.values() for one in lent] == [True]
-    trio.communicators[1].abort(launch.seq)
-    assert_aborted(futures[1])
-    stop.go_on.set()
-    assert_aborted(futures[2])
-    assert len(kept) == 1
-    trio.communicators[1].close()  # looks again: all have left that launch
-    assert kept == {}
 
 
 @pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.SCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL])

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect import backends
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
 from raycollect.channel import Server
 from raycollect.core import sockets
-from raycollect.core.model import Address, GroupSpec, task_key
+from raycollect.core.model import Address, task_key
 from raycollect.errors import (
-    BackendUnavailableError,
     CollectiveTimeoutError,
-    HolderUnreachableError,
-    RaycollectError,
     TensorLostError,
 )
 from raycollect.pos import Store
 from raycollect.pos import fetch as fetching
 from tests.pure.backends.tcp_teams import NO_EXCHANGE, spec_of
-from tests.pure.communicators import MemoryRendezvous, Worker
+from tests.pure.communicators import MemoryRendezvous
 from tests.pure.fleet import contain
 
 KEY = task_key(bytes(24), 1)
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker()
-    yield made
-    made.close()
 
 
 # ------------------------------------------------------------------------------- groups
@@ -92,42 +78,6 @@ def test_who_has_no_room_says_so_and_does_not_spin(full: type[Full], monkeypatch
     assert late.missing == (1,)
     assert "no connection can be accepted: [Errno 24] Too many open files" in late.detail
     assert 1 <= full.asked <= 0.4 / _tcp_join._RETRY_S + 2
-
-
-def body_few(process_group: Any, spec: GroupSpec, free: int) -> Any:
-    """Joins with so few descriptors, without anybody else."""
-    _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = [int(one.name) for one in Path("/proc/self/fd").iterdir()]
-    most = max(used) + 1
-    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(most - len(used) + 1)]  # no gaps
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, *held) + 1 + free, hard))
-    try:
-        backends.load(spec.backend)(spec, 0, process_group.line, process_group.line)
-        return None
-    except RaycollectError as exc:
-        return exc
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for one in held:
-            os.close(one)
-
-
-@pytest.mark.parametrize(
-    ("backend", "needed"), [("tcp", 12), ("gloo", 20), pytest.param("torch:gloo", 20, marks=pytest.mark.full)]
-)
-def test_who_has_too_few_descriptors_says_how_many_and_lives(worker: Worker, backend: str, needed: int) -> None:
-    """gloo would end the process where one of its threads is refused one."""
-    if not backends.is_available(backend):
-        pytest.skip(f"no {backend} is installed")
-    spec = GroupSpec(name="g", group_id="few", backend=backend, world_size=4)
-    nobody = {"put": lambda name, value: None}
-    error = worker.call((("few", 0), body_few, (spec, 4)), nobody)
-    assert isinstance(error, BackendUnavailableError), error
-    said = (
-        rf"rank 0 can't join a group of 4: \d of its \d+ file descriptors are free, and {needed} are needed.*ulimit -n"
-    )
-    assert re.search(said, str(error)), error
-    assert worker.process.is_alive()
 
 
 # ------------------------------------------------------------------------------- values
@@ -187,29 +137,6 @@ def test_who_can_not_connect_for_a_moment_asks_again(
     asked = refusing(monkeypatch, 2, number)
     np.testing.assert_array_equal(get(holder.server.address, 20), np.arange(3.0))
     assert asked == [3]
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EHOSTUNREACH])
-def test_a_value_that_is_out_of_reach_is_not_lost(holder: Holder, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(fetching, "FULL_S", 0.2)
-    refusing(monkeypatch, 1 << 30, number)
-    with pytest.raises(HolderUnreachableError, match=re.escape(os.strerror(number))) as caught:
-        get(holder.server.address, 60 if number == errno.EMFILE else 0.2)
-    error = caught.value
-    assert (error.op, error.actor, error.ref) == ("get", "Worker(3f2a91)", KEY.hex())
-    assert error.peer == f"127.0.0.1:{holder.server.address.port}"
-    monkeypatch.setattr(fetching, "FREE_S", 0.2)
-    with pytest.raises(HolderUnreachableError, match="free"):
-        fetching.free(holder.server.address, [KEY], actor="Worker(3f2a91)")
-
-
-def test_a_holder_that_does_not_answer_is_out_of_reach() -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        address = Address(host="127.0.0.1", port=silent.getsockname()[1], secret=bytes(range(32)))
-        with pytest.raises(HolderUnreachableError):
-            get(address, 0.2)
 
 
 def test_where_nobody_listens_any_more_the_value_is_lost(holder: Holder) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -203,15 +202,6 @@ def test_the_library_comes_without_what_is_packaged_with_it() -> None:
     code = "import sys; from raycollect.backends.gloo.library import gloo\n"
     said = "print(hasattr(gloo, 'rendezvous'), {'xoscar', 'pandas', 'tblib'} & {*sys.modules})"
     assert in_a_process(code + said) == "True set()"
-
-
-@pytest.mark.skipif(find_spec("xoscar") is None, reason="xoscar is not installed")
-@pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_who_imports_xoscar_gets_the_same_library(first: str) -> None:
-    ours = "import sys; sys.modules['pygloo'] = None; from raycollect.backends.gloo.library import gloo\n"
-    theirs = "import xoscar.collective; from xoscar.collective import xoscar_pygloo as fork\n"
-    code = ours + theirs if first == "ours" else theirs + ours
-    assert in_a_process(f"{code}print(gloo.rendezvous.Context is fork.rendezvous.Context)") == "True"
 
 
 def test_it_takes_no_options() -> None:

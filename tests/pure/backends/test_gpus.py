@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -70,15 +69,6 @@ def test_what_auto_picks(
 # ---------------------------------------------------------------------------------------------- what there is
 
 
-def test_a_gpu_tells_its_place_and_what_may_be_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with installed(3, nccl_version=23000) as fake, fake.cupy.cuda.Device(2):
-        monkeypatch.delenv(gpus.SHARING, raising=False)
-        assert gpus.here() == gpu("0000:12:00.0", 23000)
-        monkeypatch.setenv(gpus.SHARING, "0")
-        assert gpus.here(given=True) == gpu("0000:12:00.0", 23000, may_share=False)
-        assert gpus.here(given=False) is None
-
-
 def test_parts_of_one_gpu_by_mig_are_not_the_same_gpu() -> None:
     """They have its PCI bus id in common."""
     with installed(2) as fake:
@@ -139,10 +129,6 @@ def test_a_device_that_fails_is_none(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert "cudaErrorInvalidValue" in caplog.text
 
 
-def test_it_travels_as_plain_values() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(A), type=Gpu) == A
-
-
 # ---------------------------------------------------------------------------------------------- groups of members
 
 
@@ -170,9 +156,3 @@ def test_members_of_which_one_has_none_meet_elsewhere(ranks: Ranks, monkeypatch:
     monkeypatch.setattr(gpus, "here", lambda given: next(found))
     name = ranks.group(2, "auto")
     assert ranks.must(2, lambda rank: init.get_group_handle(name).backend) == ["shm"] * 2
-
-
-def test_a_member_alone_needs_no_gpu(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(gpus, "here", lambda given: pytest.fail("nobody need ask"))
-    name = ranks.group(1, "auto")
-    assert ranks.must(1, lambda rank: init.get_group_handle(name).backend) == ["local"]

@@ -67,16 +67,6 @@ def test_the_last_one_out_releases_it_once(seed: int) -> None:
     assert released == [held]
 
 
-def test_a_user_that_fails_releases_it_too() -> None:
-    released = list[object]()
-    use = InUse("held", released.append, "g")
-    with pytest.raises(ZeroDivisionError), use:
-        use.close()
-        assert released == []
-        raise ZeroDivisionError
-    assert released == ["held"]
-
-
 # ---------------------------------------------------------------------------------------------- in a kernel
 
 

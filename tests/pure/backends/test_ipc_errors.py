@@ -26,7 +26,7 @@ from raycollect.errors import (
 )
 from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, patient, sums
-from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
+from tests.pure.on_gpu import Caller, gpus, pending, read_elsewhere
 from tests.pure.on_one_gpu import OLD, SharingTeam, sharing
 from tests.support.waiting import wait_until
 
@@ -112,25 +112,6 @@ def test_a_rank_that_does_not_come_to_the_kernel(three: tuple[Fake, SharingTeam]
     check_works(team)
 
 
-def test_a_stream_that_stands_still(three: tuple[Fake, SharingTeam], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadline on its own GPU; the others hear that it has left."""
-    monkeypatch.setattr(ipc_group, "_DRAIN_S", 0.05)
-    fake, team = three
-    stuck = stream_of(team, 1)
-    fake.hold(stuck)
-    launch = team.launch(timeout_s=0.3)
-    results = team.run(body_sum, launch)
-    assert isinstance(results[1], CollectiveTimeoutError)
-    assert "did not end on the GPU of rank 1 within 0.3 s" in str(results[1])
-    for rank in (0, 2):
-        assert isinstance(results[rank], CollectiveTimeoutError | PlanAbortedError)
-    with pytest.raises(GroupBrokenError, match=r"allreduce of launch .* failed in mid-kernel"):
-        team.communicators[1].agree(team.launch(), b"")
-    assert team.of(1)._loans.lent, "its GPU may still use that memory"
-    fake.release(stuck)
-    assert wait_until(lambda: not fake.pending(stuck))
-
-
 # ------------------------------------------------------------------------------- aborts
 
 
@@ -181,32 +162,6 @@ def held_behind_the_listing(fake: Fake, team: SharingTeam, slow: int) -> threadi
     for rank in team.everyone:
         team.of(rank)._listed = stopping(team.of(rank))  # type: ignore[method-assign]
     return stopped
-
-
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_nobody_returns_while_another_rank_still_works(three: tuple[Fake, SharingTeam], slow: int) -> None:
-    """What is written right behind the collective must not reach it, and what is freed is not read any more."""
-    fake, team = three
-    launch, listed = team.launch(timeout_s=WAIT_S), held_behind_the_listing(fake, team, slow)
-
-    def body(communicator: IpcCommunicator, launch: Launch) -> list[int]:
-        caller = Caller()
-        array, into = pending(np.full(5000, communicator.rank + 1)), pending(np.zeros(5000, np.int64))
-        communicator.agree(launch, b"")
-        communicator.launch(launch, sums(array, into))
-        communicator.end(launch, True)
-        cupy_of(array).fill(-100)
-        del array
-        return sorted(set(read_elsewhere(into, caller.other).tolist()))
-
-    running = [team.start(rank, body, launch) for rank in team.everyone]
-    assert listed.wait(WAIT_S)
-    assert wait_until(lambda: fake.pending(stream_of(team, slow)) > 0)
-    for rank in set(team.everyone) - {slow}:
-        assert wait_until(lambda rank=rank: not fake.pending(stream_of(team, rank)))
-    assert not any(one.done() for one in running)
-    fake.release(stream_of(team, slow))
-    assert [one.result(WAIT_S) for one in running] == [[6]] * 3
 
 
 def test_what_was_shown_is_kept_until_the_others_have_left(three: tuple[Fake, SharingTeam]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.device_arrays import DeviceArray
-from raycollect.backends.nccl import ipc_driver, ipc_memory
-from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
+from raycollect.backends.nccl import ipc_driver
+from raycollect.backends.nccl.ipc_memory import Exports, Listing, Shown
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from tests.fake_cupy import Fake
@@ -37,41 +36,6 @@ def shown(fake: Fake, array: Any, process: int = 1) -> Listing:
         return Exports(0).listing([Shown(((array.data.ptr, array.nbytes),), ())])
 
 
-def made_by(fake: Fake, values: Any, process: int = 1) -> Any:
-    with fake.as_process(process):
-        made = fake.cupy.asarray(values)
-        fake.cupy.cuda.get_current_stream().synchronize()
-        return made
-
-
-# ------------------------------------------------------------------------------- listings
-
-
-def test_an_array_is_told_by_its_place_in_its_allocation(fake: Fake) -> None:
-    whole = made_by(fake, np.arange(100, dtype=np.int32))
-    listing = shown(fake, whole[25:35])
-    assert [base for base, _ in listing.allocations] == [whole.data.ptr]
-    assert listing.kernels == ((((0, 100, 40),), ()),)
-    with fake.as_process(2):
-        imports = Imports()
-        ((found,),) = imports.shown([listing])
-        ((address, nbytes),) = found.gives
-        assert address != whole.data.ptr + 100
-        memory = fake.cupy.cuda.UnownedMemory(address, nbytes, None, 0)
-        seen = fake.cupy.ndarray((10,), np.int32, fake.cupy.cuda.MemoryPointer(memory, 0))
-        assert seen[2:].get().tolist() == list(range(27, 35))
-        imports.close()
-
-
-def test_arrays_of_one_allocation_have_one_handle(fake: Fake) -> None:
-    whole = made_by(fake, np.arange(100, dtype=np.int32))
-    with fake.as_process(1):
-        spans = tuple((whole[at:].data.ptr, 4) for at in range(10))
-        listing = Exports(0).listing([Shown(spans, spans[:3])])
-    assert len(listing.allocations) == 1
-    assert fake.counts["ipcGetMemHandle"] < 4
-
-
 # ------------------------------------------------------------------------------- what is opened
 
 
@@ -93,36 +57,6 @@ def test_what_a_rank_has_opened_is_closed_before_the_others_go_on(pair: tuple[Fa
     assert team.must(body, [team.launch() for _ in range(6)]) == [[0] * 6] * 2
     assert fake.counts["ipcOpenMemHandle"] - before == 12
     assert not fake.violations
-
-
-def test_kernels_that_run_together_open_an_allocation_once(pair: tuple[Fake, SharingTeam]) -> None:
-    fake, team = pair
-
-    def body(communicator: Any, launch: Launch) -> int:
-        whole = cupy_of(pending(np.ones(100)))
-        kernels = [sums(DeviceArray(whole[at::10][:1])) for at in range(10)]
-        done: int = communicator.launch_together(launch, kernels)
-        communicator.end(launch, True)
-        return done
-
-    before = fake.counts["ipcOpenMemHandle"]
-    assert team.must(body, team.launch()) == [10, 10]
-    assert fake.counts["ipcOpenMemHandle"] - before == 2
-
-
-def test_what_two_ranks_of_a_process_show_is_open_until_both_are_done_with(fake: Fake) -> None:
-    whole = made_by(fake, np.arange(100))
-    listings = [shown(fake, whole[:50]), shown(fake, whole[50:])]
-    with fake.as_process(2):
-        first, second = Imports(), Imports()
-        ((one,), (other,)) = first.shown(listings)
-        assert other.gives[0][0] - one.gives[0][0] == 400
-        assert second.shown(listings[:1]) == [(one,)]
-        assert fake.opened == 3
-        first.close()
-        assert fake.opened == 1
-        second.close()
-    assert fake.opened == 0
 
 
 # ------------------------------------------------------------------------------- what can't be shown
@@ -163,19 +97,3 @@ def test_where_the_driver_can_not_be_asked_all_is_copied(
 
     assert team.must(body, team.launch()) == [[3]] * 2
     assert not fake.opened
-
-
-def test_rooms_are_used_again(fake: Fake) -> None:
-    exports = Exports(0)
-    for _ in range(4):
-        exports.restart()
-        found = [exports.room(nbytes) for nbytes in (3, 1 << 20, 1 << 20, 5 << 20, 100)]
-        assert len(set(found)) == 5
-        assert not any(address % 512 for address in found)
-    assert fake.counts["alloc"] <= 3
-    assert fake.allocated() % ipc_memory.ROOM_NBYTES == 0
-    exports.forsake_rooms()
-    assert not fake.allocated()
-
-
-# ------------------------------------------------------------------------------- the driver

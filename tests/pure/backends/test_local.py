@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.errors import PlanAbortedError
 from tests.pure.communicators import ThreadTeam
 
 LAUNCH = Launch(seq=1, ranks=(0,), timeout_s=5.0)
@@ -33,11 +33,3 @@ def test_an_aborted_launch_runs_nothing_and_the_next_one_works() -> None:
     only.launch(second, kernel)
     only.end(second, True)
     assert dst.all()
-
-
-def test_a_closed_communicator_refuses() -> None:
-    (only,) = team().communicators
-    only.close()
-    only.close()
-    with pytest.raises(GroupBrokenError, match="closed"):
-        only.agree(LAUNCH, b"")

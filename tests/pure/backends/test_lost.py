@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.tcp import link as _tcp_link
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator, Surviving
 from raycollect.errors import PlanAbortedError
@@ -119,22 +118,3 @@ def test_those_who_have_nothing_to_do_with_the_dead_go_on(team: ThreadTeam) -> N
         again = [team.start(rank, body, launch, kernels[rank], go) for rank in LIVING]
         assert [one.result(WAIT_S) for one in again] == [None, None]
         assert all((array == 3).all() for array in arrays)
-
-
-def test_what_is_still_under_way_from_a_dead_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub may hear of a death before what the process had sent has come; where the host died it never comes."""
-    monkeypatch.setattr(_tcp_link, "LOST_S", WAIT_S)
-    team = ThreadTeam("tcp", 3)
-    arrays = [np.full(1000, rank, np.float64) for rank in team.everyone]
-    launch, now, late = team.launch(), threading.Event(), threading.Event()
-    now.set()
-    kernels = [kernel_of(OpKind.BROADCAST, array) for array in arrays]
-    waiting = [team.start(rank, body, launch, kernels[rank], now) for rank in LIVING]
-    root = team.start(DEAD, body, launch, kernels[DEAD], late)
-    for rank in LIVING:
-        team.communicators[rank].lost(DEAD)  # type: ignore[attr-defined]
-    late.set()
-    assert root.result(WAIT_S) is None
-    assert [one.result(WAIT_S) for one in waiting] == [None, None]
-    assert all((arrays[rank] == DEAD).all() for rank in LIVING)
-    team.close()

@@ -6,20 +6,17 @@ memory of others is reached where it was opened, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import cycle, product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect.backends.nccl import ipc_group, ops
+from raycollect.backends.nccl import ops
 from raycollect.backends.nccl import run as _nccl_run
 from raycollect.backends.nccl.fold_kernels import AT_ONCE
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from tests.pure.backends.streams import sums
 from tests.pure.conformance import (
     CASE_RULES,
     DTYPES,
@@ -39,17 +36,12 @@ from tests.pure.on_gpu import (
     Caller,
     GpuCase,
     check,
-    cupy_of,
     pending,
     read_elsewhere,
-    sends,
     team_on_gpus,
 )
 from tests.pure.on_one_gpu import sharing
-from tests.pure.operands import left_fold, operand
 from tests.support.values import replace
-
-TeamOf = Callable[..., AbstractContextManager[tuple[Any, Any]]]
 
 PARAMETERS = {
     "kind": KINDS,
@@ -67,9 +59,6 @@ PARAMETERS = {
 }
 RULES = CASE_RULES | {("layout", "library"): lambda layout, library: layout != "reversed" or library != "torch"}
 SELECTED = pairwise(PARAMETERS, RULES)
-
-each_way = pytest.mark.parametrize("team_of", [team_on_gpus, sharing])
-"""With a GPU for each rank, and with one for all."""
 
 
 def case_of(chosen: dict[str, Any]) -> GpuCase:
@@ -104,11 +93,6 @@ def test_every_two_values_meet(world: int, seed: int) -> None:
 def test_every_two_values_meet_on_a_gpu_that_ranks_share(world: int) -> None:
     with sharing(world, seed=world) as (_, team):
         check(team, [case_of(chosen) for chosen in SELECTED if chosen["world"] == world])
-
-
-def test_the_selection_has_every_reduction_of_every_dtype() -> None:
-    tested = {(chosen["op"], chosen["dtype"]) for chosen in SELECTED if chosen["op"] is not None}
-    assert tested == {(op, dtype) for op, dtype in product(ReduceOp, DTYPES) if allowed(op, dtype)}
 
 
 # ------------------------------------------------------------------------------- bits
@@ -164,91 +148,6 @@ def test_folds_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch
         team.must(body, [team.launch() for _ in kinds])
 
 
-@pytest.mark.parametrize("world", [2, 3, 5, 8])
-def test_all_ranks_have_the_same_bits(world: int) -> None:
-    """Not those of the left fold: NCCL's order is its own."""
-    dtypes = ("float16", "float32", "float64", "complex64", "bfloat16")
-    cases = [
-        GpuCase(case=Case(kind=OpKind.ALLREDUCE, op=op, dtype=dtype, size=size, seed=world))
-        for dtype, op, size in product(dtypes, (ReduceOp.SUM, ReduceOp.AVG), (1, 255, 30_001))
-    ]
-    with team_on_gpus(world) as (_, team):
-        check(team, cases)
-
-
-@each_way
-@pytest.mark.parametrize("inplace", [True, False])
-def test_arrays_without_dimensions(team_of: TeamOf, inplace: bool) -> None:
-    cases = [
-        GpuCase(case=Case(kind=kind, op=op, dtype=dtype, size=1, layout="0-d", inplace=inplace), library=library)
-        for dtype, library, (kind, op) in product(
-            ("float64", "int16"),
-            LIBRARIES,
-            ((OpKind.ALLREDUCE, ReduceOp.PRODUCT), (OpKind.REDUCE, ReduceOp.MAX), (OpKind.BROADCAST, None)),
-        )
-    ]
-    with team_of(3) as (_, team):
-        check(team, cases)
-
-
-@each_way
-@pytest.mark.parametrize("how", LAYOUTS)
-def test_a_million_elements(team_of: TeamOf, how: str) -> None:
-    cases = [
-        Case(kind=OpKind.ALLREDUCE, op=ReduceOp.SUM, dtype="float32", size=1_000_001, layout=how),
-        Case(kind=OpKind.ALLGATHER, dtype="uint8", size=1_000_001, layout=how, spread="uneven", inplace=True),
-    ]
-    with team_of(2) as (_, team):
-        check(team, [GpuCase(case=case) for case in cases])
-
-
-# ------------------------------------------------------------------------------- sends
-
-
-@each_way
-@pytest.mark.parametrize("seed", range(3))
-def test_everyone_sends_to_everyone(team_of: TeamOf, seed: int) -> None:
-    with team_of(3, seed=seed) as (_, team):
-        check(team, sends(3))
-
-
-# ------------------------------------------------------------------------------- several agreements and kernels
-
-
-def body_several(communicator: Communicator, launch: Launch) -> list[np.ndarray]:
-    """Two agreements and several kernels in one launch, each of which uses what the one before has made."""
-    rank, world, caller = communicator.rank, communicator.world_size, Caller()
-    with caller["non-blocking"]:
-        array = pending(operand(rank, "int32", 500, 1), "column")
-        rows = tuple(pending(np.full(500, -1, np.int32), "reversed") for _ in range(world))
-        ok = False
-        try:
-            communicator.agree(launch, b"a" * (rank + 1))
-            learned = communicator.agree(launch, b"b" * (rank + 1))
-            assert [bytes(arrival) for arrival in learned] == [b"b" * (of + 1) for of in launch.ranks]
-            total = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
-            communicator.launch(launch, total).wait(5)
-            cupy_of(array)[...] += rank
-            communicator.launch(launch, Kernel(kind=OpKind.BARRIER)).wait(5)
-            communicator.launch(launch, Kernel(kind=OpKind.ALLGATHER, src=array, dst=rows, most=500)).wait(5)
-            communicator.launch(launch, Kernel(kind=OpKind.ALLTOALL, src=rows, dst=rows, most=500)).wait(5)
-            ok = True
-        finally:
-            communicator.end(launch, ok)
-    return [read_elsewhere(row, caller.other) for row in rows]
-
-
-@each_way
-@pytest.mark.parametrize("seed", range(3))
-def test_several_agreements_and_kernels_in_one_launch(team_of: TeamOf, seed: int) -> None:
-    with team_of(3, seed=seed) as (_, team):
-        expected = left_fold(ReduceOp.SUM, [operand(rank, "int32", 500, 1) for rank in range(3)])
-        for _ in range(3):
-            for rank, rows in enumerate(team.must(body_several, team.launch())):
-                for row in rows:
-                    np.testing.assert_array_equal(row, expected + np.int32(rank))
-
-
 # ------------------------------------------------------------------------------- on a GPU that ranks share
 
 
@@ -297,27 +196,6 @@ def test_a_nan_wins() -> None:
         for results in team.must(body, [team.launch(), team.launch()]):
             for found in results:
                 np.testing.assert_array_equal(found, expected)
-
-
-def body_together(communicator: Any, launch: Launch, count: int) -> tuple[list[int], list[np.ndarray]]:
-    """Sums that share their meetings; how many at a time, and the results."""
-    caller = Caller()
-    with caller["non-blocking"]:
-        arrays = [pending(np.arange(at, dtype=np.int64) + communicator.rank) for at in range(count)]
-        kernels, done = [sums(one) for one in arrays], []
-        while sum(done) < count:
-            done.append(communicator.launch_together(launch, kernels[sum(done) :]))
-        communicator.end(launch, True)
-    return done, [read_elsewhere(one, caller.other) for one in arrays]
-
-
-def test_kernels_that_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc_group, "TOGETHER", 7)
-    with sharing(3) as (_, team):
-        for done, results in team.must(body_together, team.launch(), 10):
-            assert done == [7, 3]
-            for at, found in enumerate(results):
-                np.testing.assert_array_equal(found, 3 * np.arange(at) + 3)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from raycollect.backends.nccl import communicator as nccl
-from raycollect.backends.nccl import run as _nccl_run
 from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator
@@ -153,18 +152,6 @@ def test_an_abort_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, Gpu
     check_broken(fake, team, team.everyone, f"launch {launch.seq}")
 
 
-def test_an_abort_as_a_rank_begins_to_enqueue(
-    blocked: tuple[Fake, GpuTeam, Blocking], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between its look for aborts and its call."""
-    _, team, nccl_ = blocked
-    launch, communicator = team.launch(), team.communicators[0]
-    monkeypatch.setattr(communicator, "stage", lambda launch, _: communicator.abort(launch.seq))
-    with pytest.raises(PlanAbortedError), team.device_of(0):
-        communicator.launch(launch, sums(pending(np.ones(3))))
-    assert not nccl_.entered.is_set()
-
-
 def test_a_deadline_while_a_rank_blocks_in_a_call_of_nccl(
     blocked: tuple[Fake, GpuTeam, Blocking], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,54 +230,6 @@ def test_no_memory_for_a_copy(three: tuple[Fake, GpuTeam]) -> None:
     for rank in (0, 2):
         team.communicators[rank].abort(launch.seq)
         assert isinstance(running[rank].result(WAIT_S), PlanAbortedError)
-
-
-def test_what_was_enqueued_before_a_failure_is_waited_for_too(
-    three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else its memory would go while the GPU uses it."""
-    monkeypatch.setattr(_nccl_run, "FOLD_NBYTES", 60)
-    monkeypatch.setattr(nccl, "_DRAIN_S", 0.02)
-    fake, team = three
-    communicator: Any = team.communicators[0]
-    real, calls = communicator._nccl.allGather, []
-
-    def once(*arguments: int) -> None:
-        calls.append(arguments)
-        if len(calls) > 1:
-            raise fake.cupy.cuda.nccl.NcclError(1)
-        real(*arguments)
-
-    monkeypatch.setattr(communicator._nccl, "allGather", once)
-    with team.device_of(0):
-        src = pending(np.ones(50, np.int16), "column")
-        fake.hold(stream_of(communicator))
-        with pytest.raises(KernelError, match="UNHANDLED_CUDA_ERROR"):
-            communicator.launch(team.launch(), sums(src))
-        assert len(calls) == 2
-        assert communicator._kept is not None
-        fake.release(stream_of(communicator))
-        assert wait_until(lambda: not fake.pending(stream_of(communicator)))
-
-
-# ------------------------------------------------------------------------------- who leaves
-
-
-def test_closing_while_a_rank_waits(three: tuple[Fake, GpuTeam]) -> None:
-    fake, team = three
-    launch = team.launch(timeout_s=WAIT_S)
-
-    def body(communicator: Communicator, launch: Launch) -> None:
-        communicator.launch(launch, sums(pending(np.ones(3)))).wait(WAIT_S)
-
-    waits = is_waiting(fake, team.communicators[0])
-    running = team.start(0, body, launch)
-    assert wait_until(waits)
-    team.communicators[0].close()
-    found = running.result(WAIT_S)
-    assert isinstance(found, GroupBrokenError)
-    assert "the communicator was closed" in str(found)
-    check_broken(fake, team, (0,), "the communicator was closed")
 
 
 # ------------------------------------------------------------------------------- how it is closed

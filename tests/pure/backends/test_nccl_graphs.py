@@ -13,10 +13,10 @@ import pytest
 
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import graphs as _nccl_again
-from raycollect.backends.nccl.graphs import GraphCounts, Way, Word, parted, way_of
+from raycollect.backends.nccl.graphs import GraphCounts
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.engine.fast_path import FastPath
-from raycollect.errors import GroupBrokenError, InvalidGroupError, KernelError, PlanAbortedError
+from raycollect.errors import GroupBrokenError, KernelError, PlanAbortedError
 from tests.fake_cupy import installed
 from tests.gpu.again import body_again
 from tests.pure.backends.graph_crews import RUNS, Crew, MakeCrew, crew
@@ -27,28 +27,6 @@ from tests.pure.teams import Script, Team, pinned
 from tests.support.waiting import wait_until
 
 __all__ = ["crew"]  # a fixture
-
-
-# ---------------------------------------------------------------------------------------------- words
-
-
-def test_all_ranks_find_the_same_way() -> None:
-    no, could, has = Word(expected=7), Word(state=1, expected=7), Word(state=2, expected=7, recorded=5)
-    other, late = Word(state=2, expected=8, recorded=5), Word(state=2, expected=7, recorded=6)
-    found = {
-        Way.PLAIN: ([no], [no, has], [could, no], [has, other], [Word(), has]),
-        Way.RECORD: ([could], [could, has], [has, late]),
-        Way.GRAPH: ([has], [has, has]),
-    }
-    for way, cases in found.items():
-        for words in cases:
-            assert way_of(words) is way_of(words[::-1]) is way, words
-
-
-@pytest.mark.parametrize("arrival", [b"", b"x", bytes(range(256))])
-def test_a_word_travels_behind_the_arrival(arrival: bytes) -> None:
-    word = Word(state=2, expected=2**32 - 1, recorded=2**63)
-    assert parted(arrival + word.pack()) == (arrival, word)
 
 
 # ---------------------------------------------------------------------------------------------- results
@@ -195,11 +173,6 @@ def test_graphs_can_be_switched_off() -> None:
             assert one.graphs == [GraphCounts()] * 2
         finally:
             team.close()
-
-
-def test_the_option_is_yes_or_no() -> None:
-    with gpus(1), pytest.raises(InvalidGroupError, match="'graphs' is True or False, and got 1"):
-        GpuTeam(1, graphs=1)
 
 
 # ---------------------------------------------------------------------------------------------- failures

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import group as _nccl_group
 from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.backends.nccl.group import SHARING
-from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine.device_staging import transfer
@@ -168,22 +166,6 @@ def test_more_than_two_ranks_on_one_of_several_gpus_are_refused() -> None:
         assert not fake.counts["nccl.communicators"]
 
 
-def test_a_group_makes_no_context_on_another_gpu_than_its_own() -> None:
-    """A thread that never chose a GPU has 0 as its current one, where it need not have a context."""
-    with gpus(3) as fake:
-
-        def call() -> None:
-            communicator = create(0, 1, device=2)
-            run_launch(communicator, Launch(seq=1, ranks=(0,), timeout_s=WAIT_S), Kernel(kind=OpKind.BARRIER))
-            communicator.close()
-            done.set()
-
-        done = threading.Event()
-        threads.start("raycollect-call-test", call)
-        assert done.wait(WAIT_S)
-        assert fake.contexts == {2}
-
-
 @pytest.mark.parametrize("theirs", [22802, 22703])
 def test_members_with_different_releases_are_refused(theirs: int) -> None:
     """NCCL compares the last digit as well."""
@@ -198,17 +180,6 @@ def test_members_with_different_releases_are_refused(theirs: int) -> None:
 
 
 # ------------------------------------------------------------------------------- who does not come
-
-
-def test_rank_0_that_never_tells_the_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.05)
-    with gpus(2):
-        rendezvous = MemoryRendezvous()
-        place = _nccl_group._Place(gpu="127.0.0.1/0000:11:00.0", version=22803, may_share=True, capability=90)
-        rendezvous.put("nccl.place.0", _nccl_group._PLACES.encode(place))
-        with pytest.raises(CollectiveTimeoutError, match=r"'nccl': ranks \[0\] did not come") as caught:
-            create(1, 2, rendezvous)
-    assert (caught.value.missing, caught.value.group_name) == ((0,), "team")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,17 +15,14 @@ import numpy as np
 import pytest
 
 from raycollect.backends import streams
-from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import Communicator
-from raycollect.engine.device_staging import transfer
 from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, info, stream_of, sums
 from tests.pure.conformance import bits, run_launch
-from tests.pure.on_gpu import STREAMS, Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
+from tests.pure.on_gpu import STREAMS, Caller, cupy_of, pending, read_elsewhere, team_on_gpus
 from tests.pure.operands import left_fold, operand
-from tests.support.waiting import wait_until
 
 # ------------------------------------------------------------------------------- before
 
@@ -102,95 +99,6 @@ def test_a_thread_that_calls_for_another_follows_its_mark_and_not_its_own_stream
 
         for found in team.must(body, team.launch()):
             assert found.tolist() == [3] * 9
-
-
-def test_what_a_method_leaves_on_its_stream_comes_before_whoever_uses_its_tensors_next() -> None:
-    with team_on_gpus(2) as (fake, team), ThreadPoolExecutor(2) as others:
-        launched = threading.Barrier(2)
-
-        def body(communicator: Communicator, launch: Launch) -> np.ndarray:
-            caller = Caller()
-            mine = caller["non-blocking"]
-            with mine:
-                src = pending(np.zeros(9, np.int32))
-                fake.hold(mine)
-                written = cupy_of(src)
-                written += communicator.rank + 1
-                streams.settle(info(src))
-
-            def method() -> Any:
-                with team.device_of(communicator.rank):
-                    return communicator.launch(launch, sums(src))
-
-            under_way = others.submit(method).result(WAIT_S)
-            launched.wait(WAIT_S)
-            fake.drain()
-            assert fake.pending(stream_of(communicator))
-            launched.wait(WAIT_S)
-            fake.release(mine)
-            under_way.wait(WAIT_S)
-            return read_elsewhere(src, caller.other)
-
-        for found in team.must(body, team.launch()):
-            assert found.tolist() == [3] * 9
-
-
-# ------------------------------------------------------------------------------- beside
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_two_groups_on_the_same_gpus_at_once(seed: int) -> None:
-    """In both directions at once, and in another order on each rank."""
-    with gpus(2, seed=seed) as fake:
-        teams = [GpuTeam(2), GpuTeam(2)]
-
-        def body(communicator: Communicator, launch: Launch, sender: int) -> np.ndarray:
-            caller = Caller()
-            with caller["non-blocking"]:
-                array = pending(np.full(1000, communicator.rank + 10 * sender + 1))
-            kind = OpKind.SEND if communicator.rank == sender else OpKind.RECV
-            sides = {"src": array} if kind is OpKind.SEND else {"dst": array}
-            with caller["non-blocking"]:
-                run_launch(communicator, launch, Kernel(kind=kind, peer=1 - communicator.rank, **sides))
-            return read_elsewhere(array, caller.other)
-
-        for _ in range(3):
-            started = [
-                (sender, team.start(rank, body, launch, sender))
-                for sender, team in enumerate(teams)
-                for launch in [team.launch()]
-                for rank in ((0, 1) if sender else (1, 0))
-            ]
-            for sender, one in started:
-                assert (one.result(WAIT_S) == 11 * sender + 1).all()
-        assert len({stream_of(one).ptr for team in teams for one in team.communicators}) == 4
-        assert not fake.counts["deviceSynchronize"]
-        for team in teams:
-            team.close()
-
-
-def test_a_collective_leaves_the_stream_in_use_as_it_was() -> None:
-    """What a thread has chosen by `use` is forgotten at the end of any block of cupy's."""
-    with team_on_gpus(1) as (fake, team):
-        own = fake.cupy.cuda.Stream(non_blocking=True)
-        with own:
-            pass
-        assert fake.cupy.cuda.get_current_stream() == fake.cupy.cuda.Stream.null
-
-        def body(communicator: Communicator, launches: list[Launch]) -> list[bool]:
-            own.use()
-            kept = []
-            array = pending(np.ones(100, np.float32))
-            for launch in launches:
-                run_launch(communicator, launch, sums(array))
-                kept.append(fake.cupy.cuda.get_current_stream() == own)
-            transfer(np.zeros(100, np.float32), array, lambda: None)
-            streams.captured(0, lambda stream: None)
-            kept.append(fake.cupy.cuda.get_current_stream() == own)
-            fake.cupy.cuda.Stream.null.use()
-            return kept
-
-        assert team.must(body, [team.launch() for _ in range(2)]) == [[True] * 3]
 
 
 # ------------------------------------------------------------------------------- without cupy
@@ -339,22 +247,3 @@ def test_kernels_together_are_one_group_of_nccl(monkeypatch: pytest.MonkeyPatch,
             expected = left_fold(ReduceOp.SUM, [operand(rank, dtype, 50 + at, at) for rank in range(3)])
             for found, _ in results:
                 assert bits(found[at]) == bits(expected), (at, dtype)
-
-
-def test_a_wait_asks_nccl_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "LOOK_S", 0.0)
-    with team_on_gpus(2) as (fake, team):
-
-        def body(communicator: Communicator, launch: Launch) -> None:
-            src = pending(np.ones(3))
-            if communicator.rank == 0:
-                fake.hold(stream_of(communicator))
-            communicator.launch(launch, sums(src)).wait(WAIT_S)
-
-        before = fake.counts["nccl.check_async_error"]
-        running = [team.start(rank, body, team.launch()) for rank in [0]]
-        assert wait_until(lambda: fake.counts["nccl.check_async_error"] > before + 5)
-        fake.release(stream_of(team.communicators[0]))
-        running.append(team.start(1, body, team.launch()))
-        for one in running:
-            assert one.result(WAIT_S) is None

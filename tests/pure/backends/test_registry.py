@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from raycollect import backends
-from raycollect.backends import Capabilities, capabilities
+from raycollect.backends import Capabilities
 from raycollect.core.model import PREFIXES, GroupSpec, OpKind
 from raycollect.errors import (
     BackendNotInstalledError,
@@ -18,8 +16,6 @@ from raycollect.errors import (
     UnknownBackendError,
 )
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
-
-SCCL_LACKS = {OpKind.SEND, OpKind.RECV, OpKind.REDUCESCATTER, *PREFIXES}
 
 
 @pytest.fixture(autouse=True)
@@ -53,81 +49,7 @@ def test_nccl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.ops_of("nccl") == tuple(kind.value for kind in OpKind if kind not in PREFIXES)
 
 
-def test_the_operations_of_a_vendor_are_those_of_its_table() -> None:
-    """SCCL's documentation has all but send, recv and reduce_scatter."""
-    assert set(backends.ops_of("torch:sccl")) == {kind.value for kind in set(OpKind) - SCCL_LACKS}
-    assert backends.ops_of("gloo") == tuple(kind.value for kind in OpKind)
-
-
-# ------------------------------------------------------------------------------- torch
-
-
-class FakeTorch:
-    """`import_module` where torch is what a test says."""
-
-    def __init__(self, *known: str, libraries: tuple[str, ...] = ("torch",), built: bool = True) -> None:
-        self.known, self.libraries, self.built = known, libraries, built
-
-    def __call__(self, name: str) -> object:
-        if name not in (*self.libraries, "torch.distributed"):
-            raise ImportError(f"No module named {name!r}")
-        cuda = SimpleNamespace(is_available=lambda: False)
-        return SimpleNamespace(is_available=lambda: self.built, is_backend_available=self.known.__contains__, cuda=cuda)
-
-
-@pytest.mark.parametrize(
-    ("name", "torch", "said"),
-    [
-        ("torch:sccl", FakeTorch("gloo"), r"torch_tpu: No module named 'torch_tpu'.*Install it: .*torch_tpu"),
-        ("torch:hccl", FakeTorch("gloo"), r"torch_npu: No module.*pip install torch_npu"),
-        ("torch:hccl", FakeTorch("gloo", libraries=("torch_npu",)), r"no distributed backend 'hccl'"),
-        ("torch:mpi", FakeTorch("gloo"), r"no distributed backend 'mpi'.*built from source with MPI"),
-        ("torch:nccl", FakeTorch("gloo"), r"no distributed backend 'nccl'.*CUDA build of torch"),
-        ("torch:nccl", FakeTorch("gloo", "nccl"), r"a GPU: torch sees none"),
-        ("torch:xccl", FakeTorch("gloo"), r"no distributed backend 'xccl'.*XPU"),
-        ("torch:foo", FakeTorch("gloo"), r"no distributed backend 'foo'.*the package that registers 'foo'"),
-        ("torch:gloo", FakeTorch(libraries=()), r"torch: No module named 'torch'.*pip install torch"),
-        ("torch:gloo", FakeTorch("gloo", built=False), r"built without torch\.distributed"),
-    ],
-)
-def test_an_absent_backend_of_torch_says_what_to_install(
-    name: str, torch: FakeTorch, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "import_module", torch)
-    monkeypatch.setattr(capabilities, "import_module", torch)
-    assert not backends.is_available(name)
-    with pytest.raises(BackendNotInstalledError, match=said):
-        backends.load(name, "g")
-
-
-def test_torch_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "import_module", FakeTorch("foo"))
-    monkeypatch.setattr(capabilities, "import_module", FakeTorch("foo"))
-    assert backends.is_available("torch:foo")
-    found = backends.get("TORCH:FOO")
-    assert (found.name, found.module, found.ops) == (
-        "torch:foo",
-        "raycollect.backends.torch_dist.communicator",
-        capabilities.USUAL,
-    )
-    assert "torch:foo" not in backends.BACKENDS
-    assert not backends.is_known("torch:")
-    with pytest.raises(UnknownBackendError):
-        backends.get("torch:no such")
-
-
 # ------------------------------------------------------------------------------- the program
-
-
-def test_a_program_registers_a_backend_once() -> None:
-    backends.register(MINE)
-    backends.register(dataclasses.replace(MINE))
-    assert backends.get("MINE") == MINE
-    with pytest.raises(ValueError, match="'mine' is registered already"):
-        backends.register(dataclasses.replace(MINE, bitwise=False))
-    for taken in ("shm", "torch_gloo", "torch:mine"):
-        with pytest.raises(ValueError, match=r"is registered already|is taken"):
-            backends.register(dataclasses.replace(MINE, name=taken))
 
 
 def test_a_line_whose_module_is_not_there_is_named() -> None:
@@ -177,20 +99,6 @@ def test_a_missing_library_comes_with_its_install_line(monkeypatch: pytest.Monke
 def test_backends_without_libraries_are_always_there(name: str) -> None:
     assert backends.is_available(name)
     assert callable(backends.load(name))
-
-
-def test_importing_the_table_loads_no_library() -> None:
-    code = "import sys, raycollect.backends; print(sorted({'ray', 'xoscar', 'pygloo', 'torch'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("machines", "chosen"), [(["a"], "local"), (["a", "a"], "shm"), (["a", "b"], "tcp"), (["a", "b", "a"], "tcp")]
-)
-def test_auto(machines: list[str], chosen: str) -> None:
-    assert backends.choose(machines).backend == chosen
-    backends.check_placement(chosen, machines)
 
 
 @pytest.mark.parametrize(("name", "machines"), [("local", ["a", "a"]), ("shm", ["a", "b"])])

@@ -1,11 +1,10 @@
-"""Shared memory between real processes: the bits, what a killed process leaves, and who may join."""
+"""Shared memory: the bits in chunks, what a closed communicator gives back, and who may join."""
 
 from __future__ import annotations
 
 import gc
 import mmap
 import os
-import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,17 +18,16 @@ from raycollect.backends.shm import segment
 from raycollect.backends.shm import staged as _staged
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
+from raycollect.errors import BackendUnavailableError, UnsupportedError
 from tests.pure.communicators import (
     MemoryExchange,
     MemoryRendezvous,
     MemoryStar,
     ProcessTeam,
     ThreadTeam,
-    Worker,
     Workers,
 )
-from tests.pure.conformance import DTYPES, Case, body_arrive, check_allreduce, check_cases, every_case, run_launch
+from tests.pure.conformance import Case, body_arrive, check_allreduce, check_cases, every_case, run_launch
 from tests.support.values import replace
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
@@ -45,18 +43,6 @@ def processes(workers: Workers) -> Iterator[ProcessTeam]:
     team = ProcessTeam("shm", 3, workers(3))
     yield team
     team.close()
-
-
-@pytest.fixture
-def mortals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTeam]:
-    """Three ranks of one test, with an empty directory for temporary files."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    workers = [Worker() for _ in range(3)]
-    team = ProcessTeam("shm", 3, workers)
-    yield team
-    team.close()
-    for worker in workers:
-        worker.close()
 
 
 def body_memory(communicator: Communicator, launch: Launch, kind: OpKind, size: int) -> int:
@@ -75,16 +61,6 @@ def body_memory(communicator: Communicator, launch: Launch, kind: OpKind, size: 
         tracemalloc.stop()
 
 
-def body_for_ever(communicator: Communicator, first: int, marker: str) -> None:
-    """Sums until something fails; says by a file that it has begun."""
-    array = np.ones(1_000_000)
-    for seq in range(first, first + 1_000_000):
-        launch = Launch(seq=seq, ranks=tuple(range(communicator.world_size)), timeout_s=5.0)
-        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.MAX))
-        if seq == first + 10 and communicator.rank == 0:
-            Path(marker).touch()
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -97,24 +73,6 @@ def body_for_ever(communicator: Communicator, first: int, marker: str) -> None:
 def test_a_kernel_takes_a_few_chunks_however_large_its_arrays(processes: ProcessTeam, kind: OpKind) -> None:
     for peak in processes.must(body_memory, processes.launch(), kind, 2_000_000):
         assert peak < 4 * _staged.CHUNK_NBYTES
-
-
-def test_a_killed_process_leaves_nothing_and_is_named(mortals: ProcessTeam, tmp_path: Path) -> None:
-    marker = tmp_path / "begun"
-    first = mortals.launch().seq + 1
-    running = [mortals.start(rank, body_for_ever, first, str(marker)) for rank in mortals.everyone]
-    begun = threading.Event()
-    while not marker.exists():
-        begun.wait(0.005)
-    mortals.workers[1].process.kill()
-    results = [future.result(20) for future in running]
-    assert isinstance(results[1], EOFError | OSError)
-    for rank in (0, 2):
-        assert isinstance(results[rank], FaultError)
-    assert {result.missing for result in results if isinstance(result, CollectiveTimeoutError)} == {(1,)}
-    marker.unlink()
-    for folder in (tmp_path, Path("/dev/shm")):
-        assert list(folder.glob("raycollect*")) == []
 
 
 def test_a_closed_communicator_gives_its_memory_back() -> None:
@@ -165,13 +123,6 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: in
         team = ThreadTeam("shm", world)
         check_cases(team, list(every_case(dtype, world, (7, 1024))), staged=staged)
         team.close()
-
-
-@pytest.mark.parametrize("layout", [pytest.param("plain", marks=pytest.mark.full), "shared"])
-def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> None:
-    for dtype in DTYPES[::4]:
-        cases = [replace(case, layout=layout) for case in every_case(dtype, 3, (7, 200_001))]
-        check_cases(processes, cases, staged=True)
 
 
 class Misleading(MemoryRendezvous):

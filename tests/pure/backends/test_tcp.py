@@ -1,4 +1,4 @@
-"""What is tcp's own: bits and memory in chunks, ends in mid-kernel, and peers that die."""
+"""What is tcp's own: bits and memory in chunks, and ends in mid-kernel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 from raycollect.backends.tcp import run as _tcp_run
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 from tests.pure.backends.tcp_teams import team
 from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.conformance import (
-    DTYPES,
-    body_arrive,
     body_peak,
     check_allreduce,
     check_cases,
@@ -40,16 +38,6 @@ def processes(workers: Workers) -> Iterator[ProcessTeam]:
     made.close()
 
 
-@pytest.fixture
-def mortals() -> Iterator[ProcessTeam]:
-    """Three ranks of one test, of which one may be killed."""
-    mortal = Workers()
-    made = ProcessTeam("tcp", 3, mortal(3))
-    yield made
-    made.close()
-    mortal.close()
-
-
 # ------------------------------------------------------------------------------- bits, chunks, memory
 
 
@@ -66,11 +54,6 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, world: int
     for dtype in ("int16", "complex128"):
         check_cases(team, list(every_case(dtype, world, (7, 500))))
     team.close()
-
-
-def test_every_kernel_between_processes(processes: ProcessTeam) -> None:
-    for dtype in DTYPES[::8]:  # which every two values meet in is for the conformance suite
-        check_cases(processes, list(every_case(dtype, 3, (7, 200_001))))
 
 
 def body_peak_with_gaps(communicator: Communicator, launch: Launch, nbytes: int) -> int:
@@ -164,45 +147,3 @@ def test_both_ends_may_leave_in_the_middle_of_frames(team: ThreadTeam) -> None:
     assert all(isinstance(one.result(10), PlanAbortedError) for one in running)
     for _ in range(3):
         check_allreduce(team, ReduceOp.SUM, "int64", 300_001, "plain", True)
-
-
-def body_kernel(communicator: Communicator, launch: Launch, kind: OpKind) -> None:
-    """A kernel without the consistency check, as if the peer had died behind it."""
-    array = np.ones(1000, np.float32)
-    side = tuple(array.copy() for _ in launch.ranks) if kind is OpKind.ALLTOALL else array
-    communicator.launch(launch, Kernel(kind=kind, src=side, dst=side, op=ReduceOp.SUM, peer=1, most=1000))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        OpKind.ALLREDUCE,  # it sends and receives at once, as an all-to-all does
-        OpKind.RECV,  # it only receives, as this rank does in a broadcast from rank 1
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in (OpKind.ALLTOALL, OpKind.BROADCAST)),
-    ],
-)
-def test_a_peer_that_dies_in_mid_kernel_is_named_and_breaks_the_group(mortals: ProcessTeam, kind: OpKind) -> None:
-    check_allreduce(mortals, ReduceOp.SUM, "int64", 1024, "plain", True)
-    mortals.workers[1].process.kill()
-    mortals.workers[1].process.join()
-    failed = mortals.run(body_kernel, mortals.launch(), kind, ranks=(0,))[0]
-    assert isinstance(failed, PlanAbortedError)
-    assert (failed.group_name, failed.rank) == ("team", 1)
-    assert "the connection to rank 1 broke" in str(failed)
-    broken = mortals.run(body_arrive, mortals.launch(), ranks=(0,))[0]
-    assert isinstance(broken, GroupBrokenError)
-    assert len(mortals.must(body_arrive, mortals.launch(ranks=(0, 2)), ranks=(0, 2))) == 2  # the others go on
-
-
-def test_a_send_to_a_peer_that_dies_ends(mortals: ProcessTeam) -> None:
-    launch = Launch(seq=mortals.launch().seq, ranks=(0, 1), timeout_s=60)
-    sending = mortals.start(0, body_send, launch)
-    assert wait_until(lambda: sending.running())
-    mortals.workers[1].process.kill()
-    failed = sending.result(20)
-    assert isinstance(failed, PlanAbortedError)
-    assert failed.rank == 1
-
-
-def body_send(communicator: Communicator, launch: Launch) -> None:
-    communicator.launch(launch, one_side(OpKind.SEND, 1, 256 << 20))

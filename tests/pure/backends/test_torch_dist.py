@@ -62,14 +62,6 @@ def alone(backend: str, **options: Any) -> Communicator:
 # ------------------------------------------------------------------------------- groups
 
 
-def test_groups_of_one_process_are_apart(teams: Callable[..., OptionsTeam]) -> None:
-    first, second = teams(), teams(world_size=3)
-    assert first.must(body_sum, first.launch(), 1) == [2, 2]
-    assert second.must(body_sum, second.launch(), 1) == [3, 3, 3]
-    first.close()
-    assert second.must(body_sum, second.launch(), 5) == [15, 15, 15]
-
-
 def test_the_default_group_of_the_process_is_the_users(teams: Callable[..., OptionsTeam]) -> None:
     team = teams()
     assert not distributed.is_initialized()

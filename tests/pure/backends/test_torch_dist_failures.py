@@ -144,27 +144,6 @@ def test_large_arrays_are_reduced_in_parts_at_the_same_time(
     assert max(open_at_once) == _torch_run.AHEAD
 
 
-def test_an_abort_ends_all_parts_that_are_under_way(
-    teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_torch_run, "PART_NBYTES", MESH_UP_TO_NBYTES[0][1] // 6)
-    team = teams(world_size=2)
-    in_kernel, works, settle = wait_for_kernel(team, monkeypatch), [], Calls._settle
-
-    def recorded(calls: Calls, work: Any) -> None:
-        settle(calls, work)
-        works.append(work)
-
-    monkeypatch.setattr(Calls, "_settle", recorded)
-    launch = team.launch(timeout_s=60)
-    waiting = team.start(0, started, launch, kernel_of(OpKind.ALLREDUCE, np.ones(LARGE)))
-    in_kernel()
-    team.communicators[0].abort(launch.seq)
-    assert isinstance(waiting.result(5), PlanAbortedError)
-    assert len(works) == _torch_run.AHEAD
-    assert all(work.is_completed() for work in works), "no thread of the library is in the array"
-
-
 def test_close_wakes_a_rank_in_mid_kernel(teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch) -> None:
     team = teams()
     in_kernel = wait_for_kernel(team, monkeypatch)

@@ -15,7 +15,7 @@ from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import InternalError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.pos import tensors
 from tests.pure.closing import closing_all
-from tests.pure.engine.repeated_loops import Loop, Odd, Rebound
+from tests.pure.engine.repeated_loops import Loop, Odd
 from tests.pure.member.step_bench import Bench, FakePost
 from tests.pure.teams import WAIT_S, Gate, Script, Team, full, given, pinned
 from tests.pure.watched import WatchedCondition
@@ -84,17 +84,6 @@ def test_a_repeated_plan_is_answered_once_before_its_launch_is_left(
         assert told.run() == [EARLY if run >= REPEATED_FROM else LATE] * world
 
 
-def test_a_plan_that_is_done_in_full_is_not_answered_early(loop: MakeLoop) -> None:
-    """By who has another tensor; the others go on as before."""
-    one, told = loop("shm", [np.ones(5), Rebound(np.ones(5))])
-    for _ in range(4):
-        last = told.run()
-    assert last == [EARLY] * 2
-    for _ in range(2):
-        one.values[1].array = np.ones(5)
-        assert told.run() == [EARLY, LATE]
-
-
 def after(team: Team) -> None:
     for script in team.scripts:
         script.call("make")
@@ -148,51 +137,6 @@ def test_of_several_plans_the_last_one_answers(loop: MakeLoop, world: int) -> No
 
 def _fail() -> None:
     raise KernelError(detail="injected")
-
-
-def _resize(one: Loop) -> None:
-    one.values[0].resize(40, refcheck=False)
-
-
-def _fail_at(*names: str) -> Callable[[Loop], None]:
-    return lambda one: one.odd[0].hooks.update(dict.fromkeys(names, _fail))
-
-
-def _abort(one: Loop) -> None:
-    for aborts in one.team.aborts:
-        aborts[one.team._seq] = "no more"
-
-
-def _abort_at(*names: str) -> Callable[[Loop], None]:
-    return lambda one: one.odd[0].hooks.update(dict.fromkeys(names, one.team.replays[0].abort))
-
-
-SPOILS: dict[str, Callable[[Loop], None]] = {
-    "another shape": _resize,
-    "read-only": lambda one: one.values[0].setflags(write=False),
-    "in the consistency check": _fail_at("agree", "again"),
-    "in the kernel": _fail_at("launch"),
-    "aborted before": _abort,
-    "aborted in the consistency check": _abort_at("agree", "again"),
-}
-"""What makes a run fail on rank 0."""
-
-
-@pytest.mark.parametrize("name", SPOILS)
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("before", [0, 4])
-def test_a_run_that_fails_is_never_answered(loop: MakeLoop, name: str, world: int, before: int) -> None:
-    one, told = loop("shm", [np.ones(5) for _ in range(world)], timeout_s=5.0)
-    one.team.capture()
-    for _ in range(before):
-        told.run()
-    SPOILS[name](one)
-    for rank, (notes, result) in enumerate(told.run()):
-        if isinstance(result, RaycollectError):
-            assert "answer" not in notes
-        else:  # the others may have what they need of the one that fails
-            assert rank > 0 or (name, world) == ("another shape", 1)
-            assert notes.count("answer") <= 1
 
 
 # ---------------------------------------------------------------------------------------------- a captured step

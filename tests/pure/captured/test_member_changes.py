@@ -7,10 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from raycollect.captured.install import _Installation
 from raycollect.captured.step import Capture
 from raycollect.core import threads
 from raycollect.driver.plan_tracker import PlanTracker
@@ -18,6 +19,7 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, UnknownG
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.leased import lease
 from tests.pure.driver.tracked_plans import group
+from tests.pure.teams import Script
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -41,8 +43,6 @@ class Dispatching:
 
 def retire(fleet: Fleet) -> None:
     """Ends what the group "left" does, as a change of its members has it."""
-    for peer in fleet.peers:
-        peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
     fleet.controller.groups._retire(fleet.left, monotonic() + WAIT_S, drains=True)
 
 
@@ -94,13 +94,32 @@ def destroying(fleet: Fleet) -> Callable[..., Any]:
     """Gives the participants, whose groups another thread destroys right then."""
 
     def links(*_: object) -> list[Any]:
-        for peer in fleet.peers:
-            peer.link.close = lambda: None  # type: ignore[method-assign, union-attr]
         for name in ("left", "right"):
             fleet.controller.groups.destroy(name)
         return fleet.peers
 
     return links
+
+
+def test_capturing_a_step_whose_groups_are_destroyed_meanwhile_says_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = SimpleNamespace(
+        participants=fleet.step_plan.participants, step_program=lambda at: Script(at).step_program, refs=lambda at: {}
+    )
+    installation = _Installation(
+        controller=fleet.controller,
+        capture=bytes(16),
+        compiler=cast(Any, compiler),
+        step_plan=fleet.step_plan,
+        memberships=[fleet.left, fleet.right],
+        words=cast(Any, None),
+        deadline_s=monotonic() + WAIT_S,
+        timeout_s=WAIT_S,
+    )
+    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
+    with pytest.raises(UnknownGroupError, match="it was destroyed"):
+        installation.send()
 
 
 def test_explaining_a_step_whose_groups_are_destroyed_meanwhile_says_so(

@@ -207,12 +207,6 @@ def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken
     assert not one.turn.locked()
 
 
-def test_a_process_that_is_no_participant_yet_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runtime, "_current", None)
-    with Runtime.method_guard(), Runtime.method_guard():  # it may be entered twice
-        assert Runtime._current is None, "and is made none by asking"
-
-
 # ---------------------------------------------------------------------------------------------- the process
 
 
@@ -345,23 +339,6 @@ def test_arrivals_at_no_check_are_of_no_use(here: Lease) -> None:
     here._arrivals(Arrivals(group_id="", seq=1, round=0, blobs=[b""], more=False))
     here._run_came(_run(1, 0, 3))
     assert _result(_said(here).wait_for(1)) == (3,)
-
-
-def test_the_end_of_the_lease_closes_all(here: Lease) -> None:
-    gate = Gate()
-    _capture(here, _echo(), note=gate)
-    here._run_came(_run(1, 0, 5))
-    assert gate.came.wait(WAIT_S)
-    said, captured, sequencer = _said(here), here.captured_step(CAPTURE), here._sequencer
-    here.end("the controller is gone")
-    gate.go.set()
-    assert captured.join(WAIT_S)
-    assert sequencer.start(2, 1) == "the controller is gone"
-    assert said.heard[-1].seq == 1, "told to the one who asked, or nobody"
-    with pytest.raises(CaptureError):
-        here.captured_step(CAPTURE).runner.look()
-    with pytest.raises(CaptureError, match="closed"):
-        _capture(here, _echo(), note=int)
 
 
 # ---------------------------------------------------------------------------------------------- values of refs

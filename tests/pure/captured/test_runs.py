@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raycollect.captured.captured_run import CapturedRun
+from raycollect.captured.step import CapturedRun
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Arrivals, Arrive, Ran, Run, Stuck
 from raycollect.core.model import TASK_NBYTES, UNKNOWN_TASK

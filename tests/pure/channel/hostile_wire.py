@@ -42,6 +42,8 @@ def value(rng: random.Random, hint: Any) -> Any:
         str: lambda: rng.choice(("", "g", "all", "0>1", "9>9", "x" * 300, "\0", "𝄞")),
         bytes: lambda: rng.randbytes(rng.choice((0, 1, 16, 28, 500))),
     }
+    if hint not in plain:  # a part of a message
+        return hint(**{name: value(rng, one) for name, one in typing.get_type_hints(hint).items()})
     return plain[hint]()
 
 

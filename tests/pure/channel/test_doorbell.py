@@ -66,17 +66,6 @@ def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
         assert answer(bell, 0, number) == (payload if fits else None)
 
 
-def test_numbers_far_beyond_the_ring(bell):
-    post = DoorbellClient(bell.segment, 2)
-    for seq in range(1, 5 * IN_FLIGHT + 3):
-        number = bell.begin()
-        bell.runs[2].write(number, 1 << 38 | seq, seq, seq.to_bytes(4, "little"))
-        assert take(post) == Entry(number, 1 << 38 | seq, seq, seq.to_bytes(4, "little"))
-        assert answer(bell, 2, number) is None  # the one of the last time round is not taken for it
-        post.answer(number, b"")
-        assert answer(bell, 2, number) == b""
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_processes(seed):
     random_ = random.Random(seed)
@@ -120,21 +109,6 @@ def test_a_signal_ends_a_sleep_and_leaves_nothing_locked(bell, monkeypatch):
     for _ in range(2):
         bell.wait(20.0)
     assert waits, "it sleeps again, and does not only look"
-
-
-def test_wake_ends_a_wait_on_either_side(bell):
-    post = DoorbellClient(bell.segment, 0)
-    taken = []
-    thread = threading.Thread(target=lambda: taken.append(post.take(60.0)))
-    thread.start()
-    post.wake()
-    thread.join(10)
-    assert taken == [None]
-    waiting = threading.Thread(target=lambda: [bell.wait(60.0) for _ in range(3)])
-    waiting.start()
-    while waiting.is_alive():
-        bell.wake()
-        waiting.join(0.01)
 
 
 def test_all_who_sleep_are_woken_at_once(bell, monkeypatch):
@@ -238,18 +212,6 @@ def test_only_the_memory_that_was_meant_is_opened(bell):
     bell.close()
     with pytest.raises(OSError):
         DoorbellClient(bell.segment, 0)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 5, 16, 64, 200])
-def test_the_size_tells_the_seats(slots):
-    doorbell = Doorbell(slots)
-    last = DoorbellClient(doorbell.segment, slots - 1)
-    number = doorbell.begin()
-    doorbell.runs[slots - 1].write(number, 1, 0, b"last")
-    assert take(last).payload == b"last"
-    with pytest.raises(ValueError):
-        DoorbellClient(doorbell.segment, slots)
-    doorbell.close()
 
 
 def test_nothing_stays_behind():

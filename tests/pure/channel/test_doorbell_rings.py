@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from raycollect.backends.shm import meeting as _meeting
 from raycollect.channel import doorbell
 from raycollect.core.model import Launch
-from raycollect.errors import PlanAbortedError
-from raycollect.member.sequencer import PlanSequencer
-from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
+from tests.pure.communicators import ProcessTeam, Workers
 from tests.pure.watched import WAIT_S
 
 ROUNDS = 50
@@ -100,54 +97,6 @@ def test_no_ring_is_lost_between_processes(workers: Workers, seed: int) -> None:
     team.close()
     assert not any(lost for _, lost in found)
     assert sum(sleeps for sleeps, _ in found) > 1000
-
-
-def test_who_gave_up_is_not_taken_to_be_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all would ring it at each barrier, until it sleeps again."""
-    monkeypatch.setattr(_meeting, "YIELD_S", 0.0)
-    team, seen = ThreadTeam("shm", 2), list[int]()
-    meeting, other = (one._parts.meeting for one in team.communicators)  # type: ignore[attr-defined]
-    launch = team.launch()
-
-    def take() -> int:
-        seen.append(other._words[_meeting._ASLEEP])
-        if seen[-1]:
-            meeting.abort(launch.seq)
-        return -1
-
-    meeting.enter(launch, 1e12)
-    with monkeypatch.context() as patch:
-        patch.setattr(meeting._semaphore, "take", take)
-        with pytest.raises(PlanAbortedError):
-            meeting.barrier(launch, time.monotonic() + WAIT_S)
-    assert seen[-1] == 1 + 1  # it slept for rank 1
-    meeting.end(launch, False)
-    assert not other._words[_meeting._ASLEEP]
-    team.close()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_no_plan_waits_for_one_that_has_ended(seed: int) -> None:
-    sequencer, plans, ran = PlanSequencer(), 3000, list[int]()
-    seqs = list(range(1, plans + 1))
-    hands = [sorted(seqs[at::6]) for at in range(6)]
-    rng = random.Random(seed)
-    stray = set(rng.sample(seqs, 100))
-
-    def work(mine: list[int]) -> None:
-        for seq in mine:
-            if seq in stray:
-                sequencer.abort(seq, "no more")
-            if sequencer.start(seq, seq - 1) is None:
-                ran.append(seq)
-            sequencer.end(seq)
-
-    threads = [threading.Thread(target=work, args=(mine,), daemon=True) for mine in hands]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(WAIT_S)
-    assert ran == [seq for seq in seqs if seq not in stray]
 
 
 def body_serve(communicator: Any, segment: Any, slot: int, runs: int, seed: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """What one who holds the key may say, at random: at most its own link ends, and the process serves whoever comes next.
 
 Every case is made from a seed that the test's name or its message tells. What a wire without the key can do is in
-`test_fuzz`.
+`test_protocol`.
 """
 
 from __future__ import annotations

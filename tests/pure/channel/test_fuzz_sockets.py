@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from raycollect.channel import DataClient
-from raycollect.channel.messages import Bye, Done, Fetch, Message, Publish
-from raycollect.channel.protocol import MAX_FRAME_NBYTES, Connection, Reply, State
+from raycollect.channel.messages import Fetch, Message
+from raycollect.channel.protocol import Connection, Reply, State
 from raycollect.core.model import Address
-from raycollect.errors import ChannelError, ConnectionLostError
+from raycollect.errors import ChannelError
 from tests.pure.channel.hostile_wire import changed, chunks, message
-from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
+from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, rig
 
 __all__ = ["rig"]  # a fixture
 
@@ -44,32 +44,6 @@ def _greet(sock: socket.socket, end: Connection) -> bytes:
                 return event.data
         if end.state is State.OPEN:
             return b""
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_a_hostile_client_ends_its_own_connection_only(rig: Rig, seed: int) -> None:
-    rng = random.Random(seed)
-    there, friendly = Party(echo), Party()
-    address = rig.serve(there)
-    friend = rig.connect(address, friendly)
-    there.links.get(timeout=LIMIT_S)
-    with socket.create_connection((HOST, address.port), LIMIT_S) as sock:
-        stage = seed % 3
-        key = SECRET if stage else b"w" * 32
-        end = Connection("client", key, nonce=rng.randbytes(16), purpose=rng.choice(("control", "data")), hello={})
-        end.start()
-        proof = _greet(sock, end)
-        if stage < 2:
-            _say(sock, chunks(rng, b"".join([*changed(rng, [proof], [b"", proof]), rng.randbytes(5000)])))
-        else:
-            sock.sendall(proof)
-            _greet(sock, end)
-            frames = [end.send(message(rng)) for _ in range(5)]
-            _say(sock, chunks(rng, b"".join([*changed(rng, frames, [proof, b""]), rng.randbytes(2 << 20)])))
-    friend.send(Bye())
-    while friendly.messages.get(timeout=LIMIT_S) != Bye():
-        pass
-    rig.connect(address, Party()).close()
 
 
 class Impostor:
@@ -134,27 +108,3 @@ def test_a_hostile_server_gives_a_data_client_a_typed_error(stage: int, seed: in
         finally:
             client.close()
     impostor.close()
-
-
-def test_a_peer_that_never_ends_its_frame_holds_no_more_than_a_frame(rig: Rig) -> None:
-    """The peer holds the key, and is slow for ever. Others are served meanwhile, and the server's end closes it."""
-    there = Party(echo)
-    address = rig.serve(there)
-    with socket.create_connection((HOST, address.port), LIMIT_S) as sock:
-        end = Connection("client", SECRET, nonce=b"N" * 16, hello={})
-        end.start()
-        sock.sendall(_greet(sock, end))
-        _greet(sock, end)
-        frame = end.send(
-            Publish(group_id="g", communicator="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100))
-        )
-        slow = there.links.get(timeout=LIMIT_S)
-        sock.sendall(frame[:-1])
-        here = Party()
-        link = rig.connect(address, here)
-        for seq in range(50):
-            link.send(Done(seq=seq, ranks=[], error=None, story=[]))
-            assert here.messages.get(timeout=LIMIT_S) == Done(seq=seq, ranks=[], error=None, story=[])
-        assert len(slow._connection._buffer) <= len(frame)
-        rig.servers[0].close()
-        assert isinstance(there.reasons.get(timeout=LIMIT_S), ConnectionLostError)

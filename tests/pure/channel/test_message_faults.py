@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +15,12 @@ from raycollect.channel.messages import (
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.driver import dispatch
 from raycollect.driver.dispatch import RequestKey
-from raycollect.driver.groups import Groups
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
-    COULD_NOT_LOOK,
-    ConnectionLostError,
-    InternalError,
-    MismatchError,
     ParticipantDiedError,
 )
 from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.member import reporter
 from raycollect.member.plan_queue import PlanQueue
-from raycollect.observe import stacks
 from raycollect.pos import Container
 from tests.faults.thread_failures import fail_at
 from tests.pure.driver.order_model import Fleet
@@ -105,39 +97,4 @@ def test_a_message_that_can_not_be_taken_in_ends_its_connection_and_no_other(hol
             assert site.peer.is_lost or wait_until(lambda site=site: site.lease._sequencer.has_ended(tracker.seq))
 
 
-def test_who_is_gone_is_told_of_whatever_fails() -> None:
-    """The groups' end comes first; where that fails, the plans under way end all the same."""
-    gate = threading.Event()
-    with crew_of() as crew:
-        crew.sites[0].queue.send(lambda: gate.wait(WAIT_S))
-        tracker, peer = crew.sum(), crew.sites[2].peer
-        with fail_at(Groups, "lost"):
-            peer.closed(cast(Any, None), ConnectionLostError(detail="the end"))
-        assert tracker.wait(WAIT_S)
-        assert isinstance(tracker.error, ParticipantDiedError)
-        gate.set()
-        crew.sites[2].lease.end("its controller is gone")
-
-
-def test_a_plan_whose_end_can_not_be_told_as_it_was_ends_with_the_cause() -> None:
-    with crew_of() as crew:
-        odd = crew.sites[0].hold(np.arange(4))
-        with fail_at(reporter, "_shortened"):
-            tracker = crew.sum(odd)  # of another length than the other one
-            assert tracker.wait(WAIT_S)
-        assert isinstance(tracker.error, (InternalError, MismatchError))
-        crew.assert_works()
-
-
 # ---------------------------------------------------------------------------------------------- questions
-
-
-def test_a_stack_that_can_not_be_read_leaves_the_rest_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with crew_of() as crew:
-        with fail_at(stacks, "_doing"):
-            seen = crew.look()
-        assert all(one is not None and one.ended == 1 for one in seen)
-        assert [one.doing for one in seen if one is not None and BOOM in one.doing] == [
-            f"{COULD_NOT_LOOK}{BOOM} any thread"
-        ]
-        crew.assert_works()

@@ -73,12 +73,3 @@ def test_whoever_waits_is_woken(order_bell: OrderBell) -> None:
     client.wake()
     taking.join(WAIT_S)
     assert came == [order(), None]
-
-
-def test_other_memory_is_not_mapped(order_bell: OrderBell) -> None:
-    segment = order_bell.segment
-    with pytest.raises(OSError, match="another process"):
-        OrderBellClient(replace(segment, token=bytes(len(segment.token))))
-    order_bell.close()
-    with pytest.raises(OSError):
-        OrderBellClient(segment)

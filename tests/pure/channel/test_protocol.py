@@ -11,9 +11,7 @@ from raycollect.channel.messages import Abort, Bye, Fetch, Fetched, Publish
 from raycollect.channel.protocol import (
     MAX_FRAME_NBYTES,
     MAX_HANDSHAKE_NBYTES,
-    MOVES,
     Connection,
-    Move,
     Opened,
     State,
 )
@@ -243,12 +241,6 @@ def test_a_blob_follows_its_frame_and_frames_follow_the_blob() -> None:
     assert wire.client.receive(rest[missing:]) == [Bye()]
 
 
-def test_the_receiver_of_a_blob_can_still_send() -> None:
-    wire = Wire(purpose="data").open()
-    wire.client.receive(wire.server.send(Fetched(found=b""), 3))
-    assert wire.server.receive(wire.client.send(Bye())) == [Bye()]
-
-
 def test_blobs_only_where_they_are_allowed() -> None:
     control, data = Wire().open(), Wire(purpose="data").open()
     for connection, message, nbytes in (
@@ -267,12 +259,6 @@ def test_blobs_only_where_they_are_allowed() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- table
-
-
-def test_every_state_can_be_closed_and_only_by_the_table() -> None:
-    assert all(MOVES[state, Move.CLOSE] is State.CLOSED for state in State)
-    assert {state for (state, _), _ in MOVES.items()} == set(State)
-    assert set(MOVES.values()) == set(State) - {State.NEW}
 
 
 def test_a_connection_starts_once() -> None:

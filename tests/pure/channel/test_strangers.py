@@ -16,13 +16,12 @@ import pytest
 
 from raycollect import channel
 from raycollect.channel import DataClient, DataLink, Server, server
-from raycollect.channel.messages import Bye, Fetch, Fetched, Free, Freed, Message
-from raycollect.channel.protocol import MAX_HANDSHAKE_NBYTES, PURPOSES, Connection, Move, Opened, Reply
+from raycollect.channel.messages import Bye, Fetch, Fetched
+from raycollect.channel.protocol import MAX_HANDSHAKE_NBYTES, PURPOSES, Connection, Opened, Reply
 from raycollect.channel.refusals import EVERY_S, MAX_REASONS, Refusals
 from raycollect.core import sockets
 from raycollect.core.model import Address
 from raycollect.core.timers import Timer
-from raycollect.pos import fetch
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
 from tests.pure.watched import warnings_in
 
@@ -282,72 +281,3 @@ def test_one_that_finds_no_more_descriptors_is_told_of_once(
 
 
 # ---------------------------------------------------------------------------------------------- the data plane
-
-
-class Holder(Party):
-    """A process that holds tensors, with the real thing behind its data connections."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self._store = store
-
-    def serve_data(self, link: DataLink) -> None:
-        fetch.serve(link, self._store)
-
-
-class Untouched:
-    """A store that nobody may ask."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} was asked for by a stranger")
-
-
-@pytest.mark.parametrize("words", [Fetch(key=b"k" * 28), Free(keys=[b"k" * 28])])
-@pytest.mark.parametrize("secret", [b"w" * 32, OTHER_SECRET])
-def test_nobody_without_the_key_reads_or_frees_a_tensor(
-    rig: Rig, caplog: pytest.LogCaptureFixture, words: Message, secret: bytes
-) -> None:
-    """They don't wait for the end of the handshake, but ask right behind their proof."""
-    address = rig.serve(Holder(Untouched()))
-    for _ in range(MANY):
-        with call(address) as sock:
-            end, claim = proof(sock, secret, "data")
-            end._open(Move.RECEIVE_CONFIRMATION)  # as if it had been let in
-            sock.sendall(claim + end.send(words))
-            assert hear_out(sock) in (b"", REFUSED)
-    rig.close()
-    assert len(warnings_in(caplog)) == 2
-
-
-class Asked(Party):
-    """A participant that keeps what it is asked, on either kind of connection."""
-
-    def serve_data(self, link: DataLink) -> None:
-        while (request := link.receive()) is not None:
-            self.messages.put(request)
-            link.send(Freed(count=0))
-
-
-@pytest.mark.parametrize("purpose", PURPOSES)
-def test_what_was_overheard_opens_nothing_and_asks_for_nothing(rig: Rig, purpose: str) -> None:
-    """All that a client with the key said; and its request alone, behind the handshake of another."""
-    there = Asked(echo)
-    address = rig.serve(there)
-    with call(address) as sock:
-        end, words = proof(sock, SECRET, purpose)
-        sock.sendall(words)
-        assert isinstance(end.receive(sock.recv(4096))[0], Opened)
-        request = end.send(Free(keys=[b"k"]))
-        sock.sendall(request)
-        assert there.messages.get(timeout=LIMIT_S) == Free(keys=[b"k"])
-    with call(address) as sock:
-        sock.sendall(words + request)
-        hear_out(sock)
-    with call(address) as sock:
-        end, words = proof(sock, SECRET, purpose)
-        sock.sendall(words)
-        assert isinstance(end.receive(sock.recv(4096))[0], Opened)
-        sock.sendall(request)
-        assert hear_out(sock) == b""
-    rig.close()
-    assert there.messages.empty()

@@ -31,14 +31,6 @@ def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(
     assert "/dev/null/x.json" in result.stderr
 
 
-def test_a_measurement_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(calibrate, "BACKENDS", ("smoke_signals",))
-    result = run_command("bench", "--calibrate", "--output", str(tmp_path / "costs.json"))
-    assert result.exit_code == 1
-    assert "UnknownBackendError" in result.stderr
-    assert not (tmp_path / "costs.json").exists()
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import raycollect
 from raycollect.cli.commands import main
 from raycollect.errors import GroupBrokenError
 from raycollect.group import cluster_registry
@@ -37,10 +36,6 @@ main(["rank-table", "--device-id", "[[0]]", "--output", "-"], standalone_mode=Fa
 print(sorted({"ray", "numpy", "torch"} & set(sys.modules)), file=sys.stdout)
 """
     assert _python("-c", code).splitlines()[-1] == "[]"
-
-
-def test_the_version_is_the_packages() -> None:
-    assert run_command("--version").output == f"raycollect, version {raycollect.__version__}\n"
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
@@ -146,13 +141,6 @@ def test_a_wrong_command_line_ends_with_2(tmp_path: Path, args: tuple[str, ...],
     assert says in result.stderr
 
 
-def test_a_file_of_the_environment_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
-    environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(tmp_path)}
-    result = run_command("rank-table", "--device-id", "[[0]]", environ=environ)
-    assert result.exit_code == 2
-    assert "(from RANK_TABLE_FILE) can't be written: Is a directory" in result.stderr
-
-
 BROKEN = GroupBrokenError(group_name="g", detail="rank 1 died")
 
 
@@ -179,21 +167,3 @@ def test_an_error_for_the_user_is_told_in_words_and_others_are_raised(
     else:
         assert (result.exit_code, result.stdout) == (code, "")
         assert result.stderr.startswith(stderr)
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["dokter"], "No such command 'dokter'"),
-        (["doctor", "--colour"], "No such option '--colour'"),
-        (["doctor", "gloo"], "unexpected extra argument"),
-        (["status", "--watch", "0"], "0"),
-        (["status", "--watch", "often"], "often"),
-        (["status", "--watch", "nan"], "nan"),
-        (["status", "--watch", "1e300"], "1e+300"),
-    ],
-)
-def test_what_there_is_not_ends_with_2(args: list[str], says: str) -> None:
-    result = run_command(*args)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert says in result.stderr.replace("option: --colour", "option '--colour'")

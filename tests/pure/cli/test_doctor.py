@@ -55,23 +55,6 @@ print(doctor.memfd().state, len(doctor.table([doctor.dev_shm(), doctor.arena(), 
     assert (done.returncode, done.stdout) == (0, "ok True\n"), done.stderr
 
 
-def test_the_table_has_headings_and_says_what_to_do_below() -> None:
-    long = " ".join(["word"] * 30)
-    rows = [
-        Row(OK, "well", check="one", section="a"),
-        Row(MISSING, long, "pip install it", check="another", section="a"),
-        Row(WARNING, "", check="last", section="b"),
-    ]
-    states, lines = zip(*doctor.table(rows, width=60), strict=True)
-    assert lines[:2] == ("a", "  ok       one      well")
-    assert lines[2].startswith("  missing  another  word word")
-    assert max(map(len, lines)) <= 60
-    assert " ".join(" ".join(lines).split()).count("word") == 30
-    assert lines[-4:] == (" " * 20 + "-> pip install it", "", "b", "  warning  last")
-    assert [state for state in states if state] == [OK, MISSING, WARNING]
-    assert doctor.table([]) == []
-
-
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -129,25 +112,6 @@ def test_the_driver_is_read_from_proc(tmp_path: Path) -> None:
         file_in(tmp_path, f"proc/driver/nvidia/gpus/0000:0{at}:00.0/information", "Model: H")
     row = doctor.driver(tmp_path)
     assert (row.state, row.found) == (OK, "570.86.15, 2 GPUs")
-
-
-@pytest.mark.parametrize(
-    ("code", "state", "found"),
-    [
-        ('print(\'["13.6", 2, [2, 23, 4], ""]\')', OK, "13.6, 2 GPUs, NCCL 2.23.4"),
-        ('print(\'["13.6", 1, [], ""]\')', WARNING, "13.6, 1 GPU, no NCCL"),
-        ('print(\'["13", 0, [], "no device"]\')', WARNING, "13, 0 GPUs, no NCCL (no device)"),
-        ("raise OSError('libcuda.so.1')", MISSING, "it can't be imported: OSError: libcuda.so.1"),
-    ],
-)
-def test_a_library_of_gpus(code: str, state: str, found: str) -> None:
-    row = doctor.library(code, "pip install it")
-    assert (row.state, row.found, row.cure == "") == (state, found, state == OK)
-
-
-def test_the_code_for_libraries_of_gpus_compiles() -> None:
-    for code in (doctor._CUPY, doctor._TORCH):
-        compile(code, "<check>", "exec")
 
 
 @pytest.mark.parametrize(("free", "state"), [(1.0, OK), (0.001, WARNING)])

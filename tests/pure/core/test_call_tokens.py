@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from types import SimpleNamespace
 
 import msgpack
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from raycollect.core import call_tokens, ray_internals, threads
-from raycollect.core.call_tokens import BATCH, CallTokens, LentToken
+from raycollect.core.call_tokens import CallTokens, LentToken
 from raycollect.core.model import Key
 from raycollect.core.serialization import PackedRef
 
@@ -119,11 +118,6 @@ def test_an_argument_of_the_caller_is_no_token(value):
     assert LentToken.read(value) is None
 
 
-def test_tokens_never_run_out(caller):
-    lent = [caller.call(number) for number in range(5 * BATCH)]
-    assert len({id(one.token) for one in lent}) == 5 * BATCH
-
-
 def test_the_end_is_told_once_nobody_holds_a_value(caller):
     lent = caller.call(1)
     caller.end()
@@ -173,19 +167,6 @@ def test_a_finalizer_tells_while_others_are_told(caller):
     caller.tokens._tell = tells
     assert threads.has_ended(threads.apart(caller.nobody_holds, lent[0]), 20.0)
     assert caller.told == [[key(0)], [key(1)]]
-
-
-class Raced(deque[CallTokens]):
-    """Of which another thread takes the last one between a look and a pop."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def test_two_threads_may_let_go_at_once(monkeypatch):
-    monkeypatch.setattr(call_tokens, "_ended", Raced())
-    call_tokens.let_go()
-    assert not list(call_tokens._ended)
 
 
 def test_what_was_not_lent_is_let_go_of_where_the_user_is(caller):

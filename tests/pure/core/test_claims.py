@@ -48,22 +48,6 @@ def test_a_key_is_free_again_after_the_block_whatever_happens_in_it() -> None:
             raise ValueError("in the block")
 
 
-def test_threads_take_turns() -> None:
-    claims, inside, order = Claims(), list[int](), list[int]()
-
-    def work(number: int) -> None:
-        for _ in range(50):
-            with claims.claim("a", soon()):
-                inside.append(number)
-                assert len(inside) == 1
-                order.append(number)
-                inside.pop()
-
-    for one in [threads.apart(work, number) for number in range(4)]:
-        one.result(WAIT_S)
-    assert sorted(order) == sorted([*range(4)] * 50)
-
-
 def test_a_claim_that_does_not_end_in_time_is_refused() -> None:
     claims, release = Claims(), threading.Event()
     holding = claimed(claims, "a", release)

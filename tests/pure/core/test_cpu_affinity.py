@@ -123,20 +123,6 @@ def test_who_lies_evenly_stays_where_it_is(system: Cores) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_one_is_oneself_the_numbers_need_not_know(system: Cores, seed: int) -> None:
-    """The scheduler may have moved it since it said so."""
-    rng = random.Random(seed)
-    for ranks in range(2, 7):
-        at, rank = [rng.randrange(3) for _ in range(ranks)], rng.randrange(ranks)
-        found = set()
-        for said in range(5):
-            crew = Crew(system, at)
-            crew.take(rank, [said if one == rank else core + 1 for one, core in enumerate(at)])
-            found.add(system.at[rank])
-        assert len(found) == 1
-
-
-@pytest.mark.parametrize("seed", range(5))
 def test_leaving_gives_the_mask_back(system: Cores, seed: int) -> None:
     rng = random.Random(seed)
     for mask in ({2}, {0, 3}, {0, 1, 2}):
@@ -151,23 +137,6 @@ def test_leaving_gives_the_mask_back(system: Cores, seed: int) -> None:
         for rank in crew.ranks:
             crew.leave(rank)
         assert len(system.moves) == moves, "a second time it does nothing"
-
-
-def test_who_never_took_a_berth_leaves_nothing(system: Cores) -> None:
-    crew = Crew(system, [0])
-    crew.leave(0)
-    assert system.moves == []
-
-
-def test_each_time_it_is_the_mask_of_then_that_comes_back(system: Cores) -> None:
-    crew = Crew(system, [1, 1])
-    for mask in ({0, 1}, {1, 2, 3}, {0, 1, 2, 3}):
-        system.masks = {0: mask, 1: mask}
-        crew.take_all()
-        assert system.masks == {0: {crew.places[0]}, 1: {crew.places[1]}}
-        for rank in crew.ranks:
-            crew.leave(rank)
-        assert system.masks == {0: mask, 1: mask}
 
 
 @pytest.mark.parametrize("at", [[0, 1], [1, 2, 0], [0, 0, 1, 1]])
@@ -193,26 +162,6 @@ def test_who_may_not_go_to_another_core_says_where_it_is(system: Cores) -> None:
     assert crew.seen == [1, 1]
 
 
-def test_a_berth_that_could_not_be_changed_is_still_given_back(system: Cores) -> None:
-    system.mask = {0, 1}
-    crew = Crew(system, [0, 1])
-    crew.take_all()
-    system.refuses, system.who = True, 1
-    crew.berths[1].take([2, 2, 2, 2], 3)  # from where it lies it should go to the other core
-    system.refuses = False
-    for rank in crew.ranks:
-        crew.leave(rank)
-    assert system.masks == {0: {0, 1}, 1: {0, 1}}
-
-
-def test_who_may_not_leave_raises_nothing(system: Cores) -> None:
-    crew = Crew(system, [0])
-    crew.take_all()
-    system.refuses = True
-    crew.leave(0)
-    assert system.masks == {0: {0}}
-
-
 def test_a_mask_that_somebody_else_has_set_meanwhile_stays(system: Cores) -> None:
     for theirs in ({2, 3}, {0, 1}, {3}):
         crew = Crew(system, [0])
@@ -222,33 +171,6 @@ def test_a_mask_that_somebody_else_has_set_meanwhile_stays(system: Cores) -> Non
         assert system.masks[0] == theirs
         crew.leave(0)
         assert system.masks[0] == theirs
-
-
-def test_a_mask_that_somebody_else_has_set_between_two_berths_stays(system: Cores) -> None:
-    crew = Crew(system, [0])
-    crew.take_all()
-    system.masks[0], system.at[0] = {2, 3}, 2
-    crew.take_all()
-    assert system.masks[0] <= {2, 3}
-    crew.leave(0)
-    assert system.masks[0] == {2, 3}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_whose_core_is_not_known_do_no_harm(system: Cores, seed: int) -> None:
-    """The others lie evenly among themselves."""
-    rng = random.Random(seed)
-    for many in (1, 2, 3, 4):
-        system.mask = set(range(many))
-        crew = Crew(system, [rng.randrange(many) for _ in range(6)])
-        known = sorted(rng.sample(crew.ranks, rng.randrange(1, 7)))
-        crew.seen = [core if rank in known else 0 for rank, core in enumerate(crew.seen)]
-        for _ in range(ROUNDS):
-            seen = tuple(crew.seen)
-            for rank in known:
-                crew.take(rank, seen)
-        counts = Counter(system.at[rank] for rank in known)
-        assert max(counts[core] for core in system.mask) - min(counts[core] for core in system.mask) <= 1
 
 
 def test_who_does_not_know_its_own_core_keeps_to_none(system: Cores, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,18 +84,6 @@ def test_a_timeline_refuses_such_a_path_before_it_records(tmp_path: Path, kind: 
     assert (tmp_path / "u.json").is_file()
 
 
-@writers
-def test_names_that_others_could_guess_are_not_followed(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    planted = {tmp_path / name for pid in [os.getpid()] for name in (f".t.{pid}", f"t.{pid}", f"unfinished.{pid}")}
-    for path in planted:
-        path.symlink_to(victim)
-    write(tmp_path / "t")
-    assert victim.read_text() == "precious"
-    assert set(tmp_path.iterdir()) == {*planted, victim, tmp_path / "t"}
-
-
 def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_bytes(b"old")

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -58,8 +58,13 @@ def set_all(handlers: Handlers, *numbers: int) -> None:
         signal.signal(number, handlers)
 
 
-def at_opcodes(events: dict[int, int], call: Callable[[], object], files: Container[str] = FILES) -> int:
-    """Makes a call, and sends this process signals before the bytecodes with these counts; returns how many ran."""
+def at_opcodes(
+    events: dict[int, int], call: Callable[[], object], files: Container[str] = FILES, only: tuple[str, ...] = ()
+) -> int:
+    """Makes a call, and sends this process signals before the bytecodes with these counts; returns how many ran.
+
+    `only`: the names with which those begin that count, beside the beginning of a function; empty: all count.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -67,7 +72,8 @@ def at_opcodes(events: dict[int, int], call: Callable[[], object], files: Contai
         if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        name = dis.opname[frame.f_code.co_code[frame.f_lasti]] if event == "opcode" else ""
+        if name.startswith(only) if only and name else event == ("call" if only else "opcode"):
             count += 1
             if count in events:
                 signal.raise_signal(events[count])
@@ -137,47 +143,6 @@ def test_of_two_signals_none_is_lost(seed: int) -> None:
         assert set(handlers.calls) == {number for at, number in sent.items() if at <= ran}
         assert {signal.getsignal(INT), signal.getsignal(ALRM)} == {handlers}, sent
         assert done == ["first", "second"]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_signals_that_raise_in_quick_succession_are_not_lost(seed: int) -> None:
-    """So that one comes while another one's exception ends a block, or comes up in its beginning."""
-    draw, main, calls, sent = random.Random(seed), threading.get_ident(), {INT: 0, ALRM: 0}, {INT: 0, ALRM: 0}
-    ended: list[str] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        calls[signal.Signals(number)] += 1
-        if frame is not None and (frame.f_code.co_filename == signals.__file__ or frame.f_code is with_waits.__code__):
-            raise Interrupted(number)
-
-    def kill() -> None:
-        for _ in range(1000):
-            number = draw.choice([INT, ALRM])
-            before = calls[number]
-            signal.pthread_kill(main, number)
-            sent[number] += 1
-            if draw.random() < 0.5:  # else the next one comes at once
-                assert wait_until(lambda before=before, number=number: calls[number] > before)
-
-    signal.signal(INT, handler)
-    signal.signal(ALRM, handler)
-    thread = threading.Thread(target=kill)
-    thread.start()
-    while thread.is_alive():
-        done: list[str] = []
-        try:
-            with_waits(done)
-        except Interrupted:
-            ended.append("interrupted")
-        assert done in ([], ["first", "second"])
-    thread.join()
-    with Deferred():
-        before = dict(calls)
-        signal.raise_signal(INT)
-        assert calls == before
-    assert {signal.getsignal(INT), signal.getsignal(ALRM)} == {handler}
-    assert all(0 < calls[number] <= sent[number] for number in sent)
-    assert ended
 
 
 def test_the_handlers_of_all_signals_run_though_one_raises() -> None:
@@ -262,45 +227,25 @@ def test_what_a_library_has_set_below_python_stays(tmp_path: Any) -> None:
     assert handlers.calls == []
 
 
-def in_batch(seen: list[Any]) -> None:
+def in_batch() -> None:
     with batch():
-        seen.append(current())
+        pass
 
 
 def test_a_signal_leaves_no_batch_open() -> None:
     """Calls that come later would be recorded in it, and never be made."""
-    at = -1
-    while True:
-        at += 1
-        handlers, seen, checks = Handlers(INT), list[Any](), 0
+    files = signals.__file__, batch_module.__file__
+    set_all(Handlers())
+    count = at_opcodes({}, in_batch, files, CHECKS)
+    assert count > 50
+    for at in range(1, count + 1):
+        handlers = Handlers(INT)
         set_all(handlers)
-
-        def trace(frame: FrameType, event: str, arg: Any, at: int = at) -> Any:
-            nonlocal checks
-            if frame.f_code.co_filename not in (signals.__file__, batch_module.__file__):
-                return None
-            frame.f_trace_opcodes = True
-            last = dis.opname[frame.f_code.co_code[frame.f_lasti]] if event == "opcode" else ""
-            if event == "call" or last.startswith(CHECKS):
-                checks += 1
-                if checks == at:
-                    signal.raise_signal(INT)
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            in_batch(seen)
-        except Interrupted:
-            pass
-        finally:
-            sys.settrace(before)
+        with suppress(Interrupted):
+            at_opcodes({at: INT}, in_batch, files, CHECKS)
         assert current() is None, f"check {at}"
-        assert len(handlers.calls) == (0 < at <= checks), f"check {at}"
+        assert handlers.calls == [INT], f"check {at}"
         assert {signal.getsignal(INT), signal.getsignal(ALRM)} == {handlers}, f"check {at}"
-        if at > checks:
-            break
-    assert at > 50
 
 
 def test_other_threads_change_nothing() -> None:

@@ -66,13 +66,6 @@ def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, aske
     assert sock.options == {socket.TCP_USER_TIMEOUT: left_ms}
 
 
-def test_a_time_in_which_nobody_asked_hardly_counts():
-    """Else a question shortly after a cut would leave it no time to heal."""
-    sock = Silent(silent_s=9.0, probes=1)
-    assert sockets.count_silence(sock)
-    assert sock.options == {socket.TCP_USER_TIMEOUT: 7_000}
-
-
 def test_the_time_of_what_is_under_way_is_not_counted_twice():
     """The kernel counts from when it was first sent."""
     sock = Silent(silent_s=4.0, again=4)

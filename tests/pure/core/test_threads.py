@@ -8,7 +8,6 @@ import gc
 import socket
 import threading
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,7 @@ import pytest
 from raycollect.channel import loop
 from raycollect.channel.loop import Loop
 from raycollect.core import threads, timers
-from raycollect.driver import stall_report
-from raycollect.errors import CollectiveTimeoutError
 from raycollect.member.wait_monitor import WaitMonitor
-from tests.faults.thread_failures import fail_at
-from tests.pure.driver.flights import Clock, Flying, watch_by
 from tests.pure.group.watchdog_desk import Desk
 
 WAIT_S = 20.0
@@ -65,19 +60,6 @@ def test_what_fails_again_and_again_is_told_once_a_minute(clock: Clocked, caplog
     clock.now_s += threads.EVERY_S
     threads.survives(functools.partial(boom))
     assert told(caplog)[1:] == ["MainThread: boom failed (99 times more since that was told last); the thread goes on"]
-
-
-def test_other_threads_places_and_errors_are_told_apart(clock: Clocked, caplog: pytest.LogCaptureFixture) -> None:
-    threads.survives(boom)
-    threads.survives(boom, place="elsewhere")
-    threads.survives(lambda: [][0], place="elsewhere")
-    threads.start("raycollect-test", boom).join(WAIT_S)
-    assert [one.partition(" failed")[0] for one in told(caplog)] == [
-        "MainThread: boom",
-        "MainThread: elsewhere",
-        "MainThread: elsewhere",
-        "raycollect-test: boom",
-    ]
 
 
 def test_a_step_that_fails_at_once_each_time_takes_no_core_and_no_log(
@@ -178,49 +160,6 @@ def test_a_socket_that_was_closed_meanwhile_is_not_looked_at_again(monkeypatch: 
 
 
 # ---------------------------------------------------------------------------------------------- diagnostics
-
-
-def test_a_wait_outlives_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    watch_by(clock, monkeypatch)
-    monkeypatch.setattr(stall_report, "QUIET_S", 2.0)
-    controller: Any = None
-    tracker: Any = Flying(5.0, clock=clock)
-    with fail_at(stall_report, "_warn"):
-        assert stall_report.wait(controller, tracker, 10.0)
-
-
-def test_a_look_for_those_who_hang_is_repeated_no_sooner_than_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    watch_by(clock, monkeypatch)
-    tracker: Any = Flying(200.0, clock=clock)
-    looks = list[float]()
-
-    class Broken:
-        def look(self, members: Any, timeout_s: float) -> Any:
-            looks.append(clock.now_s - 100.0)
-            raise TypeError("the cause")
-
-    monkeypatch.setattr(stall_report, "_warn", lambda *_: None)
-    monkeypatch.setattr(Flying, "member", lambda self, at: None, raising=False)
-    controller: Any = SimpleNamespace(participants=Broken())
-    assert stall_report.wait(controller, tracker, None)
-    assert looks == [60.0, 120.0, 180.0]
-
-
-def test_an_error_outlives_its_explanation() -> None:
-    error = CollectiveTimeoutError(group_name="g", missing=(1,))
-    tracker: Any = Flying()
-    controller: Any = None
-    with fail_at(stall_report, "_asked"):
-        stall_report.explain_delay(controller, tracker, error)
-    assert error.reports == ()
-
-
-def test_a_member_s_call_that_is_late_says_so_without_reports() -> None:
-    desk = Desk()
-    with fail_at(desk.watchdog, "_ask"):
-        assert desk.asked([1, 2]) == ()
 
 
 class Given:

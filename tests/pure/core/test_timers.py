@@ -109,21 +109,3 @@ def test_a_watcher_that_is_stopped_looks_no_more() -> None:
     other.look_after(0.04)
     assert other.looks.get(timeout=WAIT_S) == 0
     assert watcher.looks.empty()
-
-
-def test_a_watcher_that_looks_before_its_timer_is_known_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer's thread may be quicker than the one that has set it."""
-    watcher, looking = Watching(), list[threading.Thread]()
-
-    def at_once(delay_s: float, call: Any) -> timers.Timer:
-        looking.append(threading.Thread(target=call))
-        looking[-1].start()
-        looking[-1].join(0.05)
-        return timers.Timer(call)
-
-    monkeypatch.setattr(timers, "later", at_once)
-    for _ in range(2):
-        watcher.look_after(0.0)
-        looking[-1].join(WAIT_S)
-        assert watcher.looks.get(timeout=WAIT_S) == 0
-    assert watcher.timer is None

@@ -30,6 +30,9 @@ class Line:
             raise ProtocolError(detail=f"{type(message).__name__} has {nbytes} bytes, the limit is {MAX_FRAME_NBYTES}")
         self.sent.append(message)
 
+    def close(self) -> None:
+        """Does nothing."""
+
 
 def declared(membership: Membership) -> Declared:
     """A group as it is stored by its name."""

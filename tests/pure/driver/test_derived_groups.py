@@ -36,9 +36,9 @@ def test_no_group_goes_as_long_as_its_actors_have_few() -> None:
     for first in range(0, 400, 2):
         for actors in ((first, first + 1), (first + 1, first)):
             groups.add(newest := derived(*actors))
-            assert not groups.is_full(newest.participants)
+            assert not groups.full(newest.participants)
             assert groups.take_surplus(newest, is_idle) == []
-    assert len(groups) == 400
+    assert len(groups.all()) == 400
 
 
 def test_the_group_that_was_not_used_for_the_longest_time_goes_first() -> None:
@@ -48,18 +48,9 @@ def test_the_group_that_was_not_used_for_the_longest_time_goes_first() -> None:
         groups.add(one)
     groups.find(first.participants)
     groups.add(third)
-    assert groups.is_full(third.participants)
+    assert groups.full(third.participants)
     assert groups.take_surplus(third, is_idle) == [second]
     assert groups.all() == (stranger, first, third)
-
-
-def test_a_busy_group_stays_and_so_does_the_newest() -> None:
-    groups = DerivedGroups(1)
-    busy, newest = derived(1, 2), derived(1, 3)
-    groups.add(busy)
-    groups.add(newest)
-    assert groups.take_surplus(newest, lambda one: one is not busy) == []
-    assert groups.take_surplus(newest, is_idle) == [busy]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raycollect.captured.captured_run import CapturedRun
+from raycollect.captured.step import CapturedRun
 from raycollect.core import html
 from raycollect.core.deadline import NEVER
 from raycollect.core.model import TENSOR, Address, Key, Structure, TensorInfo
@@ -62,40 +62,6 @@ def test_whatever_is_shown_of_users_is_escaped_and_short(words):
         assert len(shown) < 25_000
 
 
-def test_markup_is_not_escaped_twice():
-    inner = html.text("<&>")
-    assert inner == "&lt;&amp;&gt;"
-    assert html.text(inner) == inner
-    assert read(html.line(inner)).strip() == "<&>"
-    assert "<pre>" not in html.folded("more", html.line("x"))
-
-
-@pytest.mark.parametrize("count", [0, 1, html.MOST_ROWS, html.MOST_ROWS + 1, 10_000])
-def test_rows_that_are_not_shown_are_counted_and_not_made(count):
-    made = []
-    shown = html.table(["n"], ((made.append(at) or at,) for at in range(count)), count=count)
-    read(shown)
-    assert len(made) <= html.MOST_ROWS
-    assert shown.count("<tr>") == 1 + min(count, html.MOST_ROWS) + (count > html.MOST_ROWS)
-    assert (f"... {count - html.MOST_ROWS} more" in shown) == (count > html.MOST_ROWS)
-    with pytest.raises(ValueError, match="zip"):
-        html.table(["a", "b"], [("only one",)])
-
-
-def test_empty_facts_are_left_out():
-    shown = html.pairs([("one", ""), ("two", 0), ("three", "x")])
-    assert read(shown).split() == ["two", "0", "three", "x"]
-    assert html.pairs([("one", "")]) == ""
-
-
-def test_an_error_is_its_first_line_and_the_rest_is_folded():
-    shown = html.failure(ValueError("first <line>\nsecond\n" + "x" * 50_000))
-    assert re.search("<summary>(.*?)</summary>", shown)[1] == "ValueError: first &lt;line&gt;"
-    assert "second" in shown
-    assert len(shown) < html.MOST_WHOLE + 500
-    assert "<details>" not in html.failure(ValueError("short"))
-
-
 class Broken:
     def __init__(self, error):
         self.error = error
@@ -115,11 +81,6 @@ class Unspeakable(Exception):
     __repr__ = __str__
 
 
-@pytest.mark.parametrize("error", [ValueError("<b>"), OSError(), Unspeakable()], ids=lambda one: type(one).__name__)
-def test_failing_display_shows_the_error_type(error):
-    assert f"Broken, which can't be shown: {type(error).__name__}" in read(Broken(error)._repr_html_())
-
-
 def test_unprintable_error_does_not_raise_in_the_display_of_a_work():
     work = Work(None, Flying(3, error=Unspeakable()), None)
     assert "can't be shown: RuntimeError" in read(work._repr_html_())
@@ -128,24 +89,6 @@ def test_unprintable_error_does_not_raise_in_the_display_of_a_work():
 def test_ctrl_c_is_raised_during_a_display():
     with pytest.raises(KeyboardInterrupt):
         Broken(KeyboardInterrupt())._repr_html_()
-
-
-def test_a_group_is_a_table_of_its_ranks():
-    members = (
-        status(0, plans=(7, 9), steps=("in the consistency check", "")),
-        status(1, awaited_s=2.5, plans=(7,), steps=("",)),
-        status(2, answers=False),
-    )
-    told_of = read(GroupStatus(state="broken", detail="it broke", members=members)._repr_html_())
-    for expected in (
-        "group of 3 ranks: broken",
-        "it broke",
-        "7 (in the consistency check), 9",
-        "2.5 s",
-        "no answer",
-        "10.0.0.1 (node 012345)",
-    ):
-        assert expected in told_of
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -204,14 +147,6 @@ def test_a_work_is_a_bar(tracker, bar, state):
             assert "<b>" in read(shown)
 
 
-def test_display_names_a_few_of_many_pending_ranks():
-    shown = Work(None, Flying(1000, 2), None)._repr_html_()
-    assert "rank 2 (W(2))" in shown
-    assert "990 more" in shown
-    assert len(shown) < 2000
-    assert "not ended" not in Work(None, Flying(1000), None)._repr_html_()
-
-
 def test_a_members_work_is_a_bar():
     process_group = SimpleNamespace(name="<g>", rank=1, world_size=3, backend="shm")
     future = Future()
@@ -237,12 +172,6 @@ def tensor(*shape, dtype="float32"):
     return TensorInfo(shape=shape, dtype=dtype, itemsize=np.dtype(dtype).itemsize)
 
 
-def test_handle_display_describes_its_tensor():
-    told_of = read(handle(TENSOR, tensor(1000, 10))._repr_html_())
-    for expected in ("tensor, 39.06 KiB, kept in Worker(0a1b2c)", "[1000, 10]", "float32", "cpu", "numpy"):
-        assert expected in told_of
-
-
 @pytest.mark.parametrize("count", [1, 3, 4, 9])
 def test_a_handle_of_several_tensors_does_not_offer_to_be_an_array(count):
     made = handle(Structure("list", (), (TENSOR,) * count), *(tensor(at + 1) for at in range(count)))
@@ -253,13 +182,6 @@ def test_a_handle_of_several_tensors_does_not_offer_to_be_an_array(count):
         assert "asarray" not in shown
     assert (f"... ({count} tensors)" in made.words) == (count > 3)
     assert "numpy.asarray(handle) fetches it" in repr(handle(TENSOR, tensor(3)))
-
-
-def test_handle_display_gives_the_place_of_each_tensor():
-    layers = Structure("list", (), (TENSOR, Structure("tuple", (), (TENSOR, TENSOR))))
-    told_of = read(handle(Structure("dict", ("w", 7), (layers, TENSOR)), *map(tensor, range(4)))._repr_html_())
-    for place in ("dict of 4 tensors", "['w'][0]", "['w'][1][0]", "['w'][1][1]", "[7]"):
-        assert place in told_of
 
 
 @pytest.mark.parametrize("count", [1, 20, 21, 10_000])

@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -110,40 +109,6 @@ def test_any_sequence_of_events_ends_with_the_first_cause(chain: PlanTracker, se
     assert seen == [(True, tracker.error)], "watchers are called once, with the outcome known"
 
 
-def test_only_the_ranks_that_take_part_are_waited_for() -> None:
-    tracker = tracked(5, ranks=(4, 1))
-    assert tracker.plan.participants == tuple(f"{rank:032x}" for rank in (1, 4))
-    assert [at for at in range(5) if tracker.is_pending(at)] == [0, 1]
-    assert tracker.lost(3, "killed") == []
-    tracker.done(1, None, [])
-    assert not tracker.resolved
-    tracker.done(0, None, [])
-    assert tracker.resolved
-
-
-def test_an_echo_in_a_chain_is_passed_on_and_leaves_the_first_as_outcome(chain: PlanTracker) -> None:
-    """Actors 5 and 6 see their connection break; 8 waits for 7 in a launch that will not be opened."""
-    orders = chain.done(position(chain, 5), PlanAbortedError(group_name="left", rank=0, detail="it broke"), ["a story"])
-    assert sorted(who_aborted(orders)) == sorted(position(chain, number) for number in (6, 7, 8))
-    assert all("PlanAbortedError on Worker(5)" in message.reason for _, message in orders)
-    for number in (6, 7, 8):
-        assert not chain.resolved
-        assert chain.done(position(chain, number), PlanAbortedError(detail="the plan was aborted"), []) == []
-    assert isinstance(chain.error, PlanAbortedError)
-    assert (chain.error.rank, chain.error.detail) == (0, "it broke")
-    assert (chain.error.group_name, chain.error.story) == ("left", ("a story",))
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_a_refusal_sends_no_aborts(order: Sequence[int]) -> None:
-    tracker = tracked(3)
-    for rank in order:
-        assert tracker.done(rank, refusal("allreduce", "", (MISMATCH,)), ["a story"]) == []
-        assert tracker.resolved
-    assert tracker.has_ended
-    assert type(tracker.error) is MismatchError
-
-
 def test_the_controllers_own_failures_abort_whoever_got_it() -> None:
     """As when a rank waits for a value that Ray knows will not come: the ranks don't know."""
     tracker = tracked(3)
@@ -157,17 +122,6 @@ def test_the_controllers_own_failures_abort_whoever_got_it() -> None:
     tracker = tracked(2)
     assert tracker.fail(DispatchError(detail="x"), unsent=(0, 1)) == []
     assert tracker.has_ended
-
-
-def test_a_cancelled_plan_says_who_did_it_and_ends_with_the_last_rank() -> None:
-    tracker = tracked(3)
-    tracker.done(1, None, [])
-    orders = tracker.fail(PlanAbortedError(detail="cancelled by its caller"))
-    assert who_aborted(orders) == [0, 2]
-    assert "cancelled by its caller" in orders[0][1].reason
-    error = tracker.error
-    assert isinstance(error, PlanAbortedError)
-    assert (error.op, error.group_name, error.rank, error.actor) == ("allreduce", "ring", -1, "")
 
 
 def test_watchers_may_ask_and_watch_again_and_are_called_at_once_after_the_end() -> None:
@@ -395,39 +349,6 @@ def test_a_rank_at_the_check_twice_or_a_stranger_breaks_the_protocol() -> None:
     assert [(at, message.blobs) for at, message in orders] == [(0, [b"two", b"five"]), (1, [b"two", b"five"])]
 
 
-def test_the_checks_of_a_chain_stand_beside_each_other(chain: PlanTracker) -> None:
-    def come(at: int, name: str, rank: int, ranks: list[int], seq: int) -> list[int]:
-        message = Arrive(group_id=name and f"id of {name}", seq=seq, round=0, ranks=ranks, rank=rank, blob=b"")
-        return [at for at, _ in chain.arrive(at, message)]
-
-    p5, p6, p7, p8 = (position(chain, number) for number in (5, 6, 7, 8))
-    for at in (3, 0, 2):
-        assert come(at, "", at, [0, 1, 2, 3], SEQ) == []
-    assert come(p5, "left", 0, [0, 1, 2], SEQ + 1) == []
-    assert come(p7, "right", 1, [0, 1], SEQ + 2) == []
-    assert come(p6, "left", 1, [0, 1, 2], SEQ + 1) == []
-    assert come(1, "", 1, [0, 1, 2, 3], SEQ) == [0, 1, 2, 3]
-    assert come(p8, "right", 0, [0, 1], SEQ + 2) == [p8, p7]
-    assert come(p7, "left", 2, [0, 1, 2], SEQ + 1) == [p5, p6, p7]
-
-
-def test_a_launch_of_its_own_has_one_round_and_the_checks_as_many_as_are_planned() -> None:
-    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
-    gathering = asked(left, (0, 1, 2), kind=OpKind.ALLGATHER, op=None)
-    tracker = flying(gathering, asked(right, (4, 3)))
-    assert tracker.plan.rounds == 2
-    common = Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=1, blob=b"")
-    own = replace(common, group_id="id of left", seq=SEQ + 1, ranks=[0, 1, 2])
-    for at_check, rounds in ((common, 2), (own, 1)):
-        for turn in (-1, rounds, rounds + 5):
-            with pytest.raises(ProtocolError, match="no round"):
-                tracker.arrive(1, replace(at_check, round=turn))
-        for turn in range(rounds):
-            assert tracker.arrive(1, replace(at_check, round=turn)) == []
-    with pytest.raises(ProtocolError, match="no round"):
-        tracker.arrive(1, replace(own, seq=SEQ + tracker.plan.width))
-
-
 def test_a_timeout_names_who_is_missing_from_the_latest_agreement(chain: PlanTracker) -> None:
     tracker = tracked(4)
     error = CollectiveTimeoutError(missing=(1, 3, 4, -1), timeout_s=2.5)
@@ -558,13 +479,6 @@ def test_plans_are_remembered_by_form_and_not_by_refs() -> None:
     assert len(set(first.programs)) == 3
     other = group("left", (1, 2, 3))
     assert prepare(tuple(call._replace(group=other) for call in calls), 1 << 20) is not first, "another group"
-
-
-def test_the_time_limit_of_a_batch_is_the_longest_of_its_calls() -> None:
-    left = group("left", (5, 6))
-    for limits in ((2.0, 60.0), (60.0, 2.0), (0.5, 0.25)):
-        planned = flying(*[asked(left, (at, at + 1), timeout_s=limit) for at, limit in enumerate(limits)]).plan
-        assert {planned.timeout_s, *(planned.program(at).timeout_s for at in range(2))} == {max(limits)}
 
 
 def test_violations_of_all_calls_are_one_error() -> None:

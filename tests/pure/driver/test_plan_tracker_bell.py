@@ -8,7 +8,7 @@ import pytest
 
 from raycollect.channel import CompletionBell, CompletionBellClient
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import KernelError, ParticipantDiedError
+from raycollect.errors import KernelError
 from tests.pure.driver.tracked_plans import SEQ, tracked
 
 WAIT_S = 20.0
@@ -54,19 +54,3 @@ def test_who_dies_after_it_has_rung_has_not_failed(tracker: PlanTracker) -> None
     lost.join(WAIT_S)
     assert tracker.resolved
     assert tracker.error is None
-
-
-def test_who_dies_before_it_has_rung_has_failed(tracker: PlanTracker) -> None:
-    tracker.lost(1, "killed")
-    assert tracker.wait(WAIT_S)
-    assert isinstance(tracker.error, ParticipantDiedError)
-
-
-def test_other_threads_wait_for_the_outcome_alone(tracker: PlanTracker) -> None:
-    found: list[bool] = []
-    other = threading.Thread(target=lambda: found.append(tracker.wait(WAIT_S)))
-    other.start()
-    _client(tracker, 0).ring(SEQ)
-    assert tracker.wait(WAIT_S)
-    other.join(WAIT_S)
-    assert found == [True]

@@ -8,7 +8,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raycollect.backends.completion import chunks, metered
 from raycollect.core import kernel_progress
 from raycollect.core.kernel_progress import LENT, KernelProgress
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
@@ -23,23 +22,6 @@ from tests.pure.fleet import MakeFleet, numbers
 from tests.pure.teams import Team
 
 MB = 1 << 20
-
-
-@pytest.mark.parametrize(("size", "step"), [(0, 3), (1, 3), (3, 3), (7, 3), (9, 3), (2, 0)])
-def test_metered_chunks_equal_plain_chunks(size: int, step: int) -> None:
-    kernel_progress.here().cover()
-    assert list(metered(size, step)) == list(chunks(size, step))
-    assert kernel_progress.here().part == (1.0 if size > max(step, 1) else 0.0), "one chunk is not worth a note"
-
-
-def test_a_chunk_counts_once_the_next_is_asked_for() -> None:
-    meter = kernel_progress.here()
-    meter.cover(2.0, 2.0)
-    found = [meter.part for _ in metered(8, 2)]
-    assert found == [2.0, 2.5, 3.0, 3.5]
-    assert meter.part == 4.0
-    meter.cover()
-    assert (meter.part, meter.base, meter.span) == (0.0, 0.0, 1.0)
 
 
 def run_metered(communicator: Communicator, launch: Launch, kernels: list[list[Kernel]]) -> list[float]:

@@ -13,11 +13,10 @@ import pytest
 
 from raycollect.channel.messages import Measured
 from raycollect.driver import progress as gauge
-from raycollect.driver import progress_bar, stall_report
-from raycollect.driver.progress import ProgressProbe
+from raycollect.driver import stall_report
+from raycollect.driver.progress import Progress, ProgressProbe
 from raycollect.errors import InvalidArgumentError, KernelError, ProgressError
 from tests.pure.driver.flights import Flying
-from tests.pure.driver.shown_progress import look
 
 
 class Told:
@@ -56,6 +55,12 @@ def tracker() -> Flying:
 
 def gauge_of(tracker: Flying, told: Told) -> ProgressProbe:
     return ProgressProbe(told, cast(Any, tracker), tracker.clock.now_s, tracker.clock.monotonic)
+
+
+def look(one: ProgressProbe) -> Progress:
+    one.ask()
+    one.hear()
+    return one.read()
 
 
 def test_bytes_are_summed_over_all_ranks_and_the_rate_is_the_recent_one(tracker: Flying) -> None:
@@ -122,18 +127,6 @@ def test_a_rank_that_was_not_heard_of_counts_like_the_others(tracker: Flying, od
     assert (far.done_nbytes, far.ranks[1].is_heard) == (100, False)
 
 
-def test_lending_and_ended_ranks_count_as_the_others_and_as_whole(tracker: Flying) -> None:
-    told = Told({"total": 100, "lent": 100}, {"done": 40, "total": 100}, {"done": 60, "total": 100})
-    one = gauge_of(tracker, told)
-    far = look(one)
-    assert (far.done_nbytes, far.ranks[0].done_nbytes, far.laggard) == (150, 50, None)
-    told.said[1] = {"has_ended": True}
-    tracker.pending.discard(2)
-    far = look(one)
-    assert [rank.done_nbytes for rank in far.ranks][1:] == [100, 100]
-    assert far.total_nbytes == 300
-
-
 def test_the_end_is_full_and_a_failure_stays(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     one, other = gauge_of(tracker, told), gauge_of(tracker, told)
@@ -174,17 +167,10 @@ class Drawn:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tracker: Flying) -> list[Drawn]:
     Drawn.made = []
-    for module in (progress_bar, stall_report, gauge):
-        monkeypatch.setattr(module, "monotonic", tracker.clock.monotonic, raising=False)
     clock = SimpleNamespace(monotonic=tracker.clock.monotonic, time=lambda: 0.0)
-    monkeypatch.setattr(progress_bar, "time", clock)
-    monkeypatch.setattr(stall_report, "time", clock)
-    monkeypatch.setattr(
-        progress_bar,
-        "ProgressProbe",
-        lambda told, tracker, began_s: ProgressProbe(told, tracker, began_s, clock.monotonic),
-    )
-    monkeypatch.setattr(progress_bar, "_tqdm", lambda: Drawn)
+    for module in (gauge, stall_report):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(gauge, "_tqdm", lambda: Drawn)
     return Drawn.made
 
 
@@ -210,56 +196,25 @@ def test_a_wait_that_lasts_shows_a_bar_that_ends_full(
     assert (bar.is_closed, bar.leave) == (True, leaves)
 
 
-@pytest.mark.parametrize(("shows", "count"), [(None, 1), (True, 1), (False, 0)])
-def test_a_block_shows_bars_of_all_waits_in_it(
-    tracker: Flying, drawn: list[Drawn], shows: bool | None, count: int
-) -> None:
-    told = Told(*[{"done": 40, "total": 100}] * 3)
-    tracker.ends_s = tracker.clock.now_s + 0.45
-    with progress_bar.progress(after_s=0.1) as block:
-        assert wait(tracker, told, progress=shows)
-        with block:
-            pass
-    assert len(drawn) == count
-    tracker.ends_s = tracker.clock.now_s + 0.45
-    assert wait(tracker, told)
-    assert len(drawn) == count, "the block has ended"
-
-
 def test_a_block_of_one_thread_is_none_of_another() -> None:
-    bars, began, has_ended = progress_bar.progress(), threading.Event(), threading.Event()
+    bars, began, has_ended = gauge.progress(), threading.Event(), threading.Event()
 
     def other() -> tuple[object, object]:
         with bars:
             began.set()
             assert has_ended.wait(20)
-            within = progress_bar.around_s.get()
-        return within, progress_bar.around_s.get()
+            within = gauge.around_s.get()
+        return within, gauge.around_s.get()
 
-    outside = progress_bar.around_s.get()
+    outside = gauge.around_s.get()
     with ThreadPoolExecutor(1) as pool:
         with bars:
             asked = pool.submit(other)
             assert began.wait(20)
-        here = progress_bar.around_s.get()
+        here = gauge.around_s.get()
         has_ended.set()
         within, after = asked.result(20)
     assert here == after == outside != within
-
-
-def test_a_bar_stays_where_it_is_where_the_collective_fails(tracker: Flying, drawn: list[Drawn]) -> None:
-    told = Told(*[{"done": 40, "total": 100}] * 3)
-
-    def fail(one: Any, seq: int, measure: Any = told.measure) -> Any:
-        if len(told.asked) > 9:
-            tracker.error = KernelError(detail="x")
-        return measure(one, seq)
-
-    told.measure = fail  # type: ignore[method-assign]
-    assert wait(tracker, told, progress=True)
-    (bar,) = drawn
-    assert bar.lines[-1] == (120, 300, "")
-    assert bar.is_closed
 
 
 def test_a_wait_that_is_over_leaves_its_bar(tracker: Flying, drawn: list[Drawn]) -> None:
@@ -297,7 +252,7 @@ def test_a_bar_that_can_not_be_drawn_does_not_end_the_wait(
     assert told.asked == [0, 1, 2], "nobody looks any more"
 
 
-@pytest.mark.parametrize("ask", [lambda one: progress_bar.progress(), lambda one: wait(one, Told(), progress=True)])
+@pytest.mark.parametrize("ask", [lambda one: gauge.progress(), lambda one: wait(one, Told(), progress=True)])
 def test_without_tqdm_it_is_refused_at_once(tracker: Flying, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     tracker.ends_s = 0.0  # even though nothing is to be waited for
@@ -308,11 +263,11 @@ def test_without_tqdm_it_is_refused_at_once(tracker: Flying, monkeypatch: pytest
 @pytest.mark.parametrize("after_s", [-1, math.inf, math.nan, "x", None])
 def test_unreasonable_progress_delay_is_refused(after_s: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"after_s is .*, expected a number of seconds"):
-        progress_bar.progress(after_s=after_s)
+        gauge.progress(after_s=after_s)
 
 
 def test_bar_shows_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    made = progress_bar._tqdm()(desc="x", unit="B", unit_scale=True, total=100)
+    made = gauge._tqdm()(desc="x", unit="B", unit_scale=True, total=100)
     made.n, made.rate = 50, 25.0
     made.refresh()
     made.rate = 0.0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import threading
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -109,16 +106,6 @@ def test_long_wait_is_logged_once_without_delay(
         )
         assert 0 < text.index(first) < text.index(second)
         assert "rank 2" not in text, "it has ended it"
-
-
-def test_no_warning_where_none_is_wanted(
-    controller: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(stall_report, "QUIET_S", watchdog.warn_after_s({watchdog.WARNING_VARIABLE: "0"}))
-    tracker: Any = Flying(1000, plan=Stages(), clock=clock)
-    assert stall_report.wait(controller, tracker, None)
-    assert not controller.asked
-    assert not caplog.records
 
 
 DONE, INSIDE, BUSY = (seen(ended=7), seen(ended=6, running=[7], steps=["in a kernel"]), seen(ended=6))
@@ -272,72 +259,9 @@ def test_wait_times_count_from_the_first_arrival(plan: Any) -> None:
     assert awaited(tracker, a=first, b=second, c=at(ms=())) == [0, 0, 3], "it has begun, and looks at its operands"
 
 
-def test_aborted_rank_still_counts_as_awaited(controller: Any) -> None:
-    tracker: Any = Flying()
-    tracker.error = error = CollectiveTimeoutError(op="allreduce", group_name="g", missing=(1,), timeout_s=1.0)
-    came, never = at(7, ms=(3000,), ended=7, running=()), at(6, ms=(4000,), ended=7, running=())
-    assert awaited(tracker, a=came, b=never, c=came) == [0, 3, 0]
-    controller.look = lambda members, timeout_s: [never if one.rank == 1 else came for one in members]
-    stall_report.explain_delay(controller, tracker, error)
-    (report,) = error.reports
-    assert (report.rank, report.has_begun, report.awaited_s) == (1, False, 3.0)
-
-
-def test_calls_of_a_members_own_have_numbers_too() -> None:
-    tracker: Any = Flying()
-    other = at(7, ms=(10,), ended=6, running=())
-    assert awaited(tracker, a=at(7, ms=(3000,)), b=other, c=other) == [0, 3, 3]
-    assert awaited(tracker, a=at(6, 12, ms=(3000, 3000)), b=other, c=other) == [0, 0, 0], "checks of other plans"
-
-
 def test_captured_step_awaits_a_rank_in_its_own_stages() -> None:
     tracker: Any = Flying(plan=Stages())
     far, middle = at(7, 9, 10, ms=(9000, 5000, 4000)), at(7, 9, ms=(9000, 6000))
     assert awaited(tracker, a=far, b=at(7, ms=(8000,)), c=middle) == [0, 4, 4], "the second plan is none of rank 1's"
     assert awaited(tracker, a=middle, b=at(7, ms=(8000,)), c=at(7, ms=(8000,))) == [0, 0, 6]
     assert awaited(tracker, a=middle, b=None, c=None) == [0, 9, 9]
-
-
-# ---------------------------------------------------------------------------------------------- coroutines
-
-
-def test_long_wait_of_a_coroutine_is_logged_without_blocking_the_loop(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(stall_report, "QUIET_S", 0.01)
-    tracker: Any = Flying()
-    looked, answer = threading.Event(), threading.Event()
-
-    def look(members: Any, timeout_s: float) -> list[Seen | None]:
-        looked.set()
-        assert threading.current_thread() is not threading.main_thread()
-        assert answer.wait(20)
-        return [None for _ in members]
-
-    controller: Any = SimpleNamespace(participants=SimpleNamespace(look=look))
-
-    async def wait() -> None:
-        with stall_report.Attention(controller, tracker):
-            while not looked.is_set():  # noqa: ASYNC110 - a thread's event
-                await asyncio.sleep(0)
-            assert not caplog.records, "the loop goes on while participants are asked"
-            answer.set()
-            while not caplog.records:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-
-    asyncio.run(wait())
-    (record,) = caplog.records
-    assert "still under way after 0.01 s" in record.getMessage()
-
-
-@pytest.mark.parametrize(("quiet_s", "ends_s"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
-def test_short_wait_sends_no_query(
-    controller: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, quiet_s: float, ends_s: float
-) -> None:
-    monkeypatch.setattr(stall_report, "QUIET_S", quiet_s)
-    tracker: Any = Flying(ends_s, clock=clock)
-    with stall_report.Attention(controller, tracker):
-        tracker.wait(None)
-    while clock.due:  # what is due after the wait
-        clock.look()
-    assert controller.asked == []

@@ -260,9 +260,9 @@ def test_a_side_without_a_piece_for_each_rank_is_a_protocol_error(kind: OpKind) 
 
 def test_a_side_whose_tensors_are_not_those_of_its_structure_is_a_protocol_error() -> None:
     values = msgpack.unpackb(encode_arrival(Arrival(spec=_specs(OpKind.ALLREDUCE)[0])))
-    structure, tensors, loose = values[0][4]
-    for wrong in ([structure, tensors * 2, loose], [structure, [], loose], [["list", [], []], tensors, loose]):
-        values[0][4] = wrong
+    tensors, loose, structure = values[1][3]
+    for wrong in ([tensors * 2, loose, structure], [[], loose, structure], [tensors, loose, ["list", [], []]]):
+        values[1][3] = wrong
         with pytest.raises(ProtocolError):
             judge((0,), (msgpack.packb(values),))
     with pytest.raises(ValueError, match="2 tensors for a tensor"):

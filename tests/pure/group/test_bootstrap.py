@@ -109,16 +109,6 @@ def test_leader_replaces_a_malformed_record(place: Place, case: str) -> None:
     assert place.lead().world_size == following.result(WAIT_S).world_size == 2
 
 
-@pytest.mark.parametrize("case", GARBAGE)
-def test_a_follower_says_which_file_is_no_record_once_its_time_is_over(place: Place, case: str) -> None:
-    _file(place).write_bytes(GARBAGE[case])
-    with pytest.raises(CollectiveTimeoutError, match="not a record of rank 0") as caught:
-        place.follow(timeout_s=0.05)
-    assert f"Delete {_file(place)}" in caught.value.detail
-    assert caught.value.missing == (0,)
-    _file(place).unlink()
-
-
 def test_irreplaceable_record_raises_invalid_group_error(place: Place) -> None:
     _file(place).mkdir()
     with pytest.raises(InvalidGroupError, match="rendezvous directory"):
@@ -255,56 +245,6 @@ def test_a_leader_that_waits_is_not_replaced(place: Place) -> None:
         place.lead()
     place.follow()
     leading.result(WAIT_S)
-
-
-def test_who_makes_room_does_not_remove_the_record_of_who_comes_next(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks whether the record is its own, and removes it: in between there must be no other one."""
-    monkeypatch.setattr(coordinator_server, "FADING_S", WAIT_S)
-    leading = place.start(place.lead, world_size=3)
-    with pytest.raises(InvalidGroupError):
-        place.follow(backend="shm", world_size=3)
-    assert isinstance(leading.exception(WAIT_S), InvalidGroupError)
-    posts, came, following = [], threading.Event(), list[Future[ProcessGroup]]()
-    read, post, replace = place.board.read, place.board.post, place.board.replace
-
-    def reading(name: str) -> bytes | None:
-        found = read(name)
-        if threading.current_thread().name == "raycollect-apart":
-            following.append(place.start(place.lead))
-            assert came.wait(WAIT_S)
-        return found
-
-    def posting(name: str, record: bytes) -> bool:
-        posts.append(name)
-        if len(posts) == 2:
-            came.set()
-        return post(name, record)
-
-    def replacing(name: str, record: bytes) -> None:
-        replace(name, record)
-        came.set()
-
-    for name, call in (("read", reading), ("post", posting), ("replace", replacing)):
-        monkeypatch.setattr(place.board, name, call)
-    place.end_fading()
-    assert place.follow(timeout_s=2).world_size == 2
-    assert following[0].result(WAIT_S).world_size == 2
-
-
-def test_who_may_lead_next_does_not_wait_for_late_members_of_a_group_that_failed(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(coordinator_server, "FADING_S", 10 * WAIT_S)
-    monkeypatch.setattr(bootstrap, "PROBE_S", 10 * WAIT_S)
-    leading = place.start(place.lead, world_size=3)
-    with pytest.raises(InvalidGroupError):
-        place.follow(backend="shm", world_size=3)
-    assert isinstance(leading.exception(WAIT_S), InvalidGroupError)
-    following = place.start(place.lead)
-    place.follow()
-    assert following.result(WAIT_S).world_size == 2
 
 
 class _Caller:

@@ -14,7 +14,7 @@ import pytest
 from raycollect.core.model import Address
 from raycollect.errors import InvalidGroupError
 from raycollect.group import bootstrap_store
-from raycollect.group.bootstrap_store import MOST_RECORD_NBYTES, DirectoryBulletin, Record, store_at
+from raycollect.group.bootstrap_store import MOST_RECORD_NBYTES, DirectoryBulletin, Record
 
 RECORD = Record(address=Address(host="127.0.0.1", port=9, secret=bytes(range(32))), who="process 5")
 NAMES = ("g", "a/b", "..", "group-g", "ü" * 20, "x" * 1000, "x" * 999 + "y", "ü" * 300)
@@ -30,21 +30,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def board(path: Path) -> DirectoryBulletin:
     return DirectoryBulletin(path)
-
-
-def test_a_record_is_posted_once_replaced_and_taken_away(board: DirectoryBulletin, path: Path) -> None:
-    assert board.read("g") is None
-    assert board.post("g", b"one")
-    assert not board.post("g", b"two")
-    assert board.read("g") == b"one"
-    board.replace("g", b"three")
-    board.remove("g", b"one")
-    assert board.read("g") == b"three"
-    assert Path(board.where("g")).read_bytes() == b"three"
-    assert stat.S_IMODE(Path(board.where("g")).stat().st_mode) == 0o600
-    board.remove("g", b"three")
-    board.remove("g", b"three")
-    assert list(path.iterdir()) == [], "nothing stays behind"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,24 +64,6 @@ def test_no_descriptor_stays_open(path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- others
-
-
-def _swap(path: Path) -> None:
-    """Who may rename above the directory puts another one in its place, with a record."""
-    path.rename(path.with_name("was"))
-    path.mkdir(mode=0o755)
-    (path / "group-g").write_bytes(b"planted")
-
-
-def test_a_directory_that_takes_its_place_is_not_looked_at(board: DirectoryBulletin, path: Path) -> None:
-    _swap(path)
-    assert board.read("g") is None
-    assert board.post("g", b"mine")
-    assert board.read("g") == b"mine"
-    board.replace("g", b"new")
-    board.remove("g", b"new")
-    assert (path / "group-g").read_bytes() == b"planted"
-    assert list(path.with_name("was").iterdir()) == []
 
 
 def test_a_directory_that_is_a_link_or_none_is_refused(board: DirectoryBulletin, path: Path) -> None:
@@ -150,25 +117,7 @@ def test_a_file_of_another_user_is_no_record(
         board.read("g")
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["file://tmp/g", "file:///tmp/g#1", "file:///tmp/g?a", "tcp:///g", "file://", "/g"],
-)
-def test_a_place_that_is_no_url_of_a_directory_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two slashes the first name counts as that of a host, and the rest would be another directory."""
-    monkeypatch.setattr("raycollect.group.bootstrap_store.DirectoryBulletin", lambda path: pytest.fail(path))
-    with pytest.raises(InvalidGroupError, match="not of the form 'file:///path'"):
-        store_at(place)
-
-
 # ---------------------------------------------------------------------------------------------- what is a record
-
-
-def test_a_record_is_read_as_it_was_written() -> None:
-    assert Record.from_bytes(RECORD.to_bytes()) == RECORD
-    long = Record(address=RECORD.address, who="W" * 10_000)
-    assert len(long.to_bytes()) < MOST_RECORD_NBYTES
-    assert long.who.startswith(Record.from_bytes(long.to_bytes()).who)
 
 
 def _packed(*more: Any, host: Any = "h", port: Any = 9, secret: Any = bytes(32), who: Any = "w") -> bytes:

@@ -26,18 +26,6 @@ def backend(request):
 # ---------------------------------------------------------------------------------------------- the threads
 
 
-def test_the_calls_of_one_thread_are_no_contest():
-    callers = Callers(3)
-    me = threading.get_ident()
-    assert [callers.come("allreduce"), callers.come("barrier")] == [False, False]
-    callers.go(me)
-    assert callers.contest is None
-    callers.go(me)
-    with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
-        assert pool.submit(callers.come, "allreduce").result(WAIT_S) is False
-    assert callers.contest is None
-
-
 def test_a_second_thread_begins_a_contest_that_lasts_until_all_have_ended():
     callers = Callers(3)
     me = threading.get_ident()
@@ -197,49 +185,6 @@ def test_a_call_that_is_recalled_as_all_have_come_is_refused_and_shifts_nothing(
     assert group.must(_sum) == [3.0] * 2
 
 
-def _second_while_queued(name, rank):
-    """On rank 0 a second thread comes while calls of the first one are queued."""
-    if rank:
-        _hear_one(name)
-        return [_summed(name, 10) for _ in range(4)]
-    arrays = [np.ones(3) for _ in range(3)]
-    works, told = [], threading.Event()
-
-    def start(name):
-        works.extend(col.allreduce(one, name, async_op=True) for one in arrays)
-
-    thread = _in_thread(name, "first", _hold, start, told)
-    assert wait_until(lambda: len(works) == 3)
-    second = _in_thread(name, "second", _summed, 2)
-    assert wait_until(lambda: _communicator(name)._objecting is not None)
-    col.send(np.zeros(1), 1, name)
-    said = [second.result(WAIT_S)]
-    for work, array in zip(works, arrays, strict=True):
-        with pytest.raises(ConcurrentCallError) as raised:
-            work.wait()
-        said.append(str(raised.value))
-        assert (array == 1).all()
-    told.set()
-    thread.result(WAIT_S)
-    return said
-
-
-def _hear_one(name):
-    col.recv(np.zeros(1), 0, name)
-
-
-def _hold(name, start, told):
-    start(name)
-    assert told.wait(WAIT_S)  # without the thread its name could not be told
-
-
-def test_calls_that_are_queued_are_refused_as_well(crew, backend):
-    group = crew.group(2, backend)
-    results = group.must(_second_while_queued)
-    assert all(_is_told(said) for rank in results for said in rank), results
-    assert group.must(_sum) == [3.0] * 2
-
-
 def _handed_over(name, rank):
     """Each call in another thread than the one before, and not in the same ones on all ranks."""
     found = []
@@ -255,23 +200,6 @@ def test_a_thread_may_follow_another(crew, backend):
     group = crew.group(2, backend)
     expected = [2.0 * turn for turn in range(20) for _ in range(2)]
     assert group.must(_handed_over) == [expected] * 2
-
-
-def _beside(name, rank):
-    """A thread waits in a collective of all, while another one sends."""
-    if rank == 0:
-        waiting = _in_thread(name, "first", _summed, 1)
-        assert wait_until(lambda: _communicator(name).call)
-        col.send(np.full(2, 7.0), 1, name)
-        return waiting.result(WAIT_S)
-    x = np.zeros(2)
-    col.recv(x, 0, name)
-    assert (x == 7).all()
-    return _summed(name, 2)
-
-
-def test_calls_between_other_ranks_are_no_concern(crew, backend):
-    assert crew.group(2, backend).must(_beside) == [3.0] * 2
 
 
 def _summed_or_failed(name, value):

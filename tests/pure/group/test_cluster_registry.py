@@ -90,23 +90,6 @@ def test_a_record_that_is_none_or_too_long_is_ignored(monkeypatch: pytest.Monkey
     assert GroupRecord.from_bytes(record) is None
 
 
-def test_an_error_does_not_list_all_the_groups_of_a_cluster() -> None:
-    store = _Store(*(replace(_group(f"group {at}"), group_id=f"id {at}") for at in range(500)))
-    with pytest.raises(UnknownGroupError, match="and 480 more"):
-        store.cluster().groups("another")
-
-
-def test_groups_come_with_the_states_of_their_members_the_oldest_first() -> None:
-    store = _Store(_group("b", since=2), _group("a", since=1))
-    store.actors["1" * 32] |= {"Pid": 999, "NumRestarts": 1}
-    del store.actors["2" * 32]
-    first, second = store.cluster().groups()
-    assert (first.name, second.name) == ("a", "b")
-    assert [one.state for one in first.members] == ["ALIVE", "RESTARTED", "UNKNOWN"]
-    assert [one.restarts for one in first.members] == [0, 1, 0]
-    assert cluster_registry.summary(first.members) == "broken: rank 1, 2 gone"
-
-
 @pytest.mark.parametrize(
     ("state", "says"),
     [("ALIVE", "all members alive"), ("RESTARTING", "rank 1 not alive"), ("DEAD", "broken: rank 1 gone")],
@@ -179,13 +162,6 @@ def test_status_is_a_table(shown: _Store) -> None:
         "    2     Worker(2)  ALIVE  nnnnnnnn  102  0",
     ]
     assert "group.status()" in lines[-1]
-
-
-def test_status_as_json_has_everything(shown: _Store) -> None:
-    told = json.loads(_run("status", "--json").stdout)
-    assert [one["name"] for one in told] == ["g", "h"]
-    assert told[0]["members"][2]["state"] == "ALIVE"
-    assert told[0]["summary"] == "all members alive"
 
 
 def test_status_is_watched_until_it_is_stopped(shown: _Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from raycollect import backends
-from raycollect.channel.messages import Depart, Gone, Meet, Message, Met, Withdraw
+from raycollect.channel.messages import Gone, Meet, Message, Met, Withdraw
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -23,7 +23,6 @@ from raycollect.errors import (
 )
 from raycollect.group import communicator_init
 from raycollect.group.hub_client import HubClient
-from raycollect.group.process_group import ProcessGroup
 from tests.pure.group.tables import WORLD, Call, Table, assert_set, error_of
 from tests.pure.watched import WAIT_S
 from tests.support.waiting import wait_until
@@ -31,29 +30,6 @@ from tests.support.waiting import wait_until
 
 def _is_made(message: Message) -> bool:
     return isinstance(message, Meet) and message.place.startswith("made")
-
-
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_join_completes_for_all_or_none_and_a_later_leave_fails_no_join(table: Callable[..., Table], slow: int) -> None:
-    """A rank that is still being told, or still makes its end, gets the group: another's leaving comes after that."""
-    here = table()
-    done = {rank: threading.Event() for rank in range(WORLD) if rank != slow}
-
-    def heard(rank: int, message: Message) -> None:  # it waits for the slow one, or has left already
-        if rank != slow and (_is_made(message) or isinstance(message, Depart)):
-            done[rank].set()
-
-    def before_made(rank: int) -> None:
-        if rank == slow:
-            assert all(one.wait(WAIT_S) for one in done.values())
-
-    def join_and_leave(process_group: ProcessGroup) -> None:
-        process_group.form()
-        process_group.close()
-
-    here.heard, here.before_made = heard, before_made
-    for one in [here.start(join_and_leave, process_group) for process_group in here.process_groups]:
-        one.result(WAIT_S)
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "orphaned"])

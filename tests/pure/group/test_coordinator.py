@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raycollect.channel.messages import Ask, Deny, Depart, Done, Drop, Gone, Meet, Met, Missed, Publish, Stuck, Withdraw
+from raycollect.channel.messages import Ask, Deny, Depart, Done, Gone, Meet, Met, Missed, Stuck, Withdraw
 from raycollect.errors import MismatchError, ProtocolError, from_wire
-from raycollect.group.coordinator import PLANS, Coordinator
+from raycollect.group.coordinator import Coordinator
 
 
 def meet(place="form", call=1, blob=b"", communicator="all"):
@@ -33,16 +33,6 @@ def stuck(communicator="all", call=1, seq=0, ranks=(0, 1), begun=0, is_long=Fals
 @pytest.fixture
 def gate():
     return Coordinator("g", 3, "team")
-
-
-def test_last_arrival_delivers_all_blobs_to_all_ranks(gate):
-    assert gate.receive(2, meet(call=7, blob=b"c")) == []
-    assert gate.receive(0, meet(call=5, blob=b"a")) == []
-    orders = gate.receive(1, meet(call=6, blob=b"b"))
-    assert orders == [
-        (rank, Met(group_id="g", communicator="all", call=call, blobs=[b"a", b"b", b"c"]))
-        for rank, call in ((0, 5), (1, 6), (2, 7))
-    ]
 
 
 def test_ranks_at_different_places_do_not_meet(gate):
@@ -77,14 +67,6 @@ def test_late_withdrawal_changes_nothing(gate):
     assert gate.receive(0, withdraw(1)) == []
     gate.receive(1, meet(call=2))
     assert [rank for rank, _ in gate.receive(2, meet(call=2))] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("communicator", "others"), [("all", [0, 2]), ("1>2", [2]), ("0>1", [0])])
-def test_messages_of_a_communicator_reach_its_other_ranks(gate, communicator, others):
-    drop = Drop(group_id="g", communicator=communicator, generation="x", seq=3, rank=1, error={})
-    publish = Publish(group_id="g", communicator=communicator, generation="x", name="n", value=b"v")
-    assert gate.receive(1, drop) == [(rank, drop) for rank in others]
-    assert gate.receive(1, publish) == [(rank, publish) for rank in others]
 
 
 @pytest.mark.parametrize(("leave", "died"), [(lambda g: g.lost(1, "why"), True), (None, False)])
@@ -178,10 +160,3 @@ def test_a_question_reaches_those_who_are_asked_in_the_communicator(gate):
     assert gate.receive(0, question) == [(2, question)]
     with pytest.raises(ProtocolError):
         gate.receive(1, question)
-
-
-def test_what_is_published_for_plans_goes_to_all_other_ranks(gate):
-    published = Publish(group_id="g", communicator=PLANS, generation="g", name="at.1", value=b"here")
-    assert gate.receive(1, published) == [(0, published), (2, published)]
-    with pytest.raises(ProtocolError, match="rank -1 has no part"):
-        gate.receive(-1, published)

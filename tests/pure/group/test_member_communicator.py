@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Drop, Gone, Met
-from raycollect.core import timers
+from raycollect.channel.messages import Drop
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     GroupBrokenError,
@@ -19,94 +17,8 @@ from raycollect.errors import (
     RaycollectError,
 )
 from raycollect.group import member_communicator
-from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, assert_set, error_of, start_calls
+from tests.pure.group.tables import Call, Plain, Seeing, Table, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
-
-
-@pytest.mark.parametrize("kind", [Plain, Seeing])
-@pytest.mark.parametrize("how", ["member", "hub"])
-def test_a_call_for_which_the_dead_did_their_part_ends_well(
-    table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch, kind: type[Plain], how: str
-) -> None:
-    """Only the next one hears of the death."""
-    later: list[Callable[[], None]] = []
-
-    def begin_later(delay_s: float, call: Callable[[], None]) -> None:
-        assert 0 < delay_s <= 1
-        later.append(call)
-
-    here = table(kind)
-    calls = start_calls(here)
-    dead = 2 if how == "member" else 0
-    living = [rank for rank in range(WORLD) if rank != dead]
-    assert_set(calls[dead][0].passed)
-    calls[dead][0].go.set()
-    calls[dead][1].result(WAIT_S)
-    for rank in living:
-        assert_set(calls[rank][0].passed)
-    monkeypatch.setattr(timers, "soon_or_now", begin_later)
-    if how == "member":
-        here.kill(dead)
-    else:
-        for rank in living:
-            here.process_groups[rank].orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
-    told = {rank: [one for one in here.made[rank].told if one != "close"] for rank in living}
-    assert told == dict.fromkeys(living, [("lost", dead)] if kind is Seeing else [])
-    assert len(later) == (0 if kind is Seeing else 2), "it may not see it by itself"
-    for rank in living:
-        calls[rank][0].go.set()
-        calls[rank][1].result(WAIT_S)
-        again = error_of(here.start(Call(here.process_groups[rank])))
-        assert isinstance(again, GroupBrokenError)
-        assert f"rank {dead} (W{dead})" in str(again)
-    for call in later:
-        call()  # after the launch has ended it changes nothing
-
-
-@pytest.mark.parametrize("kind", [Plain, Seeing])
-def test_passed_check_counts_despite_a_simultaneous_death(table: Callable[..., Table], kind: type[Plain]) -> None:
-    """The hub's answer and the end of a process come at once; the caller looks at both afterwards."""
-    here = table(kind)
-    here.form()
-    here.holds = lambda rank, message: rank == 1 and isinstance(message, Met)
-    calls = [Call(process_group) for process_group in here.process_groups]
-    running = [here.start(one) for one in calls]
-    for rank in (0, 2):
-        assert_set(calls[rank].passed)
-        calls[rank].go.set()
-        running[rank].result(WAIT_S)
-    here.kill(2)
-    assert [type(message) for _, message in here.held] == [Met, Gone]
-    calls[1].go.set()
-    here.release()
-    running[1].result(WAIT_S)
-
-
-def test_a_connection_that_a_rank_closed_as_it_left_is_no_broken_group(table: Callable[..., Table]) -> None:
-    """The others find it closed before the hub tells them, and wait where that rank comes next."""
-    here = table()
-    here.form()
-    here.holds = lambda rank, message: isinstance(message, Drop)
-    here.process_groups[0].communicator("all")._give_up(KernelError(rank=0, detail="no memory"))
-    found = [threading.Event() for _ in range(2)]
-
-    def closed(event: threading.Event) -> Callable[..., Any]:
-        def agree(*_: Any) -> Any:
-            event.set()
-            raise GroupBrokenError(group_name="g", detail="the connection to rank 0 has ended")
-
-        return agree
-
-    for rank, event in enumerate(found, 1):
-        here.made[rank].agree = closed(event)
-    calls = [Call(process_group) for process_group in here.process_groups]
-    running = [here.start(one) for one in calls]
-    for event in found:
-        assert_set(event)
-    here.release()
-    for call, one in zip(calls, running, strict=True):
-        call.go.set()
-        one.result(WAIT_S)
 
 
 def test_call_missing_the_work_of_dead_ranks_names_them(table: Callable[..., Table]) -> None:

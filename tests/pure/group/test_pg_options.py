@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from raycollect.backends import local
@@ -27,21 +25,6 @@ class Vendor:
 
     def merge(self):
         """No option."""
-
-
-def test_plain_values_are_sorted_and_frozen():
-    pairs, problems = pg_options.read({"b": [1, [2.5, None]], "a": {"z": True, "y": "text"}, "c": ()})
-    assert not problems
-    assert pairs == (("a", (("y", "text"), ("z", True))), ("b", (1, (2.5, None))), ("c", ()))
-    assert hash(pairs)
-    spec = GroupSpec(name="g", group_id="1", backend="shm", world_size=1, options=json.loads(json.dumps(pairs)))
-    assert spec.options == pairs
-    assert hash(spec) == hash(GroupSpec(name="g", group_id="1", backend="shm", world_size=1, options=pairs))
-
-
-@pytest.mark.parametrize("nothing", [None, {}])
-def test_no_options_are_empty(nothing):
-    assert pg_options.read(nothing) == ((), ())
 
 
 def test_an_object_gives_the_attributes_that_can_be_set():

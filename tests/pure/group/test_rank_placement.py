@@ -52,17 +52,6 @@ def test_owning_all_devices_of_a_node_is_not_owning_one_each() -> None:
     assert RankTable.of_places([Place(node_id="a", devices=(8, 9)), Place(node_id="a")]).chip_map == (0, 1)
 
 
-def test_one_node_goes_by_device_and_another_by_order() -> None:
-    table = RankTable.from_dict(document_of([(4, 3), (2, 0)], [(0, 2), (1, 1)]))
-    places = [
-        Place(node_id="a", devices=(2,)),
-        Place(node_id="b", devices=(1,)),
-        Place(node_id="a", devices=(4,)),
-        Place(node_id="b", devices=(1,)),
-    ]
-    assert assign(table, places) == (0, 2, 3, 1)
-
-
 @given(tables(), st.integers(0, 10**6), st.booleans())
 def test_the_table_of_a_group_gives_its_members_the_same_ranks(table: RankTable, seed: int, owning: bool) -> None:
     order = _actors(table, seed)
@@ -75,35 +64,6 @@ def test_the_table_of_a_group_gives_its_members_the_same_ranks(table: RankTable,
             assert made.device_of(rank) == device.device_id
     if not owning:
         assert all([d.device_id for d in node] == list(range(len(node))) for node in made.nodes)
-
-
-def test_actors_that_share_a_device_are_counted_through() -> None:
-    shared = [Place(node_id="a", devices=(0,)), Place(node_id="a", devices=(0,))]
-    assert RankTable.of_places(shared) == RankTable.of_device_ids([[0, 1]])
-
-
-@pytest.mark.parametrize(
-    ("nodes", "says"),
-    [
-        ("", ["node_list[0] has 2 devices; no actor is left for it", "node_list[1] has 1 device; no actor"]),
-        ("aa", ["node_list[0] has 2 devices; Ray node a has 2 actors (W0, W1)", "node_list[1] has 1 device; no actor"]),
-        ("aaa", ["Ray node a has 3 actors (W0, W1, W2)", "node_list[1] has 1 device; no actor is left for it"]),
-        (
-            "abb",
-            ["node_list[0] has 2 devices; Ray node a has 1 actor (W0)", "node_list[1] has 1 device; Ray node b has 2"],
-        ),
-        ("abc", ["Ray node a has 1 actor (W0)", "no node of the table is left; Ray node c has 1 actor (W2)"]),
-        ("aabb", ["node_list[1] has 1 device; Ray node b has 2 actors (W2, W3)"]),
-    ],
-)
-def test_table_mismatch_error_shows_placements(nodes: str, says: list[str]) -> None:
-    table = RankTable.from_dict(document_of([(0, 0), (1, 1)], [(0, 2)]), source="rank table t.json")
-    places = [Place(node_id=node, actor=f"W{at}") for at, node in enumerate(nodes)]
-    with pytest.raises(InvalidGroupError) as caught:
-        assign(table, places, group_name="g")
-    assert str(caught.value).startswith("group 'g': rank table t.json, 3 ranks on 2 nodes, does not fit the actors:")
-    assert all(one in caught.value.detail for one in says)
-    assert "expected as many actors on each node" in caught.value.detail
 
 
 def test_an_actor_without_a_name_is_named_by_its_position() -> None:

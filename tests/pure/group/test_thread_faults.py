@@ -25,7 +25,6 @@ from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from tests.faults.thread_failures import fail_at
-from tests.pure.group.tables import Table, assert_set, start_calls
 from tests.pure.group.watchdog_desk import HERE, QUESTION, Desk
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
@@ -62,24 +61,6 @@ def both(slots: tuple[ProcessGroup, ProcessGroup], call: Callable[[ProcessGroup]
 def _outcome(future: Future[Any]) -> Any:
     error = future.exception(WAIT_S)
     return future.result() if error is None else error
-
-
-def confer(slot: ProcessGroup) -> list[bytes]:
-    return list(slot.confer("word", bytes([slot.rank])))
-
-
-@fault_in("raycollect-timer")
-def test_a_launch_goes_on_whose_end_after_a_death_fails(table: Callable[..., Table], monkeypatch: Any) -> None:
-    monkeypatch.setattr("raycollect.group.member_communicator.LAST_S", 0.0)
-    here = table()
-    begun = start_calls(here)
-    for call, _ in begun:
-        assert_set(call.passed)
-    with fail_at(here.made[0], "abort", thread="raycollect-timer"):
-        here.kill(2)
-    for call, done in begun:
-        call.go.set()
-        done.result(WAIT_S)
 
 
 @fault_in("raycollect-apart")

@@ -13,7 +13,7 @@ from raycollect.errors import ConnectionLostError
 from raycollect.group import watchdog
 from raycollect.group.member_communicator import Standing
 from raycollect.group.watchdog import Watchdog
-from tests.pure.group.watchdog_desk import HERE, QUESTION, Desk
+from tests.pure.group.watchdog_desk import HERE, Desk
 from tests.pure.watched import WAIT_S
 
 
@@ -87,15 +87,3 @@ def test_where_the_hub_is_gone_nothing_is_waited_for(monkeypatch: pytest.MonkeyP
     desk.on_send = gone
     (report,) = desk.asked([1])
     assert not report.answers
-
-
-def test_who_is_asked_by_several_answers_all_at_once() -> None:
-    desk = Desk(1)
-    desk.the_communicator.call = 0
-    for _ in range(2):
-        desk.watchdog.received(QUESTION)
-    assert desk.watchdog.look() == math.inf
-    (said,) = desk.sent
-    assert (said.communicator, said.rank, said.place, said.seq) == ("all", 1, *HERE)
-    assert said.doing, "the test's runner"
-    assert said.stack

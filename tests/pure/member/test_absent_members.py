@@ -13,28 +13,14 @@ from raycollect.errors import (
     GroupBrokenError,
     ParticipantDiedError,
 )
-from raycollect.group import watchdog
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as col
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
-from tests.support.waiting import stopped, wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["backend"]  # fixtures
-
-
-def test_an_absent_rank_is_named_on_all_and_meets_the_next_call(crew, backend):
-    group = crew.group(3, backend)
-    group.must(summed)
-    errors = group.run(summed, 4, 2, ranks=[0, 1])
-    assert [type(one) for one in errors] == [CollectiveTimeoutError] * 2
-    assert [one.missing for one in errors] == [(2,), (2,)]
-    assert "rank 2 (process " in str(errors[0])
-    assert [[report.rank for report in one.reports] for one in errors] == [[2], [2]], "each has asked"
-    late = group.start(2, summed)
-    found = group.run(summed, ranks=[0, 1])
-    assert all((x == 6).all() for x in (*found, outcome(late)))
 
 
 def test_a_rank_that_comes_while_the_others_give_up_meets_them_in_the_end(crew, backend):
@@ -52,42 +38,6 @@ def _until_it_works(name, rank, timeout_s):
             return summed(name, rank, 4, timeout_s)
         except CollectiveTimeoutError:
             timeout_s *= 1.1
-
-
-@pytest.mark.parametrize(
-    ("way", "backend"), [("call", "shm"), ("call", "tcp"), ("call", "gloo"), ("async", "tcp"), ("send", "gloo")]
-)
-def test_timeout_error_reports_the_missing_ranks(crew, backend, way):
-    """Whether they have ever made a call of the group, or not."""
-    group = crew.group(2, backend)
-    for is_formed in (False, True):
-        if is_formed:
-            group.must(summed)
-        [error] = group.run(_fails_late, way, ranks=[0])
-        assert isinstance(error, CollectiveTimeoutError), error
-        assert error.missing == (1,)
-        (report,) = error.reports
-        assert (report.rank, report.answers, report.has_begun) == (1, True, False)
-        assert report.actor.startswith("process ")
-        assert any("processes.py" in line and "recv()" in line for line in report.stack), report.stack
-        assert 0.3 <= report.awaited_s < 30
-        assert str(report) in str(error)
-        assert str(error).rstrip(".").endswith(error.cure)
-    assert all((x == 3).all() for x in group.must(summed))
-
-
-def _fails_late(name, rank, way):
-    x, before = np.zeros(4), watchdog.LATE_ANSWER_S
-    watchdog.LATE_ANSWER_S = 20  # what is told is looked at here, not how fast
-    try:
-        if way == "send":
-            col.send(x, 1, name, timeout_s=0.3)
-        elif way == "async":
-            col.allreduce(x, name, timeout_s=0.3, async_op=True).wait()
-        else:
-            col.allreduce(x, name, timeout_s=0.3)
-    finally:
-        watchdog.LATE_ANSWER_S = before
 
 
 def test_lone_receive_times_out_and_later_meets_its_send(crew, backend):
@@ -163,15 +113,3 @@ def _sum_and_leave(name, rank):
     x = summed(name, rank, 1 << 20)
     init.destroy_collective_group(name)
     assert (x == 6).all()
-
-
-def test_a_stopped_member_is_missing_and_goes_on_later(crew):
-    group = crew.group(2, "shm")
-    group.must(summed)
-    process = group.processes[1].process
-    with stopped(process.pid):
-        [error] = group.run(summed, 4, 0.5, ranks=[0])
-    assert isinstance(error, CollectiveTimeoutError)
-    assert [(report.rank, report.answers) for report in error.reports] == [(1, False)]
-    assert "gives no answer" in str(error)
-    assert all((x == 3).all() for x in group.must(summed))

@@ -6,13 +6,11 @@ import gc
 import random
 import threading
 import time
-import types
 import weakref
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from raycollect import backends
@@ -29,15 +27,12 @@ from raycollect.errors import (
     ProtocolError,
 )
 from raycollect.member import captured_steps, lease
-from raycollect.member.captured_steps import (
-    CapturedSteps,
-)
 from raycollect.member.lease import Lease
 from raycollect.observe import Recorder
 from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.member.leases import join, premises
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
-from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, given, pinned
+from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, pinned
 
 __all__ = ["bench", "premises"]  # fixtures
 
@@ -66,29 +61,6 @@ def test_after_a_failure_all_later_runs_are_refused_and_ended(bench: MakeBench, 
         assert set(one.post.answers) == {1}
     assert one.sequencer.start(6, 5) is None, "what comes after goes on"
     one.sequencer.end(6)
-
-
-@pytest.mark.parametrize("by_bell", [True, False])
-def test_runs_that_wait_for_the_turn_end_by_abort(bench: MakeBench, by_bell: bool) -> None:
-    """The method that has it goes on all the while."""
-    turn = threading.Lock()
-    one = bench(post=FakePost() if by_bell else None, turn=turn)
-    with turn:
-        for seq in (1, 2, 3):
-            if one.post is not None:
-                one.post.ring(seq, seq - 1, pack_values([seq]))
-            else:
-                one.run(seq, seq - 1, seq)
-        for seq in (1, 2, 3):
-            assert not one.sequencer.abort(seq, f"cancelled {seq}")
-            one.captured.runner.abort(seq)
-            one.heard(seq)
-        assert one.sequencer.start(4, 3) is None, "a plan behind them"
-        one.sequencer.end(4)
-        assert turn.locked()
-    assert [one.failed[seq].detail for seq in (1, 2, 3)] == [f"cancelled {seq}" for seq in (1, 2, 3)]  # type: ignore[attr-defined]
-    assert not one.actor.calls
-    assert turn.acquire(timeout=WAIT_S), "nobody has kept it"
 
 
 def test_a_run_that_waits_for_the_turn_ends_as_the_step_is_closed(bench: MakeBench) -> None:
@@ -228,42 +200,6 @@ def test_closing_while_it_is_idle(bench: MakeBench, by_bell: bool) -> None:
     assert one.failed[2].detail == "closed"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("by_bell", [True, False])
-def test_close_ends_runs_in_order(bench: MakeBench, by_bell: bool) -> None:
-    """The run under way is aborted, those behind it are refused, and plans after them go on."""
-    gate, script = Gate(), Script(0)
-    script.call("hold")
-    script.call("after")
-    one = bench(script, post=FakePost() if by_bell else None, hold=gate, after=int)
-    for seq in (1, 2, 3):
-        if one.post is not None:
-            one.post.ring(seq, seq - 1, b"" if seq < 3 else None)
-        if one.post is None or seq == 3:
-            one.run(seq, seq - 1)
-    assert gate.came.wait(WAIT_S)
-    one.captured.close("closed")
-    gate.go.set()
-    one.heard(1, 2, 3)
-    _ended(one)
-    assert one.order == [1, 2, 3]
-    assert all(isinstance(error, PlanAbortedError) for error in one.failed.values())
-    assert [name for name, _, _ in one.actor.calls] == ["hold"]
-    assert one.sequencer.start(4, 3) is None
-    one.sequencer.end(4)
-
-
-def test_closing_while_a_run_waits_for_its_predecessor(bench: MakeBench) -> None:
-    one = bench()
-    assert one.sequencer.start(1, 0) is None
-    one.run(2, 1, 1)
-    one.captured.close("closed")
-    assert not one.failed
-    one.sequencer.end(1)
-    one.heard(2)
-    _ended(one)
-    assert not one.actor.calls
-
-
 def test_end_of_the_lease_wakes_runs_awaiting_a_predecessor(bench: MakeBench) -> None:
     one = bench()
     one.run(2, 1, 1)
@@ -291,54 +227,6 @@ def test_values_are_released(bench: MakeBench) -> None:
     _ended(one)
     gc.collect()
     assert alive() is None
-
-
-def test_closed_step_releases_its_constants(bench: MakeBench) -> None:
-    """Neither what travelled, nor what it became, nor the values of refs; whether it has run or not."""
-    nbytes, table = 1 << 20, CapturedSteps()
-    for runs in (0, 2):
-        script, pin = Script(0, [pinned(np.ones(nbytes // 8))]), bytes([runs]) * nbytes
-        script.call("note", given(pin))
-        script.call("keep", given((np.zeros(nbytes // 8),)), named=given({"it": pin}))
-        one = bench(script, keep=lambda *args, **kwargs: None)
-        script.values.clear()
-        capture = bytes([runs]) * 16
-        table.add(capture, lambda one=one: one.captured)  # type: ignore[misc]
-        for seq in range(1, runs + 1):
-            one.run(seq, seq - 1)
-            one.heard(seq)
-        assert _heaviest(one.captured) >= nbytes
-        table.forget(capture, "closed")
-        _ended(one)
-        one.actor.calls.clear()
-        late = table.find(capture)
-        assert late is one.captured
-        assert _heaviest(late) < 1 << 16
-        late.run_now(runs + 1, runs, b"")
-        assert isinstance(one.failed[runs + 1], PlanAbortedError)
-
-
-def _heaviest(root: object) -> int:
-    """The bytes of the largest constant that an object reaches by what it holds."""
-    seen: dict[int, object] = {}
-    found, left = 0, [root]
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, (type, types.ModuleType, types.FunctionType, types.FrameType)):
-            continue
-        seen[id(one)] = one
-        found = max(found, len(one) if isinstance(one, bytes) else getattr(one, "nbytes", 0))
-        left += gc.get_referents(one)
-    return found
-
-
-def test_an_idle_step_sleeps(bench: MakeBench) -> None:
-    one = bench(post=FakePost())
-    assert one.post is not None
-    assert one.answered(one.post.ring(1, 0, pack_values([1]))) == (1,)
-    takes = one.post.takes
-    with one.post.changed:
-        assert not one.post.changed.wait_for(lambda: one.post.takes > takes + 1, 0.05)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 import types
 from typing import Any
 
@@ -16,26 +14,9 @@ from raycollect.errors import CaptureError
 from raycollect.member import captured_steps
 from raycollect.member.captured_steps import CapturedSteps, open_doorbell
 from tests.pure.member.step_bench import FakePost, MakeBench, bench
-from tests.pure.teams import CAPTURE, WAIT_S, Gate
+from tests.pure.teams import CAPTURE
 
 __all__ = ["bench"]  # fixtures
-
-
-def test_runs_over_the_channel_are_answered_there(bench: MakeBench) -> None:
-    one = bench()
-    for seq in range(1, 6):
-        one.run(seq, seq - 1, seq * 10)
-    one.heard(*range(1, 6))
-    assert one.ran == {seq: (seq * 10,) for seq in range(1, 6)}
-    assert one.order == [1, 2, 3, 4, 5]
-    assert one.sequencer.begun == 5
-
-
-def test_runs_by_the_bell_are_answered_there(bench: MakeBench) -> None:
-    one = bench(post=FakePost())
-    numbers = [one.post.ring(seq, seq - 1, pack_values([seq])) for seq in range(1, 6)]  # type: ignore[union-attr]
-    assert [one.answered(number) for number in numbers] == [(seq,) for seq in range(1, 6)]
-    assert not one.order, "nothing by the channel"
 
 
 @pytest.mark.parametrize("rung_first", [True, False])
@@ -73,70 +54,6 @@ def test_a_run_that_was_not_rung_for_is_done_all_the_same(bench: MakeBench) -> N
     one.heard(2)
     assert one.ran == {2: ("by the channel",)}
     assert one.answered(one.post.ring(3, 2, pack_values([3]))) == (3,)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_runs_of_all_ways_share_one_order(bench: MakeBench, seed: int) -> None:
-    """By the bell, by the channel, and plans between them: each after its predecessor."""
-    rng = random.Random(seed)
-    one = bench(post=FakePost() if seed % 2 else None)
-    done: list[int] = []
-    note = one.actor.methods["note"] = lambda seq: done.append(seq)
-    assert note is not None
-    seqs = sorted(rng.sample(range(1, 200), 40))
-    threads = []
-    for predecessor, seq in zip([0, *seqs], seqs, strict=False):
-        way = rng.choice(["bell", "channel", "long", "plan"])
-        if way == "bell" and one.post is not None:
-            one.post.ring(seq, predecessor, pack_values([seq]))
-        elif way == "long" and one.post is not None:
-            one.post.ring(seq, predecessor, None)
-            one.run(seq, predecessor, seq)
-        elif way == "plan":
-
-            def plan(seq: int = seq, predecessor: int = predecessor) -> None:
-                assert one.sequencer.start(seq, predecessor) is None
-                done.append(seq)
-                one.sequencer.end(seq)
-
-            threads.append(threading.Thread(target=plan))
-        elif one.post is None:
-            one.run(seq, predecessor, seq)
-        else:
-            one.post.ring(seq, predecessor, pack_values([seq]))
-    rng.shuffle(threads)
-    for thread in threads:
-        thread.start()
-    assert one.sequencer.start(1000, seqs[-1]) is None
-    one.sequencer.end(1000)
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert done == seqs
-
-
-@pytest.mark.parametrize("by_bell", [True, False])
-def test_a_run_holds_the_turn_but_not_while_it_waits(bench: MakeBench, by_bell: bool) -> None:
-    turn, gate = threading.Lock(), Gate()
-    one = bench(post=FakePost() if by_bell else None, turn=turn, note=gate)
-    assert one.sequencer.start(1, 0) is None
-
-    def start(seq: int, predecessor: int) -> None:
-        if one.post is not None:
-            one.post.ring(seq, predecessor, pack_values([seq]))
-        else:
-            one.run(seq, predecessor, seq)
-
-    start(2, 1)
-    assert turn.acquire(timeout=WAIT_S), "the plan before it has not ended"
-    one.sequencer.end(1)
-    assert not one.actor.calls, "a method of Ray's has the turn"
-    turn.release()
-    assert gate.came.wait(WAIT_S)
-    assert turn.locked()
-    gate.go.set()
-    assert one.sequencer.start(3, 2) is None
-    with turn:
-        one.sequencer.end(3)
 
 
 def test_a_doorbell_out_of_reach_is_none() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import msgpack
 import pytest
 
 from raycollect import backends, pos
-from raycollect.channel.messages import Depart, Done, Gone, Joined, Leave, Message, Publish
+from raycollect.channel.messages import Depart, Done, Gone, Joined, Leave, Message
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads, timers
 from raycollect.core.protocols import NoFaults
@@ -33,7 +32,6 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.group import process_group
-from raycollect.group.coordinator import PLANS
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import lease, reporter
 from raycollect.member.finished_calls import FinishedCalls
@@ -101,13 +99,6 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
     return run
 
 
-@pytest.mark.parametrize("ordered", [one for n in (1, 2, 3, 5) for one in itertools.product((True, False), repeat=n)])
-def test_methods_come_in_order_where_all_groups_of_a_program_say_so(
-    waiting: Callable[[Sequence[bool]], Any], ordered: tuple[bool, ...]
-) -> None:
-    assert (waiting(ordered) is None) == all(ordered)
-
-
 @pytest.mark.parametrize("count", [1, reporter.MOST_VIOLATIONS, reporter.MOST_VIOLATIONS + 1, 20_000])
 def test_refusal_carries_as_many_violations_as_fit_a_message(count: int) -> None:
     reasons = tuple(
@@ -121,35 +112,6 @@ def test_refusal_carries_as_many_violations_as_fit_a_message(count: int) -> None
 
 
 # ---------------------------------------------------------------------------------------------- groups
-
-
-def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
-    """A later controller would not know the group, and end the link over it."""
-    began, over = threading.Event(), threading.Event()
-
-    def create(spec: Any, rank: int, rendezvous: Any, exchange: Any, **_: Any) -> Any:
-        began.set()
-        assert over.wait(WAIT_S)
-        rendezvous.put("late", b"")
-        return SimpleNamespace(close=lambda: None)
-
-    monkeypatch.setattr(backends, "load", lambda backend, name: create)
-    before = apart()
-    first, heard = leased(premises)
-    first.received(join())
-    assert began.wait(WAIT_S)
-    joining = apart(before)
-    first.end("the controller is gone")
-    second, other = leased(premises)
-    second.received(join(group_id="another id"))  # the name is free again
-    over.set()
-    for thread in joining:
-        thread.join(WAIT_S)
-    assert [message for message in heard.messages if isinstance(message, Publish)] == [
-        Publish(group_id="id of g", communicator=PLANS, generation="id of g", name="late", value=b"")
-    ]
-    assert all(getattr(message, "group_id", "another id") == "another id" for message in other.messages)
-    second.end("the test is over")
 
 
 @pytest.mark.parametrize(
@@ -340,23 +302,6 @@ def test_plans_are_handed_over_where_methods_may_overlap(premises: Any, is_order
     handed = list[Any]()
     assert made.hand_over(plan(Ticket(1, 0)), lambda *call: handed.append(call)) == bool(handed)
     assert bool(handed) != (is_ordered and all(ordered))
-
-
-def test_a_plan_that_was_handed_over_takes_no_place_among_those_of_a_later_controller(premises: Any) -> None:
-    premises.is_ordered = False
-    premises.instruments.recorder = Recorder(clock=time.monotonic)
-    first, _ = leased(premises)
-    handed = list[Any]()
-    for seq in (1, 2):
-        assert first.hand_over(plan(Ticket(seq, seq - 1)), lambda *call: handed.append(call))
-    assert len(handed) == 1, "the second waits for the first"
-    first.end("the controller is gone")
-    second, heard = leased(premises)
-    for _, run, *given in handed:
-        assert run(*given) is None
-    assert len(handed) == 1
-    assert not second._sequencer.has_ended(1)
-    assert heard.messages == []
 
 
 def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_on(

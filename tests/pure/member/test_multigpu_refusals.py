@@ -16,7 +16,6 @@ from raycollect.errors import (
     MismatchError,
     NotATensorError,
     RefusedError,
-    UnknownGroupError,
     UnsupportedError,
 )
 from raycollect.member import operations as imperative
@@ -50,20 +49,6 @@ def test_all_ranks_give_as_many(ranks):
     assert "2 GPUs" in message
     assert "3 GPUs" in message
     ranks.must(2, _reduce(ranks, name, [[0, 1], [2, 3]]))  # the group works on
-
-
-@pytest.mark.parametrize("operation", ["allgather_multigpu", "reducescatter_multigpu"])
-def test_all_ranks_give_as_many_lists(ranks, operation):
-    name = ranks.group(2)
-
-    def body(rank, counts):
-        gpus = range(counts[rank])
-        ones = [ranks.put(at, np.ones(3)) for at in gpus]
-        lists = [[ranks.put(at, np.ones(3)) for _ in range(2 * counts[rank])] for at in gpus]
-        getattr(col, operation)(*((lists, ones) if operation == "allgather_multigpu" else (ones, lists)), name)
-
-    _kinds(ranks.run(2, body, [2, 3]), MismatchError)
-    ranks.must(2, body, [2, 2])
 
 
 BAD = {
@@ -224,10 +209,3 @@ def test_without_a_gpu_the_operations_say_so():
         with installed(0), pytest.raises(UnsupportedError, match="GPU") as raised:
             call()
         assert isinstance(raised.value, RefusedError)
-
-
-def test_without_a_group_the_operations_say_so(ranks):
-    with pytest.raises(UnknownGroupError):
-        col.allreduce_multigpu([ranks.put(0, np.ones(2))], "nobody")
-    with pytest.raises(UnknownGroupError):
-        col.send_multigpu(ranks.put(0, np.ones(2)), 1, 0, "nobody")

@@ -112,14 +112,6 @@ def test_a_plan_that_could_not_be_taken_in_never_runs(desk: Desk, monkeypatch: p
     assert desk.ran.get(timeout=WAIT_S) == 2
 
 
-def test_the_controller_hears_once_that_it_may_ring(desk: Desk) -> None:
-    for seq in (1, 2):
-        desk.received(order(seq, seq - 1))
-        assert desk.ran.get(timeout=WAIT_S) == seq
-    assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
-    assert desk.told.empty()
-
-
 def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
     desk.received(order(1, 0))
     assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
@@ -127,20 +119,6 @@ def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
     with pytest.raises(ProtocolError):
         desk.received(malformed)
     assert desk.order_bell.send(malformed)
-    assert desk.told.get(timeout=WAIT_S) == "closed"
-
-
-def test_the_connection_ends_where_an_order_is_lost(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans behind it would wait for it for ever."""
-    desk.received(order(1, 0))
-    assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
-    assert desk.ran.get(timeout=WAIT_S) == 1
-
-    def unable(payload: bytes) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(plan_queue, "decode_order", unable)
-    assert desk.order_bell.send(order(2, 1))
     assert desk.told.get(timeout=WAIT_S) == "closed"
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.member.sequencer import ARRIVALS, PlanSequencer, arrivals
+from raycollect.member.sequencer import PlanSequencer, arrivals
 from raycollect.observe import Recorder, Tracer
 from raycollect.observe.trace import WAIT
 from tests.pure.watched import WAIT_S, WatchedCondition
@@ -30,65 +30,7 @@ def _sequencer() -> tuple[PlanSequencer, WatchedCondition]:
     return sequencer, watched
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_plans_that_come_in_any_order_run_in_theirs(seed: int, threads: ThreadPoolExecutor) -> None:
-    sequencer = PlanSequencer()
-    seqs = sorted(random.Random(seed).sample(range(1, 100), 12))
-    chain = list(zip(seqs, [0, *seqs[:-1]], strict=True))
-    random.Random(seed + 1).shuffle(chain)
-    ran: list[int] = []
-
-    def run(seq: int, predecessor: int) -> None:
-        assert sequencer.start(seq, predecessor) is None
-        assert sequencer.running() == (seq,), "one at a time"
-        ran.append(seq)
-        sequencer.end(seq)
-
-    for future in [threads.submit(run, *link) for link in chain]:
-        future.result(WAIT_S)
-    assert ran == seqs
-
-
 # ---------------------------------------------------------------------------------------------- abort
-
-
-def test_a_tombstone_takes_its_turn(threads: ThreadPoolExecutor) -> None:
-    """Plan 1 is on its way, 2 was cancelled, 3 comes first: on other ranks 1 runs before 3."""
-    sequencer, watched = _sequencer()
-    sequencer.abort(2, "cancelled")
-    third = threads.submit(sequencer.start, 3, 2)
-    assert watched.someone_waits()
-    second = threads.submit(sequencer.start, 2, 1)
-    sequencer.start(1, 0)
-    assert not second.done()
-    assert not third.done()
-    sequencer.end(1)
-    assert second.result(WAIT_S) == "cancelled"
-    assert not third.done()
-    sequencer.end(2)
-    assert third.result(WAIT_S) is None
-    assert sequencer.running() == (3,)
-
-
-def test_aborting_a_running_plan_lets_it_end_by_itself(threads: ThreadPoolExecutor) -> None:
-    sequencer, watched = _sequencer()
-    sequencer.start(1, 0)
-    assert sequencer.abort(1, "cancelled") is False
-    assert sequencer.reason(1) == "cancelled"
-    assert sequencer.running() == (1,), "until it has ended, however"
-    second = threads.submit(sequencer.start, 2, 1)
-    assert watched.someone_waits()
-    assert not second.done()
-    sequencer.end(1)
-    assert second.result(WAIT_S) is None
-    assert sequencer.reason(1) is None
-
-
-def test_last_abort_reason_wins() -> None:
-    sequencer = PlanSequencer()
-    sequencer.abort(1, "first")
-    sequencer.abort(1, "second")
-    assert sequencer.start(1, 0) == "second"
 
 
 def test_close_wakes_waiters_and_refuses_later_plans(threads: ThreadPoolExecutor) -> None:
@@ -100,13 +42,6 @@ def test_close_wakes_waiters_and_refuses_later_plans(threads: ThreadPoolExecutor
     assert third.result(WAIT_S) == "the controller is gone"
     assert sequencer.reason(1) == "the controller is gone"
     assert sequencer.start(4, 3) == "the controller is gone"
-
-
-def test_ending_a_plan_that_never_started_ends_it() -> None:
-    """The runtime ends every plan that came, also one that it refused before it asked the ledger."""
-    sequencer = PlanSequencer()
-    sequencer.end(1)
-    assert sequencer.start(2, 1) is None
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -206,14 +141,6 @@ def test_story_records_arrivals_at_checks() -> None:
     assert arrivals((), 1.0) == {}
 
 
-def test_story_keeps_the_last_checks() -> None:
-    recorder = Recorder(lambda: 0.0)
-    for seq in [*range(1, 3 * ARRIVALS), 5]:
-        recorder.add("again", seq)
-    found = list(arrivals(recorder.story(), 1.0))
-    assert found == [*range(2 * ARRIVALS + 1, 3 * ARRIVALS), 5]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_plans_that_wait_without_a_thread_go_on_in_their_order(seed: int) -> None:
     count, sequencer, went = 37, PlanSequencer(), list[int]()
@@ -230,17 +157,6 @@ def test_plans_that_wait_without_a_thread_go_on_in_their_order(seed: int) -> Non
             sequencer.end(sequencer.running()[0])
     assert went == list(range(1, count + 1))
     assert not sequencer._later
-
-
-def test_two_plans_may_wait_for_the_same_one() -> None:
-    """The driver was interrupted while it sent the first, and does not know whether it did."""
-    sequencer, went = PlanSequencer(), list[int]()
-    sequencer.start(1, 0)
-    for seq in (2, 3):
-        sequencer.after(seq, 1, lambda seq=seq: went.append(seq))  # type: ignore[misc]
-    assert went == []
-    sequencer.end(1)
-    assert went == [2, 3]
 
 
 def test_nothing_goes_on_after_the_close() -> None:

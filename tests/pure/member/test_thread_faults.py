@@ -174,22 +174,6 @@ def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Heard]
 
 
 @fault_in("raycollect-capture")
-def test_the_next_run_of_a_captured_step_is_refused_and_its_thread_goes_on(bench: Any) -> None:
-    """Nobody knows what a failed run has done, so its step is broken. Another step is not."""
-    one, other = bench(), bench()
-    with fail_at(one.captured, "_run", thread="raycollect-capture"):
-        one.run(1, 0, "x")
-        one.heard(1)
-    assert one.failed[1].detail.startswith(f"run 1 of a captured step failed: {BOOM}")
-    one.run(2, 1, "x")
-    one.heard(2)
-    assert "failed before" in one.failed[2].detail
-    other.run(1, 0, "x")
-    other.heard(1)
-    assert other.ran == {1: ("x",)}
-
-
-@fault_in("raycollect-capture")
 def test_a_doorbell_that_fails_is_looked_at_again(bench: Any) -> None:
     post = FakePost()
     post.wake()

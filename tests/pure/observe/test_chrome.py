@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycollect.observe import Place, chrome
-from raycollect.observe.clocks import Alignment, Fix
+from raycollect.observe import chrome
 from raycollect.observe.summary import summarize
 from raycollect.observe.trace import (
     KERNEL,
@@ -22,31 +19,10 @@ from raycollect.observe.trace import (
     PLAN,
     RUN,
     WAIT,
-    Recorded,
-    Span,
 )
-from raycollect.observe.whole import Missing, Process, process_of
+from raycollect.observe.whole import Missing
 from tests.pure.observe.chrome_files import check
-from tests.pure.observe.recorded import LABEL, a_process, a_slice, a_trace, two_ranks
-
-
-def test_the_check_of_these_tests_sees_what_is_wrong() -> None:
-    document = chrome.document(two_ranks())
-    check(document)
-    for spoil in (
-        lambda events: next(one for one in events if one["ph"] == "f").update(ts=1e9),
-        lambda events: next(one for one in events if one["ph"] == "X").update(dur=25_000.0, tid=next(_tids(events))),
-        lambda events: events.remove(next(one for one in events if one["ph"] == "s")),
-        lambda events: events[0].update(pid="10"),
-    ):
-        spoilt = json.loads(json.dumps(document))
-        spoil(spoilt["traceEvents"])
-        with pytest.raises((AssertionError, KeyError)):
-            check(spoilt)
-
-
-def _tids(events: list[dict[str, Any]]) -> Iterator[int]:
-    return (one["tid"] for one in events if one["ph"] == "X" and one["cat"] == RUN)
+from tests.pure.observe.recorded import a_process, a_slice, a_trace, two_ranks
 
 
 def test_a_file_has_rows_spans_and_arrows() -> None:
@@ -115,23 +91,3 @@ def test_a_file_says_who_is_missing_and_how_exact_it_is_and_has_the_summary(tmp_
     failed = next(one for one in document["traceEvents"] if one["name"] == "reduce (KernelError)")
     assert failed["args"] == {"rank": 3, "error": "KernelError"}
     assert [path.name for path in tmp_path.iterdir()] == [name], "nothing else stays behind"
-
-
-def test_a_file_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
-    (tmp_path / "t.json").mkdir()
-    with pytest.raises(OSError, match=r"t\.json"):
-        chrome.write(two_ranks(), tmp_path / "t.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
-
-
-def test_a_process_takes_over_times_groups_and_ranks() -> None:
-    spans = (Span(KERNEL, "allreduce", 100.0, 100.5, 1, 3, LABEL), Span(METHOD, "get", 101.0, 102.0, 1))
-    groups = {"g1": Place("default", "shm", 1, 2), "g2": Place("inner", "shm", -1, 2)}
-    found = process_of(
-        Recorded(spans, 4, {1: (77, "MainThread")}, groups),
-        Process(name="W", host="h", pid=7),
-        Alignment(first=Fix(at_s=10.0, offset_s=90.0, uncertainty_s=0.25)),
-    )
-    assert (found.ranks, found.dropped, found.uncertainty_s) == ((("default", 1),), 4, 0.25)
-    assert [(one.begin_s, one.end_s) for one in found.slices] == [(10.0, 10.5), (11.0, 12.0)]
-    assert (found.slices[0].group, found.slices[0].backend, found.slices[1].group) == ("default", "shm", "")

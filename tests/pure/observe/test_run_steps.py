@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion
@@ -58,10 +55,6 @@ def a_plan(fleet: Fleet, run: Callable[[Callable[[], Any]], Any]) -> list[dict[i
 def test_a_plan_is_at_its_check_and_then_in_its_kernels(fleet: MakeFleet) -> None:
     told = a_plan(fleet(2), lambda run: within(41, run))
     assert told == [{41: "in the consistency check"}, {41: "in its kernels (allreduce)"}]
-
-
-def test_an_imperative_call_is_no_plan(fleet: MakeFleet) -> None:
-    assert a_plan(fleet(2), lambda run: run()) == [{}, {}]
 
 
 def test_a_run_tells_its_actions_and_bundles() -> None:
@@ -124,43 +117,3 @@ def test_a_run_that_waits_for_another_one_or_a_method_says_so() -> None:
     assert steps() == {}
     step.number = 0
     assert steps() == {}
-
-
-def test_a_thread_that_has_ended_leaves_nothing() -> None:
-    kept = []
-    thread = threading.Thread(target=lambda: kept.append(weakref.ref(run_steps.here())))
-    thread.start()
-    thread.join(WAIT_S)
-    assert kept[0]() is None
-
-
-def test_a_thread_that_begins_meanwhile_disturbs_nobody() -> None:
-    step, threads, may_end = run_steps.here(), list[threading.Thread](), threading.Event()
-
-    class Preempted(weakref.KeyedRef[int, run_steps.RunStep]):
-        def __call__(self) -> run_steps.RunStep | None:
-            if not threads:
-                came = threading.Event()
-                threads.append(threading.Thread(target=lambda: (run_steps.here(), came.set(), may_end.wait(WAIT_S))))
-                threads[0].start()
-                assert came.wait(WAIT_S)
-            return super().__call__()
-
-    known, ident = run_steps._all.data, threading.get_ident()
-    before = known[ident]
-    known[ident] = Preempted(step, lambda _: None, ident)
-    step.at, step.number = "", 7
-    try:
-        assert steps() == {7: "begins"}
-    finally:
-        known[ident], step.number = before, 0
-        may_end.set()
-    threads[0].join(WAIT_S)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([3], "call 3"), ([2, 1], "calls 1, 2"), (list(range(9)), "calls 0, 1, 2, 3, 4, 5 and 3 more")],
-)
-def test_many_calls_are_counted(numbers: list[int], text: str) -> None:
-    assert run_steps.calls(numbers) == text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,6 @@ import pytest
 from raycollect.observe import stacks
 from raycollect.observe.stacks import Doing, what_runs
 from tests.pure.fleet import WAIT_S
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    made = threading.Event()
-    yield made
-    made.set()
 
 
 def test_the_main_thread_is_told_from_the_users_outermost_call_on() -> None:
@@ -104,37 +96,3 @@ def test_where_there_is_no_line_that_before_it_is_told(lineno: int | None, lasti
     code = SimpleNamespace(co_firstlineno=3, co_lines=lambda: lines)
     frame: Any = SimpleNamespace(f_lineno=lineno, f_lasti=lasti, f_code=code)
     assert stacks._line_of(frame) == line
-
-
-def test_where_the_main_thread_does_nothing_of_the_users_another_one_is_told(
-    monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
-    began = threading.Event()
-
-    def method() -> None:
-        began.set()
-        gate.wait(WAIT_S)
-
-    calling: dict[str, Any] = {"method": method}
-    exec(compile("def call(): method()", RAY, "exec"), calling)
-    thread = threading.Thread(target=calling["call"])
-    thread.start()
-    assert began.wait(WAIT_S)
-    frames = sys._current_frames()
-    idle = threading.Event()
-    names: dict[str, Any] = {"wait": idle.wait}
-    exec(compile("def loop(): wait()", RAY, "exec"), names)
-    looping = threading.Thread(target=names["loop"])
-    looping.start()
-    frames = {looping.ident: sys._current_frames()[looping.ident], thread.ident: frames[thread.ident]}
-    monkeypatch.setattr(threading, "main_thread", lambda: looping)
-    monkeypatch.setattr(sys, "_current_frames", lambda: frames)
-    doing = what_runs()
-    assert doing.what.startswith("test_where_the_main_thread_does_nothing") or doing.what.startswith("method")
-    del frames[thread.ident]
-    assert what_runs().what == ""
-    monkeypatch.undo()
-    idle.set()
-    gate.set()
-    for one in (thread, looping):
-        one.join(WAIT_S)

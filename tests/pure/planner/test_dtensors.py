@@ -23,9 +23,9 @@ from tests.pure.dtensors import FakeDTensor, FakeMesh, Partial, Replicate, Shard
 from tests.support.values import replace
 
 CUTS = st.one_of(
-    st.builds(Cut, st.just("Shard"), st.integers(0, 1)),
+    st.builds(Cut, st.just("Shard"), st.integers(0, 1), st.just(1)),
     st.builds(Cut, st.just("_StridedShard"), st.integers(0, 1), st.integers(1, 3)),
-    st.just(Cut("Replicate")),
+    st.just(Cut("Replicate", 0, 1)),
 )
 
 
@@ -136,11 +136,11 @@ def test_order_that_torch_keeps_apart_from_the_placements_is_taken() -> None:
     assert "cut by the axes 0, 1" in wrong[0].expected
 
 
-PLACED = Placement(shape=(4, 6), dtype="float32", mesh=(2,), ranks=(0, 1), at=0, cuts=(Cut("Shard", 0),))
+PLACED = Placement(shape=(4, 6), dtype="float32", mesh=(2,), ranks=(0, 1), at=0, cuts=(Cut("Shard", 0, 1),))
 
 
 def test_partial_sums_number_their_addends() -> None:
-    one = replace(PLACED, mesh=(2, 2), ranks=(0, 1, 2, 3), cuts=(Cut("Partial"), Cut("Shard", 1)))
+    one = replace(PLACED, mesh=(2, 2), ranks=(0, 1, 2, 3), cuts=(Cut("Partial", 0, 1), Cut("Shard", 1, 1)))
     laid = layout_of(one)
     assert laid.regions.parts == 2
     assert [(row.part, row.box[1]) for row in laid.regions.rows] == [(0, (0, 3)), (0, (3, 6)), (1, (0, 3)), (1, (3, 6))]
@@ -169,7 +169,7 @@ def test_ranks_are_those_of_torch_in_order_or_those_of_a_side() -> None:
         ),
         ([PLACED, PLACED], r"of which there are places \[0, 0\]"),
         ([PLACED], r"a mesh of the 1 ranks that src_refs are"),
-        ([replace(PLACED, cuts=(Cut("Secret(1)", UNKNOWN),))], r"with the placement Secret\(1\)"),
+        ([replace(PLACED, cuts=(Cut("Secret(1)", UNKNOWN, 1),))], r"with the placement Secret\(1\)"),
         ([replace(PLACED, dtype="float4")], "a DTensor of float4"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_dtensor_is_known_by_what_it_looks_like() -> None:
     placed = placement_of(made(Replicate(), _StridedShard(0, split_factor=2), Partial("sum"), mesh=mesh))
     assert placed is not None
     assert placed.at == 5
-    assert placed.cuts == (Cut("Replicate"), Cut("_StridedShard", 0, 2), Cut("Partial"))
+    assert placed.cuts == (Cut("Replicate", 0, 1), Cut("_StridedShard", 0, 2), Cut("Partial", 0, 1))
 
 
 def test_layouts_of_a_dict_and_of_one() -> None:

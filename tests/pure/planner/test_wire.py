@@ -60,7 +60,7 @@ def test_a_typical_program_takes_less_than_two_hundred_bytes_and_each_task_more_
 
 @pytest.mark.parametrize("op", [b"", b"allreduce_", b"ALLREDUCE"])
 def test_an_operation_that_nobody_knows_is_refused(op: bytes) -> None:
-    named, other = b"\xa9allreduce\x94", bytes([0xA0 + len(op)]) + op + b"\x94"  # the domain follows
+    named, other = b"\xa9allreduce\x91", bytes([0xA0 + len(op)]) + op + b"\x91"  # the tasks follow
     data = encode_program(_typical())
     assert data.count(named) == 1
     with pytest.raises(ProtocolError):

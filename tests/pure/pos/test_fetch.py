@@ -127,7 +127,7 @@ def test_a_half_written_or_missing_value_is_refused_on_the_wire() -> None:
         find(store, KEY)
 
 
-F64 = [[1], "float64", 8, "cpu", "numpy"]
+F64 = [[1], "float64", "cpu", "numpy", 8]
 """A tensor in a description."""
 
 ALONE: list[Any] = ["tensor", [], []]
@@ -147,7 +147,7 @@ def _nested(depth: int) -> list[Any]:
 
 def _float(**changes: Any) -> list[Any]:
     """What lies alone, with something wrong in it."""
-    names = ("shape", "dtype", "itemsize", "device", "library")
+    names = ("shape", "dtype", "device", "library", "itemsize")
     return [None, ALONE, [[changes.get(name, value) for name, value in zip(names, F64, strict=True)]], [None]]
 
 
@@ -162,7 +162,7 @@ def _float(**changes: Any) -> list[Any]:
         [LENT[:2], ALONE, [F64], [None]],
         [LENT, ALONE, 3, [None]],
         *([None, ALONE, infos, refs] for infos, refs in (([], []), ([F64, F64], [None, None]), ([F64], []))),
-        [None, ALONE, [F64[:2]], [None]],
+        [None, ALONE, [F64[:4]], [None]],
         *(
             [None, structure, [F64], [None]]
             for structure in (

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycollect.channel.messages import StoreStatistics
 from raycollect.core.model import TENSOR, Key, task_key
 from raycollect.errors import StoreFullError
-from raycollect.pos import Absence, Container, State, Store, StoreStatistics
+from raycollect.pos import Absence, Container, State, Store
 from raycollect.pos.store import _NEXT
 from tests.pure.pos.watched_stores import Owner, threads, watched_store
 from tests.pure.watched import WAIT_S

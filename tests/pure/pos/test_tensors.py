@@ -19,9 +19,6 @@ from raycollect.pos import tensors
 from raycollect.pos.arena import Arena
 from raycollect.pos.segments import Segments
 from tests.fake_cupy import Fake
-from tests.pure.two_gpus import fake
-
-__all__ = ["fake"]  # a fixture
 
 NAMES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -120,21 +119,6 @@ def test_the_site_builds_without_a_warning(warned):
     assert warned == []
 
 
-def test_a_wrong_link_is_a_warning(tools, caplog):
-    hooks = tools["hooks"]
-    text = "[a](concepts/order.md) [b](../setup.cfg)\n\n```text\n[c](../nothing)\n```\n"
-
-    class Here:
-        class file:
-            src_uri = "index.md"
-
-    with caplog.at_level(logging.WARNING, "mkdocs.hooks.raycollect"):
-        assert hooks.on_page_markdown(text, Here, None, None) == text
-    assert [record.getMessage() for record in caplog.records] == [
-        "index.md links to ../setup.cfg, which is not on the site"
-    ]
-
-
 def test_every_page_of_the_folder_is_on_the_site(pages):
     wanted = {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md")}
     wanted = {name.replace("README.html", "index.html") for name in wanted}
@@ -204,22 +188,3 @@ def test_the_tables_of_measurements_are_those_of_the_results(tools):
     for page in tools["results"].PAGES:
         text = page.read_text(encoding="utf-8")
         assert tools["results"].fill(text) == text, "python docs/results.py --write"
-
-
-def test_every_page_has_its_own_title(pages):
-    """Else the navigation has the name of the file, or two entries that look alike."""
-    titles = [re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) for path in DOCS.rglob("*.md")]
-    assert all(titles)
-    said = [title[1] for title in titles if title]
-    assert len(said) == len(set(said))
-    assert "Quick start" in "".join(pages["index.html"].text)
-
-
-def test_examples_in_docstrings_are_code():
-    """There is one; an example that is to be run belongs into a document, where it is."""
-    found = {path for path in (ROOT / "raycollect").rglob("*.py") if ">>> " in path.read_text(encoding="utf-8")}
-    assert found == set(), "nothing runs these: show them in a document instead"
-    example = re.search(r"^::\n\n(.*?)\n\n(?=\S)", raycollect.__doc__ or "", re.DOTALL | re.MULTILINE)
-    assert example
-    compile(textwrap.dedent(example[1]), "the docstring of raycollect", "exec")
-    assert all(name in raycollect.__all__ for name in re.findall(r"\bcol\.(\w+)", example[1]))

@@ -58,18 +58,6 @@ def test_what_a_vendor_lacks_is_made_or_refused() -> None:
     assert "for want of the hardware or the library: `nccl`, `torch:mpi`" in text
 
 
-def test_marks_follow_the_table() -> None:
-    one = dataclasses.replace(
-        backends.BACKENDS["shm"], name="poor", ops=frozenset({OpKind.ALLGATHER, OpKind.REDUCE}), tested=False
-    )
-    table = {name: cells[0] for name, cells in rows(matrix.support_matrix([one])).items()}
-    assert table["allgather"] == table["reduce"] == "✔"
-    assert table["gather"].startswith("✔ (")
-    assert table["barrier"].startswith("✔ (")
-    for lacking in ("allreduce", "reducescatter", "broadcast", "scatter", "alltoall", "send", "recv"):
-        assert table[lacking] == "✘", lacking
-
-
 def test_reductions_are_native_folded_or_refused() -> None:
     def marks(backend: str) -> dict[str, list[str]]:
         table = rows(matrix.reduction_table([backends.BACKENDS[backend]]))

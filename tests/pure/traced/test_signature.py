@@ -88,13 +88,6 @@ def test_calls_that_are_traced_each(one: Any, other: Any) -> None:
     assert same(one, one)
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, 2), (0.0, -0.0), ("a", "b"), ([1], [2]), ({"a": 1}, {"a": 2})])
-def test_a_static_value_is_traced_each(one: Any, other: Any) -> None:
-    assert not same(one, other, static=("value",))
-    assert same(one, one, static=("value",))
-    assert read(one, static=("value",))[1] == []
-
-
 def test_a_static_nan_is_traced_once() -> None:
     assert same(float("nan"), float("nan"), static=("value",))
 
@@ -138,21 +131,6 @@ def test_a_call_is_read_as_python_binds_it() -> None:
     assert reader.values((1, 2, 4, 5), {"c": 3, "d": 6}) == [1, 2, (4, 5), 3, {"d": 6}]
     with pytest.raises(TypeError, match="missing"):
         reader.values((1,), {})
-
-
-def test_leaves_are_named_by_where_they_are() -> None:
-    def function(x: Any, *rest: Any, flag: bool = True, **more: Any) -> None: ...
-
-    reader = CallReader(function, ("flag",))
-    values = reader.values(({"a": [1, None, len]}, 2), {"y": (3,)})
-    leaves: list[Any] = []
-    reader.read(values, leaves)
-    made: list[tuple[str, str, Any]] = []
-    bound = reader.traced(values, lambda *one: made.append(one) or f"<{one[1]}>")
-    assert made == [("x", "x['a'][0]", 1), ("rest", "rest[0]", 2), ("more", "more['y'][0]", 3)]
-    assert [one for _, _, one in made] == leaves
-    assert bound.args == ({"a": ["<x['a'][0]>", None, len]}, "<rest[0]>")
-    assert bound.kwargs == {"flag": True, "y": ("<more['y'][0]>",)}
 
 
 def test_the_object_of_a_method_is_no_part_of_the_key() -> None:

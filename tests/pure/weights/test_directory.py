@@ -128,14 +128,6 @@ def is_swept(store, name):
     return [one.rpartition("/")[0] for one in store.records(name)] == [f"weights/{name}/epochs"]
 
 
-def test_the_latest_version_is_that_of_the_highest_number_whatever_its_digits(made):
-    made()
-    there = Directory("policy")
-    for number, latest in ((7, 7), (10**12, 10**12), (10**12 - 1, 10**12), ((1 << 63) - 1,) * 2):
-        there.post_version(Version(1, number))
-        assert there.latest().number == latest
-
-
 @pytest.mark.parametrize("step", range(3))
 def test_there_is_a_latest_version_whenever_another_one_takes_its_place(made, step):
     store = made()
@@ -247,21 +239,6 @@ def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(made):
         Subscription._find(SimpleNamespace(_directory=Directory("policy"), name="policy"), "latest")
 
 
-def test_who_has_ended_without_a_close_leaves_nothing(made):
-    store = made()
-    publish(store, "left/behind", "one")
-    publish(store, "closed", "one")
-    Directory("closed").forget_all(1)
-    publish(store, "other", "two")
-    end(store, "one")
-    sweep("new")
-    assert sorted({one.decode() for one in store.kept if b"/other/" not in one}) == [
-        "weights/closed/epochs/00000001",
-        "weights/left%2Fbehind/epochs/00000001",
-    ]
-    assert publish(store, "left/behind", "three").epoch > 1, "nobody has an epoch that another one had"
-
-
 @pytest.mark.parametrize("who", ["publisher", "publisher's actor", "receiver", "earlier publisher"])
 def test_while_one_lives_all_stays(made, who):
     store = made()
@@ -330,24 +307,6 @@ def test_a_new_publisher_in_the_midst_of_a_sweep_keeps_what_it_writes(made):
         end(store, "two")
         sweep("new")
         assert is_swept(store, "name"), step
-
-
-def test_a_sweep_in_the_midst_of_a_new_publisher_takes_nothing_of_it(made):
-    def begin():
-        return publish(made.store, "name", "two")
-
-    def make():
-        made.store = made()
-        return made.store
-
-    for step in range(steps_of(make, scene, begin)):
-        store = make()
-        scene(store)
-        store.between = lambda: sweep("new")
-        store.steps, store.chosen = 0, step
-        version = begin()
-        assert version.epoch > 1, step
-        assert is_served("name", version), step
 
 
 def test_an_epoch_that_was_swept_while_another_took_it_is_not_taken_again(made):

@@ -75,16 +75,6 @@ def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(runtim
     assert dst.land(V1, found, [holder(key)], 1.0) == 0  # it comes late: what lies here is served now
 
 
-def test_a_part_that_does_not_come_is_read_in_the_end():
-    src, dst = source(tensors(1)), receiver(tensors(0))
-    dst.open_stream(V1, AMONG)
-    key, found = src.seal_part(V1, AMONG, b"1", ["a", "b"])
-    assert dst.land(V1, found, [], 1.0) == 0
-    _, rest = src.seal(V1, AMONG, b"1")
-    assert dst.show(V1) is None
-    assert dst.stage(replace(V1, digests=rest), [holder(key)], 1.0).nbytes == 3 * NBYTES
-
-
 def test_holders_that_do_not_have_the_version_any_more_are_named():
     src, dst = source(tensors(1)), receiver(tensors(0))
     key, found = src.seal(V1, AMONG, b"1")
