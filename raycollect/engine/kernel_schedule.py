@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raycollect.core.boxes import BoxExchange
-from raycollect.core.model import PIECES, Kernel, OpKind, TensorInfo
-from raycollect.engine.agreement import Spec, Verdict
+from raycollect.core.model import PIECES, Kernel, OpKind
+from raycollect.engine.agreement import Verdict
 from raycollect.engine.device_staging import StagingBuffers, StagingCopies
 from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of
 from raycollect.engine.operands import TaskBuffers
@@ -164,7 +164,8 @@ class Scheduler:
         carries: bool = True,
     ) -> Iterator[LaunchStep]:
         ranks = place[2]
-        for bucket in bucketed(kind, items, len(ranks), self.program.staging):
+        sizes = [(dtype_of(item), size_of(kind, item, len(ranks))) for item in items] if len(items) > 1 else []
+        for bucket in buckets(sizes, self.program.staging) if sizes else [[0]] * len(items):
             chosen = [items[at] for at in bucket]
             staging_copies = self._staging_copies(chosen) if carries else None
             if len(chosen) > 1:
@@ -194,21 +195,11 @@ class Scheduler:
         return Kernel(kind=kind, src=item.src, dst=item.dst, op=step.op, peer=step.peer, most=item.most)
 
 
-def bucketed(kind: OpKind, items: Sequence[Item], count: int, staging: int) -> list[list[int]]:
-    """Which tensors each kernel of a step moves, among so many ranks; see `fusion.buckets`."""
-    if len(items) < 2:
-        return [[at] for at in range(len(items))]
-    return buckets([(dtype_of(item), size_of(kind, item, count)) for item in items], staging)
-
-
 def _chosen(choices: Sequence[Choice], verdicts: Sequence[Verdict]) -> int:
     """The algorithm that all ranks take, by what all have agreed on."""
     if len(choices) == 1:
         return 0
-    nbytes = sum(max(sum(info.nbytes for info in _infos(spec)) for spec in verdict.specs) for verdict in verdicts)
+    gives = [[() if spec.gives is None else spec.gives.tensors for spec in one.specs] for one in verdicts]
+    nbytes = sum(max(sum(info.nbytes for info in infos) for infos in some) for some in gives)
     possible = [at for at, one in enumerate(choices) if one.at_least <= nbytes]
     return possible[-1] if possible else 0
-
-
-def _infos(spec: Spec) -> tuple[TensorInfo, ...]:
-    return spec.gives.tensors if spec.gives is not None else ()

@@ -15,7 +15,7 @@ from raycollect.planner.report import Moved, MovedRank
 from raycollect.planner.reshard.halves import Half, decode_half
 from raycollect.planner.reshard.matching import matched
 from raycollect.planner.reshard.request import Reshard, made_of
-from raycollect.planner.template import Role, Step, Template
+from raycollect.planner.template import Role, Template
 
 Infos = tuple[TensorInfo, ...]
 """The tensors of one value, in order."""
@@ -102,19 +102,14 @@ class Sizes:
 
     def stand_ins(self, number: int, rank: int) -> int:
         """The bytes of the copies of tensors that lie elsewhere than the backend works."""
+        memory = self._plan.memberships[number].spec.memory
+        if not memory:
+            return 0
         steps = [step for way in self._plan.parts[number].template(rank).ways for step in way]
-        used = {(index, self._memory(number, rank, step)) for step in steps for index in (step.src, step.dst)}
-        return sum(_nbytes(self._elsewhere(number, rank, index, memory)) for index, memory in used)
-
-    def _memory(self, number: int, rank: int, step: Step) -> str:
-        if not isinstance(step.kind, OpKind):
-            return ""
-        return self._plan.memberships[number].spec.memory
-
-    def _elsewhere(self, number: int, rank: int, index: int, memory: str) -> Infos:
-        if index < 0 or not memory:
-            return ()
-        return tuple(info for info in self._buffer(number, rank, index) if info.device.partition(":")[0] != memory)
+        kernels = [step for step in steps if isinstance(step.kind, OpKind)]
+        used = {index for step in kernels for index in (step.src, step.dst) if index >= 0}
+        infos = [info for index in used for info in self._buffer(number, rank, index)]
+        return sum(info.nbytes for info in infos if info.device.partition(":")[0] != memory)
 
     def _buffer(self, number: int, rank: int, index: int) -> Infos:
         part = self._plan.parts[number]

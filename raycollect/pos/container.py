@@ -91,7 +91,7 @@ class Container:
             return "it is being changed by another thread"
         if fresh is None:
             return obstacle(self.value, arrays.is_tensor)
-        old, new = (dict(zip(_paths(one.structure), one.tensors, strict=True)) for one in (self, fresh))
+        old, new = (dict(zip(paths(one.structure), one.tensors, strict=True)) for one in (self, fresh))
         for path in {**old, **new}:
             before, after = (arrays.describe(one[path]) if path in one else None for one in (old, new))
             if before != after:
@@ -111,12 +111,13 @@ def _holds(value: Any, structure: Structure, leaves: Iterator[Any]) -> bool:
     return all(_holds(child, item, leaves) for child, item in zip(children, structure.items, strict=False))
 
 
-def _paths(structure: Structure, path: str = "") -> Iterator[str]:
+def paths(structure: Structure, path: str = "") -> Iterator[str]:
+    """Where each tensor of a value lies, such as ``"['layers'][2]"``; empty for one that is the value itself."""
     if structure.kind == "tensor":
         yield path
         return
     for name, item in zip(structure.names or range(len(structure.items)), structure.items, strict=False):
-        yield from _paths(item, f"{path}[{name!r}]")
+        yield from paths(item, f"{path}[{name!r}]")
 
 
 def _take_apart(

@@ -396,10 +396,6 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
                 _expect(answer, Copied)
 
 
-def _serve_free(link: DataLink, store: Store, message: Free) -> None:
-    link.send(Freed(count=store.free(list(map(Key, message.keys)))))
-
-
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
     with reading(find, store, Key(message.key), link.has_ended) as held:
         found = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
@@ -416,7 +412,7 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
     Fetch: _serve_fetch,
     Read: _serve_read,
-    Free: _serve_free,
+    Free: lambda link, store, message: link.send(Freed(count=store.free(list(map(Key, message.keys))))),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +20,7 @@ from raycollect.core.serialization import PackedRef, as_pickled
 from raycollect.errors import HandleAttributeError, HandleError
 from raycollect.planner.wording import counted, nbytes_words
 from raycollect.pos import Container, fetch, tensors
+from raycollect.pos.container import paths
 
 MOST_ROWS = 20
 """How many tensors of a handle are shown; the others are counted."""
@@ -132,7 +132,7 @@ class Handle(Placeholder):
         count, kind = len(self.infos), self.structure.kind
         what = "tensor" if kind == "tensor" else f"{kind} of {counted(count, 'tensor')}"
         cut = 1 if kind == "tensor" else 0  # a single one is nowhere in anything
-        pairs = zip(_places(self.structure), self.infos, strict=False)
+        pairs = zip(paths(self.structure), self.infos, strict=False)
         rows = ((place, *_cells(info))[cut:] for place, info in pairs)
         return html.block(
             "handle",
@@ -166,14 +166,6 @@ class Handle(Placeholder):
 
 def _cells(info: TensorInfo) -> tuple[object, ...]:
     return list(info.shape), info.dtype, nbytes_words(info.nbytes), info.device, info.library
-
-
-def _places(structure: Structure) -> Iterator[str]:
-    if structure.kind == "tensor":
-        yield ""
-        return
-    for name, item in zip(structure.names or range(len(structure.items)), structure.items, strict=False):
-        yield from (f"[{name!r}]{place}" for place in _places(item))
 
 
 @dataclass(frozen=True, slots=True)
