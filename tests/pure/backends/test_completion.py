@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from raycollect.backends.completion import (
+    chunks,
+    clipped,
+    keep_own,
     movement,
     reduction,
     scattered_reduction,
@@ -23,6 +28,28 @@ def row(size: int, dtype: str = "int32") -> np.ndarray:
 
 
 ONE, EACH = row(4), (row(3), row(4), row(5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "src", "dst", "gives", "takes"),
+    [
+        (OpKind.ALLGATHER, ONE, EACH, {1: 4, 4: 4, 6: 4}, {1: 3, 4: 4, 6: 5}),
+        (OpKind.GATHER, ONE, EACH, {4: 4}, {1: 3, 4: 4, 6: 5}),
+        (OpKind.SCATTER, EACH, ONE, {1: 3, 4: 4, 6: 5}, {4: 4}),
+        (OpKind.ALLTOALL, EACH, EACH, {1: 3, 4: 4, 6: 5}, {1: 3, 4: 4, 6: 5}),
+    ],
+)
+def test_what_the_root_gives_and_takes(kind: OpKind, src: Any, dst: Any, gives: dict, takes: dict) -> None:
+    give, take = transfers(Kernel(kind=kind, src=src, dst=dst, peer=4, most=5), RANKS, 4)
+    assert {rank: flat.size for rank, flat in give.items()} == gives
+    assert {rank: flat.size for rank, flat in take.items()} == takes
+
+
+def test_what_others_give_and_take() -> None:
+    give, take = transfers(Kernel(kind=OpKind.GATHER, src=ONE, peer=4, most=5), RANKS, 6)
+    assert (list(give), list(take)) == ([4], [])
+    give, take = transfers(Kernel(kind=OpKind.SCATTER, dst=ONE, peer=4, most=5), RANKS, 6)
+    assert (list(give), list(take)) == ([], [4])
 
 
 @pytest.mark.parametrize(
@@ -50,6 +77,24 @@ def test_other_kernels_that_do_not_fit() -> None:
         movement(Kernel(kind=OpKind.BROADCAST, src=ONE, dst=row(3)), is_root=True)
     with pytest.raises(InternalError, match="without an array"):
         movement(Kernel(kind=OpKind.BROADCAST), is_root=False)
+
+
+def test_what_a_rank_gives_itself_is_copied_unless_it_is_there() -> None:
+    src, dst = row(10), tuple(np.zeros(10, "int32") for _ in RANKS)
+    kernel = Kernel(kind=OpKind.ALLGATHER, src=src, dst=dst, most=10)
+    keep_own(*transfers(kernel, RANKS, 4), 4, 3)
+    np.testing.assert_array_equal(dst[1], src)
+    assert not dst[0].any()
+    assert not dst[2].any()
+    src.flags.writeable = False  # nothing may be written where both are one
+    keep_own(*transfers(Kernel(kind=OpKind.ALLGATHER, src=src, dst=(dst[0], src, dst[2]), most=10), RANKS, 4), 4, 3)
+
+
+def test_chunks_and_what_a_smaller_piece_has_of_them() -> None:
+    give, _ = transfers(Kernel(kind=OpKind.ALLTOALL, src=EACH, dst=EACH, most=5), RANKS, 4)
+    assert list(chunks(5, 2)) == [(0, 2), (2, 4), (4, 5)]
+    assert list(chunks(0, 2)) == []
+    assert [clipped(give[1], lo, hi) for lo, hi in chunks(5, 2)] == [(0, 2), (2, 3), (3, 3)]
 
 
 def test_a_foreign_exception_becomes_a_kernel_error_and_ours_stay() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raycollect.channel.messages import Drop
+from raycollect.core import timers
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     GroupBrokenError,
@@ -17,8 +18,48 @@ from raycollect.errors import (
     RaycollectError,
 )
 from raycollect.group import member_communicator
-from tests.pure.group.tables import Call, Plain, Seeing, Table, assert_set, error_of, start_calls
+from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
+
+
+@pytest.mark.parametrize("kind", [Plain, Seeing])
+@pytest.mark.parametrize("how", ["member", "hub"])
+def test_a_call_for_which_the_dead_did_their_part_ends_well(
+    table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch, kind: type[Plain], how: str
+) -> None:
+    """Only the next one hears of the death."""
+    later: list[Callable[[], None]] = []
+
+    def begin_later(delay_s: float, call: Callable[[], None]) -> None:
+        assert 0 < delay_s <= 1
+        later.append(call)
+
+    here = table(kind)
+    calls = start_calls(here)
+    dead = 2 if how == "member" else 0
+    living = [rank for rank in range(WORLD) if rank != dead]
+    assert_set(calls[dead][0].passed)
+    calls[dead][0].go.set()
+    calls[dead][1].result(WAIT_S)
+    for rank in living:
+        assert_set(calls[rank][0].passed)
+    monkeypatch.setattr(timers, "soon_or_now", begin_later)
+    if how == "member":
+        here.kill(dead)
+    else:
+        for rank in living:
+            here.process_groups[rank].orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
+    told = {rank: [one for one in here.made[rank].told if one != "close"] for rank in living}
+    assert told == dict.fromkeys(living, [("lost", dead)] if kind is Seeing else [])
+    assert len(later) == (0 if kind is Seeing else 2), "it may not see it by itself"
+    for rank in living:
+        calls[rank][0].go.set()
+        calls[rank][1].result(WAIT_S)
+        again = error_of(here.start(Call(here.process_groups[rank])))
+        assert isinstance(again, GroupBrokenError)
+        assert f"rank {dead} (W{dead})" in str(again)
+    for call in later:
+        call()  # after the launch has ended it changes nothing
 
 
 def test_call_missing_the_work_of_dead_ranks_names_them(table: Callable[..., Table]) -> None:

@@ -39,7 +39,7 @@ MOST_PATCHES = {
     "pure/core": 22,
     "pure/driver": 11,
     "pure/engine": 21,
-    "pure/group": 22,
+    "pure/group": 23,
     "pure/member": 26,
     "pure/observe": 3,
     "pure/planner": 3,
