@@ -20,7 +20,7 @@ for name in cupy13 cupy14; do
         "$python" -m venv --clear "$venv"
         # shellcheck disable=SC2086
         if ! "$venv/bin/python" -m pip install --quiet --only-binary=:all: \
-            ${packages[$name]} 'numpy>=1.24' 'ml_dtypes>=0.4' 'msgpack>=1.0.5' 'pytest>=8' >"$venv/pip.log" 2>&1; then
+            ${packages[$name]} 'numpy>=1.24' 'ml_dtypes>=0.4' 'msgpack>=1.0.5' 'msgspec>=0.20' 'pytest>=8' >"$venv/pip.log" 2>&1; then
             echo "the real $name was not checked: its packages can't be had here: $(tail -n 1 "$venv/pip.log")"
             continue
         fi
