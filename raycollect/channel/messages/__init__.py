@@ -12,6 +12,7 @@ group themselves (`group.coordinator`). The field `communicator` is a communicat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Union
 
 from raycollect.channel.messages.base import Message as Message
@@ -25,4 +26,5 @@ MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__sub
 """Name on the wire -> class."""
 
 _CODEC = Codec[Message](Union[tuple(MESSAGES.values())], "message")  # noqa: UP007 - made of a table
-encode, decode = _CODEC.encode, _CODEC.decode
+encode: Callable[[Message], bytes] = _CODEC.encode
+decode: Callable[[bytes | bytearray], Message] = _CODEC.decode

@@ -133,7 +133,7 @@ def test_results_are_not_any_to_mypy(tmp_path):
     assert found.returncode == 0, found.stdout
 
 
-_OF_OTHERS = ("raycollect.member.torch_", "raycollect.torch.TorchProcessGroup", "raycollect.vllm.")
+_OF_OTHERS = ("raycollect.member.torch.", "raycollect.torch.TorchProcessGroup", "raycollect.vllm.")
 """Derived from classes of torch and vLLM, which need not be there: to checkers these are Any."""
 
 
