@@ -50,8 +50,6 @@ class Recorder(Protocol):
 
 recorder: ContextVar[Recorder | None] = ContextVar("raycollect_recorder", default=None)
 
-_PATIENT_S = 0.02  # how long a thread that has locks of actors waits for one more
-
 
 class SubmittedCalls:
     """The calls of one actor that this process submits.
@@ -95,7 +93,8 @@ class AllHeld:
     """Holds the locks of several actors, so that what is submitted takes its place on all of them at once.
 
     Who has one of these locks may want another one: Ray pickles the arguments of a call under it, and finalizers may
-    run there, which make calls as well. So nobody waits for one of them for long while it has others.
+    run there, which make calls as well. So nobody waits for one of them while it has others: it gives up those that it
+    has, waits for the one that it could not have, and begins with that one again, as C++'s ``std::lock`` does.
     """
 
     __slots__ = ("_calls", "_held")
@@ -106,29 +105,28 @@ class AllHeld:
         self._calls = calls
 
     def __enter__(self) -> None:
-        held = 0
-        for one in self._calls:
+        self._held = 0
+        if not self._take():
+            self._wait()
+
+    def _take(self) -> bool:
+        held = self._held
+        for one in self._calls[held:]:
             if not one.lock.acquire(False):  # by position: half the time
                 break
             held += 1
         self._held = held
-        if held < len(self._calls):
-            self._wait()
+        return held == len(self._calls)
 
     def _wait(self) -> None:
-        calls = self._calls
-        try:
-            while self._held < len(calls):
-                lock = calls[self._held].lock
-                if lock.acquire(blocking=False) or waiting(
-                    partial(lock.acquire, True), _PATIENT_S if self._held else None
-                ):
-                    self._held += 1
-                else:
-                    self.__exit__()
-        except BaseException:  # of a signal's handler
+        while True:
+            first, calls = self._held, self._calls
             self.__exit__()
-            raise
+            self._calls = [*calls[first:], *calls[:first]]
+            waiting(partial(self._calls[0].lock.acquire, True))
+            self._held = 1
+            if self._take():
+                return
 
     def __exit__(self, *exc: object) -> None:
         for one in self._calls[: self._held]:

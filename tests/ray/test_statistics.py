@@ -37,7 +37,7 @@ def test_statistics_count_store_and_arena(pair):
     assert [(one.rank, one.actor) for one in (first, second)] == [(m.rank, m.actor) for m in group.status().members]
     for one in (first, second):
         assert (one.store.held, one.store.dirty, one.store.freed) == (0, 0, 0)
-        assert one.arena == type(one.arena)()
+        assert one.arena == type(one.arena)(mapped=0)
     assert "no arena" in repr(group.statistics())
 
     refs = [worker.make.remote(fill) for worker in pair]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -66,3 +68,33 @@ def test_who_holds_the_last_lock_and_wants_the_first_gets_it():
         with AllHeld([shown, last]):
             asked.result(WAIT_S)
     assert waited == [True]
+
+
+@pytest.fixture
+def often_switched():
+    """Threads take turns a thousand times as often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_that_want_the_same_locks_in_other_orders_all_get_them(often_switched, seed):
+    """None keeps a lock for another that the other keeps for it, turn after turn."""
+    calls, holders = [SubmittedCalls() for _ in range(4)], [0] * 4
+
+    def take(seed):
+        chance = random.Random(seed)
+        for _ in range(1000):
+            some = chance.sample(range(4), chance.randint(2, 4))
+            with AllHeld([calls[at] for at in some]):
+                for at in some:
+                    holders[at] += 1
+                assert all(holders[at] == 1 for at in some)
+                for at in some:
+                    holders[at] -= 1
+
+    with ThreadPoolExecutor(4) as threads:
+        for taken in [threads.submit(take, 10 * seed + at) for at in range(4)]:
+            taken.result(WAIT_S)

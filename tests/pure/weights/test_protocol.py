@@ -201,10 +201,7 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
 
         def __init__(self, found):
             self.found, self._id, self._turns = found, str(id(self)), Turns("policy")
-            self._directory = SimpleNamespace(within=lambda *_: nullcontext())
-
-        def _records(self, version):
-            return []
+            self._directory = SimpleNamespace(within=lambda *_: nullcontext(), holders=lambda version: [])
 
         def _job(self, version, records, left_s):
             return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
