@@ -7,6 +7,9 @@
 A mutant is identified by its file, its function, and the text of the expression or statement before and after, so that
 `--again` finds it in later versions, as long as its code stands. It is killed if a test that enters its function fails
 or does not end in time. Functions that no test enters are counted on their own.
+
+`tests/mutants.json` has 600 mutants of the state before the tests were cut, of which 402 were killed, 123 survived, and
+75 stood in functions that no pure test enters. A later run ``--again`` of them may not kill a smaller share.
 """
 
 from __future__ import annotations
