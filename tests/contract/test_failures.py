@@ -105,7 +105,8 @@ def with_a_late_rank(way: str, crew: Crew, limit_s: float, end: Path) -> list[To
 def test_a_late_rank_is_named_to_those_who_waited(crews: Crews, way: str, backend: str, tmp_path: Path) -> None:
     crew = crews(backend, way)
     found = with_a_late_rank(way, crew, LATE_S, tmp_path / "end")
-    if any(len(one.fields.get("missing", ())) > 1 for one in found):  # others are late, too, on a loaded machine
+    # On a loaded machine others are late, too, or do not answer in time who is.
+    if any(one.fields.get("missing", (ODD,)) != (ODD,) for one in found):
         found = with_a_late_rank(way, crew, 5 * LATE_S, tmp_path / "second end")
     for one in found:
         assert one.error is errors.CollectiveTimeoutError, one

@@ -118,6 +118,8 @@ SCENES = [{"backend": "shm"}, {"backend": "tcp"}, {"backend": "shm", "max_concur
 
 # A connection for data that was just opened as a signal came: the last reference to it closes it, and warns
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
+# Python itself drops what comes up in a destructor, as the end of a call may run one
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <function .*__del__:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("most", [6, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("scene", SCENES, indirect=True, ids=["shm", "tcp", "threaded"])
 def test_a_signal_at_any_place_of_a_call(scene: Scene, most: int) -> None:
