@@ -6,6 +6,7 @@ when its last group here is destroyed (P10).
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import secrets
 import threading
@@ -16,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from raycollect.channel import CompletionBell
-from raycollect.core import limits, ray_internals
+from raycollect.core import limits, ray_internals, threads
 from raycollect.core.model import GroupLike, name_of
 from raycollect.core.signals import Allowed, Deferred
 from raycollect.driver.controller_messages import ControllerMessages
@@ -257,3 +258,10 @@ def _make_bell() -> CompletionBell | None:
         return CompletionBell()
     except OSError:  # this system has no memory to share, or none is left
         return None
+
+
+@atexit.register  # before Ray's own, which was registered earlier: a thread that lets go of a ref after that ends the process
+def _close_at_exit() -> None:
+    running = Controller.running()
+    if running is not None:
+        threads.survives(running.close)
