@@ -260,7 +260,7 @@ def _make_bell() -> CompletionBell | None:
         return None
 
 
-@atexit.register  # before Ray's own, which was registered earlier: a thread that lets go of a ref after that ends the process
+@atexit.register  # runs before Ray's own: a thread that lets go of a ref while Ray shuts down ends the process
 def _close_at_exit() -> None:
     running = Controller.running()
     if running is not None:
