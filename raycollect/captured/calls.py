@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,16 @@ class MethodCall:
     def arguments(self) -> tuple[Any, ...]:
         """Its arguments, positional ones first."""
         return (*self.args, *(value for _, value in self.kwargs))
+
+
+def between_plans(calls: Sequence[MethodCall], firsts: Iterable[int]) -> Iterator[Sequence[MethodCall]]:
+    """Yields the method calls before each plan, whose first requests these are, and then those behind the last plan."""
+    known = 0
+    for first in firsts:
+        before = [call for call in calls[known:] if call.before <= first]
+        known += len(before)
+        yield before
+    yield calls[known:]
 
 
 class StepRequests(RequestList):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raycollect.captured.calls import MethodCall, StepRequests
+from raycollect.captured.calls import MethodCall, StepRequests, between_plans
 from raycollect.captured.error_text import StepErrorText
 from raycollect.core.model import Key, Member
 from raycollect.driver.dispatch import DispatchPlan, explained, prepare
@@ -127,15 +127,14 @@ class StepCompiler:
     def write(self, returned: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """Writes the programs, once; returns (position, place) of each returned value."""
         self._gather()
-        request_list, offset, known = self._request_list, 0, 0
-        for first, prepared in zip(request_list.firsts, self._prepared, strict=True):
-            before = [call for call in request_list.calls[known:] if call.before <= first]
-            known += len(before)
-            for call in before:
+        firsts, offset = self._request_list.firsts, 0
+        *before, last = between_plans(self._request_list.calls, firsts)
+        for calls, first, prepared in zip(before, firsts, self._prepared, strict=True):
+            for call in calls:
                 self._write_call(call)
             self._write_plan(first, offset, prepared)
             offset += prepared.plan.width
-        for call in request_list.calls[known:]:
+        for call in last:
             self._write_call(call)
         return tuple(map(self._return, returned))
 

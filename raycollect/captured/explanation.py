@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
-from raycollect.captured.calls import MethodCall
+from raycollect.captured.calls import MethodCall, between_plans
 from raycollect.captured.install import Installed
 from raycollect.core.model import TensorInfo
 from raycollect.driver.pending import Pending
@@ -20,7 +21,7 @@ def explain_capture(
     capture: bytes, installed: Installed, infos: Mapping[Source, tuple[TensorInfo, ...] | None]
 ) -> StepExplanation:
     """Explains a captured step, of this id, whose plans' operands are these."""
-    runs, stages = installed.runs, stages_of(installed)
+    runs = installed.runs
     step_plan = runs.step_plan
     fixed = {source for source in infos if not runs.keys[source].startswith(capture)}  # type: ignore[call-overload]
     actors = {
@@ -29,7 +30,7 @@ def explain_capture(
     found: list[tuple[Explanation | Methods, int]] = []
     first = 0
     try:
-        for stage in stages:
+        for stage in _stages(installed):
             if isinstance(stage, Stage):
                 given = {source: _known(infos[source]) for source in stage.plan.uses()}
                 found.append((explain(stage.plan, given, first), sum(source in fixed for source in given)))
@@ -56,12 +57,11 @@ def _invoked(call: MethodCall, actor: str) -> Invoked:
     return Invoked(call=call.step, actor=actor, method=call.method, after=tuple(after))
 
 
-def stages_of(installed: Installed) -> tuple[Stage | tuple[MethodCall, ...], ...]:
+def _stages(installed: Installed) -> Iterator[Stage | Sequence[MethodCall]]:
     """The plans of a step, and between them its method calls, in order."""
-    calls, found = installed.calls, list[Stage | tuple[MethodCall, ...]]()
-    known = 0
-    for stage in installed.runs.step_plan.stages:
-        before = tuple(call for call in calls[known:] if call.before <= stage.first)
-        known += len(before)
-        found += [before, stage]
-    return tuple(one for one in [*found, calls[known:]] if one)
+    plans = installed.runs.step_plan.stages
+    for calls, plan in zip_longest(between_plans(installed.calls, (one.first for one in plans)), plans):
+        if calls:
+            yield calls
+        if plan is not None:
+            yield plan

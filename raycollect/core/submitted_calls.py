@@ -105,28 +105,19 @@ class AllHeld:
         self._calls = calls
 
     def __enter__(self) -> None:
-        self._held = 0
-        if not self._take():
-            self._wait()
-
-    def _take(self) -> bool:
-        held = self._held
-        for one in self._calls[held:]:
-            if not one.lock.acquire(False):  # by position: half the time
-                break
-            held += 1
-        self._held = held
-        return held == len(self._calls)
-
-    def _wait(self) -> None:
+        calls, held = self._calls, 0
         while True:
-            first, calls = self._held, self._calls
-            self.__exit__()
-            self._calls = [*calls[first:], *calls[:first]]
-            waiting(partial(self._calls[0].lock.acquire, True))
-            self._held = 1
-            if self._take():
+            for one in calls[held:]:
+                if not one.lock.acquire(False):  # by position: half the time
+                    break
+                held += 1
+            self._held = held
+            if held == len(calls):
                 return
+            self.__exit__()
+            self._calls = calls = [*calls[held:], *calls[:held]]
+            waiting(partial(calls[0].lock.acquire, True))
+            held = 1
 
     def __exit__(self, *exc: object) -> None:
         for one in self._calls[: self._held]:
