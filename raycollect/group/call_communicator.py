@@ -11,7 +11,7 @@ from typing import Any
 from raycollect.backends.completion import DONE
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Together
-from raycollect.engine.launch_sequence import meet_again
+from raycollect.engine.contract import meet_again
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError, RaycollectError
 from raycollect.group.hub_client import HubClient
 

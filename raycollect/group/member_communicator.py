@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from raycollect.channel.messages import Drop
 from raycollect.core import sockets, threads, timers
 from raycollect.core.protocols import Communicator, Surviving
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,

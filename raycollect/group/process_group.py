@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from raycollect.channel.messages import Answer, Ask, Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
 from raycollect.core.model import GroupSpec
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     ConnectionLostError,
     FaultError,

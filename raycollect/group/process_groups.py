@@ -113,7 +113,7 @@ class ProcessGroups:
         with self._lock:
             if self._process_groups.get(process_group.name) is process_group:
                 del self._process_groups[process_group.name]
-        self.instruments.shapes.forget(process_group.spec.group_id)
+        self.instruments.cache.forget(process_group.spec.group_id)
 
     # ------------------------------------------------------------------------------------------ of controllers
 

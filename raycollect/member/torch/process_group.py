@@ -20,7 +20,7 @@ from typing import Any
 
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError, Violation, refusal
 from raycollect.group.call_queue import Callers, CallQueue
 from raycollect.group.coordinator import ALL, name_of_ranks

@@ -10,7 +10,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import Key, OpKind
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     AllocationError,
     CollectiveTimeoutError,

@@ -18,8 +18,8 @@ from raycollect.channel.messages import Depart, Done, Gone, Joined, Leave, Messa
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads, timers
 from raycollect.core.protocols import NoFaults
-from raycollect.engine.execution import Outcome
 from raycollect.engine.instruments import Instruments
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     GroupBrokenError,
     MismatchError,
@@ -50,7 +50,7 @@ __all__ = ["premises"]  # a fixture
 
 
 class Run:
-    """An `Execution` that runs nothing."""
+    """A run that runs nothing."""
 
     made: Sequence[dict[str, Any]] = ()
 
@@ -68,7 +68,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
 
     Gives what the program does where an operand is not there: None, or how it tells that it waits.
     """
-    monkeypatch.setattr(lease, "Execution", Run)
+    monkeypatch.setattr(lease, "Run", Run)
 
     def run(ordered: Sequence[bool]) -> Any:
         groups = [group(f"group {at}", (5, 6 + at)) for at in range(len(ordered))]
@@ -233,7 +233,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
             def abort(self) -> None:
                 told.append("aborted")
 
-        monkeypatch.setattr(lease, "Execution", Interrupted)
+        monkeypatch.setattr(lease, "Run", Interrupted)
         tracker = flying(asked(both, (0, 1)))
         order = encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0)))
         assert here.run_program(order, None) is None
