@@ -1,8 +1,9 @@
 """Backend `shm`: the members are processes of one machine that share memory.
 
-Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`); small ones, and
-those on other arrays, are staged by chunks (`staged`). All ranks choose alike, from the listings written before the
-barrier (`directory`). Barriers, the agreement and aborts are in `meeting`.
+Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`). Small ones, and
+those on other arrays, are staged by chunks (`staged`); several that are launched together are staged as one
+(`coalesced`). All ranks choose alike, from the listings written before the barrier (`directory`). Barriers, the
+agreement and aborts are in `meeting`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from raycollect.backends.capabilities import refuse_unknown
 from raycollect.backends.completion import translated
 from raycollect.backends.shm.boxes import Boxes
+from raycollect.backends.shm.coalesced import coalesced
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
 from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
@@ -146,7 +148,7 @@ class ShmCommunicator:
             staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
 
     def _launch_together(self, parts: _Parts, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        # Each listing has room for `TOGETHER` kernels, which run in place with common barriers, or one by one.
+        # Each listing has room for `TOGETHER` kernels, which run in place with common barriers, or are staged as one.
         meeting, staged, direct, _ = parts
         kind, most = kernels[0].kind, TOGETHER if kernels[0].kind in ALIKE else 1
         for start in range(0, len(kernels), most):
@@ -156,8 +158,10 @@ class ShmCommunicator:
                     has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s, begun=start)
                     if has_run:
                         continue
-                for at, kernel in enumerate(some, start):
-                    here().cover(at)
+                rows = coalesced(some) if len(some) > 1 else some
+                for at, kernel in enumerate(rows):
+                    each = len(some) / len(rows)
+                    here().cover(start + at * each, each)
                     staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
 
     def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
