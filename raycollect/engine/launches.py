@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator, Exchange
-from raycollect.engine import contract
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.observer import Observer
 from raycollect.engine.steps import Boxes, Kernels, Packed, parts_of
@@ -77,7 +76,7 @@ class Launches:
         """Brings an arrival to the agreement, and waits for those of all; see `Communicator.agree`."""
         if self.here is not None:
             communicator, launch = self.here
-            return contract.agree(communicator, launch, arrival, kernel, expected)
+            return communicator.agree(launch, arrival, kernel, expected)
         assert self.exchange is not None  # `open` has checked it
         program = self.program
         launch = Launch(seq=self.seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
@@ -104,10 +103,10 @@ class Launches:
         parts = number + (len(program.everyone) or len(program.tasks))
         before_it, self.here = self.here, None
         if before_it is not None:
-            contract.end(*before_it, True)
+            before_it[0].end(before_it[1], True)
         self.here, self._number = (communicator, launch), number
         self._check()
-        contract.agree(communicator, replace(launch, timeout_s=program.timeout_s * (1 + parts)), b"", None, None)
+        communicator.agree(replace(launch, timeout_s=program.timeout_s * (1 + parts)), b"")
 
     def wait_for_all(self) -> None:
         """Waits until the controller has heard that all have come so far.
@@ -137,7 +136,7 @@ class Launches:
         if here is None:
             return ()
         communicator, launch = here
-        ranks = contract.end(communicator, launch, is_ok, () if is_ok else self._owed())
+        ranks = communicator.end(launch, is_ok, () if is_ok else self._owed())
         return () if self._number else ranks
 
     def _check(self) -> None:

@@ -13,7 +13,6 @@ from functools import partial
 
 from raycollect.core.model import Key
 from raycollect.core.protocols import Communicator, Reaching
-from raycollect.engine import contract
 from raycollect.engine.batch_agreement import BatchAgreement, is_batch
 from raycollect.engine.device_staging import Patience, home_of
 from raycollect.engine.fusion_buffer import FusionBuffer
@@ -281,7 +280,7 @@ class Run(Launches):
         assert self.here is not None  # `enter` has opened it
         communicator, launch = self.here
         with self.observer.kernels(step):
-            contract.launch(communicator, launch, step.kernels)
+            communicator.launch(launch, step.kernels)
         self.observer.ended()
 
     def launch_boxes(self, step: Boxes) -> bool:

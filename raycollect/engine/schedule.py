@@ -18,7 +18,7 @@ from raycollect.engine.steps import Boxes, Bundle, Commit, Copies, Direct, Kerne
 from raycollect.engine.steps import Step as PreparedStep
 from raycollect.planner import Bundle as PlannedBundle
 from raycollect.planner import Choice, Local, Program, Step
-from raycollect.planner.fusion import buckets, offered
+from raycollect.planner.fusion import buckets, coalesced
 
 _Launch = tuple[int, str, tuple[int, ...]]
 """The number of a launch, its group and its ranks."""
@@ -105,7 +105,8 @@ class Scheduler:
                 Item(staging_buffers.side(src, domain), staging_buffers.side(dst, domain), most)
                 for src, dst, most in items
             ]
-        large = [] if step.kind in PIECES else offered([size_of(step.kind, item, len(ranks)) for item in items])
+        sizes = [size_of(step.kind, item, len(ranks)) for item in items]
+        large = coalesced(step.kind, sizes, coalesces=domain.coalesces)
         if large:
             some = [items[at] for at in large]
             items = [item for at, item in enumerate(items) if at not in set(large)]

@@ -14,7 +14,6 @@ from raycollect.backends import arrays
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator, Faults
-from raycollect.engine import contract
 from raycollect.engine.agreement import Verdict
 from raycollect.engine.device_staging import Patience, StagingCopies, transfer
 from raycollect.engine.fusion_buffer import FusedKernel
@@ -315,7 +314,7 @@ class Direct(Bundle):
         try:
             if faults is not None:
                 run.reach("before_kernel")
-            contract.launch(communicator, launch, step.kernels)
+            communicator.launch(launch, step.kernels)
             observer.left = 0
             if faults is not None:
                 run.reach("after_kernel")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.completion import DONE
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine.instruments import Instruments
@@ -29,18 +28,14 @@ class Noted:
     def __init__(self) -> None:
         self.story: list[tuple[Any, ...]] = []
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(self, launch: Launch, arrival: bytes, *others: Any) -> Sequence[bytes]:
         self.story.append(("agree", launch.seq, launch.timeout_s, arrival))
         return [arrival] * len(launch.ranks)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Any:
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         self.story.append(("launch", launch.seq, launch.timeout_s))
-        return DONE
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Stages nothing."""
-
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Any = ()) -> tuple[int, ...]:
         self.story.append(("end", launch.seq, ok))
         return launch.ranks if ok else ()
 
