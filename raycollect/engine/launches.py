@@ -18,7 +18,7 @@ from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.planner import Program
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # without slots, so that fields which most runs leave as they are take no time
 class Launches:
     """The launches of one run. Any thread may call `abort`; the others are for the run's own.
 
@@ -125,19 +125,6 @@ class Launches:
         self._check()
         exchange(Launch(seq=self.seq, ranks=ranks, timeout_s=patient), b"")
         self._exchanging = None
-
-    def close(self, *, is_ok: bool) -> tuple[int, ...]:
-        """Ends the open launch.
-
-        Returns:
-            The ranks that are known to have run all of their programs; empty where others may have more to do.
-        """
-        here, self.here, self._exchanging = self.here, None, None
-        if here is None:
-            return ()
-        communicator, launch = here
-        ranks = communicator.end(launch, is_ok, () if is_ok else self._owed())
-        return () if self._number else ranks
 
     def _check(self) -> None:
         # After what may wait was noted: an abort comes either before, and is seen here, or after, and finds it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone, agreed_nbytes, nbytes_of_bundle, nbytes_read
@@ -21,20 +21,17 @@ from raycollect.planner import Program
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
-PREPARES = "looks at its operands"
-"""Where a run is before the agreement."""
-
 _CHECK = "consistency check"
 
 _PLACES = {
-    "start": PREPARES,
     "waiting": run_steps.FOR_AN_OPERAND,
+    "prepare": "looks at its operands",
     "check": run_steps.IN_CHECK,
 }
 """Event -> where the run is from then on."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # without slots, so that fields which most runs leave as they are take no time
 class Observer:
     """The observer of one run. Any thread may call `bytes_done` and `words`; the others are for the run's own."""
 
@@ -44,16 +41,16 @@ class Observer:
     recorder: Recorder
     ring: Ring | None  # of the timeline; None: none is recorded
     slot: RunStep  # of the thread of the run
-    known: Prepared | None = None  # what an earlier run has prepared
-    prepared: Prepared | None = None  # once all have agreed
-    bundle: Bundle | None = None  # that is under way
-    step: Kernels | Packed | Boxes | None = None  # the latest that was begun
-    left: int = 0  # how many of its kernels have not ended
-    began_s: float = 0.0  # the times are noted where a timeline is recorded
-    check_s: float = 0.0  # when the agreement began; 0: not yet, or in a run that was known before
-    agreed_s: float = 0.0  # 0: not yet
-    ended_s: float = 0.0
-    _byte_map: ByteMap | None = None  # once somebody has asked how far it is
+    known: Prepared | None = field(init=False, default=None)  # what an earlier run has prepared
+    prepared: Prepared | None = field(init=False, default=None)  # once all have agreed
+    bundle: Bundle | None = field(init=False, default=None)  # that is under way
+    step: Kernels | Packed | Boxes | None = field(init=False, default=None)  # the latest that was begun
+    left: int = field(init=False, default=0)  # how many of its kernels have not ended
+    began_s: float = field(init=False, default=0.0)  # the times are noted where a timeline is recorded
+    check_s: float = field(init=False, default=0.0)  # when the agreement began; 0: not yet
+    agreed_s: float = field(init=False, default=0.0)  # 0: not yet
+    ended_s: float = field(init=False, default=0.0)
+    _byte_map: ByteMap | None = field(init=False, default=None)  # once somebody has asked how far it is
 
     def event(self, what: str, detail: str = "") -> None:
         """Notes an event for error reports, and where the run is from now on."""

@@ -18,7 +18,7 @@ from raycollect.engine.device_staging import Patience, home_of
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.launches import Launches
 from raycollect.engine.missing_operand import MissingOperand, missing
-from raycollect.engine.observer import PREPARES, Observer
+from raycollect.engine.observer import Observer
 from raycollect.engine.preparation import Preparation
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, BytesDone
@@ -57,7 +57,7 @@ OK = Outcome()
 """Of most runs, which have nothing to tell."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Run(Launches):
     """One run of a program. Any thread may call `abort` and `bytes_done`; the others are for its own.
 
@@ -125,7 +125,6 @@ class Run(Launches):
         """Does all but to end the launch; returns the outputs."""
         program, seq, instruments = self.program, self.seq, self.instruments
         faults, rank = instruments.faults, program.agreement.rank
-        instruments.recorder.add("start", seq, program.name)
         self.open()
         if faults is not None:
             faults.at("start", seq, rank)
@@ -147,7 +146,12 @@ class Run(Launches):
                 bundle.run(self)
         if faults is not None:
             faults.at("end", seq, rank)
-        return self._succeed(observer, preparation)
+        if observer.ring is not None:
+            observer.ended_s = observer.ring.clock()
+        outputs = () if preparation is None else self._keep(preparation)
+        if self.succeeded is not None:
+            self.succeeded()
+        return outputs
 
     def bytes_done(self) -> BytesDone:
         """Returns its progress."""
@@ -174,12 +178,12 @@ class Run(Launches):
             observer.event("waiting", key.hex())
             with observer.waiting():
                 found = self.instruments.store.wait(key, lambda: aborted() is not None)
-            observer.slot.at = PREPARES
             if isinstance(found, Absence) and found.state is State.ABSENT:
                 raise PlanAbortedError(detail=aborted() or "aborted while waiting for an operand")
         return found if isinstance(found, Container) else missing(found)
 
     def _prepare(self, operands: Operands) -> Preparation:
+        self.observer.event("prepare")
         preparation = self._look_at(operands)
         if self.program.rounds == 1:
             self._complete(preparation)
@@ -210,7 +214,7 @@ class Run(Launches):
         if self.program.shares[0].template.boxes and not is_batch(self.program):  # alike on all ranks
             self._show_boxes(known)
         observer.slot.at = run_steps.IN_CHECK
-        observer.recorder.add("check", self.seq)
+        observer.recorder.add("check", self.seq, self.program.name)
         if ring is not None:
             observer.check_s = ring.clock()
         blobs: Sequence[bytes] | None = None
@@ -323,28 +327,26 @@ class Run(Launches):
     def _end(self, *, is_ok: bool) -> tuple[int, ...]:
         """Ends the open launch; returns the places of those who are known to have run all of their programs.
 
-        Empty also where this participant answers for itself, as nobody asks then.
+        Empty where others may have more to do, or where this participant answers for itself, as nobody asks then.
         """
+        here, self.here, self._exchanging = self.here, None, None
+        ranks: tuple[int, ...] = ()
         try:
-            ranks = self.close(is_ok=is_ok)
+            if here is not None:
+                communicator, launch = here
+                ranks = communicator.end(launch, is_ok, () if is_ok else self._owed())
         finally:
             # After a failure a slow rank may still write in the fusion buffer.
             if self._buffer is not None and (is_ok or not self.packs):
                 self._buffer.give()
-        return self.program.places_of(ranks) if ranks and self.succeeded is None else ()
+        return self.program.places_of(ranks) if ranks and not self._number and self.succeeded is None else ()
 
-    def _succeed(self, observer: Observer, preparation: Preparation | None) -> tuple[Container, ...]:
-        if observer.ring is not None:
-            observer.ended_s = observer.ring.clock()
-        outputs: tuple[Container, ...] = ()
-        if preparation is not None:
-            outputs = preparation.made()
-            if outputs and self.keep is not None:
-                observer.slot.at = "keeps its outputs"
-                self.keep(outputs)
-            observer.event("done")
-        if self.succeeded is not None:
-            self.succeeded()
+    def _keep(self, preparation: Preparation) -> tuple[Container, ...]:
+        outputs = preparation.made()
+        if outputs and self.keep is not None:
+            self.observer.slot.at = "keeps its outputs"
+            self.keep(outputs)
+        self.observer.event("done")
         return outputs
 
     def _located(self, error: RaycollectError) -> RaycollectError:

@@ -230,7 +230,7 @@ class Team:
         """For each plan that a rank has run to its end, whether an earlier run had prepared it."""
         story = self.recorders[rank].story()
         anew = {event.seq for event in story if event.what == "agreed"}
-        return [event.seq not in anew for event in story if event.what == "start"]
+        return [event.seq not in anew for event in story if event.what == "check"]
 
     def fail(self, *arguments: Any) -> list[BaseException | None]:
         _, futures = self.start(*arguments)
