@@ -1,8 +1,9 @@
 """Backend `shm`: the members are processes of one machine that share memory.
 
-Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`); small ones, and
-those on other arrays, are staged by chunks (`staged`). All ranks choose alike, from the listings written before the
-barrier (`directory`). Barriers, the agreement and aborts are in `meeting`.
+Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`). Small ones, and
+those on other arrays, are staged by chunks (`staged`); several that are launched together are staged as one
+(`coalesced`). All ranks choose alike, from the listings written before the barrier (`directory`). Barriers, the
+agreement and aborts are in `meeting`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from raycollect.backends.capabilities import refuse_unknown
 from raycollect.backends.completion import DONE, translated
 from raycollect.backends.shm.boxes import Boxes
+from raycollect.backends.shm.coalesced import coalesced
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
 from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
@@ -164,8 +166,9 @@ class ShmCommunicator:
         with self as (meeting, staged, direct, _), translated(kind, self._group_name, self.rank):
             self._staged = 0
             has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
-            for at, kernel in enumerate(() if has_run else some):
-                here().cover(at, 1)
+            rows = () if has_run else coalesced(some)
+            for at, kernel in enumerate(rows):
+                here().cover(at * len(some) / len(rows), len(some) / len(rows))
                 staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
         return len(some)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends.shm import direct
+from raycollect.backends.shm.coalesced import CoalescedRow
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator, Together
 from raycollect.pos import tensors
@@ -112,6 +113,21 @@ def test_one_ordinary_array_anywhere_has_all_of_them_staged(trio: ThreadTeam) ->
         launch = trio.launch()
         assert trio.must(body) == [[3]] * 3
         assert all((array == 6 * 3**turn).all() for mine in arrays for array in mine)
+
+
+@pytest.mark.parametrize("size", [1, 7, 131_072, 131_073, 300_000])
+def test_a_coalesced_row_is_read_and_written_at_any_place(size: int) -> None:
+    rng = np.random.default_rng(size)
+    ends = np.unique(rng.integers(0, size + 1, 9))
+    whole = rng.standard_normal(size)
+    parts = [part.copy() if at % 2 else strided(part) for at, part in enumerate(np.split(whole, ends))]
+    row = CoalescedRow(parts)
+    assert (row.size, row.nbytes, row.dtype) == (size, 8 * size, np.dtype("f8"))
+    for lo, hi in [(0, size), (0, 0), *np.sort(rng.integers(0, size + 1, (20, 2)), axis=1).tolist()]:
+        np.testing.assert_array_equal(row.read(lo, hi), whole[lo:hi])
+        whole[lo:hi] += 1
+        row.write(lo, hi, whole[lo:hi])
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 def test_more_kernels_than_a_listing_has_room_for(trio: ThreadTeam) -> None:
