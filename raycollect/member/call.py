@@ -61,6 +61,13 @@ class MemberCall:
                 calls[key] = known
         return known
 
+    @staticmethod
+    def refused(process_group: ProcessGroup, kind: OpKind, violations: Iterable[Violation]) -> MemberCall:
+        """A call without a root in which this rank only tells the others what is wrong here; all raise that."""
+        call = MemberCall(process_group, kind, None, -1, -1)
+        call._violations += call._here(violations)
+        return call
+
     def __init__(self, process_group: ProcessGroup, kind: OpKind, op: Any, root: Any, peer: Any) -> None:
         self._kind = kind
         self._process_group = process_group
