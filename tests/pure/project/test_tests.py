@@ -20,7 +20,6 @@ IMPORTED = frozenset(
     {
         "tests.faults.test_thread_faults",
         "tests.pure.backends.test_nccl_join",
-        "tests.pure.channel.test_message_faults",
         "tests.pure.group.test_thread_faults",
         "tests.pure.member.test_thread_faults",
         "tests.pure.planner.test_render",
