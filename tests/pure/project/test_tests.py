@@ -33,7 +33,7 @@ MOST_PATCHES = {
     "pure": 3,
     "pure/backends": 56,
     "pure/captured": 3,
-    "pure/channel": 9,
+    "pure/channel": 11,
     "pure/cli": 4,
     "pure/core": 22,
     "pure/driver": 11,
