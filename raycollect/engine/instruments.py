@@ -38,4 +38,4 @@ class Instruments:
     allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
     staging: FusionPool = field(default_factory=FusionPool)
     cache: RunCache = field(default_factory=RunCache)
-    tracer: Tracer = field(default_factory=Tracer.current)
+    tracer: Tracer = field(default_factory=Tracer)

@@ -62,7 +62,7 @@ from raycollect.group.call_communicator import CallCommunicator
 from raycollect.group.call_queue import Callers, CallQueue
 from raycollect.group.communicator_init import CLOSE_S
 from raycollect.group.hub_client import CAUSE_S, FORM, MADE, HubClient
-from raycollect.observe import Label, Place, Tracer
+from raycollect.observe import Label, Place
 from raycollect.observe.trace import CALL
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class MemberCommunicator:
         return threading.get_ident()
 
     def _run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None) -> Outcome:
-        ring, since_s = Tracer.current().ring, time.monotonic()
+        ring, since_s = self._owner.tracer.ring, time.monotonic()
         try:
             return self._under_way(op, timeout_s, since_s, partial(self._attempt, attempt, object_to))
         finally:

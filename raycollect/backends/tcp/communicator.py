@@ -49,7 +49,7 @@ from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
 
-_BESIDE = 4  # The descriptors of a joining rank beside one per rank: its listeners and its pollers
+_BESIDE = 5  # The descriptors of a joining rank beside one per rank: two listeners, a poller and what wakes it
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 
 
