@@ -191,7 +191,8 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
     told: list[Any] = []
 
     def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
-        made = SimpleNamespace(close=lambda: told.append("closed"), abort=lambda seq: None, **methods)
+        given = {"close": lambda: told.append("closed"), "abort": lambda seq: None, "lost": lambda rank: False}
+        made = SimpleNamespace(**{**given, **methods})
         monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
         before = apart()
         here, heard = leased(premises)
@@ -258,7 +259,7 @@ def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -
         assert member.told == [1], "its communicator has heard which rank has died, and nothing else has happened"
         return Outcome()
 
-    assert member(run, lost=member.told.append) is None
+    assert member(run, lost=lambda rank: not member.told.append(rank)) is None
     assert member.told[:2] == [1, "closed"]
 
 
