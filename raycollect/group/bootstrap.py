@@ -82,7 +82,7 @@ def lead(
     """
     name, world_size = request.spec.name, request.spec.world_size
     server = CoordinatorServer(store.host, request.spec, request.me.who)
-    record = Record(address=server.address, who=request.me.who).to_bytes()
+    record = Record.of(server.address, request.me.who).to_bytes()
     if world_size > 1:
         try:
             _post(request, store, record, hub)
@@ -91,7 +91,7 @@ def lead(
             raise
     process_group = ProcessGroup(server.spec, 0, server.send, host=store.host, leave=server.leave, flush=server.flush)
     server.attach(process_group)
-    retract = partial(store.remove, name, record)
+    retract = partial(_retract, store, name, record)
     try:
         _agree(process_group, request)
         server.complete = True
@@ -119,9 +119,16 @@ def _post(request: BootstrapRequest, store: BootstrapStore, record: bytes, hub: 
             detail = f"rank 0 of a group of this name waits for its members already: {there.who}"
             raise GroupExistsError(group_name=request.spec.name, detail=detail)
         if is_alive is None or time.monotonic() > until_s:
-            store.replace(request.spec.name, record)
+            store.post(request.spec.name, record, replace=True)
             return
         time.sleep(_POLL_S[0])  # it removes its record itself, and might remove the one in its place
+
+
+def _retract(store: BootstrapStore, name: str, record: bytes) -> None:
+    """Removes a record that was not replaced."""
+    with suppress(OSError, InvalidGroupError):  # those who connect find out that it is stale
+        if store.read(name) == record:
+            store.remove(name)
 
 
 def _look(store: BootstrapStore, name: str) -> Record | str | None:
