@@ -96,7 +96,7 @@ class _Arrivals:
     def connected(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Takes the connection of a member."""
         rank = hello.get("rank")
-        if type(rank) is not int or rank not in self.expected:
+        if rank not in self.expected:
             sockets.close((sock,))
             return
         with suppress(OSError):  # it has ended again

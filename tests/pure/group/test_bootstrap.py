@@ -126,6 +126,14 @@ def test_stale_record_is_replaced_by_a_new_leader(place: Place) -> None:
     following.result(WAIT_S)
 
 
+def test_a_leader_leaves_the_record_of_another_in_its_place(place: Place) -> None:
+    for mine, left in ((b"mine", None), (b"another's", b"mine")):
+        place.board.post(NAME, b"mine", replace=True)
+        bootstrap._retract(place.board, NAME, mine)
+        assert place.board.read(NAME) == left
+    place.board.remove(NAME)
+
+
 def test_port_of_a_foreign_server_counts_as_no_leader(place: Place) -> None:
     """What answers there is no endpoint of this protocol."""
     with socket.create_server(("127.0.0.1", 0)) as other:
