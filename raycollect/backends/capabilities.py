@@ -39,7 +39,7 @@ class Capabilities:
         bitwise: Whether each element is the left fold in rank order; else bits are only equal across ranks.
         cross_host: Whether members may be on several machines.
         one_process: Whether all ranks must be in one process.
-        coalesces: Whether it runs several kernels with one synchronization of the ranks (`protocols.Together`).
+        coalesces: Whether its `launch` runs several kernels with fewer synchronizations of the ranks than one by one.
         chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
         costs_like: The built-in backend whose costs it has, for the choice of algorithms and predicted times; empty: it
             has its own where it is built in, else those of rings, as most libraries have.

@@ -22,7 +22,7 @@ another thread came in the moment in which all agreed  it drops it and is refuse
 =====================================================  ====================================================
 
 What a rank did before it died counts: a launch that needs no more of it runs to its end, and only the next call hears
-of the death. Backends see how far a rank came (`protocols.Surviving`); the others get `LAST_S` to end well.
+of the death. Some backends see how far a rank came (`Communicator.lost`); the others get `LAST_S` to end well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from raycollect.channel.messages import Drop
 from raycollect.core import sockets, threads, timers
-from raycollect.core.protocols import Communicator, Surviving
+from raycollect.core.protocols import Communicator
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -62,7 +62,7 @@ from raycollect.group.call_communicator import CallCommunicator
 from raycollect.group.call_queue import Callers, CallQueue
 from raycollect.group.communicator_init import CLOSE_S
 from raycollect.group.hub_client import CAUSE_S, FORM, MADE, HubClient
-from raycollect.observe import Label, Place, Tracer
+from raycollect.observe import Label, Place
 from raycollect.observe.trace import CALL
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class MemberCommunicator:
         return threading.get_ident()
 
     def _run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None) -> Outcome:
-        ring, since_s = Tracer.current().ring, time.monotonic()
+        ring, since_s = self._owner.tracer.ring, time.monotonic()
         try:
             return self._under_way(op, timeout_s, since_s, partial(self._attempt, attempt, object_to))
         finally:
@@ -385,7 +385,7 @@ class MemberCommunicator:
             abort = bool(hub.call) and (same or (waits and message.seq < self._seq))
             communicator, seq = self._communicator, self._seq
             # In a launch under way such a backend sees by itself what the other rank has not done; what it did counts.
-            abort = abort and not (hub.agreed and isinstance(communicator, Surviving))
+            abort = abort and not (hub.agreed and getattr(communicator, "sees_departures", False))
             self._changed.notify_all()
         if abort and communicator is not None:
             communicator.abort(seq)
@@ -429,9 +429,9 @@ class MemberCommunicator:
             communicator, seq = self._communicator, self._seq
         if communicator is None or rank not in self.ranks:
             return
-        if isinstance(communicator, Surviving):
-            communicator.lost(self.ranks.index(rank))
-        elif self.hub.call:  # it may wait for the dead for ever; if it has ended by then, this changes nothing
+        if communicator.lost(self.ranks.index(rank)):
+            return
+        if self.hub.call:  # it may wait for the dead for ever; if it has ended by then, this changes nothing
             timers.soon_or_now(LAST_S, partial(communicator.abort, seq))
         else:
             communicator.abort(0)

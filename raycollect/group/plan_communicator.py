@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raycollect.channel.messages import Message, Publish
 from raycollect.core import threads
-from raycollect.core.protocols import Communicator, Surviving
+from raycollect.core.protocols import Communicator
 from raycollect.errors import ConnectionLostError, GroupBrokenError, RaycollectError, anew, kept
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator_init import make_communicator
@@ -70,13 +70,11 @@ class PlanCommunicator:
         self._hub.published(message)
 
     def lost(self, actor_id: str) -> bool:
-        """An actor's process has ended. Returns False if the caller has to end what is under way (`Surviving`)."""
-        communicator: object = self.communicator
-        if actor_id in self._actor_ids:
-            if not isinstance(communicator, Surviving):
-                return False
-            communicator.lost(self._actor_ids.index(actor_id))
-        return True
+        """An actor's process has ended. Returns False if the caller has to end what is under way."""
+        communicator = self.communicator
+        if actor_id not in self._actor_ids:
+            return True
+        return communicator is not None and communicator.lost(self._actor_ids.index(actor_id))
 
     def give_up(self, reason: str) -> None:
         """Ends all waits for what other members publish."""

@@ -27,6 +27,7 @@ from raycollect.group.coordinator import ALL, PLANS, ranks_of
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.plan_communicator import PlanCommunicator
 from raycollect.group.watchdog import Watchdog
+from raycollect.observe import Tracer
 
 PART_LIMIT_S = 5.0
 """How long a member that leaves a declared group waits for the controller to acknowledge it, in seconds."""
@@ -50,6 +51,7 @@ class ProcessGroup:
         watch: What is told of calls that block.
         flush: Waits a moment until all that the hub has said is on its way, if the hub is in this process.
         leave: Called once by `close`.
+        tracer: Whether calls are recorded.
 
     Attributes:
         plans: What the driver's plans run on.
@@ -73,6 +75,7 @@ class ProcessGroup:
         watch: WatchWait | None = None,
         flush: Callable[[], None] = lambda: None,
         leave: Callable[[], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.settle(spec, members)
         self.rank = rank
@@ -86,6 +89,7 @@ class ProcessGroup:
         self.plans: PlanCommunicator = PlanCommunicator(weakref.proxy(self))  # not itself: a cycle would keep memory
         self.watchdog: Watchdog = Watchdog(self)
         self.watch: WatchWait = watch or (lambda communicator, op: nullcontext())
+        self.tracer: Tracer = tracer or Tracer()
         self._leave = leave
         self._communicators: dict[str, MemberCommunicator] = {}
         self._gone: dict[int, Gone] = {}

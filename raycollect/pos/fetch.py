@@ -152,8 +152,13 @@ _clients = _Clients()
 
 
 def register_local(secret: bytes, store: Store) -> None:
-    """Makes fetches from this process's own participant return the very object; the runtime calls it once."""
+    """Makes fetches from a participant of this process return the very object, until `forget_local`."""
     _clients.local[secret] = store
+
+
+def forget_local(secret: bytes) -> None:
+    """A participant of this process has ended."""
+    _clients.local.pop(secret, None)
 
 
 @atexit.register  # a thread may have given one back after its controller closed them

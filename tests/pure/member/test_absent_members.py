@@ -13,9 +13,9 @@ from raycollect.errors import (
     GroupBrokenError,
     ParticipantDiedError,
 )
-from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as col
+from raycollect.member.runtime import this_runtime
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
 from tests.support.waiting import wait_until
@@ -63,7 +63,7 @@ def _receive(name, rank, timeout_s):
 
 def _sum_and_tell(name, rank, folder):
     """Makes a file once the call is under way."""
-    hub = ProcessGroups.current().find(name).communicator("all").hub
+    hub = this_runtime().process_groups.find(name).communicator("all").hub
 
     def tell():
         assert wait_until(lambda: hub.place == "check")
