@@ -95,7 +95,7 @@ class _Arrivals:
 
     def connected(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Takes the connection of a member."""
-        rank = hello.get("rank")
+        rank: Any = hello.get("rank")
         if rank not in self.expected:
             sockets.close((sock,))
             return
