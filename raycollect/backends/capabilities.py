@@ -41,6 +41,11 @@ class Capabilities:
         one_process: Whether all ranks must be in one process.
         coalesces: Whether it runs several kernels with one synchronization of the ranks (`protocols.Together`).
         chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
+        sees_failures: Whether each rank sees for itself how far the others came in a launch, so that one which needs no
+            more of them ends well; else it is aborted when another rank fails.
+        resumes: Whether its communicator works on after a launch that has failed on some ranks, once all begin the next
+            one with a number above those that any of them has seen; else the ranks make a new one.
+        pairs: The backend of communicators of two ranks for point-to-point calls; empty: itself.
         costs_like: The built-in backend whose costs it has, for the choice of algorithms and predicted times; empty: it
             has its own where it is built in, else those of rings, as most libraries have.
         tested: Whether this project's own tests run it.
@@ -65,6 +70,9 @@ class Capabilities:
     one_process: bool = False
     coalesces: bool = False
     chunk_nbytes: int = -1
+    sees_failures: bool = False
+    resumes: bool = False
+    pairs: str = ""
     costs_like: str = ""
     tested: bool = False
 
@@ -154,6 +162,8 @@ _LINES = (
         cross_host=False,
         coalesces=True,
         chunk_nbytes=2 << 20,
+        sees_failures=True,
+        resumes=True,
         tested=True,
     ),
     Capabilities(
@@ -164,6 +174,8 @@ _LINES = (
         bitwise=True,
         cross_host=True,
         chunk_nbytes=12 << 20,
+        sees_failures=True,
+        resumes=True,
         tested=True,
     ),
     Capabilities(
@@ -177,6 +189,8 @@ _LINES = (
         bitwise=False,
         cross_host=True,
         chunk_nbytes=12 << 20,
+        sees_failures=True,
+        pairs="tcp",  # between two ranks it uses plain sockets anyway
         tested=True,
     ),
     Capabilities(
@@ -191,7 +205,16 @@ _LINES = (
         bitwise=False,
         cross_host=True,
     ),
-    _torch("gloo", install="pip install torch", devices=_CPU, ops=_ALL, interruptible=True, tested=True),
+    _torch(
+        "gloo",
+        install="pip install torch",
+        devices=_CPU,
+        ops=_ALL,
+        interruptible=True,
+        sees_failures=True,
+        pairs="tcp",
+        tested=True,
+    ),
     _torch(
         "mpi",
         install="a torch that was built from source with MPI; the wheels have none",

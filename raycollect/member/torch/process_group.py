@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from time import monotonic
 from typing import Any
@@ -349,7 +348,7 @@ class TorchProcessGroup(_Named):
         else:
             if queue is None:
                 name = f"{self._member_group}-{communicator}"
-                made = CallQueue(name, Callers(place.rank), partial(place.why_not, ()))
+                made = CallQueue(name, Callers(place.rank), place.broken)
                 queue = self._queues.setdefault(communicator, made)
             future = queue.submit(run, 0)
         op = kind.value if source < 0 else OpKind.RECV.value

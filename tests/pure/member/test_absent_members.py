@@ -63,10 +63,10 @@ def _receive(name, rank, timeout_s):
 
 def _sum_and_tell(name, rank, folder):
     """Makes a file once the call is under way."""
-    hub = ProcessGroups.current().find(name).communicator("all").hub
+    client = ProcessGroups.current().find(name).communicator("all").client
 
     def tell():
-        assert wait_until(lambda: hub.place == "check")
+        assert wait_until(lambda: client.call is not None and client.call.place == "check")
         (folder / str(rank)).touch()
 
     threading.Thread(target=tell, daemon=True).start()

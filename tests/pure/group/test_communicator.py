@@ -17,13 +17,13 @@ from raycollect.errors import (
     PlanAbortedError,
     RaycollectError,
 )
-from raycollect.group import member_communicator
+from raycollect.group import communicator
 from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
-@pytest.mark.parametrize("how", ["member", "hub"])
+@pytest.mark.parametrize("how", ["member", "coordinator"])
 def test_a_call_for_which_the_dead_did_their_part_ends_well(
     table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch, kind: type[Plain], how: str
 ) -> None:
@@ -114,7 +114,7 @@ def test_who_sees_a_rank_leave_before_its_word_comes_waits_for_that(
     here = table()
     here.form()
     here.holds = lambda rank, message: rank == 1 and isinstance(message, Drop)
-    here.process_groups[0].communicator("all")._give_up(error)
+    here.process_groups[0].communicator("all")._leave(error)
     call = Broken(here.process_groups[1])
     outcome = here.start(call)
     assert_set(call.passed)
@@ -130,7 +130,7 @@ def test_who_sees_a_rank_leave_before_its_word_comes_waits_for_that(
 def test_a_connection_that_ends_without_a_word_breaks_the_call_for_all(
     table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_communicator, "CAUSE_S", 0.01)
+    monkeypatch.setattr(communicator, "CAUSE_S", 0.01)
     here = table()
     here.form()
     others = [here.start(Call(here.process_groups[rank])) for rank in (0, 2)]
