@@ -15,10 +15,11 @@ from raycollect.core.model import GroupSpec
 from raycollect.engine.execution import Outcome
 from raycollect.errors import ConnectionLostError, GroupBrokenError, ProtocolError, RaycollectError
 from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.group.communicator import GroupCommunicator, WatchWait
+from raycollect.group.communicator import GroupCommunicator
 from raycollect.group.communicator_init import CLOSE_S
 from raycollect.group.coordinator import ALL, PLANS, ranks_of
 from raycollect.group.group_member import GroupMember
+from raycollect.group.member_communicator import MemberCommunicator, WatchWait
 from raycollect.group.watchdog import Watchdog
 
 PART_LIMIT_S = 5.0
@@ -80,9 +81,9 @@ class ProcessGroup:
         self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, tell)
         self.watchdog: Watchdog = Watchdog(member, self)
         self._watch: WatchWait = watch or (lambda communicator, op: nullcontext())
-        self.plans: GroupCommunicator = GroupCommunicator(member, PLANS, self.watchdog, self._watch)
+        self.plans: GroupCommunicator = GroupCommunicator(member, PLANS)
         self._leave = leave
-        self._communicators: dict[str, GroupCommunicator] = {}
+        self._communicators: dict[str, MemberCommunicator] = {}
         self._is_left = False  # by this process: nothing is kept any more
         self._parted = threading.Event()
         self._lock = threading.Lock()
@@ -120,7 +121,7 @@ class ProcessGroup:
     # ------------------------------------------------------------------------------------------ calls
 
     def confer(self, op: str, word: bytes) -> Sequence[bytes]:
-        """Exchanges a blob with all members, in rank order; raises as `GroupCommunicator.run`."""
+        """Exchanges a blob with all members, in rank order; raises as `MemberCommunicator.run`."""
         return self.communicator(ALL).confer(op, word, self.timeout_s)
 
     def form(self) -> None:
@@ -128,17 +129,17 @@ class ProcessGroup:
         self.communicator(ALL).run("join", lambda communicator, seq: Outcome(), self.timeout_s)
 
     @property
-    def communicators(self) -> Sequence[GroupCommunicator]:
+    def communicators(self) -> Sequence[MemberCommunicator]:
         """The communicators of calls that there are."""
         with self._lock:
             return list(self._communicators.values())
 
-    def communicator(self, name: str) -> GroupCommunicator:
+    def communicator(self, name: str) -> MemberCommunicator:
         """The communicator of that name, which is made where there is none."""
         with self._lock:
             there = self._communicators.get(name)
             if there is None:
-                there = GroupCommunicator(self.member, name, self.watchdog, self._watch)
+                there = MemberCommunicator(self.member, name, self.watchdog, self._watch)
                 broken = self.member.broken(there.ranks)
                 if broken is not None:  # a call on it says so
                     there.end(broken)
@@ -177,7 +178,7 @@ class ProcessGroup:
         for communicator in self._end(error):
             communicator.stop(error)
 
-    def _end(self, error: RaycollectError) -> Sequence[GroupCommunicator]:
+    def _end(self, error: RaycollectError) -> Sequence[MemberCommunicator]:
         with self._lock:
             self.member.end(error)
             return list(self._communicators.values())

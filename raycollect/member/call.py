@@ -18,8 +18,8 @@ from raycollect.engine.agreement import Arrival, Spec, encode_arrival, judge
 from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fast_path import FastPath
 from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal, wrong_flags, wrong_time_limit
-from raycollect.group.communicator import Attempt
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
+from raycollect.group.member_communicator import Attempt
 from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.init import get_group_handle

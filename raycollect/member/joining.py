@@ -8,7 +8,7 @@ from raycollect.channel.messages import Join, Joined, Leave
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
 from raycollect.errors import GroupExistsError, ProtocolError, ResourceLimitError, to_wire
-from raycollect.group.communicator import GroupCommunicator
+from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.reporter import Reporter
@@ -50,7 +50,7 @@ def leave(groups: ProcessGroups, message: Leave) -> None:
 def _made(spec: GroupSpec, controller: str, reporter: Reporter, message: Join) -> ProcessGroup:
     members = message.members
 
-    def watch(communicator: GroupCommunicator, op: str) -> AbstractContextManager[None]:
+    def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
         name, ranks = communicator.name, communicator.ranks
         return reporter.waiting(spec.group_id, name, op, ranks, seq=0, call=lambda: communicator.call)
 

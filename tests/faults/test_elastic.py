@@ -157,7 +157,7 @@ def test_members_in_a_call_of_their_own_hear_that_the_group_has_changed(actors):
         return "it ended well"
 
     waiting = workers[0].call.remote(own)
-    assert wait_until(lambda: "communicator.py" in str(group.status()))  # it is a call of this group by then
+    assert wait_until(lambda: "member_communicator.py" in str(group.status()))  # it is a call of this group by then
     group.remove(2)
     assert "members of the group have changed" in ray.get(waiting, timeout=30)
     assert_sums(group)

@@ -17,7 +17,7 @@ from raycollect.errors import (
     PlanAbortedError,
     RaycollectError,
 )
-from raycollect.group import communicator
+from raycollect.group import member_communicator
 from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
 
@@ -130,7 +130,7 @@ def test_who_sees_a_rank_leave_before_its_word_comes_waits_for_that(
 def test_a_connection_that_ends_without_a_word_breaks_the_call_for_all(
     table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(communicator, "CAUSE_S", 0.01)
+    monkeypatch.setattr(member_communicator, "CAUSE_S", 0.01)
     here = table()
     here.form()
     others = [here.start(Call(here.process_groups[rank])) for rank in (0, 2)]

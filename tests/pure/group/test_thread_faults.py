@@ -21,8 +21,8 @@ from raycollect.errors import InternalError
 from raycollect.group import communicator_init, watchdog
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin
-from raycollect.group.communicator import GroupCommunicator
 from raycollect.group.coordinator_server import CoordinatorServer
+from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from tests.faults.thread_failures import fail_at
 from tests.pure.group.watchdog_desk import HERE, QUESTION, Desk
@@ -81,7 +81,7 @@ def test_the_thread_of_a_communicator_goes_on_with_the_next_call(two: tuple[Proc
     def start(slot: ProcessGroup) -> Any:
         return slot.communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S).result(WAIT_S)
 
-    with fail_at(GroupCommunicator, "_run", thread="raycollect-call-all"):
+    with fail_at(MemberCommunicator, "_run", thread="raycollect-call-all"):
         error = _outcome(two[0].communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S))
     assert isinstance(error, InternalError)
     assert error.detail.startswith(f"a call on communicator all failed: {BOOM}")

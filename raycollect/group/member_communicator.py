@@ -1,0 +1,267 @@
+"""A communicator on which a member makes its own calls.
+
+What ends an attempt of a call, and what follows:
+
+=====================================================  ====================================================
+all ranks agreed and the kernels ran                   the ranks stay in step
+all ranks were refused by the agreement                they stay in step; the call raises
+this rank's time is over before all agreed             it is out of step and raises
+a signal interrupts this rank, as Ctrl-C does          it is out of step; the others wait for its next call
+another rank gave up or failed, while this one waited  it is out of step and raises the same
+another rank had left before this one came             it is out of step, and waits where that rank comes next
+a rank died or departed before its part                the communicator is broken; the call raises
+the coordinator denied it: the others wait in a plan   it is out of step and raises
+another thread came before all had agreed              it is out of step and begins again, to be refused by all
+another thread came in the moment in which all agreed  it is out of step and refused; no kernel has begun here
+=====================================================  ====================================================
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from raycollect.core import sockets, threads
+from raycollect.core.protocols import Communicator
+from raycollect.engine.execution import Outcome
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    FaultError,
+    GroupBrokenError,
+    InternalError,
+    KernelError,
+    PlanAbortedError,
+    RaycollectError,
+    RefusedError,
+    Violation,
+    anew,
+    refusal,
+)
+from raycollect.group.call_queue import Callers, CallQueue
+from raycollect.group.communicator import GroupCommunicator
+from raycollect.group.coordinator_client import CAUSE_S, CHECK, Call, Position, State
+from raycollect.group.group_member import GroupMember
+from raycollect.group.watchdog import Watchdog
+from raycollect.observe import Label, Place, Tracer
+from raycollect.observe.trace import CALL
+
+_Result = TypeVar("_Result")
+
+Attempt = Callable[[Communicator, int], Outcome]
+"""Runs a call once: with a communicator whose ranks are the group's, as the launch of this number."""
+
+Objection = Callable[[Violation], Attempt]
+"""Gives what takes part in the agreement instead of a call, only to tell all ranks what is wrong with it."""
+
+WatchWait = Callable[["MemberCommunicator", str], AbstractContextManager[Any]]
+"""Around a call that blocks a thread: (its communicator, its op)."""
+
+
+class MemberCommunicator(GroupCommunicator):
+    """One with the calls that run on it. Any thread may call `run` and `start`, one call at a time.
+
+    `since_s` is when `op`, the last call, was made, by `time.monotonic`.
+    """
+
+    def __init__(self, member: GroupMember, name: str, watchdog: Watchdog, watch: WatchWait) -> None:
+        super().__init__(member, name)
+        self.op: str = ""
+        self.since_s: float = 0.0
+        self._watchdog = watchdog
+        self._watch = watch
+        self._callers = Callers(member.rank)
+        self._queue = CallQueue(name, self._callers, partial(getattr, self.client, "broken"))
+        self._in_use = threading.Lock()  # held by the call that uses the communicator
+        self._objecting: Violation | None = None  # what the attempt under way tells the others, instead of its call
+
+    def end(self, error: RaycollectError) -> bool:
+        """Lets no call begin any more. Returns whether one is under way."""
+        self._queue.close()
+        return super().end(error)
+
+    def run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None = None) -> Outcome:
+        """Runs a call, in this thread or behind those that were started before; the table above says when it raises.
+
+        `object_to` refuses it if another thread calls meanwhile; if that is left out, it is never refused.
+
+        Raises:
+            RefusedError: The agreement refused all ranks; no tensor was touched.
+            GroupBrokenError: A rank of the communicator is gone, or this end of the group is.
+            FaultError: A rank did not come in time, died or failed.
+        """
+        with self._watch(self, op):
+            thread = self._enter(op)
+            try:
+                if self._queue.pending:
+                    return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to), 0).result()
+                return self._run(op, attempt, timeout_s, object_to)
+            finally:
+                self._callers.leave(thread)
+
+    def start(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None = None) -> Future[Outcome]:
+        """Queues a call for the communicator's thread; see `run`."""
+        thread = self._enter(op)
+        try:
+            return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to), thread)
+        except RuntimeError:  # the process has no more threads to give
+            self._callers.leave(thread)
+            raise
+
+    def _enter(self, op: str) -> int:
+        """Notes a call of this thread. If another thread's call has not ended, that begins again, to be refused too."""
+        if self._callers.enter(op):
+            with self._changed:
+                backend, seq, call = self._backend, self.client.seq, self.client.call
+                recalled = backend is not None and call is not None and not call.agreed and self._objecting is None
+                if recalled and call is not None:
+                    call.recalled = True
+                    self._changed.notify_all()
+            if recalled and backend is not None:
+                backend.abort(seq)
+        return threading.get_ident()
+
+    def _run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None) -> Outcome:
+        ring, since_s = Tracer.current().ring, time.monotonic()
+        try:
+            return self._under_way(op, timeout_s, since_s, partial(self._attempt, attempt, object_to))
+        finally:
+            if ring is not None:
+                spec, rank = self._member.spec, self._member.rank
+                ring.groups.setdefault(spec.group_id, Place.of(spec, rank))
+                ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
+
+    def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
+        """Exchanges a blob with all ranks, in rank order, before anything is formed; raises as `run`."""
+
+        def meet(call: Call, deadline_s: float) -> Sequence[bytes]:
+            self._stood = Position(op, 0)
+            return self.client.meet(call, op, blob, timeout_s)
+
+        return self._under_way(op, timeout_s, time.monotonic(), meet)
+
+    def _under_way(
+        self, op: str, timeout_s: float, since_s: float, run: Callable[[Call, float], _Result | None]
+    ) -> _Result:
+        """Runs a call, with its deadline, until it gives a result."""
+        client = self.client
+        with self._in_use:
+            with self._changed:
+                self._objecting = None
+                self.op, self.since_s = op, since_s
+                call = client.begin()
+            self._watchdog.begun()
+            try:
+                while True:
+                    if client.broken is not None:
+                        raise anew(call.stop or client.broken)
+                    if (found := run(call, since_s + timeout_s)) is not None:
+                        return found
+            except RaycollectError as exc:
+                raise self._located(exc, op, timeout_s) from exc.__cause__
+            finally:
+                with self._changed:
+                    client.call = None
+                if client.broken is not None:
+                    self._leave()  # for good: keep no memory of the dead
+
+    def _attempt(self, attempt: Attempt, object_to: Objection | None, call: Call, deadline_s: float) -> Outcome | None:
+        """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
+        client = self.client
+        try:
+            with self._changed:
+                in_step = client.state is State.OK
+                self._objecting = self._callers.conflict if object_to is not None else None
+            if not in_step and not self._get_in_step(call, deadline_s):
+                return None
+            with self._changed:
+                client.seq += 1
+                call.agreed = call.recalled = False
+                call.place = CHECK
+                if object_to is not None and (wrong := self._callers.conflict) is not None:
+                    self._objecting, attempt = wrong, object_to(wrong)
+                within = self._within
+            if within is None:
+                raise InternalError(detail="a communicator whose ranks are in step has none of the backend")
+            within.call, within.deadline_s = call, deadline_s
+            outcome = attempt(within, client.seq)
+        except RaycollectError as exc:
+            self._leave(exc)
+            raise
+        except Exception as exc:
+            self._leave(unforeseen := InternalError(detail=threads.cause_of(exc)))
+            raise anew(unforeseen) from exc
+        except BaseException as exc:  # a signal: the others wait for the next call of this rank
+            self._leave(PlanAbortedError(detail=f"it was interrupted: {threads.cause_of(exc)}"))
+            raise
+        if (failure := outcome.error) is None:
+            return outcome
+        agreed = call.agreed
+        if agreed and isinstance(failure, RefusedError):
+            raise anew(failure)
+        self._fail(call, failure, agreed)
+        return None
+
+    def _fail(self, call: Call, failure: RaycollectError, agreed: bool) -> None:
+        """Leaves the launch that has failed, and raises its cause; returns where the call has to run again."""
+        leave = partial(self._leave, keep=self._resumes and not isinstance(failure, GroupBrokenError | InternalError))
+        if not isinstance(failure, PlanAbortedError) and (agreed or not isinstance(failure, GroupBrokenError)):
+            leave(failure)
+        raised = self._explained(call, failure, agreed)
+        if call.recalled:
+            leave(raised or PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.conflict}"))
+        # Denied, or the connection to a rank that has said nothing: only this rank knows of it
+        leave(raised if isinstance(raised, RefusedError | GroupBrokenError) else None)
+        if raised is not None:
+            raise anew(raised)
+
+    def _explained(self, call: Call, error: RaycollectError, agreed: bool) -> RaycollectError | None:
+        """Finds the cause of a failure, which may be an echo of another rank's; None as in `_attempt`."""
+        client = self.client
+        is_broken = isinstance(error, GroupBrokenError) and not agreed
+        with self._changed:
+            if is_broken or isinstance(
+                error, (KernelError, PlanAbortedError)
+            ):  # the others tell the cause, maybe later
+                self._changed.wait_for(lambda: call.stop or client.cause or call.recalled, CAUSE_S)
+            if call.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(call.stop, FaultError)):
+                return call.stop
+            if is_broken and client.cause is not None:  # the connection of a rank that has left ended before its word
+                return None
+            if not isinstance(error, PlanAbortedError):
+                return error
+            if not agreed:
+                return None
+            if call.recalled and (wrong := self._callers.conflict) is not None:
+                return refusal(self.op, "", (wrong,))  # the others do not meet this call again
+            if client.cause is not None:
+                rank, cause = client.cause
+                if isinstance(cause, CollectiveTimeoutError) and self._member.rank not in cause.missing:
+                    return cause  # that rank waited for another one, as this one did
+                detail = str(getattr(cause, "detail", "")) or str(cause)
+                error.rank, error.detail = rank, f"{type(cause).__name__} on rank {rank}: {detail}"
+        return error
+
+    def _located(self, error: RaycollectError, op: str, timeout_s: float) -> RaycollectError:
+        member, wrong = self._member, self._objecting
+        if wrong is not None and isinstance(error, CollectiveTimeoutError):
+            error = refusal(op, "", (wrong,))  # nobody came to hear of it
+        if isinstance(error, RefusedError):
+            violations = tuple(replace(v, actor=v.actor or member.actor(v.rank), ref="") for v in error.violations)
+            return type(error)(op=op, group_name=member.spec.name, violations=violations)
+        if isinstance(error, FaultError):
+            error.op, error.group_name = op, member.spec.name
+            error.actor = error.actor or (member.actor(error.rank) if error.rank >= 0 else "")
+        if isinstance(error, CollectiveTimeoutError):
+            error.cut = error.cut or sockets.cut_links()
+        if isinstance(error, CollectiveTimeoutError) and (error.missing or error.within):
+            error.timeout_s = error.timeout_s or timeout_s
+            error.detail = error.told(*(list(map(member.describe, side)) for side in (error.missing, error.within)))
+            if error.missing:
+                error.reports = error.reports or self._watchdog.reports(self, error.missing, self._stood)
+        return error
