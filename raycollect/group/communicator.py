@@ -65,7 +65,7 @@ class GroupCommunicator:
         self.client: CoordinatorClient = CoordinatorClient(member, name)
         self.ranks: tuple[int, ...] = self.client.ranks
         self._member = member
-        self._changed = self.client.changed
+        self._lock = self.client.lock
         self._backend: Communicator | None = None
         self._within: CallCommunicator | None = None  # the same as calls see it
         self._sees = self._resumes = False  # as `Capabilities` says of the backend
@@ -94,7 +94,7 @@ class GroupCommunicator:
         """Meets the other ranks, and makes the communicator; False: one gave up, so that all have to begin again."""
         client = self.client
         self._leave(keep=self._resumes)
-        with self._changed:
+        with self._lock:
             if client.state is not State.BROKEN:
                 client.state = State.FORMING
             client.epoch, client.cause, call.agreed = "", None, False
@@ -103,7 +103,7 @@ class GroupCommunicator:
         client.meet(call, FORM, PRESENCES.encode(presence), deadline_s - time.monotonic())
         if not client.made_in and not self._make(call, deadline_s):
             return False
-        with self._changed:
+        with self._lock:
             if self._backend is None:
                 return False  # a rank has died meanwhile
             self._within = CallCommunicator(client, self._backend)
@@ -129,7 +129,7 @@ class GroupCommunicator:
             if isinstance(exc, PlanAbortedError):
                 return False
             raise
-        with self._changed:
+        with self._lock:
             self._backend, client.made_in = made, client.epoch
             self._sees, self._resumes = capabilities.sees_failures, capabilities.resumes
         return True
@@ -148,7 +148,7 @@ class GroupCommunicator:
         will be no other. `wait_s`: how long it may wait for the backend.
         """
         client, member = self.client, self._member
-        with self._changed:
+        with self._lock:
             epoch, seq = client.epoch, client.seq + between if client.formed else 0
             untold = error is not None and client.cause is None and epoch
             if client.formed:
@@ -173,7 +173,7 @@ class GroupCommunicator:
 
     def _close(self, wait_s: float) -> None:
         """Closes the backend's communicator, if there is one."""
-        with self._changed:
+        with self._lock:
             backend, self._backend, self._within, self.client.made_in = self._backend, None, None, ""
         if backend is not None:
             threads.bounded(backend.close, wait_s)
@@ -190,7 +190,7 @@ class GroupCommunicator:
         elif isinstance(message, Publish):
             client.published(message)
         elif isinstance(message, Drop):
-            with self._changed:
+            with self._lock:
                 aborts, backend, seq = client.left(message, sees=self._sees), self._backend, client.seq
             if aborts and backend is not None:
                 backend.abort(seq)
@@ -200,7 +200,7 @@ class GroupCommunicator:
         self._stop(error, breaks=True)
 
     def _stop(self, error: RaycollectError, number: int = 0, *, breaks: bool = False) -> None:
-        with self._changed:
+        with self._lock:
             if breaks:
                 self._break(error)
             stops, backend, seq = self.client.stop(error, number), self._backend, self.client.seq
@@ -212,7 +212,7 @@ class GroupCommunicator:
 
     def departed(self, error: RaycollectError) -> None:
         """A rank has departed. It has ended what it had begun and left the rest, so only forming has to stop."""
-        with self._changed:
+        with self._lock:
             self._break(error)
             is_forming = not self.client.formed
         if is_forming:
@@ -223,7 +223,7 @@ class GroupCommunicator:
 
         What it did before counts: the call under way may yet end well. `error` is for one that fails.
         """
-        with self._changed:
+        with self._lock:
             self._dead.add(rank)
             self._break(error)
             is_idle = self.client.call is None
@@ -233,7 +233,7 @@ class GroupCommunicator:
             self._leave(wait_s=0.0)
 
     def _tell_lost(self, rank: int) -> None:
-        with self._changed:
+        with self._lock:
             backend, seq, is_idle = self._backend, self.client.seq, self.client.call is None
         if backend is None or rank not in self.ranks:
             return
@@ -251,7 +251,7 @@ class GroupCommunicator:
 
     def end(self, error: RaycollectError) -> bool:
         """Lets no call begin any more. Returns whether one is under way."""
-        with self._changed:
+        with self._lock:
             self._break(error)
             return self.client.call is not None
 
@@ -269,7 +269,7 @@ class GroupCommunicator:
             made = communicator_init.make_communicator(member.spec, member.rank, rendezvous, exchange, member.host)
         except RaycollectError as exc:
             return kept(exc)
-        with self._changed:
+        with self._lock:
             if client.broken is None:
                 client.state, self._backend = State.OK, made
                 return None
@@ -293,6 +293,6 @@ class GroupCommunicator:
     def refuse(self, reason: str) -> Communicator | None:
         """Plans that begin from now on get no communicator, and hear why; returns what the caller has to close."""
         self.client.fail(GroupBrokenError(group_name=self._member.spec.name, detail=reason))
-        with self._changed:
+        with self._lock:
             backend, self._backend = self._backend, None
         return backend

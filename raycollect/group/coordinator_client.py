@@ -96,7 +96,7 @@ class Call:
 
 
 class CoordinatorClient:
-    """The state of one communicator and its messages. Its lock `changed` guards all attributes, and tells of changes.
+    """The state of one communicator and its messages. `lock` guards all attributes, and `changed` tells of changes.
 
     The coordinator's thread calls `answered`, `left`, `published`, `stop` and `fail`; the call's thread the rest.
     """
@@ -105,7 +105,8 @@ class CoordinatorClient:
         self.name = name
         self.member = member
         self.ranks: tuple[int, ...] = ranks_of(name, member.spec.world_size)
-        self.changed: threading.Condition = threading.Condition()
+        self.lock: threading.RLock = threading.RLock()
+        self.changed: threading.Condition = threading.Condition(self.lock)
         self.state: State = State.OUT_OF_STEP
         self.broken: RaycollectError | None = None  # why it is BROKEN
         self.epoch: str = ""
@@ -129,7 +130,7 @@ class CoordinatorClient:
     @property
     def position(self) -> Position:
         """How far this rank is."""
-        with self.changed:
+        with self.lock:
             if self.formed:
                 return Position(self.epoch, self.seq)
             return Position(self.call.place if self.call is not None else "", 0)
@@ -144,14 +145,14 @@ class CoordinatorClient:
         Raises:
             PlanAbortedError: It was recalled just before. No kernel may begin.
         """
-        with self.changed:
+        with self.lock:
             call.agreed = True
             if call.recalled:
                 raise PlanAbortedError(detail="it was recalled in the moment in which all had come")
 
     def notify(self) -> None:
         """Wakes all waits of this communicator."""
-        with self.changed:
+        with self.lock:
             self.changed.notify_all()
 
     # ------------------------------------------------------------------------------------------ meetings
@@ -176,7 +177,7 @@ class CoordinatorClient:
         meet = Meet(group_id=self.member.spec.group_id, communicator=self.name, place=place, call=number, blob=blob)
         try:
             self.send(meet)
-            with self.changed:
+            with self.lock:
                 timed_out = not self.changed.wait_for(over, max(timeout_s, 0))
                 pending = self._answer is None
             if pending:
@@ -188,7 +189,7 @@ class CoordinatorClient:
                 self._withdraw(call, number, timed_out=False)
             raise
         finally:
-            with self.changed:
+            with self.lock:
                 self._meeting, answer, stop = 0, self._answer, call.stop
         if answer is not None and answer.blobs:
             self.member.flush()
@@ -202,7 +203,7 @@ class CoordinatorClient:
         raise PlanAbortedError(detail="the other ranks have left the call")
 
     def _begin_meeting(self, call: Call, place: str) -> int:
-        with self.changed:
+        with self.lock:
             self._meeting = next(self._numbers)
             call.place, self._answer = place, None
             return self._meeting
@@ -210,12 +211,12 @@ class CoordinatorClient:
     def _withdraw(self, call: Call, number: int, *, timed_out: bool) -> None:
         group_id = self.member.spec.group_id
         self.send(Withdraw(group_id=group_id, communicator=self.name, call=number, timed_out=timed_out))
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: self._answer is not None or call.final, _ANSWER_S)
 
     def answered(self, message: Met) -> None:
         """The coordinator answers `Meet`."""
-        with self.changed:
+        with self.lock:
             call = self.call
             if message.call != self._meeting or call is None:
                 return
@@ -245,7 +246,7 @@ class CoordinatorClient:
         try:
             self.member.send(message)
         except ConnectionLostError as exc:
-            with self.changed:
+            with self.lock:
                 call = self.call
                 if call is None:
                     raise
@@ -263,7 +264,7 @@ class CoordinatorClient:
         error = from_wire(message.error)
         if isinstance(error, KernelError) and error.rank < 0:
             error.rank = message.rank
-        with self.changed:
+        with self.lock:
             if message.epoch != self.epoch:
                 return False
             self.cause = message.rank, error
@@ -287,7 +288,7 @@ class CoordinatorClient:
 
         Returns whether there is one to end. Without a number, the coordinator will not answer any more.
         """
-        with self.changed:
+        with self.lock:
             call = self.call
             if call is None or (number and (number != call.number or call.agreed)):
                 return False
@@ -299,7 +300,7 @@ class CoordinatorClient:
 
     def fail(self, error: RaycollectError) -> None:
         """Breaks the communicator for good: no call begins any more. The first error counts."""
-        with self.changed:
+        with self.lock:
             self.state, self.broken = State.BROKEN, self.broken or error
             self.changed.notify_all()
 
@@ -307,14 +308,14 @@ class CoordinatorClient:
 
     def published(self, message: Publish) -> None:
         """Another rank has published a value of the rendezvous."""
-        with self.changed:
+        with self.lock:
             if message.epoch == self.epoch:
                 self.values[message.name] = message.value
                 self.changed.notify_all()
 
     def wait_made(self, epoch: str, is_made: Callable[[], bool], deadline_s: float) -> bool:
         """Waits for the backend's factory; False if another rank gave up meanwhile."""
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: is_made() or self.why_over(epoch), max(deadline_s - time.monotonic(), 0))
             if is_made():
                 return True
@@ -348,7 +349,7 @@ class CoordinatorRendezvous:
     def put(self, name: str, value: bytes) -> None:
         """Publishes a value to all ranks."""
         client = self._client
-        with client.changed:
+        with client.lock:
             self._values[name] = value
         group_id = client.member.spec.group_id
         client.send(Publish(group_id=group_id, communicator=client.name, epoch=self._epoch, name=name, value=value))
@@ -356,7 +357,7 @@ class CoordinatorRendezvous:
     def get(self, name: str, timeout_s: float) -> bytes:
         """Waits for a value."""
         limit_s, client = min(timeout_s, self.deadline_s - time.monotonic()), self._client
-        with client.changed:
+        with client.lock:
             client.changed.wait_for(lambda: name in self._values or client.why_over(self._epoch), max(limit_s, 0))
             if name in self._values:
                 return self._values[name]

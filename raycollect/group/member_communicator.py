@@ -116,12 +116,12 @@ class MemberCommunicator(GroupCommunicator):
     def _enter(self, op: str) -> int:
         """Notes a call of this thread. If another thread's call has not ended, that begins again, to be refused too."""
         if self._callers.enter(op):
-            with self._changed:
+            with self._lock:
                 backend, seq, call = self._backend, self.client.seq, self.client.call
                 recalled = backend is not None and call is not None and not call.agreed and self._objecting is None
                 if recalled and call is not None:
                     call.recalled = True
-                    self._changed.notify_all()
+                    self.client.changed.notify_all()
             if recalled and backend is not None:
                 backend.abort(seq)
         return threading.get_ident()
@@ -151,7 +151,7 @@ class MemberCommunicator(GroupCommunicator):
         """Runs a call, with its deadline, until it gives a result."""
         client = self.client
         with self._in_use:
-            with self._changed:
+            with self._lock:
                 self._objecting = None
                 self.op, self.since_s = op, since_s
                 call = client.begin()
@@ -165,7 +165,7 @@ class MemberCommunicator(GroupCommunicator):
             except RaycollectError as exc:
                 raise self._located(exc, op, timeout_s) from exc.__cause__
             finally:
-                with self._changed:
+                with self._lock:
                     client.call = None
                 if client.broken is not None:
                     self._leave()  # for good: keep no memory of the dead
@@ -174,12 +174,12 @@ class MemberCommunicator(GroupCommunicator):
         """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
         client = self.client
         try:
-            with self._changed:
+            with self._lock:
                 in_step = client.state is State.OK
                 self._objecting = self._callers.conflict if object_to is not None else None
             if not in_step and not self._get_in_step(call, deadline_s):
                 return None
-            with self._changed:
+            with self._lock:
                 client.seq += 1
                 call.agreed = call.recalled = False
                 call.place = CHECK
@@ -224,11 +224,11 @@ class MemberCommunicator(GroupCommunicator):
         """Finds the cause of a failure, which may be an echo of another rank's; None as in `_attempt`."""
         client = self.client
         is_broken = isinstance(error, GroupBrokenError) and not agreed
-        with self._changed:
+        with self._lock:
             if is_broken or isinstance(
                 error, (KernelError, PlanAbortedError)
             ):  # the others tell the cause, maybe later
-                self._changed.wait_for(lambda: call.stop or client.cause or call.recalled, CAUSE_S)
+                self.client.changed.wait_for(lambda: call.stop or client.cause or call.recalled, CAUSE_S)
             if call.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(call.stop, FaultError)):
                 return call.stop
             if is_broken and client.cause is not None:  # the connection of a rank that has left ended before its word

@@ -119,17 +119,22 @@ class Table:
 class Call:
     """A call of one rank: it goes through the consistency check, and then waits to be let go on."""
 
-    def __init__(self, process_group: ProcessGroup, ends: Callable[[], Outcome] = Outcome) -> None:
+    def __init__(
+        self, process_group: ProcessGroup, ends: Callable[[], Outcome] = Outcome, timeout_s: float = WAIT_S
+    ) -> None:
+        self.seq = 0
         self.passed = threading.Event()
         self.go = threading.Event()
         self.process_group = process_group
         self._ends = ends
+        self._timeout_s = timeout_s
 
     def __call__(self) -> None:
-        self.process_group.communicator("all").run("allreduce", self._attempt, WAIT_S)
+        self.process_group.communicator("all").run("allreduce", self._attempt, self._timeout_s)
 
     def _attempt(self, communicator: Any, seq: int) -> Outcome:
-        launch = Launch(seq=seq, ranks=tuple(range(WORLD)), timeout_s=WAIT_S)
+        self.seq = seq
+        launch = Launch(seq=seq, ranks=tuple(range(WORLD)), timeout_s=self._timeout_s)
         try:
             communicator.agree(launch, b"")
         except RaycollectError as exc:
