@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from raycollect.member.init import is_backend_available as is_backend_available
     from raycollect.member.init import is_group_initialized as is_group_initialized
     from raycollect.member.init import nccl_available as nccl_available
+    from raycollect.member.mixin import CollectiveParticipant as CollectiveParticipant
+    from raycollect.member.mixin import by_value as by_value
     from raycollect.member.multigpu_operations import allgather_multigpu as allgather_multigpu
     from raycollect.member.multigpu_operations import allreduce_multigpu as allreduce_multigpu
     from raycollect.member.multigpu_operations import broadcast_multigpu as broadcast_multigpu
@@ -95,9 +97,7 @@ if TYPE_CHECKING:
     from raycollect.member.operations import scan as scan
     from raycollect.member.operations import scatter as scatter
     from raycollect.member.operations import send as send
-    from raycollect.member.participant import CollectiveParticipant as CollectiveParticipant
-    from raycollect.member.participant import by_value as by_value
-    from raycollect.member.runtime import mark_written as mark_written
+    from raycollect.member.participant import mark_written as mark_written
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
     from raycollect.planner.joined import join_layouts as join_layouts
@@ -164,8 +164,8 @@ _NAMES: dict[str, str] = {
     "member.operations": (
         "allgather allreduce alltoall broadcast exscan gather recv reduce reducescatter scan scatter send"
     ),
-    "member.participant": "CollectiveParticipant by_value",
-    "member.runtime": "mark_written",
+    "member.mixin": "CollectiveParticipant by_value",
+    "member.participant": "mark_written",
     "observe.summary": "Summary SummaryRow",
     "planner.joined": "join_layouts",
     "planner.layout": "Layout Region fused_layouts layout",

@@ -77,11 +77,10 @@ class RaycollectPlayer:
 
         def once() -> None:
             launch = Launch(seq=next(seqs), ranks=ranks, timeout_s=TIMEOUT_S)
-            communicator.stage(launch, kernel)
-            arrivals = communicator.agree(launch, arrival)
+            arrivals = communicator.agree(launch, arrival, kernel)
             if len(set(map(bytes, arrivals))) != 1:
                 raise AssertionError("the ranks disagree")
-            communicator.launch(launch, whole).wait(TIMEOUT_S)
+            communicator.launch(launch, (whole,))
             communicator.end(launch, True)
 
         return once

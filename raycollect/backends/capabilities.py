@@ -39,10 +39,8 @@ class Capabilities:
         bitwise: Whether each element is the left fold in rank order; else bits are only equal across ranks.
         cross_host: Whether members may be on several machines.
         one_process: Whether all ranks must be in one process.
-        coalesces: Whether it runs several kernels with one synchronization of the ranks (`protocols.Together`).
+        coalesces: Whether its `launch` runs several kernels with fewer synchronizations of the ranks than one by one.
         chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
-        sees_failures: Whether each rank sees for itself how far the others came in a launch, so that one which needs no
-            more of them ends well; else it is aborted when another rank fails.
         resumes: Whether its communicator works on after a launch that has failed on some ranks, once all begin the next
             one with a number above those that any of them has seen; else the ranks make a new one.
         pairs: The backend of communicators of two ranks for point-to-point calls; empty: itself.
@@ -70,7 +68,6 @@ class Capabilities:
     one_process: bool = False
     coalesces: bool = False
     chunk_nbytes: int = -1
-    sees_failures: bool = False
     resumes: bool = False
     pairs: str = ""
     costs_like: str = ""
@@ -162,7 +159,6 @@ _LINES = (
         cross_host=False,
         coalesces=True,
         chunk_nbytes=2 << 20,
-        sees_failures=True,
         resumes=True,
         tested=True,
     ),
@@ -174,7 +170,6 @@ _LINES = (
         bitwise=True,
         cross_host=True,
         chunk_nbytes=12 << 20,
-        sees_failures=True,
         resumes=True,
         tested=True,
     ),
@@ -189,7 +184,6 @@ _LINES = (
         bitwise=False,
         cross_host=True,
         chunk_nbytes=12 << 20,
-        sees_failures=True,
         pairs="tcp",  # between two ranks it uses plain sockets anyway
         tested=True,
     ),
@@ -211,7 +205,6 @@ _LINES = (
         devices=_CPU,
         ops=_ALL,
         interruptible=True,
-        sees_failures=True,
         pairs="tcp",
         tested=True,
     ),

@@ -1,4 +1,4 @@
-"""Helpers around kernels that several backends share, and the completion of kernels that run synchronously."""
+"""Helpers around kernels that several backends share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raycollect.backends.arrays import Flat
+from raycollect.backends.arrays import Array, Flat
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import (
@@ -53,16 +53,9 @@ def aborted(group_name: str, launch: Launch, rank: int) -> PlanAbortedError:
     return PlanAbortedError(group_name=group_name, rank=rank, detail=f"launch {launch.seq} was aborted")
 
 
-class Done:
-    """The completion of a kernel that has already ended."""
-
-    __slots__ = ()
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns at once."""
-
-
-DONE = Done()
+def recognized(brought: Sequence[bytes], expected: Sequence[bytes] | None) -> Sequence[bytes]:
+    """Returns what an agreement has brought: the very object `expected` if it is that; see `Communicator.agree`."""
+    return brought if expected is None or list(map(bytes, brought)) != list(expected) else expected
 
 
 def chunks(size: int, step: int) -> Iterator[tuple[int, int]]:
@@ -111,8 +104,13 @@ def source(kernel: Kernel) -> Flat:
     """Returns the source of a kernel with one array per side, as a cached flat row."""
     found: Flat | None = kernel.memo.get("source")
     if found is None:
-        found = kernel.memo["source"] = Flat(kernel.src)
+        found = kernel.memo["source"] = row(kernel.src)
     return found
+
+
+def row(array: Array | Flat) -> Flat:
+    """Returns an array as a flat row; a flat row stays as it is."""
+    return array if isinstance(array, Flat) else Flat(array)
 
 
 def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
@@ -120,7 +118,7 @@ def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
     found: tuple[Flat, Flat] | None = kernel.memo.get("reduction")
     if found is None:
         src = source(kernel)
-        found = src, src if kernel.dst is kernel.src else Flat(kernel.dst)
+        found = src, src if kernel.dst is kernel.src else row(kernel.dst)
         check_fit(kernel, *found)
         kernel.memo["reduction"] = found
     return found
@@ -197,9 +195,9 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
     if read is None or write is None:
         raise InternalError(detail=f"{kernel.kind.value} without an array")
     if not is_root:
-        dst = Flat(write)
+        dst = row(write)
         return None, dst, dst
-    src, other = Flat(read), Flat(write) if write is not read else None
+    src, other = row(read), row(write) if write is not read else None
     if other is not None:
         check_fit(kernel, src, other)
     return src, other, src

@@ -127,7 +127,7 @@ def _one_way_s(communicator: Communicator, seq: int, nbytes: int) -> float:
     communicator.agree(launch, b"")
 
     def run(kernel: Kernel) -> None:
-        communicator.launch(launch, kernel).wait(_TIMEOUT_S)
+        communicator.launch(launch, (kernel,))
 
     def trip() -> float:
         begun = time.perf_counter()

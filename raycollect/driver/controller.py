@@ -29,9 +29,8 @@ from raycollect.driver.participants import Participants
 from raycollect.driver.plan_timeouts import PlanTimeouts
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
 from raycollect.errors import PlanAbortedError, UnknownGroupError, anew
-from raycollect.group.process_groups import ProcessGroups, places
-from raycollect.observe import Tracer
-from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
+from raycollect.member.runtime import Runtime, this_runtime
+from raycollect.observe.timeline_session import TimelineSession
 from raycollect.planner import Membership, plan_cache
 from raycollect.pos import fetch
 
@@ -69,13 +68,12 @@ class Controller:
                 if cls._current is not None:
                     cls._current.close()
                 try:
-                    cls._current = cls(session)
+                    cls._current = cls(session, this_runtime())
                 except (OSError, RuntimeError) as exc:
                     lacking = limits.exhausted(exc, "starting the controller")
                     if lacking is None:
                         raise
                     raise anew(lacking) from exc
-                ProcessGroups.current().drives = cls.drives
             return cls._current
 
     @classmethod
@@ -96,8 +94,9 @@ class Controller:
         current = cls.running()
         return current is not None and current.groups.is_declared(name)
 
-    def __init__(self, session: object) -> None:
+    def __init__(self, session: object, runtime: Runtime) -> None:
         self.session = session
+        self._runtime = runtime
         self.dispatching: DispatchLock = DispatchLock()
         self.revision: object = object()
         self.known_calls: dict[Any, Any] = {}
@@ -111,9 +110,9 @@ class Controller:
         self.numbers: Iterator[int] = itertools.count(1)
         self.timeouts: PlanTimeouts = PlanTimeouts(self)
         self.under_way: dict[int, PlanTracker] = {}
-        self._tracer = Tracer.current()
-        begin_from_environment(places)
-        self.observed(TimelineSession.current())
+        runtime.process_groups.drives = self.drives
+        runtime.timelines.begin_from_environment()
+        self.observed(runtime.timelines.running)
 
     def observed(self, timeline: TimelineSession | None) -> None:
         """Sets the timeline that records all participants, now and later; None: none."""
@@ -127,7 +126,7 @@ class Controller:
         """This process as a participant, made on first use."""
         with self._making:
             if self._driver_rank is None:
-                self._driver_rank = DriverRank()
+                self._driver_rank = DriverRank(self._runtime)
             return self._driver_rank
 
     def takes_part(self, group_name: GroupLike, limit_s: float | None = None) -> DriverRank | None:
@@ -205,7 +204,7 @@ class Controller:
 
     def register(self, tracker: PlanTracker) -> None:
         """Adds a plan, or a run, under the number that was taken last, and takes those of its other launches."""
-        ring = self._tracer.ring
+        ring = self._runtime.tracer.ring
         if ring is not None:
             tracker.ring, tracker.began_s = ring, ring.clock()
         for _ in range(tracker.plan.width - 1):

@@ -28,6 +28,7 @@ from raycollect.driver.operand_binding import Operand
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import ConnectionLostError, InvalidGroupError
+from raycollect.member.participant import Identity, Participant
 from raycollect.member.runtime import Runtime
 from raycollect.planner import decode_order
 from raycollect.pos import Container
@@ -59,13 +60,11 @@ def with_results(result: Any) -> Any:
     return result.value if type(result) is DriverResult and result.value is not None else result
 
 
-class _Runtime(Runtime):
+class _Participant(Participant):
     """What a participant holds, in the driver's process."""
 
-    def __init__(self, actor_id: str, actor: str) -> None:
-        super().__init__()
-        self.actor_id: str = actor_id
-        self.actor: str = actor
+    def __init__(self, runtime: Runtime, actor_id: str, actor: str) -> None:
+        super().__init__(runtime, Identity.of_ray(actor_id, actor))
         self._is_closed = False
         self.results: WeakValueDictionary[Key, DriverResult] = WeakValueDictionary()
 
@@ -91,7 +90,7 @@ class _Runtime(Runtime):
 
     def close(self) -> None:
         self._is_closed = True
-        self._server.close()
+        super().close()
 
 
 class DriverRank:
@@ -102,13 +101,14 @@ class DriverRank:
         handle: What stands for it in a list of actors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         made = ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
         me = ray_internals.current_actor_id()
         name = f"the driver {ray_internals.short_actor(ray_internals.current_class(), me)}" if me else "the driver"
         self.actor_id: str = made.hex()
-        self.runtime: _Runtime = _Runtime(self.actor_id, name)
-        self.handle: DriverHandle = DriverHandle(made, name, self.runtime.describe, partial(DriverLink, self.runtime))
+        self.participant: _Participant = _Participant(runtime, self.actor_id, name)
+        link = partial(DriverLink, self.participant)
+        self.handle: DriverHandle = DriverHandle(made, name, self.participant.describe, link)
 
     def operand(self, value: Any) -> Operand | None:
         """Tensors of this process as an operand; None for anything else."""
@@ -118,12 +118,12 @@ class DriverRank:
         if container is None:
             return None
         key = task_key(os.urandom(TASK_NBYTES - _ID_NBYTES) + bytes.fromhex(self.actor_id), 1)
-        handle = self.runtime.keep(key, container)
+        handle = self.participant.keep(key, container)
         return Operand(ref=ray.put(handle), key=key, actor_id=self.actor_id, given=value)
 
     def close(self) -> None:
         """Ends what serves others."""
-        self.runtime.close()
+        self.participant.close()
 
 
 class DriverLink(ParticipantLink):
@@ -131,15 +131,15 @@ class DriverLink(ParticipantLink):
 
     is_here = True
 
-    def __init__(self, runtime: _Runtime, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, participant: _Participant, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "calls": None})  # there is no actor whose calls could be noted
-        self._runtime = runtime
+        self._participant = participant
 
     def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
         """Hands over a program; returns what stands for its outputs."""
-        runtime, found = self._runtime, [DriverResult() for _ in range(outputs)]
-        task = runtime.task_of(decode_order(payload)[0].seq)
-        runtime.results.update({task_key(task, at): one for at, one in enumerate(found, 1)})
+        participant, found = self._participant, [DriverResult() for _ in range(outputs)]
+        task = participant.task_of(decode_order(payload)[0].seq)
+        participant.results.update({task_key(task, at): one for at, one in enumerate(found, 1)})
         self.order(Order(payload=payload, in_order=True, after=b"", rings=False))
         return found
 
@@ -151,9 +151,9 @@ class DriverLink(ParticipantLink):
         """Sends a message; a group is left at once, so that this process is no member when `destroy` returns."""
         if type(message) is Leave:
             with suppress(ConnectionLostError):
-                self._runtime.leased().received(message)
+                self._participant.leased().received(message)
         super().send(message)
 
     def order(self, message: Order) -> None:
         """Hands over a program, past the connection: one that came by it might overtake, or be overtaken."""
-        self._runtime.take(message)
+        self._participant.take(message)

@@ -17,7 +17,7 @@ from raycollect.errors import ActorGoneError, CollectiveTimeoutError, GroupBroke
 from raycollect.errors.text import listed
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import is_participant
-from raycollect.member import runtime
+from raycollect.member import participant
 
 _RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
 OF_ANOTHER_RAY = "the actors are of a Ray that was shut down"
@@ -57,7 +57,7 @@ def gpus(declaration: Declaration, members: Sequence[Member], deadline_s: float)
     """The GPU of each member, by rank; empty unless Ray gave all of several members one: asking imports cupy."""
     if len(members) < 2 or not all("GPU" in dict(member.accelerators) for member in members):
         return []
-    answers = _ask(declaration, deadline_s, lambda actor: actor.__ray_call__.remote(runtime.gpu))
+    answers = _ask(declaration, deadline_s, lambda actor: actor.__ray_call__.remote(participant.gpu))
     found = {actor._actor_id.hex(): answer for actor, answer in zip(declaration.actors, answers, strict=True)}
     told = [found[member.actor_id] for member in members]
     return [None if isinstance(one, RayActorError) else one for one in told]
@@ -115,7 +115,11 @@ def _told(actors: Sequence[Any], late: Sequence[int]) -> str:
 
 
 def _who(actor: Any) -> Any:
-    return actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(runtime.describe)
+    return (
+        actor._raycollect_describe.remote()
+        if is_participant(actor)
+        else actor.__ray_call__.remote(participant.describe)
+    )
 
 
 def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], Any]) -> Any:

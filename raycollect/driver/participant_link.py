@@ -43,7 +43,7 @@ from raycollect.errors import (
     from_wire,
     kept,
 )
-from raycollect.member import runtime
+from raycollect.member import participant
 
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages
@@ -96,7 +96,7 @@ class ParticipantLink:
         self.is_lost: bool = False
         self._lent_tokens: LentTokens | None = None
         self._keeping: set[str] = set()  # its methods that have returned tensors
-        self._run = () if info["participant"] else (runtime.run_program,)
+        self._run = () if info["participant"] else (participant.run_program,)
 
     def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
         """Submits a program as one actor task, which Ray begins once the refs in `behind` have values.

@@ -11,7 +11,7 @@ from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import is_path, shown
-from raycollect.group.process_groups import places
+from raycollect.member.runtime import this_runtime
 from raycollect.observe import chrome
 from raycollect.observe.summary import Summary, summarize
 from raycollect.observe.timeline_session import STOP_S, TimelineSession
@@ -119,7 +119,7 @@ def timeline(
         raise FileNotFoundError(f"there is no folder {target.parent} for the timeline")
     if target is not None:
         files.check(target)
-    tracing = TimelineSession.begin("timeline()", places, limit=limit, metrics=bool(metrics))
+    tracing = this_runtime().timelines.begin("timeline()", limit=limit, metrics=bool(metrics))
     try:
         _observe(tracing)
         tracing.begun()  # runs by the doorbell would overtake the message
@@ -136,8 +136,9 @@ def summary() -> Summary:
     Raises:
         TimelineError: There was none in this process.
     """
-    running = TimelineSession.current()
-    trace = running.peek() if running is not None else TimelineSession.last
+    timelines = this_runtime().timelines
+    running = timelines.running
+    trace = running.peek() if running is not None else timelines.last
     if trace is None:
         detail = (
             "nothing was recorded in this process: run the collectives in a block `with timeline():`, or set "

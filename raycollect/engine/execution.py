@@ -203,7 +203,7 @@ class Execution:
             self._reserve(operands)
             self._first = None if operands.has_violations else operands.first()
             if self._first is not None:
-                self._stage(operands, self._first)
+                self._load_stand_ins(operands, self._first)
 
     def _look_again(self, known: RunCache) -> ProgramOperands:
         """Prepares operands after the agreement, to which this rank brought what the last run had found out.
@@ -282,22 +282,13 @@ class Execution:
         except Exception as exc:  # noqa: BLE001 - of the library that makes memory on a device
             self._refuse([_no_memory(exc, "room for tensors that lie elsewhere than the backend works")])
 
-    def _stage(self, operands: ProgramOperands, kernel: Kernel) -> None:
-        # What the backend refuses, all ranks hear of in the agreement.
-        opened = self._launches.opened
-        if opened is None:
-            return
+    def _load_stand_ins(self, operands: ProgramOperands, kernel: Kernel) -> None:
         buffers = operands.staging_buffers
         copies = buffers.staging_copies([(kernel.src, kernel.dst)]) if buffers is not None else None
-        if copies is not None:
+        if copies is not None and self._launches.opened is not None:
             with self._timed.staging("load stand-ins"):
                 copies.load(self._launches.patience())
             self._launches.is_loaded = True
-        communicator, launch = opened
-        try:
-            communicator.stage(launch, kernel)
-        except RefusedError as exc:
-            self._refuse(exc.violations)
 
     def _find(self, key: Key) -> Container | MissingOperand:
         store = self._instruments.store
@@ -325,17 +316,15 @@ class Execution:
         self._show_boxes(known)
         if known is not None:
             launches.record("check")
-            arrival, brought = known.arrival, self._meet_again(known)
-            if brought is None and self._recalled is not None:
+            arrival, brought = known.arrival, self._meet_as_before(known)
+            if brought is known.blobs:
                 return known.schedule
         agreement = BatchAgreement(program)
         for round_index in range(program.rounds):
             if round_index:
                 self._make_ready(round_index)
             if brought is None:
-                arrival = (self._operands or self._look()).arrival(round_index)
-                launches.record("check")
-                brought = launches.meet(arrival)
+                arrival, brought = self._meet(round_index)
             blobs, brought = brought, None
             violations = agreement.meet(blobs)
             if violations:
@@ -362,13 +351,26 @@ class Execution:
             moves = known.schedule.bundles[0].moves if known is not None and self._brought is None else ()
             communicator.show_boxes(launch, next((move.boxes for move in moves if move.boxes is not None), None))
 
-    def _meet_again(self, known: RunCache) -> tuple[bytes, ...] | None:
-        """Meets the others; None where all brought what they did in the last run, or nothing was brought yet."""
+    def _meet(self, round_index: int) -> tuple[bytes, tuple[bytes, ...]]:
+        """Meets the others in one round; returns what this rank has brought, and what all have."""
+        launches, operands = self._launches, self._operands or self._look()
+        arrival = operands.arrival(round_index)
+        launches.record("check")
+        is_last = round_index == self.program.rounds - 1 and not operands.has_violations
+        try:
+            return arrival, launches.meet(arrival, self._first if is_last else None)
+        except RefusedError as exc:  # before anything was brought: all ranks hear why
+            self._refuse(exc.violations)
+            arrival = operands.arrival(round_index)
+            return arrival, launches.meet(arrival)
+
+    def _meet_as_before(self, known: RunCache) -> tuple[bytes, ...] | None:
+        """Meets the others; returns `known.blobs` where all brought that, and None where nothing was brought yet."""
         if self._brought is not None:
             return self._brought
         self._launches.record("check")
         try:
-            return self._launches.again(known.first, known.arrival, known.blobs)
+            return self._launches.meet(known.arrival, known.first, known.blobs)
         except RefusedError as exc:  # before anything was brought
             self._refuse(exc.violations)
             return None

@@ -14,14 +14,12 @@ from threading import get_ident
 from typing import Any
 
 from raycollect.backends import arrays
-from raycollect.backends.completion import DONE
 from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator
 from raycollect.engine.execution import WELL, Execution, Outcome, located
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import ScheduledBundle
-from raycollect.engine.launch_sequence import end_launch, meet_again
 from raycollect.engine.progress import ByteMap, BytesDone
 from raycollect.engine.run_cache import RunCache
 from raycollect.engine.spans import number_of_bundle
@@ -128,8 +126,9 @@ class FastPath:
             reach("before_check", seq, me)
             step.at = run_steps.IN_CHECK
             try:
-                brought = meet_again(communicator, launch, self.first, self.known.arrival, self.known.blobs)
-                full = None if brought is None else self._in_full(brought)
+                expected = self.known.blobs
+                brought = communicator.agree(launch, self.known.arrival, self.first, expected)
+                full = None if brought is expected else self._in_full(tuple(map(bytes, brought)))
             except RefusedError:  # nothing was brought: it brings why
                 full = self._in_full(None)
             if ring is not None:
@@ -153,7 +152,7 @@ class FastPath:
         finally:
             owed, self._owed, self._communicator, self._full = self._owed, (), None, None
             if communicator is not None:
-                ended = end_launch(communicator, launch, owed, ok=ok)
+                ended = communicator.end(launch, ok, owed)
             if ring is not None:
                 label = self._label if ring is self._ring else self._met_ring(ring)
                 kind = CHECK if agreed_s and scheduled is None else AGAIN  # what goes on in full notes the rest itself
@@ -205,9 +204,7 @@ class FastPath:
         with store.writing(scheduled.ranges, self.aborted or _never, launch.timeout_s):
             try:
                 reach("before_kernel", launch.seq, me)
-                completion = communicator.launch(launch, scheduled.moves[0].kernels[0])
-                if completion is not DONE:
-                    completion.wait(launch.timeout_s)
+                communicator.launch(launch, scheduled.moves[0].kernels)
                 self._owed = ()
                 reach("after_kernel", launch.seq, me)
             except BaseException:

@@ -38,4 +38,4 @@ class Instruments:
     allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
     staging: FusionPool = field(default_factory=FusionPool)
     shapes: RunShapes = field(default_factory=RunShapes)
-    tracer: Tracer = field(default_factory=Tracer.current)
+    tracer: Tracer = field(default_factory=Tracer)

@@ -18,7 +18,7 @@ from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.planner import Bundle, Choice, Local, Program, Share, Step
-from raycollect.planner.fusion import buckets, offered
+from raycollect.planner.fusion import buckets, coalesced
 from raycollect.pos import Range
 
 
@@ -32,8 +32,8 @@ class LaunchStep(NamedTuple):
     packed: FusedKernel | PackedBoxes | None = None  # the one kernel works on a fusion buffer
     staging_copies: StagingCopies | None = None  # around kernels on stand-ins
     copies: tuple[tuple[Any, Any], ...] = ()  # (to, from)
-    instead: tuple[LaunchStep, ...] = ()  # where the backend runs no kernels together; empty: one by one
     boxes: BoxExchange | None = None  # the kernels' boxes, for backends that need no messages; else `instead`
+    instead: tuple[LaunchStep, ...] = ()  # one per kernel
     commits: bool = False  # instead, all wait for each other before anything that they gave is overwritten
 
 
@@ -134,13 +134,13 @@ class Scheduler:
                 Item(staging_buffers.side(src, domain), staging_buffers.side(dst, domain), most)
                 for src, dst, most in items
             ]
-        large = [] if step.kind in PIECES else offered([size_of(step.kind, item, len(ranks)) for item in items])
+        sizes = [size_of(step.kind, item, len(ranks)) for item in items] if domain.coalesces else []
+        large = coalesced(step.kind, sizes, coalesces=domain.coalesces)
         if large:
             some = [items[at] for at in large]
             items = [item for at, item in enumerate(items) if at not in set(large)]
             kernels = tuple(self._kernel(step.kind, step, item) for item in some)
-            instead = tuple(self._packed(step.kind, step, some, place, domain.rank, carries=False))
-            yield LaunchStep(*place, kernels, staging_copies=self._staging_copies(some), instead=instead)
+            yield LaunchStep(*place, kernels, staging_copies=self._staging_copies(some))
         yield from self._packed(step.kind, step, items, place, domain.rank)
 
     def _boxes(self, operands: ReshardBuffers, place: tuple[int, str, tuple[int, ...]]) -> Iterator[LaunchStep]:
@@ -160,14 +160,12 @@ class Scheduler:
         items: Sequence[Item],
         place: tuple[int, str, tuple[int, ...]],
         rank: int,
-        *,
-        carries: bool = True,
     ) -> Iterator[LaunchStep]:
         ranks = place[2]
         sizes = [(dtype_of(item), size_of(kind, item, len(ranks))) for item in items] if len(items) > 1 else []
         for bucket in buckets(sizes, self.program.staging) if sizes else [[0]] * len(items):
             chosen = [items[at] for at in bucket]
-            staging_copies = self._staging_copies(chosen) if carries else None
+            staging_copies = self._staging_copies(chosen)
             if len(chosen) > 1:
                 packed = FusedKernel(
                     kind, step.op, step.peer, items=chosen, me=ranks.index(rank), block=self.block or NO_BUFFER

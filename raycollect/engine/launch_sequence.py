@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from raycollect.backends import arrays
+from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import KernelProgress
 from raycollect.core.model import Kernel, Launch
-from raycollect.core.protocols import Communicator, Exchange, Forsaking, Reaching, Together
+from raycollect.core.protocols import Communicator, Exchange, Reaching
 from raycollect.engine.device_staging import Patience, transfer
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
@@ -67,37 +67,28 @@ class LaunchSequence:
             with self._lock:
                 self._wake = partial(self.exchange.abort, self.seq)
 
-    def meet(self, arrival: bytes) -> tuple[bytes, ...]:
-        """Brings an arrival to the agreement, and waits for those of all.
+    def meet(
+        self, arrival: bytes, kernel: Kernel | None = None, expected: tuple[bytes, ...] | None = None
+    ) -> tuple[bytes, ...]:
+        """Brings an arrival to the agreement, and waits for those of all; see `Communicator.agree`.
+
+        Returns:
+            What all have brought; the very object `expected` where it is that.
 
         Raises:
+            RefusedError: The kernel can't be prepared; nothing was brought.
             PlanAbortedError: The plan was aborted.
             CollectiveTimeoutError: Not all came in time.
         """
         self._check()
         if self.opened is not None:
             communicator, agreement = self.opened
-            blobs = communicator.agree(agreement, arrival)
+            blobs = communicator.agree(agreement, arrival, kernel, expected)
         else:
             assert self.exchange is not None  # `begin` has checked it
             blobs = self.exchange(self._launch(), arrival)
-        return tuple(map(bytes, blobs))
-
-    def again(self, kernel: Kernel | None, arrival: bytes, expected: tuple[bytes, ...]) -> tuple[bytes, ...] | None:
-        """As `meet`, where all should bring what they did last time; the backend may prepare a kernel.
-
-        Returns:
-            None where they did; else what they brought.
-
-        Raises:
-            RefusedError: The kernel can't be prepared; nothing was brought.
-        """
-        opened = self.opened
-        if opened is None or kernel is None:
-            blobs = self.meet(arrival)
-            return None if blobs == expected else blobs
-        self._check()
-        return meet_again(*opened, kernel, arrival, expected)
+        brought = tuple(map(bytes, blobs))
+        return expected if expected is not None and brought == expected else brought
 
     def run(self, schedule: KernelSchedule, step: RunStep) -> None:
         """Runs what all have agreed on; `step` is of this thread."""
@@ -256,48 +247,42 @@ class LaunchSequence:
             staging_copies.unload(self.patience())
 
     def _launch_kernels(self, communicator: Communicator, launch: Launch, move: LaunchStep) -> None:
-        # Together where the backend can, else by `move.instead`, else one by one.
-        kernels = move.kernels
-        self._left, self._move = len(kernels), move
+        self._left, self._move = len(move.kernels), move
         if move.boxes is not None:
-            if isinstance(communicator, Reaching):
-                self.reach("before_kernel")
-                self.packs = True
-                with self.spans.kernels(self.bundle, move):
-                    if communicator.launch_boxes(launch, move.boxes):
-                        kernels = ()
-                        self._ended(0)
-        elif len(kernels) > 1 and isinstance(communicator, Together):
-            self.reach("before_kernel")
-            with self.spans.kernels(self.bundle, move):
-                while kernels and (count := communicator.launch_together(launch, kernels)):
-                    kernels = kernels[count:]
-                    self._ended(len(kernels))
-        if not kernels:
-            self.reach("after_kernel")
+            if not self._has_moved(communicator, launch, move, move.boxes):
+                for other in move.instead:
+                    self._launch_kernels(communicator, launch, other)
             return
-        if move.instead and len(kernels) == len(move.kernels):
-            for other in move.instead:
-                self._launch_kernels(communicator, launch, other)
-            return
-        for kernel in kernels:
-            self.reach("before_kernel")
-            if move.packed is not None:
-                self.packs = True
-                with self.spans.staging("pack"):
-                    move.packed.load()
-            with self.spans.kernels(self.bundle, move, first=len(move.kernels) - self._left, count=1):
-                communicator.launch(launch, kernel).wait(self.program.timeout_s)
-            self._ended(self._left - 1)
-            if move.packed is not None:
-                with self.spans.staging("unpack"):
-                    move.packed.unload()
-            self.reach("after_kernel")
+        self.reach("before_kernel")
+        if move.packed is not None:
+            self.packs = True
+            with self.spans.staging("pack"):
+                move.packed.load()
+        with self.spans.kernels(self.bundle, move):
+            communicator.launch(launch, move.kernels)
+        self._ended()
+        if move.packed is not None:
+            with self.spans.staging("unpack"):
+                move.packed.unload()
+        self.reach("after_kernel")
 
-    def _ended(self, left: int) -> None:
+    def _has_moved(self, communicator: Communicator, launch: Launch, move: LaunchStep, boxes: BoxExchange) -> bool:
+        # Whether the backend has moved the boxes without messages: on all ranks, or on none.
+        if not isinstance(communicator, Reaching):
+            return False
+        self.reach("before_kernel")
+        self.packs = True
+        with self.spans.kernels(self.bundle, move):
+            if not communicator.launch_boxes(launch, boxes):
+                return False
+            self._ended()
+        self.reach("after_kernel")
+        return True
+
+    def _ended(self) -> None:
         if self.kernel_progress is not None:
             self.kernel_progress.cover()
-        self._left = left
+        self._left = 0
 
     def _where(self, first: int, is_named: bool) -> str:
         """Where the run is, for a person; `first` is the number of the program's first call."""
@@ -335,43 +320,12 @@ class LaunchSequence:
     def _close(self, owed: Sequence[Kernel], *, ok: bool) -> tuple[int, ...]:
         with self._lock:
             opened, self.opened, self._wake = self.opened, None, None
-        return () if opened is None else end_launch(*opened, owed, ok=ok)
+        if opened is None:
+            return ()
+        communicator, launch = opened
+        return communicator.end(launch, ok, owed)
 
     def _check(self) -> None:
         reason = self.aborted()
         if reason is not None:
             raise PlanAbortedError(detail=reason)
-
-
-def end_launch(communicator: Communicator, launch: Launch, owed: Sequence[Kernel], *, ok: bool) -> tuple[int, ...]:
-    """Ends a launch, however it went; see `Communicator.end`.
-
-    `owed` are the kernels on which all have agreed and that this rank has not ended: others may wait in them.
-    """
-    try:
-        if owed and isinstance(communicator, Forsaking):
-            communicator.forsake(launch, owed)
-    finally:
-        ended = communicator.end(launch, ok)
-    return ended
-
-
-def meet_again(
-    communicator: Communicator, launch: Launch, kernel: Kernel, arrival: bytes, expected: tuple[bytes, ...]
-) -> tuple[bytes, ...] | None:
-    """Prepares a kernel and meets the others, the short way where the backend has one (`protocols.Again`).
-
-    Returns:
-        None where all brought what is expected; else what they brought.
-
-    Raises:
-        RefusedError: The kernel can't be prepared; nothing was brought.
-        PlanAbortedError, CollectiveTimeoutError: As `Communicator.agree`.
-    """
-    again: Any = getattr(communicator, "again", None)  # `isinstance` with a protocol takes longer
-    if again is not None:
-        found = again(launch, kernel, arrival, expected)
-        return None if found is None else tuple(map(bytes, found))
-    communicator.stage(launch, kernel)
-    blobs = tuple(map(bytes, communicator.agree(launch, arrival)))
-    return None if blobs == expected else blobs

@@ -73,7 +73,7 @@ class StepRunner:
         self.communicators = communicators
         self.run8: bytes = b""  # the run's number, as keys have it
         self.step: RunStep | None = None  # the slot of the thread that does the run
-        self.tracer: Tracer = Tracer.current()
+        self.tracer: Tracer = instruments.tracer
         self._known = _Known(step_program.slots)
         self._kept: dict[int, list[Any]] = {}  # by the run's number
         self._runs = 0

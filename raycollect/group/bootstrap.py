@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from raycollect.group.bootstrap_store import BootstrapStore, Record
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
 from raycollect.group.membership import on_backend, placed
 from raycollect.group.process_group import ProcessGroup
+from raycollect.observe import Tracer
 
 PROBE_S = 2.0
 """How long a leader may take to show another one that it lives, in seconds."""
@@ -63,6 +64,7 @@ class BootstrapRequest:
     spec: GroupSpec  # its id is for rank 0 to choose, and its backend may be "auto"
     rank: int
     me: Introduction
+    tracer: Tracer = field(default_factory=Tracer)  # whether calls of the group are recorded
 
 
 # ---------------------------------------------------------------------------------------------- rank 0
@@ -89,7 +91,15 @@ def lead(
         except BaseException:
             server.close()
             raise
-    process_group = ProcessGroup(server.spec, 0, server.send, host=store.host, leave=server.leave, flush=server.flush)
+    process_group = ProcessGroup(
+        server.spec,
+        0,
+        server.send,
+        host=store.host,
+        leave=server.leave,
+        flush=server.flush,
+        tracer=request.tracer,
+    )
     server.attach(process_group)
     retract = partial(store.remove, name, record)
     try:
@@ -257,7 +267,7 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
 
     def make(uplink: _Uplink, group_id: str) -> ProcessGroup:
         spec = replace(request.spec, group_id=group_id)
-        return ProcessGroup(spec, request.rank, uplink.send, host=host, leave=uplink.leave)
+        return ProcessGroup(spec, request.rank, uplink.send, host=host, leave=uplink.leave, tracer=request.tracer)
 
     uplink, hello = _Uplink(make), hello_of(request.spec, request.rank, request.me.who)
     try:

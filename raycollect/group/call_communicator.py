@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from raycollect.backends.completion import DONE
 from raycollect.core.model import Kernel, Launch, OpKind
-from raycollect.core.protocols import Communicator, Completion, Together
-from raycollect.engine.launch_sequence import meet_again
+from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError, RaycollectError
 from raycollect.group.coordinator_client import Call, CoordinatorClient
 
@@ -38,71 +35,46 @@ class CallCommunicator:
         self._everyone = tuple(range(len(ranks)))  # of the communicator's own ranks
         self._is_whole = ranks == self._everyone
         self._kernels: dict[int, tuple[Kernel, Kernel]] = {}
-        self._again = getattr(communicator, "again", None) or partial(meet_again, communicator)
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Stages a kernel."""
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """Exchanges arrivals, within the time that the call has left."""
+        mapped = kernel if self._is_whole or kernel is None else self._mapped(kernel)
         try:
-            self._communicator.stage(self._within_deadline(launch), self._mapped(kernel))
-        except RaycollectError as exc:
-            self._translate(exc, launch)
-            raise
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Exchanges arrivals."""
-        try:
-            blobs = self._communicator.agree(self._within_deadline(launch), arrival)
-        except RaycollectError as exc:
-            self._translate(exc, launch)
-            raise
-        self._client.note_agreed(self.call)
-        return blobs
-
-    def again(
-        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: tuple[bytes, ...]
-    ) -> Sequence[bytes] | None:
-        """Stages a kernel and exchanges arrivals; see `protocols.Again`."""
-        brought: Sequence[bytes] | None
-        mapped = kernel if self._is_whole else self._mapped(kernel)
-        try:
-            brought = self._again(self._within_deadline(launch), mapped, arrival, expected)
+            brought = self._communicator.agree(self._within_deadline(launch), arrival, mapped, expected)
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
         self._client.note_agreed(self.call)
         return brought
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Launches a kernel. One of some ranks is waited for here, so that its errors name ranks of the group."""
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels."""
         try:
             if self._is_whole:
-                return self._communicator.launch(launch, kernel)
-            self._communicator.launch(self._inside(launch), self._mapped(kernel)).wait(launch.timeout_s)
-            return DONE
+                self._communicator.launch(launch, kernels)
+            else:
+                self._communicator.launch(self._inside(launch), [self._mapped(one) for one in kernels])
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
 
-    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """Launches kernels as one, where the backend can; see `protocols.Together`."""
-        if not isinstance(self._communicator, Together):
-            return 0
-        try:
-            return self._communicator.launch_together(self._inside(launch), [self._mapped(one) for one in kernels])
-        except RaycollectError as exc:
-            self._translate(exc, launch)
-            raise
-
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Ends a launch."""
-        self._kernels.clear()
         if self._is_whole:
-            return self._communicator.end(launch, ok)
-        return tuple(self._client.ranks[rank] for rank in self._communicator.end(self._inside(launch), ok))
+            return self._communicator.end(launch, ok, owed)
+        mapped = [self._mapped(one) for one in owed]
+        self._kernels.clear()
+        return tuple(self._client.ranks[rank] for rank in self._communicator.end(self._inside(launch), ok, mapped))
 
     def abort(self, seq: int) -> None:
         """Aborts a launch."""
         self._communicator.abort(seq)
+
+    def lost(self, rank: int) -> bool:
+        """Does nothing: `GroupCommunicator` tells the backend."""
+        return False
 
     def close(self) -> None:
         """Does nothing: `GroupCommunicator` closes it."""

@@ -22,7 +22,7 @@ from functools import partial
 from raycollect import backends
 from raycollect.channel.messages import Drop, Message, Met, Publish
 from raycollect.core import threads, timers
-from raycollect.core.protocols import Communicator, Exchange, Surviving
+from raycollect.core.protocols import Communicator, Exchange
 from raycollect.errors import (
     ConnectionLostError,
     GroupBrokenError,
@@ -68,7 +68,7 @@ class GroupCommunicator:
         self._lock = self.client.lock
         self._backend: Communicator | None = None
         self._within: CallCommunicator | None = None  # the same as calls see it
-        self._sees = self._resumes = False  # as `Capabilities` says of the backend
+        self._resumes = False  # as `Capabilities` says of the backend
         self._dead: set[int] = set()  # the ranks whose processes have ended
         self._stood = Position("", 0)  # how far this rank was when its last attempt failed
 
@@ -131,7 +131,7 @@ class GroupCommunicator:
             raise
         with self._lock:
             self._backend, client.made_in = made, client.epoch
-            self._sees, self._resumes = capabilities.sees_failures, capabilities.resumes
+            self._resumes = capabilities.resumes
         return True
 
     def _leave(
@@ -191,7 +191,8 @@ class GroupCommunicator:
             client.published(message)
         elif isinstance(message, Drop):
             with self._lock:
-                aborts, backend, seq = client.left(message, sees=self._sees), self._backend, client.seq
+                backend, seq = self._backend, client.seq
+                aborts = client.left(message, sees=getattr(backend, "sees_departures", False))
             if aborts and backend is not None:
                 backend.abort(seq)
 
@@ -235,11 +236,9 @@ class GroupCommunicator:
     def _tell_lost(self, rank: int) -> None:
         with self._lock:
             backend, seq, is_idle = self._backend, self.client.seq, self.client.call is None
-        if backend is None or rank not in self.ranks:
+        if backend is None or rank not in self.ranks or backend.lost(self.ranks.index(rank)):
             return
-        if isinstance(backend, Surviving):
-            backend.lost(self.ranks.index(rank))
-        elif is_idle:
+        if is_idle:
             backend.abort(0)
         else:  # it may wait for the dead for ever; if it has ended by then, this changes nothing
             timers.soon_or_now(LAST_S, partial(backend.abort, seq))
@@ -285,10 +284,8 @@ class GroupCommunicator:
 
     def lost(self, rank: int) -> bool:
         """A rank's process has ended. Returns False if the caller has to end the plans under way."""
-        backend: object = self._backend
-        if isinstance(backend, Surviving):
-            backend.lost(rank)
-        return isinstance(backend, Surviving)
+        backend = self._backend
+        return backend is not None and backend.lost(rank)
 
     def refuse(self, reason: str) -> Communicator | None:
         """Plans that begin from now on get no communicator, and hear why; returns what the caller has to close."""

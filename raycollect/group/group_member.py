@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from raycollect.channel.messages import Gone, Message
 from raycollect.core.model import GroupSpec
 from raycollect.errors import FaultError, GroupBrokenError, ParticipantDiedError, RaycollectError
+from raycollect.observe import Tracer
 
 
 class GroupMember:
@@ -19,6 +20,7 @@ class GroupMember:
         send: Sends a message to the coordinator; raises ConnectionLostError if that is gone.
         host: The address on which backends listen.
         flush: Waits a moment until all that the coordinator has said is on its way, if that is in this process.
+        tracer: Whether calls are recorded.
         is_whole: Whether all ranks can communicate; else `broken` says why some can't.
     """
 
@@ -31,6 +33,7 @@ class GroupMember:
         members: Sequence[str] = (),
         host: str = "",
         flush: Callable[[], None] = lambda: None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.spec = spec
         self.rank = rank
@@ -38,6 +41,7 @@ class GroupMember:
         self.send = send
         self.host = host
         self.flush = flush
+        self.tracer: Tracer = tracer or Tracer()
         self.is_whole: bool = True
         self._ended: RaycollectError | None = None
         self._gone: dict[int, Gone] = {}

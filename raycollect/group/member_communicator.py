@@ -48,7 +48,7 @@ from raycollect.group.communicator import GroupCommunicator
 from raycollect.group.coordinator_client import CAUSE_S, CHECK, Call, Position, State
 from raycollect.group.group_member import GroupMember
 from raycollect.group.watchdog import Watchdog
-from raycollect.observe import Label, Place, Tracer
+from raycollect.observe import Label, Place
 from raycollect.observe.trace import CALL
 
 _Result = TypeVar("_Result")
@@ -127,7 +127,7 @@ class MemberCommunicator(GroupCommunicator):
         return threading.get_ident()
 
     def _run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None) -> Outcome:
-        ring, since_s = Tracer.current().ring, time.monotonic()
+        ring, since_s = self._member.tracer.ring, time.monotonic()
         try:
             return self._under_way(op, timeout_s, since_s, partial(self._attempt, attempt, object_to))
         finally:

@@ -21,6 +21,7 @@ from raycollect.group.coordinator import ALL, PLANS, ranks_of
 from raycollect.group.group_member import GroupMember
 from raycollect.group.member_communicator import MemberCommunicator, WatchWait
 from raycollect.group.watchdog import Watchdog
+from raycollect.observe import Tracer
 
 PART_LIMIT_S = 5.0
 """How long a member that leaves a declared group waits for the controller to acknowledge it, in seconds."""
@@ -41,6 +42,7 @@ class ProcessGroup:
         watch: What is told of calls that block.
         flush: Waits a moment until all that the coordinator has said is on its way, if that is in this process.
         leave: Called once by `close`.
+        tracer: Whether calls are recorded.
 
     Attributes:
         member: The group as its communicators see it.
@@ -65,8 +67,9 @@ class ProcessGroup:
         watch: WatchWait | None = None,
         flush: Callable[[], None] = lambda: None,
         leave: Callable[[], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self.member = member = GroupMember(spec, rank, send, host=host, flush=flush)
+        self.member = member = GroupMember(spec, rank, send, host=host, flush=flush, tracer=tracer)
         self.settle(spec, members)
         self.rank = rank
         self.actor_ids: tuple[str, ...] = tuple(actor_ids)

@@ -21,8 +21,8 @@ from raycollect.errors import RaycollectError, RefusedError, Violation, kept, re
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
 from raycollect.group.member_communicator import Attempt
 from raycollect.group.process_group import ProcessGroup
-from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.init import get_group_handle
+from raycollect.member.runtime import this_runtime
 from raycollect.member.work import MemberWork
 from raycollect.planner import Program, Request, brought, plan, root_parameter
 from raycollect.pos import Container, obstacle
@@ -61,6 +61,13 @@ class MemberCall:
                 calls[key] = known
         return known
 
+    @staticmethod
+    def refused(process_group: ProcessGroup, kind: OpKind, violations: Iterable[Violation]) -> MemberCall:
+        """A call without a root in which this rank only tells the others what is wrong here; all raise that."""
+        call = MemberCall(process_group, kind, None, -1, -1)
+        call._violations += call._here(violations)
+        return call
+
     def __init__(self, process_group: ProcessGroup, kind: OpKind, op: Any, root: Any, peer: Any) -> None:
         self._kind = kind
         self._process_group = process_group
@@ -82,7 +89,7 @@ class MemberCall:
                 expected = f"a rank from 0 to {process_group.world_size - 1}"
                 self._violate("argument", name, repr(value), expected)
         self._communicator = self._name_of_communicator()
-        self._process_groups = ProcessGroups.current()
+        self._runtime = this_runtime()
 
     @property
     def is_root(self) -> bool:
@@ -163,7 +170,7 @@ class MemberCall:
         communicator: Communicator,
         seq: int,
     ) -> Outcome:
-        instruments = self._process_groups.instruments
+        instruments = self._runtime.instruments
         meeting = getattr(communicator, "meeting", "") or "-"
         with _OWN if mark is None else streams.after(mark):  # another thread may run it
             fast = FastPath.of(program, operands, instruments, lambda _: communicator, given=True, meeting=meeting)

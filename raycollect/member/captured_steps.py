@@ -35,9 +35,9 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.member import method_lock
+from raycollect.member.methods import Methods
 from raycollect.member.sequencer import PlanSequencer
-from raycollect.observe import Tracer, run_steps
+from raycollect.observe import run_steps
 from raycollect.observe.run_steps import RunStep
 from raycollect.observe.trace import PART
 from raycollect.planner import Program
@@ -92,7 +92,7 @@ class CapturedStep:
         doorbell: Where runs come; None: over the channel.
         shared: The thread that does runs that come over the channel, in the order in which they come.
         sequencer: The order of the controller's plans and runs here.
-        method_lock: Held by a run while it is done; None if methods overlap anyway.
+        methods: Those that no run may run beside; None if methods overlap anyway.
         send: Sends to the controller; raises ConnectionLostError.
         tell_failure: Tells the controller that a run, by its number, failed.
         wait_for_call: Waits until a method call, by its task, and all before it have ended, or a run was aborted.
@@ -103,7 +103,7 @@ class CapturedStep:
         runner: StepRunner,
         doorbell: DoorbellClient | None,
         sequencer: PlanSequencer,
-        method_lock: threading.Lock | None,
+        methods: Methods | None,
         send: Callable[[Message], None],
         tell_failure: Callable[[int, RaycollectError], None],
         wait_for_call: Callable[[bytes, int], None],
@@ -114,11 +114,11 @@ class CapturedStep:
         self._shared = shared
         self._doorbell = doorbell
         self._sequencer = sequencer
-        self._method_lock = threading.Lock() if method_lock is None else method_lock
+        self._methods = Methods() if methods is None else methods
         self._send_or_raise = send
         self._tell_failure = tell_failure
         self._wait_for_call = wait_for_call
-        self._tracer = Tracer.current()
+        self._tracer = runner.tracer
         self._changed = threading.Condition()  # guards what follows
         self._came: deque[Run] = deque()
         self._closed = ""
@@ -267,8 +267,9 @@ class CapturedStep:
             self._tell_failure(seq, error)
 
     def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
-        if not self._method_lock.acquire(blocking=False):
-            method_lock.acquire(self._method_lock, seq, lambda: self._closed or self._sequencer.reason(seq))
+        lock = self._methods.lock
+        if not lock.acquire(blocking=False):
+            self._methods.keep_out(seq, lambda: self._closed or self._sequencer.reason(seq))
         try:
             if reason := self._closed or self._broken:
                 raise PlanAbortedError(detail=reason)
@@ -286,7 +287,7 @@ class CapturedStep:
             if self._answered != seq:
                 self._answer(seq, number, results)
         finally:
-            self._method_lock.release()
+            lock.release()
 
     def _answer(self, seq: int, number: int, results: bytes) -> None:
         self._answered = seq

@@ -23,9 +23,9 @@ from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, l
 from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, store_at
 from raycollect.group.membership import unknown
 from raycollect.group.process_group import ProcessGroup
-from raycollect.group.process_groups import ProcessGroups, places
+from raycollect.group.process_groups import ProcessGroups
 from raycollect.group.ray_bootstrap_store import RayBootstrapStore
-from raycollect.observe.timeline_session import begin_from_environment
+from raycollect.member.runtime import this_runtime
 
 DEFAULT_TIMEOUT_MS = 30_000
 """How long members wait for each other if `init_collective_group` does not say, in milliseconds."""
@@ -78,6 +78,7 @@ def init_collective_group(
     wanted = backends.canonical(str(backend))
     if wanted != "auto":
         backends.get(wanted, group_name)
+    runtime = this_runtime()
     request = BootstrapRequest(
         spec=GroupSpec(
             name=group_name,
@@ -93,9 +94,10 @@ def init_collective_group(
             ray_internals.machine_id(),
             gpus.here(ray_internals.has_gpu()) if wanted == "auto" and world_size > 1 else None,
         ),
+        tracer=runtime.tracer,
     )
-    begin_from_environment(places)
-    process_groups = ProcessGroups.current()
+    runtime.timelines.begin_from_environment()
+    process_groups = runtime.process_groups
     with process_groups.request(group_name):
         if rank > 0:
             process_groups.add(_followed(request, store, process_groups))
@@ -169,7 +171,7 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
     process_group = _find(group_name)
     if process_group is None:
         raise unknown(name_of(group_name), "this process is not a member of it")
-    ProcessGroups.current().remove(process_group)
+    this_runtime().process_groups.remove(process_group)
     process_group.part()
 
 
@@ -212,7 +214,7 @@ def get_group_handle(group_name: Any = "default") -> ProcessGroup:
         if process_group is not None:
             return process_group
     detail = "this process is not a member of it"
-    if isinstance(name, str) and ProcessGroups.current().drives(name):
+    if isinstance(name, str) and this_runtime().process_groups.drives(name):
         detail = (
             "this process drives it and is not a member: the driver's operations take refs, as allreduce_refs(refs)"
         )
@@ -221,7 +223,7 @@ def get_group_handle(group_name: Any = "default") -> ProcessGroup:
 
 def _find(group: Any) -> ProcessGroup | None:
     name = name_of(group)
-    return ProcessGroups.current().find(name) if isinstance(name, str) else None
+    return this_runtime().process_groups.find(name) if isinstance(name, str) else None
 
 
 def _init_from_environment(group_name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raycollect.channel.messages import (
     Collect,
     Collected,
@@ -21,17 +19,15 @@ from raycollect.core import sockets, threads
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.member.reporter import Reporter
+from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer, arrivals
-from raycollect.observe import Ring, Tracer, run_steps
+from raycollect.observe import Ring, run_steps
 from raycollect.observe.clocks import clock_id
 from raycollect.observe.metrics import Publisher
 from raycollect.observe.stacks import what_runs
 from raycollect.observe.trace import MOST, encode_recorded
 from raycollect.pos import Store
 from raycollect.pos.segments import Segments
-
-if TYPE_CHECKING:
-    from raycollect.member.runtime import Runtime
 
 SETTLE_S = 0.25
 """How long to wait for the end of plans under way before the recording is read, in seconds."""
@@ -86,7 +82,7 @@ class RecordingAgent:
         self._runtime = runtime
         self._reporter = reporter
         self._sequencer = sequencer
-        self._tracer = Tracer.current()
+        self._tracer = runtime.tracer
         self._publisher: Publisher | None = None
 
     def record(self, message: Record) -> None:

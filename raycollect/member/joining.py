@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from raycollect.channel.messages import Join, Joined, Leave
-from raycollect.core import ray_internals, threads
+from raycollect.core import threads
 from raycollect.core.model import GroupSpec
 from raycollect.errors import GroupExistsError, ProtocolError, ResourceLimitError, to_wire
 from raycollect.group.member_communicator import MemberCommunicator
@@ -16,8 +16,11 @@ from raycollect.member.reporter import Reporter
 CHANGED = "the members of the group have changed: call again, with the current rank and world size"
 
 
-def join(groups: ProcessGroups, controller: str, reporter: Reporter, message: Join) -> None:
-    """Joins a group of a controller, in a thread of its own; ProtocolError: the message makes no sense."""
+def join(groups: ProcessGroups, host: str, controller: str, reporter: Reporter, message: Join) -> None:
+    """Joins a group of a controller, in a thread of its own; ProtocolError: the message makes no sense.
+
+    Backends listen at `host`.
+    """
     spec = message.group
     if not 0 <= message.rank < spec.world_size or len(message.members) != spec.world_size:
         raise ProtocolError(
@@ -25,7 +28,7 @@ def join(groups: ProcessGroups, controller: str, reporter: Reporter, message: Jo
         )
     if spec.group_id in groups.by_id:  # nothing would ever release what the first one holds
         raise ProtocolError(detail="a group is joined once")
-    made, before = _made(spec, controller, reporter, message), groups.by_id.get(message.replaces)
+    made, before = _made(groups, host, spec, controller, reporter, message), groups.by_id.get(message.replaces)
     try:
         groups.adopt(made, before)
     except GroupExistsError as exc:
@@ -47,7 +50,9 @@ def leave(groups: ProcessGroups, message: Leave) -> None:
         groups.end(group, "the group was destroyed")
 
 
-def _made(spec: GroupSpec, controller: str, reporter: Reporter, message: Join) -> ProcessGroup:
+def _made(
+    groups: ProcessGroups, host: str, spec: GroupSpec, controller: str, reporter: Reporter, message: Join
+) -> ProcessGroup:
     members = message.members
 
     def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
@@ -61,9 +66,10 @@ def _made(spec: GroupSpec, controller: str, reporter: Reporter, message: Join) -
         members=[member.actor for member in members],
         actor_ids=[member.actor_id for member in members],
         ordered=members[message.rank].ordered,
-        host=ray_internals.node_address(),
+        host=host,
         controller=controller,
         watch=watch,
+        tracer=groups.tracer,
     )
 
 

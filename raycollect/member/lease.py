@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from raycollect.channel import CompletionBellClient, Link, OrderBellClient, messages
 from raycollect.core import threads, timers
-from raycollect.core.model import task_key
+from raycollect.core.model import Key, task_key
 from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.step_program import CAPTURES, Invocation
@@ -36,16 +36,34 @@ from raycollect.group.communicator import LAST_S
 from raycollect.group.process_group import ProcessGroup
 from raycollect.member import introspection, joining
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
+from raycollect.member.methods import Methods
 from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.reporter import Reporter
+from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import run_steps
 from raycollect.planner import Program, decode_order
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
 
-if TYPE_CHECKING:
-    from raycollect.member.runtime import Runtime
+
+class Holder(Protocol):
+    """Who is driven; implemented by `member.participant`."""
+
+    runtime: Runtime
+    actor_id: str
+    actor: str
+    host: str
+    methods: Methods
+
+    def keep_output(self, key: Key, container: Container) -> Handle | None:
+        """Keeps what a plan has made; returns its handle where a task of Ray's returns that."""
+
+    def task_of(self, seq: int) -> bytes | None:
+        """Under the returns of which task the outputs of a plan are kept that no actor task has brought."""
+
+    def exits(self) -> None:
+        """The process is about to end."""
 
 
 class Lease:
@@ -56,16 +74,19 @@ class Lease:
         controller: str,
         description: str,
         link: Link,
-        runtime: Runtime,
+        holder: Holder,
         bell: CompletionBellClient | None = None,
         order_bell: OrderBellClient | None = None,
     ) -> None:
         self.controller = controller
         self.description = description
         self.link = link
+        runtime = holder.runtime
+        self._holder = holder
+        self._methods = holder.methods
         self._runtime = runtime
         self._store = runtime.instruments.store
-        self._sequencer = PlanSequencer()
+        self._sequencer = PlanSequencer(runtime.tracer)
         self._reporter = Reporter(link, runtime, self._sequencer)
         self._bell = bell
         self._groups = runtime.process_groups
@@ -73,9 +94,7 @@ class Lease:
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
-        self.plan_queue: PlanQueue = PlanQueue(
-            self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock, order_bell
-        )
+        self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, order_bell)
 
     def end(self, reason: str) -> None:
         """Ends all that the controller drives, even if a part of that fails. Never waits."""
@@ -92,7 +111,7 @@ class Lease:
     @property
     def is_overlapping(self) -> bool:
         """Whether the methods of this actor may overlap, or run in another order than they were submitted."""
-        return not self._runtime.is_ordered or not all(one.ordered for one in self._groups.of(self.controller))
+        return not self._methods.is_ordered or not all(one.ordered for one in self._groups.of(self.controller))
 
     def hand_over(self, payload: bytes, submit: Callable[..., object]) -> bool:
         """Has `submit` run a plan, by its number, in another thread after its predecessor; False: not this plan."""
@@ -125,9 +144,9 @@ class Lease:
         step.at, step.number = "", ticket.seq
 
         def keep(outputs: Sequence[Container]) -> None:
-            by = task or self._runtime.task_of(ticket.seq)
+            by = task or self._holder.task_of(ticket.seq)
             assert by is not None  # a program with outputs is an actor task, or the driver's own
-            handles.extend(self._runtime.keep_output(task_key(by, at), one) for at, one in enumerate(outputs, 1))
+            handles.extend(self._holder.keep_output(task_key(by, at), one) for at, one in enumerate(outputs, 1))
 
         try:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
@@ -167,7 +186,7 @@ class Lease:
         except RaycollectError:
             pass  # the controller was told
         except SystemExit:  # as in an actor task it ends the actor, and not just this thread
-            self._runtime.exits()
+            self._holder.exits()
             os._exit(1)
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
             self.not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
@@ -239,18 +258,18 @@ class Lease:
             CaptureError: It was closed before it came here.
         """
         step_program, segment, slot = CAPTURES.decode(payload)
-        here = self._runtime
+        here = self._holder
         pairs = zip(values, step_program.keys, strict=False)  # those of the refs come first
         refs = [pinned(value, key, self._store, here.actor_id, here.actor) for value, key in pairs]
         methods = [action.method for action in step_program.actions if isinstance(action, Invocation)]
         invoke = invoker(methods)
-        runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
+        runner = StepRunner(step_program, refs, invoke, self._runtime.instruments, self._groups.communicator)
         segment = segment if self._captures.takes_doorbell else None
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
-        lock = here.method_lock if here.is_ordered else None
+        methods_apart = self._methods if self._methods.is_ordered else None
         tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call
         try:
-            make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell, self._captures.shared)
+            make = partial(CapturedStep, runner, doorbell, self._sequencer, methods_apart, *tell, self._captures.shared)
             self._captures.add(step_program.capture, make)
         except RaycollectError:
             if doorbell is not None:
@@ -359,7 +378,9 @@ def _measure(lease: Lease, message: messages.Measure) -> None:
 _OF_GROUPS: tuple[type, ...] = (*(messages.Answer, messages.Ask, messages.Drop, messages.Met, messages.Publish),)
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
-    messages.Join: lambda lease, message: joining.join(lease._groups, lease.controller, lease._reporter, message),
+    messages.Join: lambda lease, message: joining.join(
+        lease._groups, lease._holder.host, lease.controller, lease._reporter, message
+    ),
     messages.Leave: lambda lease, message: joining.leave(lease._groups, message),
     messages.Abort: Lease._abort,
     messages.Arrivals: Lease._arrivals,

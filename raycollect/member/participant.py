@@ -1,360 +1,437 @@
-"""The mixin: an actor's public methods leave their tensors in the actor and give Ray a handle."""
+"""This process as controllers and other participants reach it: its server, its lease, and the tensors that it keeps.
+
+`describe`, `gpu` and `run_program` are what the controller runs through `__ray_call__` on actors without the mixin.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import inspect
-import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from types import FrameType
-from typing import Any, TypeVar
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from raycollect.core import direct_transport, ray_internals, submitted_calls, threads
+import ray
+from msgspec import ValidationError, convert
+
+from raycollect.backends import Gpu, arrays, gpus, streams
+from raycollect.channel import CompletionBellClient, DataLink, Link, OrderBellClient, Server
+from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
+from raycollect.core import ray_internals, threads
 from raycollect.core.call_tokens import LentToken
-from raycollect.engine.step_runner import Invoke
-from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
-from raycollect.errors.text import listed, shown
-from raycollect.member.returns import BY_VALUE, UNKNOWN, Returns, keep, keep_item, needs_nothing
-from raycollect.member.runtime import Runtime, describe, run_in_thread
-from raycollect.observe import Tracer
-from raycollect.observe.trace import METHOD
+from raycollect.core.direct_transport import Returned
+from raycollect.core.model import Key, Segment
+from raycollect.core.serialization import take_over
+from raycollect.errors import (
+    ChannelError,
+    ConnectionLostError,
+    ControllerConflictError,
+    GroupBrokenError,
+    InternalError,
+    ProtocolError,
+    RaycollectError,
+    ResourceLimitError,
+    Violation,
+    anew,
+    refusal,
+    to_wire,
+)
+from raycollect.member import introspection
+from raycollect.member.lease import Lease
+from raycollect.member.methods import Methods
+from raycollect.member.runtime import Runtime, this_runtime
+from raycollect.member.token_lenders import TokenLenders
+from raycollect.planner import decode_order
+from raycollect.pos import Container, Store, fetch, obstacle
 from raycollect.pos.handle import Handle
+from raycollect.pos.ref_tokens import RefTokenPool
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+STORE_LIMIT_WITHOUT_TOKENS = 1024
+"""How many values a store holds if Ray can't tell when a ref is gone."""
+
+MOST_WAITING = 64
+"""How many programs of an async actor that make outputs may wait for their predecessors and operands.
+
+Ray may bring those later, so they must not wait for the same thread. Programs without outputs take another thread when
+their predecessors have ended.
+"""
 
 MOST_FETCHING = 64
 """How many coroutines fetch tensors of other participants at once."""
 
+STREAMED_KEPT = 64
+"""How many of the newest values that generators yielded are kept, whatever Ray says of their refs.
 
-_inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
-"""True while a method that Ray called runs: calls that it makes itself are plain calls."""
+Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
+it (docs/adr/0001-ray-internals.md); without this, an item could be freed before it is first used.
+"""
+
+_Bell = TypeVar("_Bell")
 
 
-def by_value(method: _Method) -> _Method:
-    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual.
+class Tokens(Protocol):
+    """Tells when nobody holds a value any more; see `RefTokenPool`."""
 
-    Raises:
-        InvalidArgumentError: It is no function.
+    supported: bool
+
+    def take(self, key: Key) -> Any:
+        """A token that stands for a key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who and where a participant is.
+
+    Attributes:
+        actor_id: Ray's id of the actor, in hexadecimal.
+        actor: What a person calls it.
+        host: The address at which it listens.
+        incarnation: Which start of the actor it is.
+        machine: Equal for processes of one host.
+        node_id: Ray's id of the node.
+        accelerators: Ray's ids of those that it has, by their kinds.
     """
-    if isinstance(method, type) or not callable(getattr(method, "func", method)):  # partialmethod is not callable
-        raise refusal("by_value", "", (wrong_argument("method", shown(method), "a function in a class"),))
-    setattr(method, BY_VALUE, True)
-    return method
+
+    actor_id: str
+    actor: str
+    host: str
+    incarnation: str
+    machine: str
+    node_id: str = ""
+    accelerators: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def of_ray(cls, actor_id: str, actor: str) -> Identity:
+        """That of an actor in this process, whom Ray tells the rest."""
+        context = ray.get_runtime_context()
+        return cls(
+            actor_id=actor_id,
+            actor=actor,
+            host=ray_internals.node_address(),
+            incarnation=ray_internals.worker_id(),
+            machine=ray_internals.machine_id(),
+            node_id=context.get_node_id(),
+            accelerators=tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
+        )
 
 
-class CollectiveParticipant:
-    """Makes an actor's tensors available to collectives.
+class Participant:
+    """This process as others reach it. A process that drives groups of which it is a rank is a second one.
 
-    Inherit it, next to anything else, in a class that becomes a Ray actor. Tensors that public methods return (numpy
-    arrays; non-empty lists, tuples and dicts of them) stay in the actor, under the id of the ObjectRef. Everything else
-    goes by value, whole; so does a single tensor without dimensions, which counts as a number. A ref that is passed to
-    a public method arrives as the tensor: the same one if it lives here, a copy if it lives in another participant. The
-    mixin needs no ``super().__init__()``.
+    Args:
+        runtime: What the process holds.
+        identity: Who it is.
+        make_tokens: Makes what tells of values that nobody holds any more; it is given what frees a value.
+
+    Attributes:
+        methods: The methods of the actor.
+        store: The tensors of the process.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        submitted_calls.watch_retries()
-        if "__ray_actor_class__" not in vars(cls):
-            return  # Only the class that Ray derives from the author's is changed: wherever else, nothing is overridden
-        if any(_is_async(inspect.getattr_static(cls, name)) for name in dir(cls)):
-            # Ray makes this an async actor: a plain function would block its event loop.
-            cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
-            cls._raycollect_capture = _capture_async  # type: ignore[method-assign,assignment]
-        for name in dir(cls):
-            if not name.startswith("_") and _is_method(cls, name):
-                setattr(cls, name, _hold(getattr(cls, name), name))
+    def __init__(
+        self,
+        runtime: Runtime,
+        identity: Identity,
+        make_tokens: Callable[[Callable[[Key], None]], Tokens] = RefTokenPool,
+    ) -> None:
+        take_over(Handle, Handle.form)
+        take_over(Returned, Returned.form)
+        self.runtime = runtime
+        self.identity = identity
+        self.actor_id: str = identity.actor_id
+        self.actor: str = identity.actor
+        self.host: str = identity.host
+        self.store: Store = runtime.instruments.store
+        self._tokens = make_tokens(self._forget)
+        self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
+        self.kernel_threads: ThreadPoolExecutor = threads.pool("raycollect-kernel", MOST_WAITING)
+        # Separate: plans that make outputs may take all kernel threads, and wait for one of these.
+        self.plan_threads: ThreadPoolExecutor = threads.pool("raycollect-plan", MOST_WAITING)
+        self.fetch_threads: ThreadPoolExecutor = threads.pool("raycollect-fetch", MOST_FETCHING)
+        self.methods: Methods = Methods(identity.actor, runtime.tracer)
+        self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
+        self._lenders = TokenLenders(self.store)
+        self._keeping: set[str] = set()  # the methods that have returned tensors
+        self._lease: Lease | None = None
+        self._lock = threading.Lock()  # guards the last two
+        self._secret = secrets.token_bytes(32)
+        self._server = Server(identity.host, self._secret, self)
+        fetch.register_local(self._secret, self.store)
 
-    # The controller calls these.
+    @classmethod
+    def of_actor(cls, runtime: Runtime) -> Participant:
+        """The actor that this process is; for one of its methods to call."""
+        actor_id = ray_internals.current_actor_id()
+        actor = ray_internals.short_actor(ray_internals.current_class(), actor_id)
+        return cls(runtime, Identity.of_ray(actor_id, actor))
 
-    def _raycollect_describe(self) -> dict[str, Any]:
-        return {**describe(self), "participant": True}
+    def close(self) -> None:
+        """Ends its server, and with that its lease; its threads end with what they do."""
+        self._server.close()
+        fetch.forget_local(self._secret)
+        for workers in (self.kernel_threads, self.plan_threads, self.fetch_threads):
+            workers.shutdown(wait=False)
 
-    def _raycollect_run(self, payload: bytes, *values: Any) -> Any:
-        return Runtime.current().run_task(payload, ray_internals.current_task())
+    def exits(self) -> None:
+        """This process is about to end (`sys.exit`, `ray.actor.exit_actor`): tells the controller.
 
-    def _raycollect_tokens(self, count: int) -> list[None]:
-        """Has Ray make refs that the caller owns."""
-        return [None] * count
+        The controller would notice the end itself, but Ray may take ten seconds for it.
+        """
+        lease = self._lease
+        if lease is not None:
+            lease.link.close()
 
-    def _raycollect_fence(self, controller: str = "", seq: int = 0) -> None:
-        """When it ends, all that was submitted before it has ended, and that plan of that controller."""
-        if seq:
-            Runtime.current().pass_fence(controller, seq)
+    # ------------------------------------------------------------------------------------------ values
 
-    def _raycollect_items(self, function: Callable[..., Iterator[Any]], *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """What `__ray_call__` does, for a generator function."""
-        yield from function(self, *args, **kwargs)
+    def describe(self, *, ordered: bool) -> dict[str, Any]:
+        """The fields of `Member` less the rank; `ordered`: methods come one by one, in the calling thread."""
+        self.methods.described(is_ordered=ordered)
+        identity = self.identity
+        return {
+            "actor_id": identity.actor_id,
+            "actor": identity.actor,
+            "address": self._server.address,
+            "machine": identity.machine,
+            "node_id": identity.node_id,
+            "pid": os.getpid(),
+            "incarnation": identity.incarnation,
+            "ordered": ordered,
+            "participant": False,
+            "accelerators": identity.accelerators,
+        }
 
-    def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
-        return Runtime.current().leased().capture(payload, values, functools.partial(_invoker, self, None))
+    def keep(self, key: Key, container: Container, lent: LentToken | None = None, *, streamed: bool = False) -> Handle:
+        """Keeps a value under a key and makes its handle.
 
-    def _raycollect_look(self, capture: bytes) -> list[Any]:
-        return Runtime.current().leased().captured_step(capture).runner.look()
+        Args:
+            key: The key.
+            container: The value.
+            lent: A token of the caller's.
+            streamed: Whether a generator yielded it.
+        """
+        infos = tuple(map(arrays.describe, container.tensors))
+        streams.settle(infos)  # what the method has left to a GPU comes before what plans do
+        is_lent = lent is not None and self._lenders.note(lent.owner, key)
+        handle = Handle(
+            key=key,
+            actor_id=self.actor_id,
+            actor=self.actor,
+            address=self._server.address,
+            structure=container.structure,
+            infos=infos,
+            incarnation=self.identity.incarnation,
+            placements=container.placements,
+            token=lent.token if lent is not None and is_lent else self._tokens.take(key),
+            packed=lent.packed if lent is not None and is_lent else None,
+        )
+        self.store.put(key, container)
+        if streamed:
+            self._streamed.append(handle.token)
+        return handle
 
+    def keep_output(self, key: Key, container: Container) -> Handle | None:
+        """Keeps what a plan has made; returns its handle where a task of Ray's returns that."""
+        return self.keep(key, container)
 
-async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
-    runtime, task = Runtime.current(), ray_internals.current_task()
-    if runtime.hand_over(payload):
+    def task_of(self, seq: int) -> bytes | None:
+        """Under the returns of which task the outputs of a plan are kept that no actor task has brought."""
         return None
-    return await asyncio.wrap_future(run_in_thread(runtime, payload, task))
 
+    def keeps(self, method: str) -> None:
+        """A method has returned tensors, and was lent no token: the controller is to lend one to its next calls."""
+        with self._lock:
+            is_new, lease = method not in self._keeping, self._lease
+            self._keeping.add(method)
+        if is_new and lease is not None:
+            with suppress(ConnectionLostError):
+                lease.link.send(Keeps(method=method))
 
-async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:
-    invoker = functools.partial(_invoker, self, asyncio.get_running_loop())
-    return Runtime.current().leased().capture(payload, values, invoker)
+    def _forget(self, key: Key) -> None:
+        self.store.free([key])
 
+    # ------------------------------------------------------------------------------------------ actor tasks
 
-def _is_async(method: Any) -> bool:
-    return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+    def run_task(self, payload: bytes, task: bytes | None) -> Any:
+        """Does what `run_program` does, for an actor task that Ray runs in a thread of its own.
 
+        If methods overlap, Ray has few threads and starts tasks in any order: plans that came early would keep these
+        threads from the methods and plans for which they wait. So a plan takes one of our threads when its predecessor
+        has ended. A plan with outputs has to stay, as they are the returns of its task.
+        """
+        return None if self.hand_over(payload) else self.run_program(payload, task)
 
-# ---------------------------------------------------------------------------------------------- wrapping
+    def hand_over(self, payload: bytes) -> bool:
+        """Lets one of our threads run a plan, if methods overlap; see `Lease.hand_over`."""
+        lease = self._lease
+        return lease is not None and lease.hand_over(payload, self._in_thread)
 
+    def _in_thread(self, seq: int, do: Callable[..., object], *args: Any) -> None:
+        run = partial(threads.survives, self._aside, do, *args, place="a plan, or a run")
+        with suppress(InternalError, ResourceLimitError):  # the controller was told
+            _submitted(self.plan_threads, self._lease, seq, 0, run)
 
-def _is_method(cls: type, name: str) -> bool:
-    kind = type(inspect.getattr_static(cls, name))
-    return kind not in (staticmethod, classmethod) and inspect.isfunction(getattr(cls, name, None))
+    def run_program(self, payload: bytes, task: bytes | None) -> Any:
+        """`Lease.run_program`; GroupBrokenError: the controller is gone."""
+        lease = self._lease
+        if lease is None:
+            group_id = next(iter(decode_order(payload)[2].group_ids))
+            raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
+        return self._until_exit(lease.run_program, payload, task)
 
+    def run_in_thread(self, payload: bytes, task: bytes | None) -> Future[Any]:
+        """`run_program` in a thread of ours, where it may wait; ResourceLimitError: none can be started."""
+        ticket, _, _ = decode_order(payload)
+        run = self.run_program, payload, task
+        return _submitted(self.kernel_threads, self._lease, ticket.seq, ticket.predecessor, *run)
 
-def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    partial = getattr(method, "_partialmethod", None) or getattr(method, "__partialmethod__", None)
-    if partial is not None and any(hasattr(one, BY_VALUE) for one in (partial, partial.func)):
-        by_value(method)  # a function that was made for this access
-    if inspect.isasyncgenfunction(method):
-        return _hold_async_generator(method, name)
-    if inspect.isgeneratorfunction(method):
-        return _hold_generator(method, name)
-    return _hold_coroutine(method, name) if inspect.iscoroutinefunction(method) else _hold_plain(method, name)
+    def _aside(self, do: Callable[..., object], *args: Any) -> None:
+        with suppress(RaycollectError):  # the controller was told
+            self._until_exit(do, *args)
 
-
-def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def held(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lent = LentToken.read(args[0]) if args else None
-        if lent is not None:
-            args = args[1:]
-        task = _outermost(name)
-        if task is None:
-            return method(self, *args, **kwargs)
+    def _until_exit(self, do: Callable[..., Any], *args: Any) -> Any:
         try:
-            with _called_by_ray(task, name):
-                args, kwargs = _resolve(args, kwargs)
-                with Runtime.method_guard():
-                    value = method(self, *args, **kwargs)
-            found = keep(method, task, value, lent)
-            if type(found) is direct_transport.Returned and lent is None:
-                Runtime.current().keeps(name)
-        except BaseException:
-            Runtime.note_end(task, is_over=False)
+            return do(*args)
+        except SystemExit:
+            self.exits()
             raise
-        if type(found) is not Returns:
-            Runtime.note_end(task, is_over=needs_nothing(found))
-        return found
 
-    return held
+    def pass_fence(self, controller: str, seq: int) -> None:
+        """`PlanQueue.pass_fence`, if that controller still has the lease."""
+        lease = self._lease
+        if lease is not None and lease.controller == controller:
+            lease.plan_queue.pass_fence(seq)
 
+    def leased(self) -> Lease:
+        """The lease; ConnectionLostError: the controller is gone."""
+        lease = self._lease
+        if lease is None:
+            raise ConnectionLostError(detail="the driver has ended")
+        return lease
 
-def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    async def held(self: Any, *args: Any, **kwargs: Any) -> Any:
-        task = _outermost(name)
-        if task is None:
-            return await method(self, *args, **kwargs)
-        with _called_by_ray(task, name):
-            args, kwargs = await _resolve_async(args, kwargs)
-            value = await method(self, *args, **kwargs)
-        return keep(method, task, value)
+    # ------------------------------------------------------------------------------------------ channel
 
-    return held
+    def opened(self, link: Link) -> None:
+        """A controller connected: it gets the lease, or hears which controller has it (P10)."""
+        hello = link.hello
+        controller, description = str(hello.get("controller")), str(hello.get("description"))
+        bell = _within_reach(lambda: CompletionBellClient(*convert(hello["bell"], tuple[Segment, int])))
+        order_bell = _within_reach(lambda: OrderBellClient(convert(hello["orders"], Segment)))
+        with self._lock:
+            if self._lease is not None and self._lease.controller != controller:
+                error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
+                link.send(Refused(error=to_wire(error)))
+                return
+            before = self._lease
+        if before is not None:  # first: it ends all groups of this controller
+            before.end("its controller came anew")
+        with self._lock:
+            self._lease = Lease(controller, description, link, self, bell, order_bell)
+            self._lenders.open(_lender(link))
+            keeping = sorted(self._keeping)
+        link.send(Welcome(group_id=""))
+        for method in keeping:
+            link.send(Keeps(method=method))
 
-
-def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def held(self: Any, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        task = _outermost(name)
-        if task is None:
-            return (yield from method(self, *args, **kwargs))
-        with _called_by_ray(task, name):
-            args, kwargs = _resolve(args, kwargs)
-            items = method(self, *args, **kwargs)
-        index = _first_index(method, sys._getframe())
-        is_over = False
-        try:
-            with Runtime.method_guard():
-                while True:
-                    with _called_by_ray(task, name):
-                        try:
-                            value = next(items)
-                        except StopIteration:
-                            is_over = True
-                            return None
-                    yield keep_item(method, task, index, value, streamed=True)
-                    index += bool(index)
-        finally:
-            Runtime.note_end(task, is_over=is_over)
-
-    return held
-
-
-def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    async def held(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        task = _outermost(name)
-        if task is None:
-            async for value in method(self, *args, **kwargs):
-                yield value
+    def received(self, link: Link, message: Message) -> None:
+        """A message of the controller; on the channel's thread, so nothing here may wait."""
+        if isinstance(message, Unused):
+            self._lenders.unused(_lender(link), message.keys)
             return
-        with _called_by_ray(task, name):
-            args, kwargs = await _resolve_async(args, kwargs)
-            items = method(self, *args, **kwargs)
-        index = _first_index(method, sys._getframe())
-        while True:
-            with _called_by_ray(task, name):
-                try:
-                    value = await anext(items)
-                except StopAsyncIteration:
-                    return
-            yield keep_item(method, task, index, value, streamed=True)
-            index += bool(index)
+        lease = self._lease
+        if lease is None or lease.link is not link:
+            raise ProtocolError(detail=f"{type(message).__name__} from a controller without the lease")
+        if isinstance(message, Bye):
+            self._end_lease(lease, "the controller said goodbye")
+        else:
+            lease.received(message)
 
-    return held
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        """A controller is gone: what it drove ends, and another one may come."""
+        self._lenders.close(_lender(link), partial(ray_internals.is_alive, str(link.hello.get("worker"))))
+        lease = self._lease
+        if lease is not None and lease.link is link:
+            self._end_lease(lease, f"the controller is gone ({reason.detail})")
 
+    def serve_data(self, link: DataLink) -> None:
+        """Serves fetches, on a thread per connection."""
+        fetch.serve(link, self.store, introspection.look_at_process)
 
-def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
-    """The index of the first item of a generator that Ray has just begun; a streaming one's own ref has index 1."""
-    declared = isinstance(getattr(method, "__ray_num_returns__", None), int)
-    if ray_internals.is_streamed(frame, unknown=not declared):
-        return 2
-    return 1 if declared else UNKNOWN
-
-
-def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
-    """Keeps a value of the driver, as if this method had made it; in a list that has it so many times."""
-    return [value] * copies if copies else value
+    def _end_lease(self, lease: Lease, reason: str) -> None:
+        lease.end(reason)
+        with self._lock:
+            self._lease = None
 
 
-# Not `_raycollect_...`: plans are behind them, as behind the methods of users.
-CollectiveParticipant.__raycollect_give_kept__ = _hold(  # type: ignore[attr-defined]
-    lambda self, capture, seq: Runtime.current().leased().captured_step(capture).runner.take_kept(seq),
-    "__raycollect_give_kept__",
-)
-CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_take_in__")  # type: ignore[attr-defined]
+def _submitted(workers: ThreadPoolExecutor, lease: Lease | None, seq: int, predecessor: int, *call: Any) -> Future[Any]:
+    try:
+        return threads.submit(workers, *call)
+    except RuntimeError as exc:
+        error = threads.failed("starting a thread for a plan, or a run,", exc)
+        if lease is not None:
+            lease.not_begun(seq, error, predecessor)
+        raise anew(error) from exc
 
 
-# ---------------------------------------------------------------------------------------------- captured steps
+def _within_reach(end: Callable[[], _Bell]) -> _Bell | None:
+    """This participant's end of a bell that the controller told of; None if it told of none, or it is out of reach."""
+    try:
+        return end()
+    except (ValidationError, OSError, ValueError, TypeError, LookupError):
+        return None
 
 
-def _invoker(actor: Any, loop: asyncio.AbstractEventLoop | None, names: Sequence[str]) -> Invoke:
-    """What calls methods in the runs of a captured step, in the actor's loop if it has one; nothing is kept of them.
+def _lender(link: Link) -> bytes:
+    """By what name who is at the other end lends tokens."""
+    name = link.hello.get("owner")
+    return name if isinstance(name, bytes) else link.peer.encode()
+
+
+def this_participant() -> Participant:
+    """The actor that this process is, as a participant, made on first use; inside one of its methods."""
+    return this_runtime().part(Participant, Participant.of_actor)
+
+
+def describe(actor: Any) -> dict[str, Any]:
+    """Says who this actor is; the controller asks when a group is formed. Inside the actor."""
+    methods = (inspect.getattr_static(type(actor), name) for name in dir(type(actor)))
+    overlap = any(hasattr(m, "__ray_concurrency_group__") for m in methods)
+    return this_participant().describe(ordered=not overlap and ray_internals.is_ordered())
+
+
+def gpu(actor: Any) -> Gpu | None:
+    """Says which GPU this actor has for a group. Inside the actor."""
+    return gpus.here()
+
+
+def run_program(actor: Any, payload: bytes) -> None:
+    """Runs this rank's part in a plan, which has no outputs here. Inside the actor.
+
+    On an async actor this function runs on the event loop, which must not wait. Methods overlap there, so that another
+    thread runs the plan, and the controller hears of its end over the channel.
+    """
+    this_participant().run_task(payload, ray_internals.current_task())
+
+
+def mark_written(tensor: Any) -> None:
+    """Says that a tensor which a failed collective left half-written is whole again. Call it inside the actor.
+
+    Args:
+        tensor: An array, or a list, tuple or dict of arrays, that the caller has overwritten.
 
     Raises:
-        InvalidArgumentError: The actor has no such method.
-        UnsupportedError: It is a generator, which gives no value.
+        NotATensorError: It is something else, such as a ref.
     """
-    methods = {name: _method(actor, name) for name in names}
-
-    def invoke(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        Runtime.may_begin()
-        token = _inside.set(True)
-        try:
-            return methods[name](*args, **kwargs)
-        finally:
-            _inside.reset(token)
-
-    async def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        value = invoke(name, args, kwargs)  # in a context of this call's own
-        return await value if inspect.iscoroutine(value) else value
-
-    def invoke_there(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        token = _inside.set(True)  # the loop takes over the context
-        try:
-            return asyncio.run_coroutine_threadsafe(call(name, args, kwargs), loop).result()  # type: ignore[arg-type]
-        finally:
-            _inside.reset(token)
-
-    return invoke if loop is None else invoke_there
-
-
-def _method(actor: Any, name: str) -> Callable[..., Any]:
-    found = inspect.getattr_static(type(actor), name, None)
-    method = getattr(actor, name, None) if found is not None else None
-    if not callable(method):
-        public = (other for other in dir(type(actor)) if not other.startswith("_"))
-        known = [other for other in public if callable(inspect.getattr_static(type(actor), other))]
-        raise _wrong_method("argument", f"{name!r}, which {type(actor).__name__} lacks", f"one of {listed(known)}")
-    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise _wrong_method("unsupported", f"{name!r}, a generator", "one that returns its value")
-    return method  # type: ignore[no-any-return]
-
-
-def _wrong_method(kind: str, found: str, expected: str) -> RefusedError:
-    return refusal("capture", "", (Violation(kind=kind, field="method", found=found, expected=expected),))
-
-
-# ---------------------------------------------------------------------------------------------- one call
-
-
-def _outermost(name: str) -> bytes | None:
-    """The task, if Ray called this method itself; None: the class's own code did."""
-    if _inside.get():
-        return None
-    task = ray_internals.current_task()
-    return task if task is not None and ray_internals.current_method() == name else None
-
-
-@contextmanager
-def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
-    """Around a method: notes its exception under its task, and its time in the timeline."""
-    token, ring = _inside.set(True), Tracer.current().ring
-    began_s = 0.0 if ring is None else ring.clock()
-    try:
-        Runtime.may_begin(name)
-        yield
-    except SystemExit:
-        Runtime.exits()
-        raise
-    except Exception as exc:
-        Runtime.current().store.fail(task, f"{type(exc).__name__}: {exc}")
-        raise
-    finally:
-        _inside.reset(token)
-        if ring is not None:
-            ring.ended(METHOD, name, began_s)
-
-
-def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces handles among the arguments by tensors, as Ray replaces refs by values."""
-    if not any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
-        return args, kwargs
-    return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
-
-
-_fetching = threads.pool("raycollect-fetch", MOST_FETCHING)
-
-
-async def _resolve_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`_resolve`, which waits only where tensors are elsewhere, and then in a thread."""
-    handles = [value for value in (*args, *kwargs.values()) if isinstance(value, Handle)]
-    if not handles:
-        return args, kwargs
-    here = ray_internals.worker_id()
-    if all(handle.incarnation == here for handle in handles):
-        return _resolve(args, kwargs)
-    return await threads.awaitable(_resolve_here, args, kwargs, workers=_fetching)
-
-
-def _resolve_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    try:
-        return _resolve(args, kwargs)
-    except (RaycollectError, MemoryError):
-        raise
-    except Exception as exc:
-        raise threads.failed("fetching the arguments of a coroutine", exc) from exc
-
-
-def _value(argument: Any) -> Any:
-    return argument.fetch_for_use() if isinstance(argument, Handle) else argument
+    container = Container.of(tensor, arrays.is_tensor)
+    if container is None:
+        expected = "tensors of this process: call it in a method of the actor that has them"
+        found = obstacle(tensor, arrays.is_tensor).removeprefix("it is ")
+        wrong = Violation(kind="not_tensor", field="tensor", found=found, expected=expected)
+        raise refusal("mark_written", "", (wrong,))
+    store = this_runtime().instruments.store
+    store.mark_written([arrays.byte_range(arrays.memory(t)) for t in container.tensors])

@@ -24,8 +24,7 @@ from raycollect.channel.messages import Behind, Listens, Order, Waiting
 from raycollect.core import threads
 from raycollect.core.model import UNKNOWN_TASK, Key
 from raycollect.errors import PlanAbortedError
-from raycollect.member import method_lock
-from raycollect.member.finished_calls import FinishedCalls
+from raycollect.member.methods import Methods
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import run_steps
@@ -53,7 +52,7 @@ class PlanQueue:
 
     Args:
         bell: Where the controller may ring; None: all comes over the channel.
-        method_lock: What methods that Ray calls hold if they come one by one.
+        methods: Those of the actor.
     """
 
     def __init__(
@@ -61,15 +60,14 @@ class PlanQueue:
         store: Store,
         sequencer: PlanSequencer,
         reporter: Reporter,
-        finished_calls: FinishedCalls,
-        method_lock: threading.Lock,
+        methods: Methods,
         bell: OrderBellClient | None = None,
     ) -> None:
         self._store = store
-        self._finished_calls = finished_calls
+        self._methods = methods
+        self._finished_calls = methods.finished_calls
         self._sequencer = sequencer
         self._reporter = reporter
-        self._method_lock = method_lock
         self._bell = bell
         self._waiting: SimpleQueue[Came | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
@@ -129,7 +127,7 @@ class PlanQueue:
             return finished_calls.is_over(task) is not None or goes_on()
 
         while not finished_calls.wait_for(is_told, ASK_S):
-            if not self._method_lock.locked():
+            if not self._methods.lock.locked():
                 break
         if not goes_on() and not finished_calls.is_over(task):
             # Ray may be pickling the result, or never begins the call: it was cancelled, or its arguments have failed.
@@ -140,7 +138,7 @@ class PlanQueue:
 
     def without_methods(self, seq: int) -> AbstractContextManager[None]:
         """Keeps the methods that Ray calls from running; PlanAbortedError: the plan was aborted while one ran."""
-        return method_lock.Held(self._method_lock, seq, partial(self._sequencer.reason, seq))
+        return self._methods.without(seq, partial(self._sequencer.reason, seq))
 
     def wait_for_operands(self, seq: int, keys: Sequence[Key]) -> None:
         """Waits for the operands of a plan; PlanAbortedError: it was aborted meanwhile."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from raycollect.channel import Link
 from raycollect.channel.messages import Done, Message, Stuck, Unable
@@ -18,10 +17,8 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
+from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer
-
-if TYPE_CHECKING:
-    from raycollect.member.runtime import Runtime
 
 MOST_VIOLATIONS = 500
 """How many reasons of a refusal are told: those of thousands of calls, on all ranks, would not fit into a message."""

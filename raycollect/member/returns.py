@@ -11,7 +11,7 @@ from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.errors.text import a_type
 from raycollect.member.finished_calls import is_inert
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import Participant
 from raycollect.pos import Container, unkept
 from raycollect.pos.handle import Handle
 
@@ -22,14 +22,15 @@ UNKNOWN = 0
 """In place of an index: the caller chose a `num_returns` of its own, which can't be known here."""
 
 
-def keep(method: Callable[..., Any], task: bytes, value: Any, lent: LentToken | None = None) -> Any:
+def keep(here: Participant, method: Callable[..., Any], task: bytes, value: Any, lent: LentToken | None = None) -> Any:
     """Keeps all that a method returns, if it is to be kept; what Ray gets in its place."""
     if type(value) in (list, tuple) and not hasattr(method, BY_VALUE):
-        return Returns(task, value, lent)
-    return keep_item(method, task, 1, value, lent, is_all=True)
+        return Returns(here, task, value, lent)
+    return keep_item(here, method, task, 1, value, lent, is_all=True)
 
 
 def keep_item(
+    here: Participant,
     method: Callable[..., Any],
     task: bytes,
     index: int,
@@ -42,7 +43,7 @@ def keep_item(
     """Keeps a return or an item, if it is to be kept; `is_all`: there are no others, however many refs there are."""
     container = None if hasattr(method, BY_VALUE) else _kept(value)
     if container is not None and index != UNKNOWN:
-        handle = Runtime.current().keep(task_key(task, index), container, lent, streamed=streamed)
+        handle = here.keep(task_key(task, index), container, lent, streamed=streamed)
         return direct_transport.Returned(handle, value, {type(tensor) for tensor in container.tensors})
     if not isinstance(value, Handle):
         found = _NOT_DECLARED
@@ -50,7 +51,7 @@ def keep_item(
             marked = hasattr(method, BY_VALUE)
             found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.told)
         whose = task if is_all or index == UNKNOWN else task_key(task, index)  # the others may be tensors
-        Runtime.current().store.pass_by(whose, found)
+        here.store.pass_by(whose, found)
     return value
 
 
@@ -70,7 +71,8 @@ class Returns:
     one value, which is kept under the one ref if it holds only tensors.
     """
 
-    def __init__(self, task: bytes, value: Any, lent: LentToken | None) -> None:
+    def __init__(self, here: Participant, task: bytes, value: Any, lent: LentToken | None) -> None:
+        self._here = here
         self._task = task
         self._value = value
         self._lent = lent
@@ -83,17 +85,17 @@ class Returns:
         return (self[i] for i in range(len(self._value)))
 
     def __getitem__(self, i: int) -> Any:
-        found = keep_item(Returns, self._task, i + 1, self._value[i])
+        found = keep_item(self._here, Returns, self._task, i + 1, self._value[i])
         self._is_inert = self._is_inert and needs_nothing(found)
         if i == len(self._value) - 1:
-            Runtime.note_end(self._task, is_over=self._is_inert)
+            self._here.methods.note_end(self._task, is_over=self._is_inert)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = keep_item(Returns, self._task, 1, self._value, self._lent)
+        found = keep_item(self._here, Returns, self._task, 1, self._value, self._lent)
         if type(found) is direct_transport.Returned and self._lent is None:
-            Runtime.current().keeps(ray_internals.current_method())
-        Runtime.note_end(self._task, is_over=needs_nothing(found))
+            self._here.keeps(ray_internals.current_method())
+        self._here.methods.note_end(self._task, is_over=needs_nothing(found))
         return _same, (found,)
 
 

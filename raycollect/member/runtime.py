@@ -1,417 +1,125 @@
-"""The participant's process: its store, its control endpoint, and the controller that has its lease.
+"""What a process holds for its groups and its tensors, and where Ray's and users' calls find it.
 
-`describe`, `gpu` and `run_program` are what the controller runs through `__ray_call__` on actors without the mixin.
+Whoever is called by Ray or by a user asks `this_runtime` once; from there on the `Runtime` is passed.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
-import secrets
 import threading
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property, partial
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import ray
-from msgspec import ValidationError, convert
-
-from raycollect.backends import Gpu, arrays, gpus, streams
-from raycollect.channel import CompletionBellClient, DataLink, Link, OrderBellClient, Server
-from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
-from raycollect.core import ray_internals, threads
-from raycollect.core.call_tokens import LentToken
-from raycollect.core.direct_transport import Returned
-from raycollect.core.model import Key, Segment
-from raycollect.core.serialization import take_over
+from raycollect.core.model import TensorInfo
+from raycollect.core.protocols import Faults, NoFaults
 from raycollect.engine.instruments import Instruments
-from raycollect.errors import (
-    ChannelError,
-    ConnectionLostError,
-    ControllerConflictError,
-    GroupBrokenError,
-    InternalError,
-    ProtocolError,
-    RaycollectError,
-    ResourceLimitError,
-    Violation,
-    anew,
-    refusal,
-    to_wire,
-)
 from raycollect.group.process_groups import ProcessGroups
-from raycollect.member import introspection
-from raycollect.member.finished_calls import FinishedCalls
-from raycollect.member.lease import Lease
-from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.planner import decode_order
-from raycollect.pos import Container, Store, fetch, obstacle
-from raycollect.pos.handle import Handle
-from raycollect.pos.ref_tokens import RefTokenPool
+from raycollect.observe import Recorder, Tracer
+from raycollect.observe.timeline_session import Timelines
+from raycollect.pos import Store, tensors
 
-STORE_LIMIT_WITHOUT_TOKENS = 1024
-"""How many values a store holds if Ray can't tell when a ref is gone."""
-
-MOST_WAITING = 64
-"""How many programs of an async actor that make outputs may wait for their predecessors and operands.
-
-Ray may bring those later, so they must not wait for the same thread. Programs without outputs take another thread when
-their predecessors have ended.
-"""
-
-STREAMED_KEPT = 64
-"""How many of the newest values that generators yielded are kept, whatever Ray says of their refs.
-
-Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
-it (docs/adr/0001-ray-internals.md); without this, an item could be freed before it is first used.
-"""
-
-_Bell = TypeVar("_Bell")
-_OVERLAP: AbstractContextManager[None] = nullcontext()
+_Part = TypeVar("_Part")
 
 
 class Runtime:
-    """What a participant's process holds. Made on first use, by `Runtime.current()`."""
+    """What a process holds. Any thread may use it; it needs no Ray.
 
-    _current: Runtime | None = None
-    _making = threading.Lock()
-
-    @classmethod
-    def current(cls) -> Runtime:
-        """The runtime of this process; any thread."""
-        if cls._current is None:
-            with cls._making:
-                if cls._current is None:
-                    cls._current = cls()
-        return cls._current
-
-    @classmethod
-    def method_guard(cls) -> AbstractContextManager[Any]:
-        """What a method that Ray calls holds while it runs: the method lock, if methods come in order.
-
-        A process that is no participant yet needs no lock: a method makes it one.
-        """
-        here = cls._current
-        return here.method_lock if here is not None and here.is_ordered else _OVERLAP
-
-    @classmethod
-    def may_begin(cls, called_by_ray: str = "") -> None:
-        """Raises what keeps the methods of this actor, or that method which Ray calls, from running.
-
-        Ray does not tell whether an actor with tensor transport has concurrency groups of its own. If no method of the
-        class names one, a call with ``.options(concurrency_group=...)`` shows it, too late for what was ordered before.
-        """
-        here = cls._current
-        if here is None:
-            return
-        if here.refusals:
-            raise anew(next(iter(here.refusals.values())))
-        if called_by_ray and here.is_ordered and threading.get_ident() != here._methods_thread:
-            expected = f"@ray.method(concurrency_group=...) at {called_by_ray!r}: then the actor is not ordered"
-            found = f"{called_by_ray!r} in a concurrency group that only its caller names"
-            wrong = Violation(kind="unsupported", field="method", found=found, expected=expected, actor=here.actor)
-            raise refusal(called_by_ray, "", (wrong,))
-
-    @classmethod
-    def note_end(cls, task: bytes, *, is_over: bool) -> None:
-        """`FinishedCalls.note`, where plans may wait for it."""
-        here = cls._current
-        if here is not None and here.is_ordered:
-            here.finished_calls.note(task, is_over=is_over)
-
-    @classmethod
-    def exits(cls) -> None:
-        """This process is about to end (`sys.exit`, `ray.actor.exit_actor`): tells the controller.
-
-        The controller would notice the end itself, but Ray may take ten seconds for it.
-        """
-        here = cls._current
-        lease = None if here is None else here._lease
-        if lease is not None:
-            lease.link.close()
-
-    def __init__(self) -> None:
-        take_over(Handle, Handle.form)
-        take_over(Returned, Returned.form)
-        self._tokens = RefTokenPool(self._forget)
-        self.process_groups: ProcessGroups = ProcessGroups.current()
-        self.instruments: Instruments = self.process_groups.instruments
-        self.store: Store = self.instruments.store
-        self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
-        self.kernel_threads: ThreadPoolExecutor = threads.pool("raycollect-kernel", MOST_WAITING)
-        # Separate: plans that make outputs may take all kernel threads, and wait for one of these.
-        self.plan_threads: ThreadPoolExecutor = threads.pool("raycollect-plan", MOST_WAITING)
-        self.actor_id: str = ray_internals.current_actor_id()
-        self.actor: str = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
-        self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
-        self.is_ordered: bool = False  # whether methods of this actor come one by one; known when it is described
-        self._methods_thread: int = 0  # in which Ray runs them, if they come one by one
-        # If methods come one by one, held by a method that Ray calls, or by what must not run beside one.
-        self.method_lock: threading.Lock = threading.Lock()
-        self.finished_calls: FinishedCalls = FinishedCalls()
-        self.watch: WaitMonitor = WaitMonitor()
-        self.refusals: dict[object, RaycollectError] = {}  # why methods can't run now, by what says so
-        self._lenders = TokenLenders(self.store)
-        self._keeping: set[str] = set()  # the methods that have returned tensors
-        self._lease: Lease | None = None
-        self._lock = threading.Lock()  # guards the last two
-        secret = secrets.token_bytes(32)
-        self._server = Server(ray_internals.node_address(), secret, self)
-        fetch.register_local(secret, self.store)
-
-    @cached_property
-    def incarnation(self) -> str:
-        """Which start of the actor this is."""
-        return ray_internals.worker_id()
-
-    # ------------------------------------------------------------------------------------------ values
-
-    def describe(self, *, ordered: bool) -> dict[str, Any]:
-        """The fields of `Member` less the rank; `ordered` is False if the class says that its methods overlap."""
-        context = ray.get_runtime_context()
-        self.is_ordered = ordered and ray_internals.is_ordered()
-        self._methods_thread = threading.get_ident()
-        return {
-            "actor_id": self.actor_id,
-            "actor": self.actor,
-            "address": self._server.address,
-            "machine": ray_internals.machine_id(),
-            "node_id": context.get_node_id(),
-            "pid": os.getpid(),
-            "incarnation": self.incarnation,
-            "ordered": self.is_ordered,
-            "participant": False,
-            "accelerators": tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
-        }
-
-    def keep(self, key: Key, container: Container, lent: LentToken | None = None, *, streamed: bool = False) -> Handle:
-        """Keeps a value under a key and makes its handle.
-
-        Args:
-            key: The key.
-            container: The value.
-            lent: A token of the caller's.
-            streamed: Whether a generator yielded it.
-        """
-        infos = tuple(map(arrays.describe, container.tensors))
-        streams.settle(infos)  # what the method has left to a GPU comes before what plans do
-        is_lent = lent is not None and self._lenders.note(lent.owner, key)
-        handle = Handle(
-            key=key,
-            actor_id=self.actor_id,
-            actor=self.actor,
-            address=self._server.address,
-            structure=container.structure,
-            infos=infos,
-            incarnation=self.incarnation,
-            placements=container.placements,
-            token=lent.token if lent is not None and is_lent else self._tokens.take(key),
-            packed=lent.packed if lent is not None and is_lent else None,
-        )
-        self.store.put(key, container)
-        if streamed:
-            self._streamed.append(handle.token)
-        return handle
-
-    def keep_output(self, key: Key, container: Container) -> Handle | None:
-        """Keeps what a plan has made; returns its handle where a task of Ray's returns that."""
-        return self.keep(key, container)
-
-    def task_of(self, seq: int) -> bytes | None:
-        """Under the returns of which task the outputs of a plan are kept that no actor task has brought."""
-        return None
-
-    def keeps(self, method: str) -> None:
-        """A method has returned tensors, and was lent no token: the controller is to lend one to its next calls."""
-        with self._lock:
-            is_new, lease = method not in self._keeping, self._lease
-            self._keeping.add(method)
-        if is_new and lease is not None:
-            with suppress(ConnectionLostError):
-                lease.link.send(Keeps(method=method))
-
-    def _forget(self, key: Key) -> None:
-        self.store.free([key])
-
-    # ------------------------------------------------------------------------------------------ actor tasks
-
-    def run_task(self, payload: bytes, task: bytes | None) -> Any:
-        """Does what `run_program` does, for an actor task that Ray runs in a thread of its own.
-
-        If methods overlap, Ray has few threads and starts tasks in any order: plans that came early would keep these
-        threads from the methods and plans for which they wait. So a plan takes one of our threads when its predecessor
-        has ended. A plan with outputs has to stay, as they are the returns of its task.
-        """
-        return None if self.hand_over(payload) else self.run_program(payload, task)
-
-    def hand_over(self, payload: bytes) -> bool:
-        """Lets one of our threads run a plan, if methods overlap; see `Lease.hand_over`."""
-        lease = self._lease
-        return lease is not None and lease.hand_over(payload, self._in_thread)
-
-    def _in_thread(self, seq: int, do: Callable[..., object], *args: Any) -> None:
-        run = partial(threads.survives, _aside, do, *args, place="a plan, or a run")
-        with suppress(InternalError, ResourceLimitError):  # the controller was told
-            _submitted(self.plan_threads, self._lease, seq, 0, run)
-
-    def run_program(self, payload: bytes, task: bytes | None) -> Any:
-        """`Lease.run_program`; GroupBrokenError: the controller is gone."""
-        lease = self._lease
-        if lease is None:
-            group_id = next(iter(decode_order(payload)[2].group_ids))
-            raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
-        return _until_exit(lease.run_program, payload, task)
-
-    def pass_fence(self, controller: str, seq: int) -> None:
-        """`PlanQueue.pass_fence`, if that controller still has the lease."""
-        lease = self._lease
-        if lease is not None and lease.controller == controller:
-            lease.plan_queue.pass_fence(seq)
-
-    def leased(self) -> Lease:
-        """The lease; ConnectionLostError: the controller is gone."""
-        lease = self._lease
-        if lease is None:
-            raise ConnectionLostError(detail="the driver has ended")
-        return lease
-
-    # ------------------------------------------------------------------------------------------ channel
-
-    def opened(self, link: Link) -> None:
-        """A controller connected: it gets the lease, or hears which controller has it (P10)."""
-        hello = link.hello
-        controller, description = str(hello.get("controller")), str(hello.get("description"))
-        bell = _within_reach(lambda: CompletionBellClient(*convert(hello["bell"], tuple[Segment, int])))
-        order_bell = _within_reach(lambda: OrderBellClient(convert(hello["orders"], Segment)))
-        with self._lock:
-            if self._lease is not None and self._lease.controller != controller:
-                error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
-                link.send(Refused(error=to_wire(error)))
-                return
-            before = self._lease
-        if before is not None:  # first: it ends all groups of this controller
-            before.end("its controller came anew")
-        with self._lock:
-            self._lease = Lease(controller, description, link, self, bell, order_bell)
-            self._lenders.open(_lender(link))
-            keeping = sorted(self._keeping)
-        link.send(Welcome(group_id=""))
-        for method in keeping:
-            link.send(Keeps(method=method))
-
-    def received(self, link: Link, message: Message) -> None:
-        """A message of the controller; on the channel's thread, so nothing here may wait."""
-        if isinstance(message, Unused):
-            self._lenders.unused(_lender(link), message.keys)
-            return
-        lease = self._lease
-        if lease is None or lease.link is not link:
-            raise ProtocolError(detail=f"{type(message).__name__} from a controller without the lease")
-        if isinstance(message, Bye):
-            self._end_lease(lease, "the controller said goodbye")
-        else:
-            lease.received(message)
-
-    def closed(self, link: Link, reason: ChannelError) -> None:
-        """A controller is gone: what it drove ends, and another one may come."""
-        self._lenders.close(_lender(link), partial(ray_internals.is_alive, str(link.hello.get("worker"))))
-        lease = self._lease
-        if lease is not None and lease.link is link:
-            self._end_lease(lease, f"the controller is gone ({reason.detail})")
-
-    def serve_data(self, link: DataLink) -> None:
-        """Serves fetches, on a thread per connection."""
-        fetch.serve(link, self.store, introspection.look_at_process)
-
-    def _end_lease(self, lease: Lease, reason: str) -> None:
-        lease.end(reason)
-        with self._lock:
-            self._lease = None
-
-
-def run_in_thread(here: Runtime, payload: bytes, task: bytes | None) -> Future[Any]:
-    """`Runtime.run_program` in a thread of ours, where it may wait; ResourceLimitError: none can be started."""
-    ticket, _, _ = decode_order(payload)
-    run = here.run_program, payload, task
-    return _submitted(here.kernel_threads, here._lease, ticket.seq, ticket.predecessor, *run)
-
-
-def _submitted(workers: ThreadPoolExecutor, lease: Lease | None, seq: int, predecessor: int, *call: Any) -> Future[Any]:
-    try:
-        return threads.submit(workers, *call)
-    except RuntimeError as exc:
-        error = threads.failed("starting a thread for a plan, or a run,", exc)
-        if lease is not None:
-            lease.not_begun(seq, error, predecessor)
-        raise anew(error) from exc
-
-
-def _aside(do: Callable[..., object], *args: Any) -> None:
-    with suppress(RaycollectError):  # the controller was told
-        _until_exit(do, *args)
-
-
-def _until_exit(do: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return do(*args)
-    except SystemExit:
-        Runtime.exits()
-        raise
-
-
-def _within_reach(end: Callable[[], _Bell]) -> _Bell | None:
-    """This participant's end of a bell that the controller told of; None if it told of none, or it is out of reach."""
-    try:
-        return end()
-    except (ValidationError, OSError, ValueError, TypeError, LookupError):
-        return None
-
-
-def _lender(link: Link) -> bytes:
-    """By what name who is at the other end lends tokens."""
-    name = link.hello.get("owner")
-    return name if isinstance(name, bytes) else link.peer.encode()
-
-
-def describe(actor: Any) -> dict[str, Any]:
-    """Says who this actor is; the controller asks when a group is formed. Inside the actor."""
-    methods = (inspect.getattr_static(type(actor), name) for name in dir(type(actor)))
-    return Runtime.current().describe(ordered=not any(hasattr(m, "__ray_concurrency_group__") for m in methods))
-
-
-def gpu(actor: Any) -> Gpu | None:
-    """Says which GPU this actor has for a group. Inside the actor."""
-    return gpus.here()
-
-
-def run_program(actor: Any, payload: bytes) -> None:
-    """Runs this rank's part in a plan, which has no outputs here. Inside the actor.
-
-    On an async actor this function runs on the event loop, which must not wait. Methods overlap there, so that another
-    thread runs the plan, and the controller hears of its end over the channel.
-    """
-    Runtime.current().run_task(payload, ray_internals.current_task())
-
-
-def mark_written(tensor: Any) -> None:
-    """Says that a tensor which a failed collective left half-written is whole again. Call it inside the actor.
+    Two of them in one process are like two processes that share their memory: each has groups, tensors and timelines of
+    its own, and a rank of one may be in a group with a rank of the other.
 
     Args:
-        tensor: An array, or a list, tuple or dict of arrays, that the caller has overwritten.
+        clock: The time in seconds; never goes back.
+        faults: Where tests inject failures.
+        allocate: Makes outputs, scratch and staging memory; raises MemoryError.
 
-    Raises:
-        NotATensorError: It is something else, such as a ref.
+    Attributes:
+        tracer: Whether the process records a timeline.
+        timelines: Those that it records of itself and of what it drives.
+        instruments: What programs run with.
+        process_groups: The groups of which it is a member.
+        watch: Its waits that hold up an actor's methods.
     """
-    container = Container.of(tensor, arrays.is_tensor)
-    if container is None:
-        expected = "tensors of this process: call it in a method of the actor that has them"
-        found = obstacle(tensor, arrays.is_tensor).removeprefix("it is ")
-        wrong = Violation(kind="not_tensor", field="tensor", found=found, expected=expected)
-        raise refusal("mark_written", "", (wrong,))
-    ProcessGroups.current().instruments.store.mark_written(
-        [arrays.byte_range(arrays.memory(t)) for t in container.tensors]
-    )
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        faults: Faults | None = None,
+        allocate: Callable[[TensorInfo], Any] = tensors.allocate,
+    ) -> None:
+        self.tracer: Tracer = Tracer()
+        self.instruments: Instruments = Instruments(
+            store=Store(),
+            recorder=Recorder(clock),
+            clock=clock,
+            faults=faults or NoFaults(),
+            allocate=allocate,
+            tracer=self.tracer,
+        )
+        self.process_groups: ProcessGroups = ProcessGroups(self.instruments.shapes, self.tracer)
+        self.timelines: Timelines = Timelines(self.tracer, self.process_groups.places)
+        self.watch: WaitMonitor = WaitMonitor()
+        self._parts: dict[type, Any] = {}
+        self._making = threading.RLock()  # a part may need another one
+
+    def part(self, kind: type[_Part], make: Callable[[Runtime], _Part]) -> _Part:
+        """What else a process has one of, by its type; `make` makes it on first use."""
+        found: _Part | None = self._parts.get(kind)
+        if found is None:
+            with self._making:
+                found = self._parts.get(kind)
+                if found is None:
+                    found = self._parts[kind] = make(self)
+        return found
+
+    def find(self, kind: type[_Part]) -> _Part | None:
+        """A part that was made; None: there is none yet."""
+        return self._parts.get(kind)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Calls of this thread inside the block are made with this runtime, and not with that of the process."""
+        token = _entered.set(self)
+        try:
+            yield
+        finally:
+            _entered.reset(token)
+
+
+_entered: ContextVar[Runtime | None] = ContextVar("raycollect_runtime", default=None)
+
+
+class _Process:
+    """Holds the runtime of this process. A forked child begins without one, and keeps its parent's as it is."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self._inherited: list[Runtime] = []
+        self._making = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin_in_child)
+
+    def make(self) -> Runtime:
+        with self._making:
+            if self.runtime is None:
+                self.runtime = Runtime()
+            return self.runtime
+
+    def _begin_in_child(self) -> None:
+        self._making = threading.Lock()  # a thread that no longer exists may hold it
+        _entered.set(None)
+        if self.runtime is not None:  # nothing of it may end here
+            self._inherited.append(self.runtime)
+            self.runtime = None
+
+
+_process = _Process()
+
+
+def this_runtime() -> Runtime:
+    """The runtime of this process, made on first use; inside `Runtime.entered`, that one. Any thread may call it."""
+    return _entered.get() or _process.runtime or _process.make()

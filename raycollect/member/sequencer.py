@@ -37,12 +37,16 @@ class PlanSequencer:
     Plans have increasing numbers, and each names the one before it on this participant. A plan that was aborted before
     it came keeps its place in the order and does nothing.
 
+    Args:
+        tracer: Whether waits are recorded.
+
     Attributes:
         begun: The latest plan that has begun here.
         aborted: Why plans are aborted that have not ended. Of one that has begun it tells all that `reason` does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer or Tracer()
         self.begun: int = 0
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -65,7 +69,7 @@ class PlanSequencer:
                 return
             if not self.has_ended(predecessor):
                 self._later.setdefault(predecessor, []).append(go)
-                ring = Tracer.current().ring
+                ring = self._tracer.ring
                 if ring is not None:
                     self._came[seq] = ring.clock()
                 return
@@ -95,7 +99,7 @@ class PlanSequencer:
             if predecessor > self._settled and predecessor not in self._ended and not self._closed:
                 self._wait(seq, predecessor)
             if self._came:
-                ring, came_s = Tracer.current().ring, self._came.pop(seq, None)
+                ring, came_s = self._tracer.ring, self._came.pop(seq, None)
                 if ring is not None and came_s is not None:
                     ring.waited(_EARLIER, came_s, seq)
             self.begun = max(self.begun, seq)
@@ -110,7 +114,7 @@ class PlanSequencer:
             return reason
 
     def _wait(self, seq: int, predecessor: int) -> None:
-        ring = Tracer.current().ring
+        ring = self._tracer.ring
         began_s = 0.0 if ring is None else ring.clock()
         run_steps.here().at = "waits for the one before it"
         while not self.has_ended(predecessor) and not self._closed:

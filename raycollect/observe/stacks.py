@@ -18,7 +18,7 @@ LINES = 12
 LINE_LENGTH = 200
 
 _HERE = str(Path(__file__).parents[1])
-_ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/", "/raycollect/member/participant.py"
+_ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/", "/raycollect/member/mixin.py"
 """Parts of paths of files that call methods: event loops and futures, Ray's hooks, and what the mixin puts around
 methods (it comes with its class, from wherever the driver has it)."""
 _THREADING = "/threading.py"

@@ -19,7 +19,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from raycollect.channel.messages import Collect, Message, Record, Tick, Ticked, Unable
 from raycollect.core import ray_internals
@@ -110,22 +110,77 @@ class _Tracked:
         return Missing(name=info["actor"], host=info["address"].host, pid=info["pid"], why=why)
 
 
+class Timelines:
+    """The timelines that a process records of itself and of what it drives, one at a time. Any thread may call it.
+
+    Args:
+        tracer: What tells the process that it is recorded.
+        groups: Gives the groups of the process, by id.
+
+    Attributes:
+        running: The one that is recorded now; None: none is.
+        last: What the last one came to; None: there was none.
+    """
+
+    def __init__(self, tracer: Tracer, groups: Groups) -> None:
+        self.running: TimelineSession | None = None
+        self.last: Trace | None = None
+        self.tracer = tracer
+        self.groups = groups
+        self.changing = threading.Lock()  # held while one begins or ends
+        self._has_begun = False  # for the environment
+
+    def begin(self, what: str, *, limit: int = LIMIT, metrics: bool = False) -> TimelineSession:
+        """Begins one; `what` names who does, for messages.
+
+        Raises:
+            TimelineError: One runs in this process, or its controller records it.
+        """
+        with self.changing:
+            if self.running is not None:
+                detail = f"a timeline is recorded already, begun by {self.running.holder}: stop that first"
+                raise TimelineError(detail=detail)
+            ring = self.tracer.begin(what, limit)
+            if ring is None:
+                detail = "the controller that drives this process records a timeline of it: read that one"
+                raise TimelineError(detail=detail)
+            self.running = TimelineSession(self, ring, what, limit=limit, metrics=metrics)
+            return self.running
+
+    def begin_from_environment(self) -> None:
+        """Records to the file named by `RAYCOLLECT_TIMELINE` until this process ends; called at first use.
+
+        In an actor or task the file's name gets the process id, as these usually inherit the driver's environment.
+        """
+        path = os.environ.get(ENVIRONMENT_VARIABLE)
+        if not path or self.running is not None or self._has_begun:
+            return
+        target = Path(path).absolute()
+        if ray_internals.is_worker():
+            base, dot, suffixes = target.name.partition(".")
+            target = target.with_name(f"{base}.{os.getpid()}{dot}{suffixes}")
+        try:
+            tracing = self.begin(ENVIRONMENT_VARIABLE)
+        except TimelineError:
+            return  # its controller records it
+        self._has_begun = True
+        undo = ray_internals.before_shutdown(tracing.drain)
+        atexit.register(_write, tracing, os.getpid(), target, undo)
+
+
 class TimelineSession:
     """A timeline from its beginning on; `limit` is that of the participants' rings. Any thread may call it."""
 
-    _current: ClassVar[TimelineSession | None] = None
-    _changing: ClassVar[threading.Lock] = threading.Lock()
-    last: ClassVar[Trace | None] = None
-
-    def __init__(self, ring: Ring, holder: str, groups: Groups, *, limit: int = LIMIT, metrics: bool = False) -> None:
+    def __init__(
+        self, timelines: Timelines, ring: Ring, holder: str, *, limit: int = LIMIT, metrics: bool = False
+    ) -> None:
         self.began_s: float = ring.clock()  # by `time.monotonic`
         self.leader: str = secrets.token_hex(8)  # the id of its plans among those of several timelines
         self.holder = holder  # who began it, as the `Tracer` knows it
+        self._timelines = timelines
         self._ring = ring
-        self._groups = groups
         self._limit = limit
         self._metrics = metrics
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._tracked: dict[int, _Tracked] = {}
         self._is_over = False
@@ -133,47 +188,23 @@ class TimelineSession:
         self._whole: Trace | None = None  # once it has ended
         self._publisher = Publisher(ring, dict) if metrics else None
 
-    @classmethod
-    def current(cls) -> TimelineSession | None:
-        """The one that runs in this process."""
-        found = cls._current
-        return found if found is not None and found._pid == os.getpid() else None
-
-    @classmethod
-    def begin(cls, what: str, groups: Groups, *, limit: int = LIMIT, metrics: bool = False) -> TimelineSession:
-        """Begins one; `what` names who does, for messages.
-
-        Raises:
-            TimelineError: One runs in this process, or its controller records it.
-        """
-        with cls._changing:
-            running = cls.current()
-            if running is not None:
-                detail = f"a timeline is recorded already, begun by {running.holder}: stop that first"
-                raise TimelineError(detail=detail)
-            ring = Tracer.current().begin(what, limit)
-            if ring is None:
-                detail = "the controller that drives this process records a timeline of it: read that one"
-                raise TimelineError(detail=detail)
-            made = cls._current = cls(ring, what, groups, limit=limit, metrics=metrics)
-            return made
-
     def end(self, timeout_s: float = STOP_S) -> Trace:
         """Ends it, and collects what was recorded; a second call returns the same."""
-        with self._changing:
+        timelines = self._timelines
+        with timelines.changing:
             if not self._is_over:
                 with self._lock:  # what is leased meanwhile is asked to record either before, or never
                     self._is_over = True
                 self._ended_s = monotonic()
-                Tracer.current().end(self.holder)
+                timelines.tracer.end(self.holder)
                 if self._publisher is not None:
                     self._publisher.close()
             if self._whole is None:
                 try:
-                    self._whole = TimelineSession.last = self._collected(timeout_s, self._ended_s, ends=True)
+                    self._whole = timelines.last = self._collected(timeout_s, self._ended_s, ends=True)
                 finally:  # a signal may end the wait for participants
-                    if TimelineSession._current is self:
-                        TimelineSession._current = None
+                    if timelines.running is self:
+                        timelines.running = None
             return self._whole
 
     def peek(self, timeout_s: float = STOP_S) -> Trace:
@@ -208,7 +239,7 @@ class TimelineSession:
     def _trace(self, processes: Sequence[Process], missing: Sequence[Missing], ended_s: float) -> Trace:
         name, host = _this_process()
         recorded = self._ring.read()
-        groups = {**recorded.groups, **self._groups()}
+        groups = {**recorded.groups, **self._timelines.groups()}
         known = Process(name=name, host=host, pid=os.getpid(), leader=self.leader, leads=True)
         own = process_of(recorded._replace(groups=groups), known)
         return Trace(
@@ -303,33 +334,8 @@ def _with_bytes(own: Process, others: Sequence[Process]) -> Process:
     return replace(own, slices=tuple(filled))
 
 
-def begin_from_environment(groups: Groups) -> None:
-    """Records to the file named by `RAYCOLLECT_TIMELINE` until this process ends; called at first use.
-
-    In an actor or task the file's name gets the process id, as these usually inherit the driver's environment.
-    """
-    path = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not path or TimelineSession.current() is not None or os.getpid() in _done:
-        return
-    target = Path(path).absolute()
-    if ray_internals.is_worker():
-        base, dot, suffixes = target.name.partition(".")
-        target = target.with_name(f"{base}.{os.getpid()}{dot}{suffixes}")
-    try:
-        tracing = TimelineSession.begin(ENVIRONMENT_VARIABLE, groups)
-    except TimelineError:
-        return  # its controller records it
-    _done.append(os.getpid())
-    undo = ray_internals.before_shutdown(tracing.drain)
-    atexit.register(_write, tracing, target, undo)
-
-
-_done: list[int] = []
-"""The ids of the processes that began it: this one, and those that it was forked from."""
-
-
-def _write(tracing: TimelineSession, target: Path, undo: Callable[[], None]) -> None:
-    if os.getpid() != _done[-1]:
+def _write(tracing: TimelineSession, pid: int, target: Path, undo: Callable[[], None]) -> None:
+    if os.getpid() != pid:  # a forked child
         return
     undo()
     trace = tracing.end()

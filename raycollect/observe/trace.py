@@ -7,12 +7,11 @@ An entry is a tuple of numbers and known objects, never a tensor. It becomes a `
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec
@@ -211,21 +210,10 @@ def _spans(entries: Iterable[Entry], labels: Sequence[Label]) -> Iterator[Span]:
 class Tracer:
     """Whether a process records, and for whom. Any thread may call it."""
 
-    _current: ClassVar[Tracer | None] = None
-
     def __init__(self) -> None:
         self.ring: Ring | None = None  # what is recorded into; None: nothing is recorded
         self.holder: str = ""  # who began it; empty: nobody
-        self._pid = os.getpid()
         self._lock = threading.Lock()
-
-    @classmethod
-    def current(cls) -> Tracer:
-        """That of this process; a forked child does not continue its parent's."""
-        found = cls._current
-        if found is None or found._pid != os.getpid():
-            found = cls._current = cls()
-        return found
 
     def begin(self, holder: str, limit: int = LIMIT) -> Ring | None:
         """Begins to record for `holder`, who may begin anew; None where somebody else records."""

@@ -23,8 +23,8 @@ from raycollect.errors import (
     brief,
     refusal,
 )
-from raycollect.member.runtime import Runtime, describe
-from raycollect.pos import Container, Range, fetch
+from raycollect.member.participant import describe, this_participant
+from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holders, Member
 from raycollect.weights.local_side import LocalSide
@@ -65,7 +65,7 @@ def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> li
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
     """This process has a rank of a publisher; those of earlier epochs end."""
-    member, made = _member(actor, "publish"), Source(_held(key), layouts, rank, actor)
+    member, made = _member(actor, "publish"), Source(this_participant(), _held(key), layouts, rank, actor)
     with _agents.lock:
         known, sources = _sources(name)
         if known > epoch:
@@ -89,7 +89,7 @@ def seal(
     limit_s: float = WAIT_S,
 ) -> tuple[Key, Digests]:
     """`Source.seal`; PublisherReplacedError: another publisher has this process since; VersionNotPutError: none has."""
-    with Runtime.method_guard():
+    with this_participant().methods.guard():
         return _source(name, rank, version).seal(version, among, attempt, limit_s)
 
 
@@ -98,7 +98,7 @@ def seal_part(
 ) -> tuple[Key, Digests]:
     """`Source.seal_part`; raises as `seal`."""
     source = _source(name, rank, version)
-    with Runtime.method_guard(), _failing(source, version, attempt, "a part"):
+    with this_participant().methods.guard(), _failing(source, version, attempt, "a part"):
         return source.seal_part(version, among, attempt, part)
 
 
@@ -118,7 +118,7 @@ def seal_parts(
     Small parts are told together: each time costs some ms of a core, here and in each receiver.
     """
     source = _source(name, rank, version)
-    with Runtime.method_guard(), _failing(source, version, attempt, f"{method!r}"):
+    with this_participant().methods.guard(), _failing(source, version, attempt, f"{method!r}"):
         source.begin(version, among, attempt)  # the method may yield nothing
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
@@ -168,7 +168,7 @@ def attach_receiver(
     If the other one was of the same form, this one goes on with what it had.
     """
     member = _member(actor, "subscribe")
-    made = Receiver(name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
+    made = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
     with _agents.lock:
         for of, known in _agents.receivers.items():
             for at, one in list(known.items()):
@@ -193,7 +193,7 @@ def stage(
 ) -> tuple[RankReceipt, tuple[Key, ...]]:
     """`Receiver.stage`, in place between two methods; also the keys of holders that did not have the version."""
     receiver = _receiver(subscription, rank)
-    with Runtime.method_guard() if receiver.inplace else nullcontext():
+    with this_participant().methods.guard() if receiver.inplace else nullcontext():
         return receiver.stage(version, holders, timeout_s), receiver.gone
 
 
@@ -217,7 +217,7 @@ def land(
 
 def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: float = WAIT_S) -> Key | None:
     """`Receiver.show`, between two methods."""
-    with Runtime.method_guard():
+    with this_participant().methods.guard():
         return _receiver(subscription, rank).show(version, limit_s)
 
 
@@ -269,7 +269,7 @@ def _receiver(subscription: str, rank: int) -> Receiver:
 
 
 def _held(key: Key) -> Container:
-    return fetch.find(Runtime.current().store, key)
+    return held.find(this_participant().store, key)
 
 
 def _held_to_be_written(key: Key) -> Container:
@@ -277,7 +277,7 @@ def _held_to_be_written(key: Key) -> Container:
     try:
         return _held(key)
     except TensorDirtyError:
-        return cast("Container", Runtime.current().store.current(key))
+        return cast("Container", this_participant().store.current(key))
 
 
 def _member(actor: Any, op: str) -> Member:

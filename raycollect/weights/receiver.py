@@ -21,7 +21,7 @@ from raycollect.errors import (
     brief,
     kept,
 )
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import Participant
 from raycollect.planner.boxes import extent, moved
 from raycollect.pos import Container, Range, fetch
 from raycollect.pos.boxes import MOST_BOXES, Box
@@ -44,6 +44,7 @@ class Receiver:
     """One rank of a receiver group: its tensors, and a second set in which the next version is made.
 
     Args:
+        here: The actor that this process is.
         name: That of the publication.
         container: The tensors.
         layouts: Those of the receiver group.
@@ -53,8 +54,17 @@ class Receiver:
     """
 
     def __init__(
-        self, name: str, container: Container, layouts: Layouts, rank: int, *, inplace: bool, actor: Any = None
+        self,
+        here: Participant,
+        name: str,
+        container: Container,
+        layouts: Layouts,
+        rank: int,
+        *,
+        inplace: bool,
+        actor: Any = None,
     ) -> None:
+        self._here = here
         self.name: str = name
         self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
         self._side.follow(actor)
@@ -101,7 +111,7 @@ class Receiver:
         read, self._ahead = read + self._ahead, 0
         return RankReceipt(
             rank=self._side.rank,
-            actor=Runtime.current().actor,
+            actor=self._here.actor,
             digests=landed,
             nbytes=read,
             seconds=time.monotonic() - began_s,
@@ -138,7 +148,7 @@ class Receiver:
             self.state = protocol.stage_in_place(self.state, version, self.state.wanted, found)
         if not protocol.may_show(self.state, version):
             return None
-        store = Runtime.current().store
+        store = self._here.store
         if self._is_aside:
             self._back.withdraw(store)  # it is served from the tensors, which are about to change
             self._is_aside = False
@@ -146,7 +156,7 @@ class Receiver:
             self._copy(live, limit_s)
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
-        Runtime.current().refusals.pop(self.where, None)
+        self._here.methods.refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
         return self._back.serve(store)
 
@@ -159,20 +169,20 @@ class Receiver:
         ]
         changed = [pair for pair in pairs if not digests.is_same(*pair[1:])]
         if changed:
-            with Runtime.current().store.writing(self._side.ranges(), limit_s=limit_s):
+            with self._here.store.writing(self._side.ranges(), limit_s=limit_s):
                 for _, into, array in changed:
                     np.copyto(into, array)
             self._side.raise_versions({name for name, _, _ in changed})
 
     def withdraw(self) -> None:
         """Serves nothing any more."""
-        self._back.withdraw(Runtime.current().store)
+        self._back.withdraw(self._here.store)
         self._is_aside = False
 
     def close(self) -> None:
         """`withdraw`; methods may see the tensors, whatever these hold."""
         self.withdraw()
-        Runtime.current().refusals.pop(self.where, None)
+        self._here.methods.refusals.pop(self.where, None)
 
     def where_now(self) -> tuple[Range, ...]:
         """Where its tensors lie, of which some may be others than before."""
@@ -185,7 +195,7 @@ class Receiver:
         live = self._side.live()
         where = tuple(span for span in self._side.ranges() if span[0] < span[1])
         if where != self.where:
-            refusals = Runtime.current().refusals
+            refusals = self._here.methods.refusals
             if (refused := refusals.pop(self.where, None)) is not None:
                 refusals[where] = refused
             self.where = where
@@ -201,7 +211,7 @@ class Receiver:
         if self.inplace:
             self.withdraw()
         elif not self._is_aside and self._back.key is not None:
-            self._back.serve_instead(Runtime.current().store, self._live())
+            self._back.serve_instead(self._here.store, self._live())
             self._is_aside = True
 
     def _mark(self, version: Version) -> None:
@@ -209,14 +219,14 @@ class Receiver:
         if not self.state.is_dirty:
             return
         self._side.raise_versions()
-        runtime = Runtime.current()
-        is_ours = self.where in runtime.refusals  # of an update before this one, which has not ended
+        here = self._here
+        is_ours = self.where in here.methods.refusals  # of an update before this one, which has not ended
         detail = "an update in place has begun, and has not ended"
-        where = {"name": self.name, "version": str(version), "actor": runtime.actor, "detail": detail}
-        runtime.refusals[self.where] = kept(VersionDirtyError(rank=self._side.rank, **where))
+        where = {"name": self.name, "version": str(version), "actor": here.actor, "detail": detail}
+        here.methods.refusals[self.where] = kept(VersionDirtyError(rank=self._side.rank, **where))
         for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
-            if is_ours or not runtime.store.is_dirty([span]):  # else it stays so: a failed collective has left it
-                runtime.store.mark_dirty([span], [owner])
+            if is_ours or not here.store.is_dirty([span]):  # else it stays so: a failed collective has left it
+                here.store.mark_dirty([span], [owner])
                 self._marked.append(span)
 
     def _lying(self, version: Version) -> dict[Atom, bytes]:
@@ -244,7 +254,7 @@ class Receiver:
         failures: dict[Key, RaycollectError] = {}
         before, self._mapped = self._mapped, {}
         read = 0
-        with Runtime.current().store.writing(self._back.ranges(), limit_s=timeout_s):
+        with self._here.store.writing(self._back.ranges(), limit_s=timeout_s):
             for at, (holder, places) in enumerate(holders):
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
@@ -315,7 +325,7 @@ class Receiver:
         tried = [f"{one.member.actor}: {brief(failures[one.key])}" for one, _ in holders if one.key in failures]
         detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
         detail += "; ".join(tried) or "no holder of it is known"
-        who = Runtime.current().actor
+        who = self._here.actor
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
         )

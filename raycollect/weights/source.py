@@ -11,7 +11,7 @@ from typing import Any
 from raycollect.backends.arrays import Array, byte_range
 from raycollect.core.model import TENSOR, Key, Structure
 from raycollect.errors import VersionNotPutError, Violation, refusal
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import Participant
 from raycollect.planner.boxes import volume
 from raycollect.pos import Container, Store
 from raycollect.weights import atoms, digests
@@ -71,7 +71,8 @@ class _Filling:
 class Source:
     """One rank of a publisher: its tensors, and its parts of the two newest versions."""
 
-    def __init__(self, container: Container, layouts: Layouts, rank: int, actor: Any = None) -> None:
+    def __init__(self, here: Participant, container: Container, layouts: Layouts, rank: int, actor: Any = None) -> None:
+        self._here = here
         self._side = LocalSide("publish", container, layouts, rank, is_written=False)
         self._side.follow(actor)
         self._slots: dict[int, Kept] = {}
@@ -149,7 +150,7 @@ class Source:
     def close(self) -> None:
         """Serves nothing any more."""
         for slot in self._slots.values():
-            slot.withdraw(Runtime.current().store)
+            slot.withdraw(self._here.store)
         self._slots.clear()
         self._filling = None
 
@@ -161,7 +162,7 @@ class Source:
             return self._filling
         if among is None:
             raise self._wrong(version, "another stream or put has begun, and took its place")
-        store = Runtime.current().store
+        store = self._here.store
         slot = self._slots.get(version.count % 2)
         if slot is None:
             slot = self._slots[version.count % 2] = Kept(self._side.made())
@@ -173,7 +174,7 @@ class Source:
         return self._filling
 
     def _copy(self, filling: _Filling, wanted: Sequence[Atom], live: list[Array], limit_s: float) -> Digests:
-        store = Runtime.current().store
+        store = self._here.store
         ranges = self._side.ranges()
         with store.reading(ranges, limit_s=limit_s):
             if store.is_dirty(ranges):
@@ -188,5 +189,5 @@ class Source:
         return found
 
     def _wrong(self, version: Version, detail: str) -> VersionNotPutError:
-        who = Runtime.current().actor
+        who = self._here.actor
         return VersionNotPutError(name="", version=str(version), rank=self._side.rank, actor=who, detail=detail)

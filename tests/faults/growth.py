@@ -27,7 +27,7 @@ from raycollect import backends
 from raycollect.core import call_tokens, ray_internals
 from raycollect.core.model import task_key
 from raycollect.driver.controller import Controller
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import this_participant
 from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
@@ -162,14 +162,15 @@ def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     """What a participant holds; runs inside of it."""
     _await_end_of_waits()
     give_back()
-    runtime = Runtime.current()
-    runtime.instruments.shapes._known.clear()  # known by the programs that the caches had: one more after each look
-    if runtime._lease is not None:
-        runtime._lease._captures._late.clear()
+    here = this_participant()
+    # Known by the programs that the caches had: one more after each look
+    here.runtime.instruments.shapes._known.clear()
+    if here._lease is not None:
+        here._lease._captures._late.clear()
     found = figures_of_process()
-    found["held"] = runtime.store.statistics().held
+    found["held"] = here.store.statistics().held
     if "refs" in found:
-        found["refs"] -= len(runtime._tokens._ready)  # a pool, more or less full
+        found["refs"] -= len(here._tokens._ready)  # a pool, more or less full
     return found, classes()
 
 
@@ -177,7 +178,7 @@ def prepare(actor: Any) -> None:
     """Has a participant load the backends, and remember as many freed keys as it ever does; runs inside of it."""
     for name in BACKENDS:
         backends.load(name)
-    Runtime.current().store.free([task_key(at.to_bytes(24, "big"), 1) for at in range(REMEMBERED)])
+    this_participant().store.free([task_key(at.to_bytes(24, "big"), 1) for at in range(REMEMBERED)])
 
 
 def _await_end_of_waits() -> None:

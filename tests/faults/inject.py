@@ -23,8 +23,8 @@ import ray
 from raycollect.backends.shm.meeting import _ASLEEP, _WORD_STRIDE
 from raycollect.engine.instruments import POINTS
 from raycollect.errors import KernelError
-from raycollect.group.process_groups import ProcessGroups
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import this_participant
+from raycollect.member.runtime import this_runtime
 from tests.support.values import replace
 
 IN_KERNEL = "in_kernel"
@@ -174,27 +174,25 @@ class Injected:
 
 def put_fault(actor_self: Any, fault: Fault) -> None:
     """Puts a fault into this participant. Runs inside the actor."""
-    injected, process_groups = Injected(fault), ProcessGroups.current()
-    runtime = Runtime.current()
+    injected, runtime = Injected(fault), this_runtime()
     if fault.point == IN_KERNEL:
         sys._raycollect_fault = injected  # type: ignore[attr-defined]
         for holder, name in _inner_calls():
             injected.patch(holder, name, lambda call: _reaching(injected, call))
         return
     runtime.instruments = replace(runtime.instruments, faults=injected)
-    process_groups.instruments = runtime.instruments  # what calls run with
 
 
 def put(actor_self: Any, point: str, action: str, way: str = "exit") -> None:
     """Lets this participant ``"die"``, ``"raise"`` or ``"stall"`` at a point, whatever its rank. Runs inside it."""
-    runtime = Runtime.current()
+    runtime = this_runtime()
     fault = Fault(action={"stall": "hold"}.get(action, action), rank=0, point=point, way=way)
     runtime.instruments = replace(runtime.instruments, faults=_OfAnyRank(fault))
 
 
 def take_back(actor_self: Any) -> None:
     """Undoes what a fault has patched. Runs inside the actor."""
-    here = vars(sys).pop("_raycollect_fault", None) or Runtime.current().instruments.faults
+    here = vars(sys).pop("_raycollect_fault", None) or this_runtime().instruments.faults
     if isinstance(here, Injected):
         here.take_back()
 
@@ -292,7 +290,7 @@ DEATHS: dict[str, Callable[[], Any]] = {
 
 
 def _plans_of(group: str) -> Any:
-    groups: dict[str, Any] = Runtime.current()._lease._groups.by_id  # type: ignore[union-attr]
+    groups: dict[str, Any] = this_participant()._lease._groups.by_id  # type: ignore[union-attr]
     return next(one for one in groups.values() if one.spec.name == group).plans
 
 
@@ -304,7 +302,7 @@ def _flipped(data: bytes, at: int = 0) -> bytes:
 
 def _on_link(injected: Injected, change: Callable[[bytes], bytes | None]) -> None:
     """What becomes of the next frame to the controller; None: it is not written."""
-    link, here = Runtime.current()._lease.link, threading.get_ident()  # type: ignore[union-attr]
+    link, here = this_participant()._lease.link, threading.get_ident()  # type: ignore[union-attr]
 
     def wrap(write: Any) -> Any:
         def once(frame: bytes) -> Any:

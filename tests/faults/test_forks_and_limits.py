@@ -180,13 +180,13 @@ STARVED = {"output": (lambda rank: np.ones(5), False), "staging": (lambda rank: 
 
 def starve(self, how):
     """From now on nothing is allocated for collectives in this process, or everything again."""
-    from raycollect.member.runtime import Runtime
+    from raycollect.member.runtime import this_runtime
     from raycollect.pos import tensors
 
     def refuse(info):
         raise MemoryError("there is none")
 
-    runtime = Runtime.current()
+    runtime = this_runtime()
     runtime.instruments = replace(runtime.instruments, allocate=refuse if how else tensors.allocate)
 
 

@@ -58,9 +58,9 @@ def fill_list(self):
 
 def wipe(self):
     """What no method should do: it empties the store behind everybody's back."""
-    from raycollect.member.runtime import Runtime
+    from raycollect.member.participant import this_participant
 
-    store = Runtime.current().store
+    store = this_participant().store
     store.free(list(store._held))
 
 

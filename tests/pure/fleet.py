@@ -14,7 +14,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
-from raycollect.core.protocols import Communicator, Completion, Faults, NoFaults
+from raycollect.core.protocols import Communicator, Faults, NoFaults
 from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.instruments import POINTS, Instruments
@@ -241,18 +241,23 @@ class Convoy:
     Args:
         groups: For each group the participants, by rank.
         make: Makes the communicators of a group, by rank.
+        coalesces: Whether their backend runs several kernels at once.
     """
 
     def __init__(
         self,
         groups: Sequence[Sequence[int]],
         make: Callable[[int], Sequence[Communicator]] | None = None,
+        *,
+        coalesces: bool = False,
     ) -> None:
         self.count = 1 + max(one for group in groups for one in group)
         self.memberships: list[Membership] = []
         self.communicators: list[dict[str, Communicator]] = [{} for _ in range(self.count)]
         for at, group in enumerate(groups):
-            spec = GroupSpec(name=f"group-{at}", group_id=f"id-{at}", backend="local", world_size=len(group))
+            spec = GroupSpec(
+                name=f"group-{at}", group_id=f"id-{at}", backend="local", world_size=len(group), coalesces=coalesces
+            )
             participants = tuple(f"actor-{one}" for one in group)
             self.memberships.append(replace(Membership.alone(spec), participants=participants))
             for one, communicator in zip(group, (make or _local)(len(group)), strict=True):
@@ -335,7 +340,7 @@ def _local(world_size: int) -> list[Communicator]:
 
 
 class _Launched:
-    """A communicator that tells of each kernel before it runs it."""
+    """A communicator that tells of each kernel before it runs them."""
 
     def __init__(self, inner: Communicator, tell: Callable[[Kernel], None]) -> None:
         self._inner = inner
@@ -344,9 +349,10 @@ class _Launched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        self._tell(kernel)
-        return self._inner.launch(launch, kernel)
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            self._tell(kernel)
+        self._inner.launch(launch, kernels)
 
 
 def launched(inner: Communicator, tell: Callable[[Kernel], None]) -> Communicator:

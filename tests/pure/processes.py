@@ -146,9 +146,9 @@ def join(world_size, rank, backend, name, timeout_ms, rendezvous):
 
 
 def leave_all():
-    from raycollect.group.process_groups import ProcessGroups
+    from raycollect.member.runtime import this_runtime
 
-    process_groups = ProcessGroups.current()
+    process_groups = this_runtime().process_groups
     for process_group in list(process_groups._process_groups.values()):
         process_groups.remove(process_group)
         process_group.close()

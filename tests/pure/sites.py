@@ -20,15 +20,11 @@ from raycollect.core.model import Key, task_key
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.engine.instruments import Instruments
 from raycollect.errors import ConnectionLostError, RaycollectError
-from raycollect.group.process_groups import ProcessGroups
-from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
-from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.observe import Recorder
+from raycollect.member.methods import Methods
+from raycollect.member.runtime import Runtime
 from raycollect.planner import decode_order
-from raycollect.pos import Store
 from tests.pure.fleet import contain
 
 WAIT_S = 60.0
@@ -148,31 +144,31 @@ class Site:
 
     def __init__(self, number: int, tell: Callable[[ParticipantLink, Any], None], owner: ControllerMessages) -> None:
         self.number = number
-        self.store = Store()
+        self.came: list[Came] = []
+        self._entering = threading.Lock()
+        runtime = Runtime()
+        self.store = runtime.instruments.store
+        self.methods = Methods()
+        self.methods.is_ordered = True
+        self.turn = self.methods.lock
         self.values = first_values(number)
         self.refs = [self.hold(value) for value in self.values]
-        self.came: list[Came] = []
-        self.turn = threading.Lock()
-        self._entering = threading.Lock()
-        premises = SimpleNamespace(
+        holder = SimpleNamespace(
+            runtime=runtime,
             actor=f"Worker({number})",
             actor_id=f"{number:032x}",
-            is_ordered=True,
-            method_lock=self.turn,
-            finished_calls=FinishedCalls(),
-            instruments=Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic),
-            process_groups=ProcessGroups(),
-            watch=WaitMonitor(),
+            host="",
+            methods=self.methods,
             keep_output=self.store.put,
             task_of=lambda seq: None,
         )
         self._hub = Line(lambda message: tell(self.peer, message), self._cut)
         order_bell = Fickle()
         client = OrderBellClient(order_bell.segment)
-        self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises), None, client)
+        self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, holder), None, client)
         self.queue = Line(lambda task: task())
-        info = {"participant": True, "actor": premises.actor, "actor_id": premises.actor_id, "incarnation": "i"}
-        self.finished_calls = premises.finished_calls
+        info = {"participant": True, "actor": holder.actor, "actor_id": holder.actor_id, "incarnation": "i"}
+        self.finished_calls = self.methods.finished_calls
         self.fences = 0  # how many came
         self.calls = SubmittedCalls()
         actor = SimpleNamespace(_raycollect_run=self, _raycollect_fence=SimpleNamespace(options=self._fence_options))

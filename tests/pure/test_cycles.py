@@ -27,9 +27,9 @@ from raycollect.errors import (
     RefusedError,
     kept,
 )
-from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as col
+from raycollect.member.runtime import this_runtime
 from tests.pure.backends.adopted_groups import Threads
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import run_launch
@@ -166,7 +166,7 @@ def test_a_communicator_that_is_closed_leaves_nothing(backend, monkeypatch):
 
 def _first():
     """A process as it is between groups, when the connections of the last one are closed."""
-    hub = ProcessGroups.current().hub
+    hub = this_runtime().process_groups.hub
     assert wait_until(lambda: not hub._loop.owned)
     cycles.begin()
     return cycles.holding()
@@ -256,7 +256,7 @@ def _library_fails(name, rank):
             raise RuntimeError("in the middle")
 
         communicator = init.get_group_handle(name).communicator("all").communicator
-        communicator.launch = communicator.launch_together = fail
+        communicator.launch = fail
         del communicator
         cycles.fails((FaultError, InternalError), col.allreduce, x, name, timeout_s=5)
     else:

@@ -22,7 +22,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import RaycollectError, RefusedError
 from raycollect.member import plan_queue
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import this_participant
 from tests.pure.driver.order_model import FOLDS, KINDS
 from tests.pure.sites import BUFFERS, first_values
 from tests.ray.order_oracle import ACTORS, GROUPS, NEVER, Collective, Method, Submitted, Wait, fresh_value, judge
@@ -55,7 +55,7 @@ class Ordered(col.CollectiveParticipant):
         return self.values[at]
 
     def _note(self, number):
-        lease = Runtime.current()._lease
+        lease = this_participant()._lease
         self.noted.append((0 if lease is None else lease._sequencer.last, number))
 
     def _change(self, number, at, factor):

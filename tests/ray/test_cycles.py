@@ -20,7 +20,8 @@ from raycollect.errors import (
     RaycollectError,
     RefusedError,
 )
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import Participant
+from raycollect.member.runtime import this_runtime
 from tests.support import cycles
 from tests.support.actor_pool import reusable
 from tests.support.waiting import wait_until
@@ -217,9 +218,9 @@ def _begin(actor):
 
 def _end(actor):
     """What a participant leaves to the collector, once its lease has ended and the connection is closed."""
-    runtime = Runtime._current
-    if runtime is not None:
-        assert wait_until(lambda: runtime._lease is None and len(runtime._server._loop.owned) <= 1)  # the server's own
+    here = this_runtime().find(Participant)
+    if here is not None:
+        assert wait_until(lambda: here._lease is None and len(here._server._loop.owned) <= 1)  # the server's own
     return cycles.end()
 
 

@@ -51,9 +51,9 @@ class Maker(Buffers):
     @col.by_value
     def lent(self):
         """How many values are kept here, how many of them with a lent token, and for how many connections."""
-        from raycollect.member.runtime import Runtime
+        from raycollect.member.participant import this_participant
 
-        here = Runtime.current()
+        here = this_participant()
         keys = here._lenders._keys
         return here.store.statistics().held, sum(map(len, keys.values())), len(keys)
 

@@ -18,7 +18,7 @@ import ray
 
 import raycollect as col
 from raycollect.core.model import OpKind
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import this_participant
 from tests.pure.driver.order_model import FOLDS, KINDS, MUCH, Call
 from tests.pure.sites import BUFFERS, OFTEN, first_values
 from tests.support.actor_pool import reusable
@@ -45,7 +45,7 @@ class Loaded(col.CollectiveParticipant):
 
     def change(self, at, factor, number):
         """Changes a buffer for good; notes the plan that ended last."""
-        self.noted.append((Runtime.current()._lease._sequencer.last, at, factor))
+        self.noted.append((this_participant()._lease._sequencer.last, at, factor))
         self.values[at] *= factor
         self.values[at] += 1
         return number

@@ -277,11 +277,12 @@ def test_store_is_bounded_without_reference_counts_of_ray(actors):
 
     def forget(self):
         from raycollect.core import ray_internals
-        from raycollect.member import runtime
+        from raycollect.member import participant
+        from raycollect.member.runtime import this_runtime
 
-        assert runtime.Runtime._current is None
+        assert this_runtime().find(participant.Participant) is None
         ray_internals.on_last_ref = lambda ref, callback: False
-        runtime.STORE_LIMIT_WITHOUT_TOKENS = 3
+        participant.STORE_LIMIT_WITHOUT_TOKENS = 3
 
     (worker,) = actors(Blind, 1)
     ray.get(worker._forget.remote(forget))
@@ -295,7 +296,7 @@ def test_store_is_bounded_without_reference_counts_of_ray(actors):
 
 @ray.remote
 class Blind(col.CollectiveParticipant):
-    """Has no runtime until `get_buffer` is called."""
+    """Is no participant until `get_buffer` is called."""
 
     def _forget(self, function):
         function(self)
@@ -307,10 +308,10 @@ class Blind(col.CollectiveParticipant):
 def test_full_store_fails_only_the_plan_of_the_output(actors):
     def forget(self):
         from raycollect.core import ray_internals
-        from raycollect.member import runtime
+        from raycollect.member import participant
 
         ray_internals.on_last_ref = lambda ref, callback: False
-        runtime.STORE_LIMIT_WITHOUT_TOKENS = 3
+        participant.STORE_LIMIT_WITHOUT_TOKENS = 3
 
     workers = actors(Blind, 2)
     ray.get([worker._forget.remote(forget) for worker in workers])

@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import KernelError, MismatchError, TimelineError
-from raycollect.observe.timeline_session import TimelineSession
+from raycollect.member.runtime import this_runtime
 from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, PART, PLAN, RUN, STAGING
 from tests.faults import inject
 from tests.pure.observe.chrome_files import check
@@ -25,7 +25,8 @@ NBYTES = 10 * 4
 def none_left():
     """No timeline goes on after a test, and none is remembered in the next."""
     yield
-    left, TimelineSession.last = TimelineSession.current(), None
+    timelines = this_runtime().timelines
+    left, timelines.last = timelines.running, None
     if left is not None:
         left.end(1.0)
     assert left is None

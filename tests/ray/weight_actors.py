@@ -85,8 +85,8 @@ def held_by(actor):
     """How many values an actor's store holds."""
 
     def inside(_):
-        from raycollect.member.runtime import Runtime
+        from raycollect.member.participant import this_participant
 
-        return Runtime.current().store.statistics().held
+        return this_participant().store.statistics().held
 
     return ray.get(actor.__ray_call__.remote(inside))

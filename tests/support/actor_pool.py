@@ -79,32 +79,29 @@ def _note(actor: Any) -> None:
 
 def _reset(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     """Whether the process, less what is taken back here, is as it was at first: no patch, no variable is left."""
-    from raycollect.group.process_groups import ProcessGroups
-    from raycollect.member.runtime import Runtime
-    from raycollect.observe import Tracer
+    from raycollect.member import runtime as of_process
+    from raycollect.member.participant import Participant
 
     environment, looked, uses = sys._raycollect_first  # type: ignore[attr-defined]
     if not wait_until(lambda: not _is_busy(), METHOD_TIMEOUT_S):
         return False
-    runtime, process_groups = Runtime._current, ProcessGroups._current
-    if runtime is not None:
-        if not wait_until(lambda: runtime._lease is None, timeout_s):  # its controller's goodbye is on its way
+    runtime = of_process._process.runtime
+    participant = None if runtime is None else runtime.find(Participant)
+    if participant is not None:
+        if not wait_until(lambda: participant._lease is None, timeout_s):  # its controller's goodbye is on its way
             return False
-        for keys in list(runtime._lenders._keys.values()):  # of the test before, whose controller is gone
-            runtime.store.free(list(keys))
-        runtime._server.close()
-        runtime.kernel_threads.shutdown(wait=False)
-        runtime.plan_threads.shutdown(wait=False)
-    if process_groups is not None:
+        for keys in list(participant._lenders._keys.values()):  # of the test before, whose controller is gone
+            participant.store.free(list(keys))
+        participant.close()
+    if runtime is not None:
+        process_groups = runtime.process_groups
         for process_group in process_groups.all():  # its members are all in the same test
             process_groups.remove(process_group)
             process_group.close()
         for notice in process_groups.notices.values():
             notice.end()
         process_groups.hub.close()
-    Runtime._current = ProcessGroups._current = Tracer._current = (
-        None  # the arena stays: it is empty once nobody uses it
-    )
+    of_process._process.runtime = None  # the arena stays: it is empty once nobody uses it
     if dict(os.environ) != environment or not _is_same(looked) or uses == MOST_USES:
         return False
     sys._raycollect_first = (environment, looked, uses + 1)  # type: ignore[attr-defined]

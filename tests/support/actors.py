@@ -9,7 +9,8 @@ import numpy as np
 import ray
 
 import raycollect as col
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import this_participant
+from raycollect.member.runtime import this_runtime
 from tests.support.actor_pool import reusable
 
 
@@ -224,14 +225,12 @@ AsyncActor = reusable(ray.remote(Async))
 
 
 def groups_here(self):
-    from raycollect.group.process_groups import ProcessGroups
-
-    return len(ProcessGroups.current().all())
+    return len(this_runtime().process_groups.all())
 
 
 def held(actor):
     def count(self):
 
-        return Runtime.current().store.statistics().held
+        return this_participant().store.statistics().held
 
     return ray.get(actor.call.remote(count))

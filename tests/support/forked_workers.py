@@ -31,7 +31,7 @@ LOADED_WITH_RAY = (
     "pydantic.v1",  # for the first object that Ray reads
     "ray._common.pydantic_compat",
     "ray._private.workers.default_worker",
-    "raycollect.member.participant",
+    "raycollect.member.mixin",
 )
 """What forks have from the beginning. None of it draws an id of Ray's: all would then draw the same."""
 

@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import this_participant
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, found, spread
 
@@ -100,7 +100,7 @@ class Coroutines(col.CollectiveParticipant):
 
 def captured_here(self):
     """How many captured steps a participant has."""
-    return len(Runtime.current()._lease._captures._living)
+    return len(this_participant()._lease._captures._living)
 
 
 def is_broken(step, match="one of its runs failed", **arguments):

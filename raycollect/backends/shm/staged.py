@@ -51,6 +51,7 @@ from raycollect.backends.completion import (
     transfers,
 )
 from raycollect.backends.folds import READ_FIRST, fold, ignoring_errors, is_widened
+from raycollect.backends.shm.coalesced import CoalescedRow
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp, folded_ranks
@@ -189,7 +190,8 @@ class Staged:
             if lo or not staged:
                 src.fill(parts[me], lo, hi)
                 meeting.barrier(launch, until_s)
-            if all_alike and _is_sliced(len(ranks), src.dtype, width):
+            # A coalesced row is sliced at any size: ranks fold whole chunks, not single arrays.
+            if all_alike and (isinstance(src, CoalescedRow) or _is_sliced(len(ranks), src.dtype, width)):
                 mine = slice(me * width // len(ranks), (me + 1) * width // len(ranks))
                 fold(op, [part[mine] for part in parts], parts[0][mine])
                 meeting.barrier(launch, until_s)

@@ -13,6 +13,7 @@ from raycollect.channel.messages import Message
 from raycollect.core.model import OpKind
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import InternalError, KernelError, PlanAbortedError, RaycollectError
+from raycollect.member.methods import Methods
 from raycollect.pos import tensors
 from tests.pure.closing import closing_all
 from tests.pure.engine.repeated_loops import Loop, Odd
@@ -162,7 +163,7 @@ class Step:
 
     def __init__(self, way: str, *, repeats: bool = True) -> None:
         self.post = Counting() if way == "bell" else None
-        script, self.turn = Script(0, [pinned(full(1))]), threading.Lock()
+        script, self.turn = Script(0, [pinned(full(1))]), Methods()
         self.team = Team(1, [script])
         self.communicator = Odd(self.team.communicators[0])
         if repeats:
@@ -187,7 +188,7 @@ class Step:
         self.runs += 1
         assert self.bench.sequencer.start(self.runs, self.runs - 1) is None
         self.bench.sequencer.end(self.runs)
-        with self.turn:  # nobody has kept it
+        with self.turn.lock:  # nobody has kept it
             pass
 
     def answered(self, seq: int) -> bool:
@@ -252,7 +253,7 @@ def test_a_run_that_was_answered_early_ends_like_any_other(step: Callable[..., S
     number, seq = (REPEATED_FROM if way == "bell" else one.runs + 1), one.start()
     assert one.answered(number)
     assert gate.came.wait(WAIT_S)
-    assert one.turn.locked()
+    assert one.turn.lock.locked()
     kept = WatchedCondition()
     one.bench.sequencer._lock = one.bench.sequencer._changed = kept  # type: ignore[assignment]
     following = threading.Thread(target=one.over)
@@ -264,7 +265,7 @@ def test_a_run_that_was_answered_early_ends_like_any_other(step: Callable[..., S
     gate.go.set()
     following.join(WAIT_S)
     assert not following.is_alive()
-    assert not one.turn.locked()
+    assert not one.turn.lock.locked()
     assert one.told.count(number) == 1
     assert not one.bench.failed
     one.communicator.hooks.clear()

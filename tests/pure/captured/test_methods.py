@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from contextlib import ExitStack, closing
 from typing import Any, cast
 
 import pytest
@@ -24,16 +24,12 @@ from raycollect.errors import (
     UnsupportedError,
     from_wire,
 )
-from raycollect.group.process_groups import ProcessGroups
-from raycollect.member import participant
-from raycollect.member.finished_calls import FinishedCalls
+from raycollect.member import mixin
 from raycollect.member.lease import Lease
-from raycollect.member.participant import CollectiveParticipant, by_value
-from raycollect.member.runtime import Runtime
-from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.observe import Recorder
-from raycollect.pos import Store
+from raycollect.member.methods import Methods
+from raycollect.member.mixin import CollectiveParticipant, by_value
 from raycollect.pos.handle import Handle
+from tests.pure.participants import entered, participant
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, full, pinned
 
 
@@ -104,14 +100,14 @@ def test_methods_are_called_as_by_the_actor_itself(
     monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop
 ) -> None:
     """In the caller's thread, or in the actor's loop. Ray is not asked whose call it is, and nothing is kept."""
-    monkeypatch.setattr(participant, "ray_internals", None)
-    invoke = participant._invoker(Plain(), None, ["add", "outer", "valued"])
+    monkeypatch.setattr(mixin, "ray_internals", None)
+    invoke = mixin._invoker(Methods(), Plain(), None, ["add", "outer", "valued"])
     assert invoke("add", [1], {}) == 2
     assert invoke("add", [1], {"other": 5}) == 6
     assert invoke("outer", [], {}).tolist() == full(1).tolist()
     assert invoke("valued", [], {}) == threading.current_thread().name
-    assert not participant._inside.get()
-    invoke = participant._invoker(Loops(), loop, ["add", "plain", "broken"])
+    assert not mixin._inside.get()
+    invoke = mixin._invoker(Methods(), Loops(), loop, ["add", "plain", "broken"])
     assert invoke("add", [1], {}) == (2, "the loop")
     assert invoke("plain", [], {}) == "the loop"
     with pytest.raises(ValueError, match="bad"):
@@ -121,7 +117,7 @@ def test_methods_are_called_as_by_the_actor_itself(
 @pytest.mark.parametrize("name", ["nope", "_hidden", "odd", ""])
 def test_an_unknown_method_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="add, broken, items, outer, tensor, valued") as caught:
-        participant._invoker(Plain() if name != "odd" else _Odd(), None, ["add", name])
+        mixin._invoker(Methods(), Plain() if name != "odd" else _Odd(), None, ["add", name])
     assert name in str(caught.value)
 
 
@@ -132,32 +128,24 @@ class _Odd(Plain):
 @pytest.mark.parametrize("cls", [Plain, Loops])
 def test_generators_are_refused(cls: Any) -> None:
     with pytest.raises(UnsupportedError, match="generator"):
-        participant._invoker(cls(), None, ["items"])
+        mixin._invoker(Methods(), cls(), None, ["items"])
 
 
 # ---------------------------------------------------------------------------------------------- the turn
 
 
 @pytest.fixture
-def ordered(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], threading.Lock]:
+def ordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], threading.Lock]]:
     """Lets methods be called as if by Ray, in a process that is an ordered participant, or another."""
+    with ExitStack() as stack:
 
-    def make(is_ordered: bool) -> threading.Lock:
-        turn = threading.Lock()
-        here = SimpleNamespace(
-            method_lock=turn,
-            is_ordered=is_ordered,
-            store=Store(),
-            finished_calls=FinishedCalls(),
-            refusals={},
-            _methods_thread=threading.get_ident(),
-        )
-        here.keep = lambda key, container, streamed=False: container.value
-        monkeypatch.setattr(Runtime, "_current", here)
-        monkeypatch.setattr(participant, "_outermost", lambda name: bytes(24))
-        return turn
+        def make(is_ordered: bool) -> threading.Lock:
+            here = stack.enter_context(closing(participant(is_ordered=is_ordered)))
+            stack.enter_context(entered(here))
+            monkeypatch.setattr(mixin, "_outermost", lambda name: bytes(24))
+            return here.methods.lock
 
-    return make
+        yield make
 
 
 class Turning(CollectiveParticipant):
@@ -213,7 +201,10 @@ def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken
 class Controller:
     """What a participant's process says to its controller."""
 
+    peer = "the controller"
+
     def __init__(self) -> None:
+        self.hello = {"controller": "me", "description": "a test"}
         self.changed = threading.Condition()
         self.heard: list[Any] = []
 
@@ -224,7 +215,7 @@ class Controller:
 
     def wait_for(self, seq: int) -> Any:
         def found() -> Any:
-            return next((one for one in self.heard if one.seq == seq), None)
+            return next((one for one in self.heard if getattr(one, "seq", 0) == seq), None)
 
         with self.changed:
             assert self.changed.wait_for(found, WAIT_S), self.heard
@@ -239,20 +230,11 @@ class Controller:
 
 @pytest.fixture
 def here() -> Iterator[Lease]:
-    """A lease of a participant without Ray and without a server."""
-    premises = SimpleNamespace(
-        actor="Worker(ab)",
-        actor_id="ab",
-        instruments=SimpleNamespace(store=Store(), recorder=Recorder(lambda: 0.0)),
-        process_groups=ProcessGroups(),
-        method_lock=threading.Lock(),
-        finished_calls=FinishedCalls(),
-        is_ordered=True,
-        watch=WaitMonitor(),
-    )
-    made = Lease("me", "a test", cast(Any, Controller()), cast(Any, premises))
-    yield made
-    made.end("the test is over")
+    """A lease of a participant without Ray."""
+    made = participant()
+    made.opened(cast(Any, Controller()))
+    yield made.leased()
+    made.close()
 
 
 def _said(here: Lease) -> Controller:
@@ -284,11 +266,11 @@ def _result(message: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_runs_by_the_channel_hold_the_turn_of_ordered_participants(here: Lease, is_ordered: bool) -> None:
-    here._runtime.is_ordered = is_ordered
+    here._methods.is_ordered = is_ordered
     held: list[bool] = []
 
     def note(value: int) -> int:
-        held.append(here._runtime.method_lock.locked())
+        held.append(here._methods.lock.locked())
         return value
 
     assert not _capture(here, _echo(), note=note), "there is no doorbell"
@@ -361,7 +343,7 @@ def test_refs_are_pinned_or_go_by_value(here: Lease) -> None:
     here._store.put(key, container)
     script = Script(0, [None, None])
     script.call("note", 0, 1)
-    _capture(here, script, _handle(key, "ab"), shared, note=lambda *args: seen.append(args))
+    _capture(here, script, _handle(key, here._holder.actor_id), shared, note=lambda *args: seen.append(args))
     here._store.free([key])
     here._run_came(_run(1, 0))
     _said(here).wait_for(1)
@@ -378,7 +360,7 @@ def test_foreign_and_missing_tensors_are_refused(here: Lease) -> None:
     here._store.put(key, pinned(full(1)))
     here._store.free([key])
     with pytest.raises(TensorFreedError) as caught:
-        _capture(here, script, _handle(key, "ab"))
+        _capture(here, script, _handle(key, here._holder.actor_id))
     assert caught.value.violations[0].ref == key.hex()
     with pytest.raises(CaptureError, match="not here"):
         here.captured_step(CAPTURE).runner.look()

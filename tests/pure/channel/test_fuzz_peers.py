@@ -37,7 +37,6 @@ from raycollect.channel.messages import (
     decode,
     encode,
 )
-from raycollect.core import ray_internals
 from raycollect.core.model import GroupSpec
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
@@ -50,12 +49,11 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.group.process_groups import ProcessGroups
-from raycollect.member import runtime
-from raycollect.member.runtime import Runtime
+from raycollect.member.participant import Participant
 from raycollect.planner import Ticket, encode_order, encode_program
+from tests.pure import participants
 from tests.pure.channel.hostile_wire import message
-from tests.pure.channel.parties import HOST, LIMIT_S
+from tests.pure.channel.parties import LIMIT_S
 from tests.pure.driver.leased import controller, lease, registered_anew
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.thread_faults import apart
@@ -108,18 +106,6 @@ def _maybe(rng: random.Random) -> Any:
 # ---------------------------------------------------------------------------------------------- to a participant
 
 
-class NoTokens:
-    """A pool where Ray can't tell when a ref is gone."""
-
-    supported = False
-
-    def __init__(self, on_gone: Any) -> None:
-        del on_gone
-
-    def take(self, key: Any) -> None:
-        return None
-
-
 class Caller:
     """A controller's end: what it was told, and how its link ended."""
 
@@ -140,22 +126,17 @@ class Caller:
 
 
 @pytest.fixture
-def participant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+def participant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Participant]:
     """A participant's process without Ray, with its server on a socket."""
-    monkeypatch.setattr(ProcessGroups, "_current", None)
     monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.2)  # else rank 0 waits for its members, lease or not
-    monkeypatch.setattr(runtime, "RefTokenPool", NoTokens)
-    monkeypatch.setattr(ray_internals, "node_address", lambda: HOST)
-    monkeypatch.setattr(ray_internals, "current_class", lambda: "Worker")
-    monkeypatch.setattr(ray_internals, "current_actor_id", lambda: "ab" * 16)
     before = apart()
-    made = Runtime()
+    made = participants.participant()
     yield made
-    made._server.close()
+    made.close()
     for thread in apart(before):
         thread.join(LIMIT_S)
         assert not thread.is_alive()
-    assert made.process_groups._process_groups == {}
+    assert made.runtime.process_groups._process_groups == {}
 
 
 @pytest.fixture
@@ -165,7 +146,7 @@ def hub() -> Iterator[Hub]:
     made.close()
 
 
-def drive(participant: Runtime, hub: Hub) -> tuple[Caller, Link]:
+def drive(participant: Participant, hub: Hub) -> tuple[Caller, Link]:
     """Becomes its controller, as soon as the one before is gone."""
     for _ in range(1000):
         caller = Caller()
@@ -178,7 +159,7 @@ def drive(participant: Runtime, hub: Hub) -> tuple[Caller, Link]:
     raise AssertionError("the lease of the controller before did not end")
 
 
-def asks(participant: Runtime, hub: Hub) -> None:
+def asks(participant: Participant, hub: Hub) -> None:
     """The next controller gets its answers, and the participant's threads for it live."""
     caller, link = drive(participant, hub)
     for request in (1, 2**40):
@@ -240,7 +221,7 @@ def _for_participant(rng: random.Random) -> Message:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_participant_outlives_any_controller(participant: Runtime, hub: Hub, seed: int) -> None:
+def test_a_participant_outlives_any_controller(participant: Participant, hub: Hub, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(4):
         _, link = drive(participant, hub)
@@ -255,7 +236,7 @@ def test_a_participant_outlives_any_controller(participant: Runtime, hub: Hub, s
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_a_participant_outlives_each_message_before_and_after_the_lease(
-    participant: Runtime, hub: Hub, name: str
+    participant: Participant, hub: Hub, name: str
 ) -> None:
     rng = random.Random(name)
     caller, link = drive(participant, hub)
@@ -276,7 +257,7 @@ def test_a_participant_outlives_each_message_before_and_after_the_lease(
     asks(participant, hub)
 
 
-def test_a_hello_of_any_kind_is_answered(participant: Runtime, hub: Hub) -> None:
+def test_a_hello_of_any_kind_is_answered(participant: Participant, hub: Hub) -> None:
     for hello in ({}, {"controller": None}, {"controller": ["x"] * 100, "description": {}}, {"x": "y" * 3000}):
         caller = Caller()
         link = hub.connect(participant._server.address, hello, caller, LIMIT_S)
@@ -287,7 +268,7 @@ def test_a_hello_of_any_kind_is_answered(participant: Runtime, hub: Hub) -> None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_holder_outlives_any_client(participant: Runtime, seed: int) -> None:
+def test_a_holder_outlives_any_client(participant: Participant, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(6):
         client = DataClient(participant._server.address, LIMIT_S)
@@ -309,7 +290,7 @@ def test_a_holder_outlives_any_client(participant: Runtime, seed: int) -> None:
     client.close()
 
 
-def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hub) -> None:
+def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Participant, hub: Hub) -> None:
     """Members that never come, operands and predecessors that never do: all is over with the lease."""
     before = _threads("raycollect-order")
     caller, link = drive(participant, hub)
@@ -327,7 +308,9 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
         assert not thread.is_alive()
 
 
-def test_a_controller_that_comes_anew_finds_nothing_of_the_groups_that_it_had(participant: Runtime, hub: Hub) -> None:
+def test_a_controller_that_comes_anew_finds_nothing_of_the_groups_that_it_had(
+    participant: Participant, hub: Hub
+) -> None:
     """Its first connection may be there still."""
     for group_id in ("one", "the next"):
         caller = Caller()
@@ -336,7 +319,7 @@ def test_a_controller_that_comes_anew_finds_nothing_of_the_groups_that_it_had(pa
         spec = replace(SPEC, group_id=group_id, world_size=1)
         link.send(Join(request=1, group=spec, rank=0, members=MEMBERS[:1]))
         assert caller.hear(Joined).error is None
-        assert set(participant.process_groups.by_id) == {group_id}
+        assert set(participant.runtime.process_groups.by_id) == {group_id}
     link.close()
     asks(participant, hub)
 

@@ -14,6 +14,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import ProtocolError
 from raycollect.group.declaration import Declaration
+from raycollect.member.runtime import Runtime
 from raycollect.planner import Membership
 from tests.pure.driver.tracked_plans import asked, flying, group
 
@@ -82,6 +83,6 @@ def registered_anew(controller: Controller, tracker: PlanTracker) -> PlanTracker
 
 @pytest.fixture
 def controller() -> Any:
-    made = Controller(object())
+    made = Controller(object(), Runtime())
     yield made
     made.close()

@@ -23,6 +23,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import MismatchError, TensorLostError
 from raycollect.group.channel_exchange import ChannelExchange
+from raycollect.member.runtime import Runtime
 from raycollect.planner import Membership
 from raycollect.pos import Absence
 from tests.pure.driver.leased import declared
@@ -129,7 +130,7 @@ class Fleet:
     """
 
     def __init__(self, count: int, groups: Sequence[Sequence[int]]) -> None:
-        self.controller = Controller(object())
+        self.controller = Controller(object(), Runtime())
         self.sites = [Site(number, self._heard, self.controller.messages) for number in range(count)]
         self.memberships: list[Membership] = []
         self.members: list[tuple[int, ...]] = []

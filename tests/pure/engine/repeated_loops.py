@@ -19,7 +19,7 @@ from tests.pure.teams import Gate, Script, Team, pinned
 
 
 class Odd:
-    """A communicator with hooks: what is done before a call of a name goes on."""
+    """A communicator with hooks: what comes before a call of a name; "kernel": before an agreement with a kernel."""
 
     def __init__(self, inner: Communicator) -> None:
         self._inner = inner
@@ -28,6 +28,11 @@ class Odd:
     def __getattr__(self, name: str) -> Any:
         value, hook = getattr(self._inner, name), self.hooks.get(name)
         return value if hook is None else lambda *args: (hook(), value(*args))[1]
+
+    def agree(self, launch: Any, arrival: bytes, kernel: Any = None, expected: Any = None) -> Any:
+        for name in ("agree", "kernel") if kernel is not None else ("agree",):
+            self.hooks.get(name, lambda: None)()
+        return self._inner.agree(launch, arrival, kernel, expected)
 
 
 class Ends(list[Any]):

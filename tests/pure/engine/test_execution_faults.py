@@ -94,20 +94,17 @@ class Counted:
         self.calls: list[str] = []
         self._inner = LocalCommunicator(LocalWorld(1), 0)
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        self.calls.append("stage")
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(self, launch: Launch, *others: Any) -> Sequence[bytes]:
         self.calls.append("agree")
-        return self._inner.agree(launch, arrival)
+        return self._inner.agree(launch, *others)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Any:
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         self.calls.append("launch")
-        return self._inner.launch(launch, kernel)
+        self._inner.launch(launch, kernels)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         self.calls.append(f"end {ok}")
-        return self._inner.end(launch, ok)
+        return self._inner.end(launch, ok, owed)
 
     def abort(self, seq: int) -> None:
         raise AssertionError("not the executor's business")
@@ -155,11 +152,11 @@ class Garbling(LocalCommunicator):
 
     at, mask, length = 0, 0xFF, 0
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(self, launch: Launch, arrival: bytes, *others: Any) -> Sequence[bytes]:
         garbled = bytearray(arrival)
         self.length = len(garbled)
         garbled[self.at % self.length] ^= self.mask
-        return super().agree(launch, bytes(garbled))
+        return super().agree(launch, bytes(garbled), *others)
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x10, 0xFF])

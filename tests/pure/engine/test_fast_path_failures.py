@@ -32,7 +32,7 @@ def test_a_kernel_that_is_refused_now_is_told_to_all(loop: MakeLoop, monkeypatch
     def scenario(backend: str) -> Any:
         one = loop(backend, [np.ones(5) for _ in range(3)])
         one.must()
-        one.odd[1].hooks = {"stage": refuse, "again": refuse}
+        one.odd[1].hooks = {"kernel": refuse}
         errors = one.run()
         assert all(type(error) is UnsupportedError for error in errors)
         assert one.dirty == [0, 0, 0]
@@ -56,7 +56,7 @@ def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop, monkeypa
         if closed:
             one.odd[0].close()
         else:
-            one.odd[0].hooks = {"again": gone, "stage": gone, "agree": gone}
+            one.odd[0].hooks = {"agree": gone}
         errors = one.run()
         one.ends.looked_up = gone
         for replay in one.team.replays:
@@ -77,18 +77,13 @@ class Told:
 
     def __init__(self, odd: Any) -> None:
         self.ends: list[tuple[int, bool]] = []
-        self._left = 0
         end = odd.end
 
-        def ended(launch: Any, ok: bool) -> Any:
-            self.ends.append((self._left, ok))
-            self._left = 0
-            return end(launch, ok)
+        def ended(launch: Any, ok: bool, owed: Any) -> Any:
+            self.ends.append((len(owed), ok))
+            return end(launch, ok, owed)
 
-        odd.forsake, odd.end = self._forsake, ended
-
-    def _forsake(self, launch: Any, kernels: Any) -> None:
-        self._left += len(kernels)
+        odd.end = ended
 
 
 @pytest.mark.parametrize("point", ["start", "before_check", "after_check", "before_kernel", "after_kernel", "end"])

@@ -23,11 +23,11 @@ class Noted:
     def __init__(self) -> None:
         self.story: list[tuple[Any, ...]] = []
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(self, launch: Launch, arrival: bytes, *others: Any) -> Sequence[bytes]:
         self.story.append(("agree", launch.seq, launch.timeout_s, arrival))
         return [arrival] * len(launch.ranks)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Any = ()) -> tuple[int, ...]:
         self.story.append(("end", launch.seq, ok))
         return launch.ranks if ok else ()
 

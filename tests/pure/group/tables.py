@@ -39,8 +39,11 @@ class Plain(Exchanged):
 class Seeing(Plain):
     """One that sees by itself how far others came."""
 
-    def lost(self, rank: int) -> None:
+    sees_departures = True
+
+    def lost(self, rank: int) -> bool:
         self.told.append(("lost", rank))
+        return True
 
 
 class Table:

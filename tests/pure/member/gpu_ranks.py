@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 
 from raycollect.backends import streams
-from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
+from raycollect.member.runtime import Runtime
 from tests.fake_cupy import installed
 
 DEVICES = 4
@@ -20,20 +19,15 @@ _names = itertools.count(1)
 
 
 class Ranks:
-    """Groups whose ranks are threads, each with a table of groups of its own; they share the fake's GPUs."""
+    """Groups whose ranks are threads, each with a runtime of its own; they share the fake's GPUs."""
 
     def __init__(self, fake, rendezvous):
         self.fake = fake
         self.cupy = fake.cupy
         self._rendezvous = rendezvous
         self._pools = [ThreadPoolExecutor(1) for _ in range(3)]
-        self._own = threading.local()
+        self._runtimes = [Runtime() for _ in self._pools]
         self._groups = []
-
-    def process_groups(self):
-        if not hasattr(self._own, "process_groups"):
-            self._own.process_groups = ProcessGroups()
-        return self._own.process_groups
 
     def group(self, world, backend="nccl", **options):
         name = f"gpus-{next(_names)}"
@@ -48,8 +42,12 @@ class Ranks:
 
     def run(self, world, body, *args):
         """Calls ``body(rank, *args)`` on all ranks at once; what one raises is in the list like what it returns."""
-        futures = [self._pools[rank].submit(body, rank, *args) for rank in range(world)]
+        futures = [self._pools[rank].submit(self._run, rank, body, args) for rank in range(world)]
         return [one.exception(60) or one.result() for one in futures]
+
+    def _run(self, rank, body, args):
+        with self._runtimes[rank].entered():
+            return body(rank, *args)
 
     def must(self, world, body, *args):
         results = self.run(world, body, *args)
@@ -86,7 +84,6 @@ def ranks(request, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "_free", defaultdict(list))
     with installed(DEVICES, nccl_version=23003, seed=seed) as fake:
         made = Ranks(fake, f"file://{path}")
-        monkeypatch.setattr(ProcessGroups, "current", made.process_groups)
         yield made
         made.close()
         streams._free.clear()

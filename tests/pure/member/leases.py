@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
 
-from raycollect import pos
-from raycollect.channel.messages import Join, Message
-from raycollect.core import ray_internals
+from raycollect.channel.messages import Join, Message, Welcome
 from raycollect.core.model import GroupSpec
-from raycollect.group.process_groups import ProcessGroups
-from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
-from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.member.participant import Participant
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
+from tests.pure.participants import participant
 from tests.support.values import named_member
 
 WAIT_S = 10.0
@@ -29,7 +25,10 @@ _Message = TypeVar("_Message", bound=Message)
 class Heard:
     """A controller's link: all messages, and those that a test waits for."""
 
-    def __init__(self) -> None:
+    peer = "the controller"
+
+    def __init__(self, controller: str = "me") -> None:
+        self.hello = {"controller": controller, "description": "a test"}
         self.messages: list[Message] = []
         self._came: SimpleQueue[Message] = SimpleQueue()
 
@@ -52,23 +51,20 @@ def join(**changes: Any) -> Join:
     return Join(request=1, group=group, **{name: changes.get(name, value) for name, value in fields.items()})
 
 
-def leased(premises: Any, controller: str = "me") -> tuple[Lease, Heard]:
-    heard = Heard()
-    return Lease(controller, "a test", cast(Any, heard), premises), heard
+def leased(premises: Participant, controller: str = "me") -> tuple[Lease, Heard]:
+    heard = Heard(controller)
+    premises.opened(cast(Any, heard))
+    heard.next(Welcome)
+    heard.messages.clear()
+    return premises.leased(), heard
 
 
 @pytest.fixture
-def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ray_internals, "node_address", lambda: "127.0.0.1")
-    return SimpleNamespace(
-        instruments=SimpleNamespace(store=pos.Store()),
-        task_of=lambda seq: None,
-        method_lock=threading.Lock(),
-        finished_calls=FinishedCalls(),
-        watch=WaitMonitor(),
-        is_ordered=True,
-        process_groups=ProcessGroups(),
-    )
+def premises() -> Iterator[Participant]:
+    """Who is leased."""
+    made = participant()
+    yield made
+    made.close()
 
 
 def plan(ticket: Ticket) -> bytes:

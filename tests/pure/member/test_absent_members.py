@@ -15,9 +15,9 @@ from raycollect.errors import (
     KernelError,
     ParticipantDiedError,
 )
-from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as col
+from raycollect.member.runtime import this_runtime
 from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
 from tests.support.waiting import wait_until
@@ -65,7 +65,7 @@ def _receive(name, rank, timeout_s):
 
 def _sum_and_tell(name, rank, folder):
     """Makes a file once the call is under way."""
-    client = ProcessGroups.current().find(name).communicator("all").client
+    client = this_runtime().process_groups.find(name).communicator("all").client
 
     def tell():
         assert wait_until(lambda: client.call is not None and client.call.place == "check")
@@ -119,7 +119,7 @@ def _sum_and_leave(name, rank):
 
 def _fails_in_its_kernel(name, rank, failing):
     """What each rank gets where the kernel of one fails, and by the call after that."""
-    x, communicator = np.full(1 << 16, rank + 1.0), ProcessGroups.current().find(name).communicator("all")
+    x, communicator = np.full(1 << 16, rank + 1.0), this_runtime().process_groups.find(name).communicator("all")
     backend, error = communicator.communicator, None
 
     def launch(*_):

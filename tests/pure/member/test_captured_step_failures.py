@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 import weakref
-from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from raycollect import backends
-from raycollect.channel.messages import Gone, Joined, Message, Run
+from raycollect.channel.messages import Gone, Joined, Run
 from raycollect.core.model import OpKind
 from raycollect.core.protocols import Launch
 from raycollect.engine.value_codec import pack_values
@@ -27,10 +24,9 @@ from raycollect.errors import (
     ProtocolError,
 )
 from raycollect.member import captured_steps, lease
-from raycollect.member.lease import Lease
-from raycollect.observe import Recorder
+from raycollect.member.methods import Methods
 from tests.pure.local_world import LocalCommunicator, LocalWorld
-from tests.pure.member.leases import join, premises
+from tests.pure.member.leases import join, leased, premises
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, pinned
 
@@ -64,9 +60,9 @@ def test_after_a_failure_all_later_runs_are_refused_and_ended(bench: MakeBench, 
 
 
 def test_a_run_that_waits_for_the_turn_ends_as_the_step_is_closed(bench: MakeBench) -> None:
-    turn = threading.Lock()
+    turn = Methods()
     one = bench(turn=turn)
-    with turn:
+    with turn.lock:
         one.run(1, 0, 1)
         one.captured.close("closed")
         one.heard(1)
@@ -97,7 +93,7 @@ class Stuck(LocalCommunicator):
         super().__init__(LocalWorld(2, "g"), 0)
         self.came, self.aborted, self.closed = threading.Event(), threading.Event(), threading.Event()
 
-    def agree(self, launch: Launch, arrival: bytes) -> tuple[bytes, ...]:
+    def agree(self, launch: Launch, *others: Any) -> tuple[bytes, ...]:
         self.came.set()
         assert self.aborted.wait(WAIT_S), "it would last until its own time limit"
         raise GroupBrokenError(group_name="g", detail=f"launch {launch.seq} was ended")
@@ -119,17 +115,16 @@ def test_a_death_that_the_backend_can_not_see_ends_the_run_that_uses_the_group(
     Not a run that uses another group.
     """
     monkeypatch.setattr(lease, "LAST_S", 0.0)
-    communicator, joined = Stuck(), SimpleQueue[Message]()
+    communicator = Stuck()
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: communicator)
-    premises.instruments.recorder = Recorder(time.monotonic)
-    here = Lease("me", "a test", cast(Any, SimpleNamespace(send=joined.put)), premises)
+    here, heard = leased(premises)
     team = Team(2, [Script(rank, [pinned(full(rank))]) for rank in range(2)], group_id="id of g")
     team.collective(OpKind.ALLREDUCE, {0: 0, 1: 0})
     one = bench(team.scripts[0], sequencer=here._sequencer, communicators=here._groups.communicator)
     here._captures.add(CAPTURE, lambda: one.captured)
     for name in ("g", "h")[: 1 + other]:
         here.received(join(name=name, group_id=f"id of {name}"))
-        assert cast(Joined, joined.get(timeout=WAIT_S)).error is None
+        assert heard.next(Joined).error is None
     one.run(1, 0)
     assert communicator.came.wait(WAIT_S)
     here.received(Gone(group_id="id of h" if other else "id of g", rank=1, died=True, detail="killed"))

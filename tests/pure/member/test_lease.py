@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,13 +11,11 @@ from typing import Any, cast
 import msgpack
 import pytest
 
-from raycollect import backends, pos
+from raycollect import backends
 from raycollect.channel.messages import Done, Gone, Joined, Leave, Message
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core import threads, timers
-from raycollect.core.protocols import NoFaults
+from raycollect.core import timers
 from raycollect.engine.execution import Outcome
-from raycollect.engine.instruments import Instruments
 from raycollect.errors import (
     GroupBrokenError,
     MismatchError,
@@ -32,16 +28,12 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.group import process_group
-from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import lease, reporter
-from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
-from raycollect.member.runtime import Runtime, run_in_thread
-from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.member.leases import WAIT_S, join, leased, plan, premises
+from tests.pure.participants import participant
 from tests.pure.thread_faults import apart
 from tests.support.values import named_member
 from tests.support.waiting import wait_until
@@ -63,7 +55,7 @@ class Run:
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
+def waiting(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[[Sequence[bool]], Any]:
     """Runs a program of a member of several groups, each of which says whether its methods come in order.
 
     Gives what the program does where an operand is not there: None, or how it tells that it waits.
@@ -75,17 +67,8 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
         tracker = flying(*(asked(one, (2 * at, 2 * at + 1)) for at, one in enumerate(groups)))
         program = tracker.plan.program(tracker.plan.positions[f"{5:032x}"])
         assert len({share.group_id for share in program.shares}) == len(ordered)
-        link = SimpleNamespace(send=lambda message: None)
-        premises = SimpleNamespace(
-            instruments=Instruments(store=pos.Store(), recorder=Recorder(time.monotonic), clock=time.monotonic),
-            process_groups=ProcessGroups(),
-            task_of=lambda seq: None,
-            method_lock=threading.Lock(),
-            finished_calls=FinishedCalls(),
-            watch=WaitMonitor(),
-            is_ordered=False,
-        )
-        here = Lease("me", "a test", cast(Any, link), cast(Any, premises))
+        premises.methods.is_ordered = False
+        here, _ = leased(premises)
         here._groups.by_id = {
             one.spec.group_id: cast(Any, SimpleNamespace(ordered=says, controller="me"))
             for one, says in zip(groups, ordered, strict=True)
@@ -129,7 +112,7 @@ def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: di
     with pytest.raises(ProtocolError):
         made.received(join(**changes))
     assert heard.messages == []
-    assert premises.process_groups._process_groups == {}
+    assert premises.runtime.process_groups._process_groups == {}
     made.end("the test is over")
 
 
@@ -137,13 +120,12 @@ def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.Monk
     """A call of the member's own finds one of the two at any time; one that is in the old one is told."""
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
     made, heard = leased(premises)
-    found, groups = [], premises.process_groups
-    monkeypatch.setattr(groups, "add", lambda one, add=groups.add: (add(one), found.append(one.name)))
+    groups = premises.runtime.process_groups
     made.received(join())
     old = groups.find("g")
     made.received(join(group_id="the next", world_size=2, rank=1, replaces="id of g"))
     new = groups.find("g")
-    assert (new.spec.group_id, new.rank, found) == ("the next", 1, ["g"])
+    assert (new.spec.group_id, new.rank) == ("the next", 1)
     assert "members of the group have changed" in str(old.broken())
     assert set(made._groups.by_id) == {"the next"}
     assert not [one for one in heard.messages if getattr(one, "error", None)]
@@ -155,15 +137,17 @@ def test_the_end_of_one_lease_leaves_the_groups_of_another(monkeypatch: pytest.M
     """A driver's actor that is a rank of groups which it drives itself has two leases."""
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
     drivers, _ = leased(premises)
-    own, _ = leased(premises, "itself")
+    as_driver = participant(1, premises.runtime)
+    own, _ = leased(as_driver, "itself")
     drivers.received(join())
     own.received(join(name="own", group_id="id of own", members=[named_member("W", ordered=False)] * 2))
     assert own.is_overlapping
     assert not drivers.is_overlapping
     own.end("the actor shuts down what it drives")
-    assert [one.name for one in premises.process_groups.all()] == ["g"]
+    assert [one.name for one in premises.runtime.process_groups.all()] == ["g"]
     drivers.end("the test is over")
-    assert not premises.process_groups.by_id
+    assert not premises.runtime.process_groups.by_id
+    as_driver.close()
 
 
 def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
@@ -171,9 +155,6 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
 ) -> None:
     """Another group may hold the lease for days: what the destroyed ones held must not pile up."""
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
-    premises.instruments = SimpleNamespace(
-        store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
-    )
     here, heard = leased(premises)
     for number in range(3):
         left = group(f"left {number}", (5, 6))
@@ -196,9 +177,6 @@ def test_an_output_of_a_plan_that_found_its_group_ended_raises_a_fault(
 ) -> None:
     """A death ends the group before its plans are aborted: one that begins in between has no reason yet."""
     monkeypatch.setattr(Program, "makes", property(lambda _: True))
-    premises.instruments = SimpleNamespace(
-        store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
-    )
     here, _ = leased(premises)
     tracker = flying(asked(group("ended", (5, 6)), (0, 1)))
     with pytest.raises(PlanAbortedError, match="destroyed"):
@@ -213,11 +191,13 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
     told: list[Any] = []
 
     def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
-        made = SimpleNamespace(close=lambda: told.append("closed"), abort=lambda seq: None, **methods)
+        methods = {
+            "close": lambda: told.append("closed"),
+            "abort": lambda seq: None,
+            "lost": lambda rank: False,
+        } | methods
+        made = SimpleNamespace(**methods)
         monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
-        premises.instruments = SimpleNamespace(
-            store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
-        )
         before = apart()
         here, heard = leased(premises)
         members = [named_member(f"W{rank}", rank, actor_id=f"actor {rank}") for rank in range(2)]
@@ -283,7 +263,7 @@ def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -
         assert member.told == [1], "its communicator has heard which rank has died, and nothing else has happened"
         return Outcome()
 
-    assert member(run, lost=member.told.append) is None
+    assert member(run, lost=lambda rank: not member.told.append(rank)) is None
     assert member.told[:2] == [1, "closed"]
 
 
@@ -294,7 +274,7 @@ def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_plans_are_handed_over_where_methods_may_overlap(premises: Any, is_ordered: bool, ordered: Any) -> None:
     """Also those of groups that were destroyed: they come all the same, and no event loop may wait for their turn."""
-    premises.is_ordered = is_ordered
+    premises.methods.is_ordered = is_ordered
     made, _ = leased(premises)
     made._groups.by_id = {
         str(at): cast(Any, SimpleNamespace(ordered=says, controller="me")) for at, says in enumerate(ordered)
@@ -308,31 +288,27 @@ def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_o
     monkeypatch: pytest.MonkeyPatch, premises: Any
 ) -> None:
     """The pool would run them later, when the others have given up."""
-    premises.is_ordered = False
-    premises.instruments.recorder = Recorder(time.monotonic)
+    premises.methods.is_ordered = False
     made, heard = leased(premises)
-    workers, ran = threads.pool("raycollect-plan", 1), SimpleQueue[int]()
+    ran = SimpleQueue[int]()
     monkeypatch.setattr(made, "run_program", lambda payload, _: ran.put(decode_order(payload)[0].seq))
-    here = cast(Any, SimpleNamespace(_lease=made, plan_threads=workers, kernel_threads=workers))
-    here.run_program = made.run_program
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        assert made.hand_over(plan(Ticket(1, 0)), partial(Runtime._in_thread, here))
+        assert premises.hand_over(plan(Ticket(1, 0)))
         with pytest.raises(ResourceLimitError):
-            run_in_thread(here, plan(Ticket(3, 2)), b"task")
+            premises.run_in_thread(plan(Ticket(3, 2)), b"task")
     told = [(one.seq, from_wire(one.error)) for one in heard.messages if isinstance(one, Done) and one.error]
     assert [seq for seq, _ in told] == [1, 3]
     assert [error.resource for _, error in told if isinstance(error, ResourceLimitError)] == ["threads"] * 2
     assert [made._sequencer.has_ended(seq) for seq in (1, 2, 3)] == [True, False, False], "each in its turn"
-    assert made.hand_over(plan(Ticket(2, 1)), partial(Runtime._in_thread, here))
+    assert premises.hand_over(plan(Ticket(2, 1)))
     assert ran.get(timeout=WAIT_S) == 2
     made._sequencer.end(2)
     assert made._sequencer.has_ended(3)
-    workers.shutdown()
     assert ran.empty()
 
 
@@ -352,7 +328,7 @@ def test_who_leaves_as_its_controller_ends_the_group_waits_for_no_answer(
         if isinstance(message, Gone):
             here.end("the controller is gone") if how is None else here.received(how)
 
-    joined = premises.process_groups.find("g")
+    joined = premises.runtime.process_groups.find("g")
     joined.member.send = send
     leaving = threading.Thread(target=joined.part, daemon=True)
     leaving.start()
@@ -368,7 +344,7 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
     closed = list[bool]()
 
     def create(*_: Any, **__: Any) -> Any:
-        premises.process_groups.by_id["id of g"].plans.refuse("a value of rank 1 is lost")
+        premises.runtime.process_groups.by_id["id of g"].plans.refuse("a value of rank 1 is lost")
         return SimpleNamespace(close=lambda: closed.append(True))
 
     monkeypatch.setattr(backends, "load", lambda *_: create)
@@ -388,7 +364,7 @@ def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(monkeypatch: pyt
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
     here, _ = leased(premises)
     here.received(join())
-    joined = premises.process_groups.by_id["id of g"]
+    joined = premises.runtime.process_groups.by_id["id of g"]
     assert wait_until(lambda: joined.plans.communicator is made)
     begun = []
 

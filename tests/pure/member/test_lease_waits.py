@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from raycollect.channel.messages import Abort, Done, Order
 from raycollect.engine.execution import Outcome
-from raycollect.engine.instruments import Instruments
 from raycollect.errors import PlanAbortedError, from_wire
 from raycollect.member import lease
-from raycollect.member.lease import Lease
-from raycollect.observe import Recorder
+from raycollect.member.participant import Participant
 from raycollect.planner import Ticket
-from raycollect.pos import Store
-from tests.pure.member.leases import Heard, plan, premises
+from tests.pure.member.leases import leased, plan, premises
 
 __all__ = ["premises"]  # a fixture
-
-
-@pytest.fixture
-def leased(premises: Any) -> tuple[Lease, Heard]:
-    premises.instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic)
-    heard = Heard()
-    return Lease("me", "a test", cast(Any, heard), premises), heard
 
 
 # ---------------------------------------------------------------------------------------------- behind a method
@@ -53,11 +42,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_plans_behind_the_method_of_another_process_are_aborted_while_it_runs(
-    premises: Any, leased: tuple[Lease, Heard], ran: list[int]
+    premises: Participant, ran: list[int]
 ) -> None:
     """Nothing says when the method ends. The next plan takes its turn, and runs after the method."""
-    here, heard = leased
-    with premises.method_lock:
+    here, heard = leased(premises)
+    with premises.methods.lock:
         for seq in (1, 2, 3):
             here.received(_order(seq))
         for seq in (1, 2):
@@ -69,5 +58,5 @@ def test_plans_behind_the_method_of_another_process_are_aborted_while_it_runs(
         assert ran == []
     assert heard.next(Done) == Done(seq=3, ranks=[], error=None, story=[])
     assert ran == [3]
-    assert not premises.method_lock.locked()
+    assert not premises.methods.lock.locked()
     here.end("the test is over")

@@ -13,9 +13,9 @@ import pytest
 
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
-from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import operations as imperative
+from raycollect.member.runtime import this_runtime
 from tests.pure.processes import Crew
 from tests.support.waiting import stopped
 
@@ -59,7 +59,7 @@ def warnings_after(quiet_s: float, path: Path) -> Iterator[list[str]]:
     handler, before = Writing(path), watchdog.QUIET_S
     logging.getLogger("raycollect").addHandler(handler)
     watchdog.QUIET_S = quiet_s
-    for process_group in ProcessGroups.current().all():
+    for process_group in this_runtime().process_groups.all():
         process_group.watchdog.look_after(quiet_s)  # it may sleep for as long as before
     try:
         yield handler.texts

@@ -19,6 +19,7 @@ from raycollect.core.model import UNKNOWN_TASK
 from raycollect.errors import ProtocolError
 from raycollect.member import finished_calls, plan_queue
 from raycollect.member.finished_calls import FinishedCalls
+from raycollect.member.methods import Methods
 from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.planner import Ticket
@@ -42,8 +43,7 @@ class Desk:
         reporter = cast(Any, SimpleNamespace(tell=self.told.put, link=link))
         self.order_bell = OrderBell()
         client = OrderBellClient(self.order_bell.segment)
-        locks = FinishedCalls(), threading.Lock()
-        self.queue = PlanQueue(Store(), self.sequencer, reporter, *locks, client)
+        self.queue = PlanQueue(Store(), self.sequencer, reporter, Methods(), client)
 
     def received(self, message: Order) -> None:
         self.queue.received(message, self._run)

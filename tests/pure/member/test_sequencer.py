@@ -171,17 +171,14 @@ def test_nothing_goes_on_after_the_close() -> None:
 
 
 def test_a_wait_without_a_thread_is_in_the_timeline() -> None:
-    tracer = Tracer.current()
+    tracer, times = Tracer(), iter([5.0, 8.0])
     ring = tracer.begin("a test")
     assert ring is not None
-    try:
-        sequencer, times = PlanSequencer(), iter([5.0, 8.0])
-        ring.clock = lambda: next(times)
-        sequencer.start(1, 0)
-        sequencer.after(2, 1, lambda: sequencer.start(2, 1))
-        sequencer.end(1)
-    finally:
-        tracer.end("a test")
+    ring.clock = lambda: next(times)
+    sequencer = PlanSequencer(tracer)
+    sequencer.start(1, 0)
+    sequencer.after(2, 1, lambda: sequencer.start(2, 1))
+    sequencer.end(1)
     (span,) = ring.read().spans
     assert (span.kind, span.name, span.begin_s, span.end_s, span.seq) == (WAIT, "earlier plans", 5.0, 8.0, 2)
     assert not sequencer._came

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,18 +18,20 @@ from raycollect.engine.value_codec import pack_values
 from raycollect.errors import from_wire
 from raycollect.group.communicator import GroupCommunicator
 from raycollect.member import lease, token_lenders
-from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
+from raycollect.member.methods import Methods
+from raycollect.member.participant import Participant
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
-from raycollect.observe import Recorder, Ring, Tracer
+from raycollect.observe import Ring
 from raycollect.planner import Ticket
 from raycollect.pos import Store
 from tests.faults.thread_failures import fail_at
 from tests.pure.fleet import contain
 from tests.pure.member.leases import Heard, join, plan, premises
+from tests.pure.member.leases import leased as lease_of
 from tests.pure.member.step_bench import FakePost, bench
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
@@ -39,12 +39,8 @@ __all__ = ["bench", "premises"]  # fixtures
 
 
 @pytest.fixture
-def leased(premises: Any) -> Iterator[tuple[Lease, Heard]]:
-    premises.instruments.recorder = Recorder(time.monotonic)
-    heard = Heard()
-    made = Lease("me", "a test", cast(Any, heard), premises)
-    yield made, heard
-    made.end("the test is over")
+def leased(premises: Participant) -> tuple[Lease, Heard]:
+    return lease_of(premises)
 
 
 @fault_in("raycollect-apart")
@@ -77,22 +73,18 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
 
 
 @fault_in("raycollect-apart")
-def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Heard]) -> None:
+def test_a_timeline_that_can_not_be_read_is_told_so(premises: Participant, leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
-    ring = Tracer.current().begin("me", 100)
-    assert ring is not None
-    try:
-        with fail_at(Ring, "read", thread="raycollect-apart"):
-            here.received(Collect(request=7, ends=False))
-            unable = heard.next(Unable)
-        assert (unable.request, unable.detail.partition(BOOM)[0]) == (
-            7,
-            "could not look: reading what was recorded failed: ",
-        )
-        here.received(Collect(request=8, ends=True))
-        assert heard.next(Collected).payload
-    finally:
-        Tracer.current().end("me")
+    assert premises.runtime.tracer.begin("me", 100) is not None
+    with fail_at(Ring, "read", thread="raycollect-apart"):
+        here.received(Collect(request=7, ends=False))
+        unable = heard.next(Unable)
+    assert (unable.request, unable.detail.partition(BOOM)[0]) == (
+        7,
+        "could not look: reading what was recorded failed: ",
+    )
+    here.received(Collect(request=8, ends=True))
+    assert heard.next(Collected).payload
 
 
 @fault_in("raycollect-timer")
@@ -159,7 +151,7 @@ def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
 
 def _queue(order_bell: OrderBellClient | None = None) -> PlanQueue:
     reporter = cast(Any, SimpleNamespace(tell=lambda message: None))
-    return PlanQueue(Store(), PlanSequencer(), reporter, FinishedCalls(), threading.Lock(), order_bell)
+    return PlanQueue(Store(), PlanSequencer(), reporter, Methods(), order_bell)
 
 
 @fault_in("raycollect-order")

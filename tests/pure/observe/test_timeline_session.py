@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +23,7 @@ from raycollect.member.introspection import PART_NBYTES
 from raycollect.observe import Label, Place, Ring, Tracer, timeline_session
 from raycollect.observe.clocks import clock_id
 from raycollect.observe.metrics import CALLS, CHECK_SECONDS, NBYTES, SECONDS, Publisher
-from raycollect.observe.timeline_session import TimelineSession, round_trips
+from raycollect.observe.timeline_session import Timelines, TimelineSession, round_trips
 from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, METHOD, PART, PLAN, encode_recorded
 from tests.pure.observe.recorded import Numbers
 
@@ -94,28 +95,28 @@ def joined(participant: Participant, name: str = "W", pid: int = 7) -> Participa
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., TimelineSession]]:
-    """Begins timelines, and ends those that were not."""
-    begun: list[TimelineSession] = []
-
-    def make(**options: Any) -> TimelineSession:
-        begun.append(TimelineSession.begin("a test", dict, **options))
-        return begun[-1]
-
-    yield make
-    for one in begun:
-        one.end(0.0)
-    assert Tracer.current().ring is None
-    TimelineSession.last = None
+def timelines() -> Iterator[Timelines]:
+    """Those of a process; one that goes on ends with the test."""
+    made = Timelines(Tracer(), dict)
+    yield made
+    if made.running is not None:
+        made.running.end(0.0)
+    assert made.tracer.ring is None
 
 
-def test_what_participants_record_comes_together(begin: Callable[..., TimelineSession]) -> None:
+@pytest.fixture
+def begin(timelines: Timelines) -> Callable[..., TimelineSession]:
+    """Begins timelines."""
+    return partial(timelines.begin, "a test")
+
+
+def test_what_participants_record_comes_together(timelines: Timelines, begin: Callable[..., TimelineSession]) -> None:
     line, first, late = begin(limit=100), Participant(), Participant()
     line.leased(joined(first, "A", 1))
     first.work(5)
     line.leased(joined(late, "B", 2))
     late.work(5)
-    ring = Tracer.current().ring
+    ring = timelines.tracer.ring
     assert ring is not None
     ring.add(PLAN, "allreduce", line.began_s, time.monotonic(), 5, Label(op="allreduce", group_id="g1"))
     assert [len(one.slices) for one in line.peek().processes] == [1, 2, 2], "which ends nothing"
@@ -130,11 +131,11 @@ def test_what_participants_record_comes_together(begin: Callable[..., TimelineSe
     assert [len(one.slices) for one in trace.processes] == [1, 2, 2]
     assert (first.limit, trace.missing, first.ring) == (100, (), None)
     assert not any(isinstance(one, Tick) for one in first.heard), "it has the same clock"
-    assert TimelineSession.last is trace
+    assert timelines.last is trace
 
 
 def test_another_one_can_begin_where_a_signal_has_ended_the_end(
-    begin: Callable[..., TimelineSession], monkeypatch: pytest.MonkeyPatch
+    timelines: Timelines, begin: Callable[..., TimelineSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line, participant = begin(), Participant()
     line.leased(joined(participant))
@@ -147,11 +148,11 @@ def test_another_one_can_begin_where_a_signal_has_ended_the_end(
         patch.setattr(timeline_session, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
             line.end()
-    assert TimelineSession.current() is None
+    assert timelines.running is None
     other = begin()
     assert len(line.end().processes[1].slices) == 2, "nobody was asked yet"
-    assert TimelineSession.current() is other
-    assert Tracer.current().ring is not None
+    assert timelines.running is other
+    assert timelines.tracer.ring is not None
 
 
 def test_a_participant_that_is_leased_as_it_ends_does_not_go_on_recording(
@@ -258,18 +259,18 @@ def test_who_is_given_back_has_told_what_it_recorded(begin: Callable[..., Timeli
     assert (trace.missing, [len(one.slices) for one in trace.processes[1:]]) == ((), [2, 2])
 
 
-def test_one_timeline_at_a_time(begin: Callable[..., TimelineSession]) -> None:
+def test_one_timeline_at_a_time(timelines: Timelines, begin: Callable[..., TimelineSession]) -> None:
     line = begin()
     with pytest.raises(TimelineError, match="recorded already, begun by a test: stop that first"):
-        TimelineSession.begin("another", dict)
+        timelines.begin("another")
     line.end()
     begin().end()
-    Tracer.current().begin("a controller")
+    timelines.tracer.begin("a controller")
     try:
         with pytest.raises(TimelineError, match="the controller that drives this process"):
-            TimelineSession.begin("another", dict)
+            timelines.begin("another")
     finally:
-        Tracer.current().end("a controller")
+        timelines.tracer.end("a controller")
 
 
 def test_answers_without_an_end_are_a_broken_rule() -> None:

@@ -27,7 +27,8 @@ from raycollect.errors import (
 )
 from raycollect.pos import Store, description, tensors
 from raycollect.pos import fetch as fetching
-from raycollect.pos.fetch import _OutOfReach, _read_value, find, lending_s, serve
+from raycollect.pos.fetch import _OutOfReach, _read_value, lending_s, serve
+from raycollect.pos.held import find
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party
 from tests.pure.fleet import contain
 from tests.pure.pos.wire import Wire

@@ -27,12 +27,12 @@ def tensors(value):
     return {name: np.full((4, 6), value, np.float32) for name in NAMES}
 
 
-def source(held):
-    return Source(Container.of(held, arrays.is_tensor), LAYOUTS, 0)
+def source(here, held):
+    return Source(here, Container.of(held, arrays.is_tensor), LAYOUTS, 0)
 
 
-def receiver(held, **kwargs):
-    return Receiver("policy", Container.of(held, arrays.is_tensor), LAYOUTS, 0, **{"inplace": False, **kwargs})
+def receiver(here, held, **kwargs):
+    return Receiver(here, "policy", Container.of(held, arrays.is_tensor), LAYOUTS, 0, **{"inplace": False, **kwargs})
 
 
 def holder(key):

@@ -20,11 +20,11 @@ from raycollect.errors import (
     refusal,
     wrong_layout,
 )
-from raycollect.member.runtime import Runtime
 from raycollect.planner.layout import layout
-from raycollect.pos import Container, Store, fetch
+from raycollect.pos import Container, fetch
 from raycollect.weights import agent
 from raycollect.weights.ranks import Ranks
+from tests.pure.participants import entered, participant
 from tests.pure.weights.sides import (
     AMONG,
     HERE,
@@ -43,21 +43,23 @@ from tests.support.values import replace
 
 
 @pytest.fixture(autouse=True)
-def runtime(monkeypatch):
-    """In place of that of an actor."""
-    made = SimpleNamespace(store=Store(), actor="A", refusals={})
-    monkeypatch.setattr(Runtime, "_current", made)
-    monkeypatch.setitem(fetch._clients.local, b"here", made.store)
-    return made
+def here():
+    """The actor of both ranks; what reads from it has its store."""
+    made = participant()
+    fetch.register_local(HERE.address.secret, made.store)
+    with entered(made):
+        yield made
+    fetch.forget_local(HERE.address.secret)
+    made.close()
 
 
 def part_of(name):
     return {atom for atom in AMONG if atom[0] == name}
 
 
-def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(runtime):
+def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(here):
     held, mine = tensors(1), tensors(0)
-    src, dst = source(held), receiver(mine)
+    src, dst = source(here, held), receiver(here, mine)
     dst.open_stream(V1, AMONG)
     key, found = src.seal_part(V1, AMONG, b"1", "a")
     assert set(found) == part_of("a")
@@ -75,17 +77,17 @@ def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(runtim
     assert dst.land(V1, found, [holder(key)], 1.0) == 0  # it comes late: what lies here is served now
 
 
-def test_holders_that_do_not_have_the_version_any_more_are_named():
-    src, dst = source(tensors(1)), receiver(tensors(0))
+def test_holders_that_do_not_have_the_version_any_more_are_named(here):
+    src, dst = source(here, tensors(1)), receiver(here, tensors(0))
     key, found = src.seal(V1, AMONG, b"1")
     dst.stage(replace(V1, digests=found), [holder(OTHER), holder(key)], 1.0)
     assert dst.gone == (OTHER,)
     assert dst.show(V1)
 
 
-def test_a_version_that_is_open_is_not_shown():
-    src, mine = source(tensors(1)), tensors(0)
-    dst = receiver(mine)
+def test_a_version_that_is_open_is_not_shown(here):
+    src, mine = source(here, tensors(1)), tensors(0)
+    dst = receiver(here, mine)
     dst.open_stream(V1, AMONG)
     key, found = src.seal_part(V1, AMONG, b"1", list(NAMES))
     dst.land(V1, found, [holder(key)], 1.0)
@@ -94,9 +96,9 @@ def test_a_version_that_is_open_is_not_shown():
     assert not mine["a"].any()
 
 
-def test_another_attempt_seals_all_anew_and_one_that_failed_seals_nothing():
+def test_another_attempt_seals_all_anew_and_one_that_failed_seals_nothing(here):
     held = tensors(1)
-    src = source(held)
+    src = source(here, held)
     first, _ = src.seal_part(V1, AMONG, b"1", "a")
     held["a"].fill(2)
     src.fail(V1, b"1", "no such layer")
@@ -105,21 +107,21 @@ def test_another_attempt_seals_all_anew_and_one_that_failed_seals_nothing():
     key, found = src.seal(V1, AMONG, b"2")
     assert key != first
     mine = tensors(0)
-    dst = receiver(mine)
+    dst = receiver(here, mine)
     whole = replace(V1, digests=found)
     dst.stage(whole, [holder(key)], 1.0)
     dst.show(whole)
     assert [float(mine[name][0, 0]) for name in NAMES] == [2, 1, 1]
 
 
-def test_tensors_that_are_given_take_the_place_of_the_published():
+def test_tensors_that_are_given_take_the_place_of_the_published(here):
     held = tensors(1)
-    src = source(held)
+    src = source(here, held)
     key, found = src.seal_part(V1, AMONG, b"1", {"b": np.full((4, 6), 7, np.float32)})
     _, rest = src.seal(V1, AMONG, b"1")
     assert found.items() <= rest.items()
     mine = tensors(0)
-    dst = receiver(mine)
+    dst = receiver(here, mine)
     whole = replace(V1, digests=rest)
     dst.stage(whole, [holder(key)], 1.0)
     dst.show(whole)
@@ -140,37 +142,37 @@ def test_tensors_that_are_given_take_the_place_of_the_published():
         ("again", "'c' was sealed before"),
     ],
 )
-def test_what_is_no_part(part, match):
-    src = source(tensors(1))
+def test_what_is_no_part(here, part, match):
+    src = source(here, tensors(1))
     src.seal_part(V1, AMONG, b"1", "c")
     with pytest.raises(VersionNotPutError, match=match):
         src.seal_part(V1, AMONG, b"1", "c" if part == "again" else part)
 
 
-def test_in_place_methods_and_tensors_are_refused_until_a_version_is_shown(runtime):
+def test_in_place_methods_and_tensors_are_refused_until_a_version_is_shown(here):
     held, mine = tensors(1), tensors(0)
-    src, dst = source(held), receiver(mine, inplace=True)
+    src, dst = source(here, held), receiver(here, mine, inplace=True)
     key, found = src.seal(V1, AMONG, b"1")
     bad = replace(V1, digests={**found, next(iter(part_of("c"))): b"another"})
     with pytest.raises(VersionNotWholeError):
         dst.stage(bad, [holder(key)], 1.0)
     assert (mine["a"] == 1).all()
     with pytest.raises(VersionDirtyError, match="in place has begun"):
-        Runtime.may_begin()
+        here.methods.may_begin()
     with pytest.raises(TensorDirtyError):
-        source(mine).seal(V1, AMONG, b"2")
+        source(here, mine).seal(V1, AMONG, b"2")
     assert dst.state.shown is None
     whole = replace(V1, digests=found)
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES  # that of which another digest was wanted
     assert dst.show(whole)
-    Runtime.may_begin()
-    assert not runtime.store.statistics().dirty
+    here.methods.may_begin()
+    assert not here.store.statistics().dirty
     assert dst.state.shown == V1
 
 
-def test_in_place_what_others_write_before_the_commit_is_not_shown():
-    src, mine = source(tensors(1)), tensors(0)
-    dst = receiver(mine, inplace=True)
+def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
+    src, mine = source(here, tensors(1)), tensors(0)
+    dst = receiver(here, mine, inplace=True)
     key, found = src.seal(V1, AMONG, b"1")
     whole = replace(V1, digests=found)
     dst.stage(whole, [holder(key)], 1.0)
@@ -183,18 +185,18 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown():
 
 
 @pytest.fixture
-def held_here(runtime, monkeypatch):
+def held_here(here, monkeypatch):
     """What this process, as an actor, holds under `KEY`."""
     monkeypatch.setattr(agent, "_member", lambda actor, op: HERE)
     monkeypatch.setattr(agent, "_agents", agent._Agents())
-    runtime.is_ordered = False
+    here.methods.is_ordered = False
     held = tensors(0)
-    runtime.store.put(KEY, Container.of(held, arrays.is_tensor))
+    here.store.put(KEY, Container.of(held, arrays.is_tensor))
     return held
 
 
 @pytest.mark.usefixtures("held_here")
-def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime):
+def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(here):
     def seal(epoch, rank):
         return agent.seal(None, "policy", rank, replace(V1, epoch=epoch), AMONG, b"1")
 
@@ -205,12 +207,12 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(runtime)
         agent.attach_source(None, "policy", 1, KEY, ranks, 1)
     seal(2, 1)
     agent.attach_source(None, "policy", 3, KEY, ranks, 0)
-    assert runtime.store.statistics().held == 1  # what was kept for the earlier epoch is gone
+    assert here.store.statistics().held == 1  # what was kept for the earlier epoch is gone
     with pytest.raises(PublisherReplacedError, match="epoch 3 has begun"):
         seal(2, 1)
     seal(3, 0)
     agent.attach_source(None, "policy", 3, KEY, ranks, 0)  # of one that knows no record of the other
-    assert runtime.store.statistics().held == 1
+    assert here.store.statistics().held == 1
     seal(3, 0)
     agent.detach_source(None, "policy", 2)
     seal(3, 0)
@@ -228,12 +230,12 @@ def test_small_parts_are_told_together(monkeypatch):
     assert [[name for name, _ in found] for _, found in told] == [["a", "b"], ["c"]]
 
 
-def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
+def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
     held_here["none"] = pytest.importorskip("torch").empty(0, 4)  # of which numpy has another address each time
     layouts = LAYOUTS | {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
-    runtime.store.free([KEY])
-    runtime.store.put(OTHER, Container.of(held_here, arrays.is_tensor))
-    src = source(tensors(1))
+    here.store.free([KEY])
+    here.store.put(OTHER, Container.of(held_here, arrays.is_tensor))
+    src = source(here, tensors(1))
     key, found = src.seal(V1, AMONG, b"1")
     whole = replace(V1, digests=found)
     assert agent.attach_receiver(None, "policy", "first", OTHER, layouts, 0, True)[1] is None
@@ -241,21 +243,21 @@ def test_in_place_another_driver_ends_what_one_has_left(runtime, held_here):
     assert agent.attach_receiver(None, "policy", "second", OTHER, layouts, 0, True)[1] is None
     assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 0
     assert agent.show(None, "second", 0, whole)
-    Runtime.may_begin()
+    here.methods.may_begin()
     assert agent.shown("second") == (True, V1)
     assert agent.attach_receiver(None, "policy", "third", OTHER, layouts, 0, True)[1] == V1
 
 
-def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
-    src = source(tensors(1))
+def test_tensors_that_others_subscribe_otherwise_are_theirs(here, held_here):
+    src = source(here, tensors(1))
     key, found = src.seal(V1, AMONG, b"1")
-    whole, before = replace(V1, digests=found), runtime.store.statistics().held
+    whole, before = replace(V1, digests=found), here.store.statistics().held
     agent.attach_receiver(None, "policy", "first", KEY, LAYOUTS, 0, False)
     agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
     assert agent.show(None, "first", 0, whole)
-    assert runtime.store.statistics().held == before + 1
+    assert here.store.statistics().held == before + 1
     agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True)
-    assert runtime.store.statistics().held == before  # the second set of the other is given up
+    assert here.store.statistics().held == before  # the second set of the other is given up
     assert agent.shown("first") == (False, None)
     with pytest.raises(VersionNotWholeError, match="others subscribed its tensors"):
         agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
@@ -263,18 +265,18 @@ def test_tensors_that_others_subscribe_otherwise_are_theirs(runtime, held_here):
     assert held_here["a"].all()
 
 
-def test_subscriptions_that_have_no_element_of_a_rank_take_nothing_from_each_other(runtime, held_here):
+def test_subscriptions_that_have_no_element_of_a_rank_take_nothing_from_each_other(here, held_here):
     none = {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
-    runtime.store.put(OTHER, Container.of({"none": np.empty((0, 4), np.float32)}, arrays.is_tensor))
+    here.store.put(OTHER, Container.of({"none": np.empty((0, 4), np.float32)}, arrays.is_tensor))
     for name in ("first", "second"):
         agent.attach_receiver(None, "policy", name, OTHER, none, 0, False)
     assert [agent.shown(name) for name in ("first", "second")] == [(True, None)] * 2
 
 
-def test_tensors_that_have_become_others_are_refused_before_anything_is_copied():
+def test_tensors_that_have_become_others_are_refused_before_anything_is_copied(here):
     torch = pytest.importorskip("torch")
     held, mine = ({name: torch.full((4, 6), float(at)) for name in NAMES} for at in range(2))
-    src, dst = source(held), receiver(mine)
+    src, dst = source(here, held), receiver(here, mine)
     key, found = src.seal(V1, AMONG, b"1")
     dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
     mine["c"].data = mine["c"].half()
@@ -289,10 +291,10 @@ def test_tensors_that_have_become_others_are_refused_before_anything_is_copied()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_torch_is_told_that_tensors_were_written(inplace):
+def test_torch_is_told_that_tensors_were_written(here, inplace):
     torch = pytest.importorskip("torch")
-    src, mine = source(tensors(1)), {name: torch.zeros(4, 6, requires_grad=True) for name in NAMES}
-    dst = receiver(mine, inplace=inplace)
+    src, mine = source(here, tensors(1)), {name: torch.zeros(4, 6, requires_grad=True) for name in NAMES}
+    dst = receiver(here, mine, inplace=inplace)
     key, found = src.seal(V1, AMONG, b"1")
     loss = (mine["a"] * mine["b"]).sum()
     dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
@@ -301,19 +303,19 @@ def test_torch_is_told_that_tensors_were_written(inplace):
         loss.backward()
 
 
-def test_in_place_in_another_byte_order():
-    src, mine = source(tensors(1)), {name: np.zeros((4, 6), ">f4") for name in NAMES}
-    dst = receiver(mine, inplace=True)
+def test_in_place_in_another_byte_order(here):
+    src, mine = source(here, tensors(1)), {name: np.zeros((4, 6), ">f4") for name in NAMES}
+    dst = receiver(here, mine, inplace=True)
     key, found = src.seal(V1, AMONG, b"1")
     dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
     assert dst.show(V1)
     assert all((one == 1).all() for one in mine.values())
 
 
-def test_an_actor_of_two_ranks_shows_a_version_when_both_do(runtime, held_here):
+def test_an_actor_of_two_ranks_shows_a_version_when_both_do(here, held_here):
     more = tensors(0)
-    runtime.store.put(OTHER, Container.of(more, arrays.is_tensor))
-    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    here.store.put(OTHER, Container.of(more, arrays.is_tensor))
+    key, found = source(here, tensors(1)).seal(V1, AMONG, b"1")
     layouts = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
     for rank, one in enumerate((KEY, OTHER)):
         agent.attach_receiver(None, "policy", "sub", one, layouts, rank, False)
@@ -324,15 +326,15 @@ def test_an_actor_of_two_ranks_shows_a_version_when_both_do(runtime, held_here):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_overwritten(runtime, held_here, inplace):
+def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_overwritten(here, held_here, inplace):
     array = held_here["b"]
-    runtime.store.mark_dirty([arrays.byte_range(array)], [array])
-    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+    here.store.mark_dirty([arrays.byte_range(array)], [array])
+    key, found = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, inplace)
-    assert runtime.store.statistics().dirty == 1
+    assert here.store.statistics().dirty == 1
     agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
     assert agent.show(None, "sub", 0, V1)
-    assert runtime.store.statistics().dirty == 0
+    assert here.store.statistics().dirty == 0
     assert (array == 1).all()
 
 
@@ -361,12 +363,12 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
     assert asked == [0, 1]
 
 
-def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(runtime, held_here):
-    before = runtime.store.statistics().held
-    key, found = source(tensors(1)).seal(V1, AMONG, b"1")
+def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here, held_here):
+    before = here.store.statistics().held
+    key, found = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, True)
     agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
     agent.drop_receiver(None, "sub")
-    assert (agent.shown("sub"), runtime.store.statistics().held) == ((False, None), before + 1)
+    assert (agent.shown("sub"), here.store.statistics().held) == ((False, None), before + 1)
     with pytest.raises(VersionDirtyError):
-        Runtime.may_begin()
+        here.methods.may_begin()

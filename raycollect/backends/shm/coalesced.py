@@ -1,0 +1,90 @@
+"""Rows over several arrays: kernels that are launched together are staged as one, without extra copies."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends.arrays import Array, Flat, native
+from raycollect.backends.completion import remembered
+from raycollect.core.model import Kernel
+
+# Elements [first, last) of a row, the array that holds them, and their range [start, stop) in it
+_Span = tuple[int, int, Flat, int, int]
+
+
+class CoalescedRow(Flat):
+    """Consecutive arrays of one type as a flat row of native elements; see `Flat`."""
+
+    __slots__ = ("_ends", "_flats", "_known", "nbytes")
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._flats = [Flat(array) for array in arrays if array.size]
+        self._ends = list(accumulate(one.size for one in self._flats))
+        self._known: dict[tuple[int, int], list[_Span]] = {}  # chunks are the same every time
+        self.direct: bool = False
+        self.size: int = self._ends[-1] if self._ends else 0
+        self.dtype: np.dtype[Any] = (self._flats or [Flat(arrays[0])])[0].dtype
+        self.nbytes: int = self.size * self.dtype.itemsize
+
+    def _spans(self, lo: int, hi: int) -> Sequence[_Span]:
+        """Cuts elements [lo, hi) into segments that each lie in one array."""
+        found = self._known.get((lo, hi))
+        if found is None:
+            found = self._known[lo, hi] = list(self._cut(lo, hi))
+        return found
+
+    def read(self, lo: int, hi: int) -> Array:
+        """Returns a copy of elements [lo, hi)."""
+        chunk: Array = np.empty(hi - lo, self.dtype)
+        self.fill(chunk, lo, hi)
+        return chunk
+
+    def fill(self, chunk: Array, lo: int, hi: int) -> None:
+        """Copies elements [lo, hi) to a chunk of equal size."""
+        parts = [one.read(start, stop) for _, _, one, start, stop in self._spans(lo, hi)]
+        if parts:
+            np.concatenate(parts, out=chunk)
+
+    def write(self, lo: int, hi: int, values: Array) -> None:
+        """Writes elements [lo, hi)."""
+        for first, last, one, start, stop in self._spans(lo, hi):
+            one.write(start, stop, values[first - lo : last - lo])
+
+    def _cut(self, lo: int, hi: int) -> Iterator[_Span]:
+        at = bisect_right(self._ends, lo)
+        while lo < hi:
+            one, end = self._flats[at], min(hi, self._ends[at])
+            before = self._ends[at] - one.size
+            yield lo, end, one, lo - before, end - before
+            lo, at = end, at + 1
+
+
+def coalesced(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Coalesces kernels of one kind, op and root into one kernel per dtype, in the order of their first arrays."""
+    return remembered(kernels, "coalesced", _coalesce)
+
+
+def _coalesce(kernels: Sequence[Kernel]) -> list[Kernel]:
+    first, by_type = kernels[0], dict[np.dtype[Any], list[Kernel]]()
+    for kernel in kernels:
+        by_type.setdefault(native(kernel.sample.dtype), []).append(kernel)
+    return [
+        Kernel(
+            kind=first.kind,
+            src=_side([kernel.src for kernel in some]),
+            dst=_side([kernel.dst for kernel in some]),
+            op=first.op,
+            peer=first.peer,
+        )
+        for some in by_type.values()
+    ]
+
+
+def _side(arrays: Sequence[Array | None]) -> CoalescedRow | None:
+    given = [array for array in arrays if array is not None]
+    return CoalescedRow(given) if given else None

@@ -1,0 +1,282 @@
+"""Two runtimes in one process: each is like a process of its own, and they share groups as processes do."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect import backends
+from raycollect.backends.capabilities import Capabilities
+from raycollect.channel import Hub, Link
+from raycollect.channel.messages import (
+    Abort,
+    Done,
+    Join,
+    Joined,
+    Leave,
+    Message,
+    Order,
+    Publish,
+    Survey,
+    Surveyed,
+    Welcome,
+)
+from raycollect.core.model import GroupSpec, Member
+from raycollect.errors import ChannelError, PlanAbortedError, from_wire
+from raycollect.group.coordinator import Coordinator
+from raycollect.group.membership import membership_of
+from raycollect.member import init
+from raycollect.member import operations as col
+from raycollect.member.participant import Participant
+from raycollect.member.runtime import Runtime, this_runtime
+from raycollect.planner import Membership, Ticket, encode_order, encode_program
+from tests.pure.driver.tracked_plans import asked, flying, key_of
+from tests.pure.fleet import contain
+from tests.pure.participants import participant
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Runtime]]:
+    yield (made := [Runtime(), Runtime()])
+    for one in made:
+        for process_group in one.process_groups.all():
+            process_group.close()
+        one.process_groups.hub.close()
+
+
+def at_once(ranks: list[Runtime], call: Callable[[int], Any]) -> list[Any]:
+    """Makes a call in each runtime, by its rank, at the same time."""
+
+    def make(rank: int) -> Any:
+        with ranks[rank].entered():
+            return call(rank)
+
+    with ThreadPoolExecutor(len(ranks)) as workers:
+        return [one.result(WAIT_S) for one in [workers.submit(make, rank) for rank in range(len(ranks))]]
+
+
+# ---------------------------------------------------------------------------------------------- members' calls
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_members_in_one_process_call_each_other(ranks: list[Runtime], tmp_path: Path, backend: str) -> None:
+    tmp_path.chmod(0o700)
+    where = f"file://{tmp_path}"
+    at_once(ranks, lambda rank: init.init_collective_group(2, rank, backend, "g", rendezvous=where))
+    assert not init.is_group_initialized("g"), "which is no group of the process's own"
+    ring = ranks[0].tracer.begin("a test")
+    assert ring is not None
+    tensors = [np.full(3, rank + 1.0) for rank in range(2)]
+    for work in at_once(ranks, lambda rank: col.allreduce(tensors[rank], "g", async_op=True)):
+        work.wait()
+    assert [one.tolist() for one in tensors] == [[3.0] * 3] * 2
+    assert "allreduce" in {span.name for span in ring.read().spans}
+    assert ranks[1].tracer.ring is None, "what one records is nobody else's"
+    assert at_once(ranks, lambda rank: init.get_rank("g")) == [0, 1]
+    at_once(ranks, lambda rank: init.destroy_collective_group("g"))
+
+
+def test_a_forked_child_begins_with_a_runtime_of_its_own() -> None:
+    mine = this_runtime()
+    child = os.fork()
+    if not child:  # nothing of pytest may run there
+        os._exit(int(this_runtime() is mine or this_runtime() is not this_runtime()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert this_runtime() is mine
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+class Driver:
+    """A controller of participants: connects to them, and lets them meet."""
+
+    def __init__(self, hub: Hub, participants: list[Participant], backend: str) -> None:
+        infos = [one.describe(ordered=True) for one in participants]
+        members = tuple(Member(rank=rank, **info) for rank, info in enumerate(infos))
+        spec = GroupSpec(name="g", group_id="id of g", backend=backend, world_size=len(members))
+        self.group: Membership = membership_of(spec, members)
+        self.coordinator = Coordinator(spec.group_id, spec.world_size)
+        self.told: list[SimpleQueue[Any]] = [SimpleQueue() for _ in participants]
+        self.ends: SimpleQueue[tuple[int, Done]] = SimpleQueue()
+        self.links: list[Link] = []
+        self._lock = threading.Lock()
+        for rank, info in enumerate(infos):
+            hello = {"controller": "me", "description": "a test"}
+            self.links.append(hub.connect(info["address"], hello, _End(self, rank), WAIT_S))
+            self.hear(rank, Welcome)
+
+    def join(self) -> None:
+        for rank, link in enumerate(self.links):
+            link.send(Join(request=1, group=self.group.spec, rank=rank, members=list(self.group.members)))
+        assert [self.hear(rank, Joined).error for rank in range(len(self.links))] == [None] * len(self.links)
+
+    def hear(self, rank: int, *kinds: type) -> Any:
+        while not isinstance(one := self.told[rank].get(timeout=WAIT_S), kinds):
+            pass
+        return one
+
+    def wait_for_end(self, seq: int) -> None:
+        """Waits until a plan has ended well on all ranks, of which one may tell for others."""
+        missing = set(range(len(self.links)))
+        while missing:
+            rank, done = self.ends.get(timeout=WAIT_S)
+            assert (done.seq, done.error) == (seq, None)
+            missing.difference_update(done.ranks or [rank])
+
+    def error(self, seq: int, rank: int) -> Any:
+        """The error with which a plan has ended on a rank."""
+        teller, done = self.ends.get(timeout=WAIT_S)
+        assert (teller, done.seq) == (rank, seq)
+        return from_wire(done.error)
+
+    def send_plan(self, seq: int, rank: int) -> None:
+        plan = flying(asked(self.group, (0, 1))).plan
+        position = plan.positions[self.group.members[rank].actor_id]
+        payload = encode_order(Ticket(seq, seq - 1), [key_of(0)], encode_program(plan.program(position)))
+        self.links[rank].send(Order(payload=payload, in_order=True, after=b"", rings=False))
+
+    def received(self, rank: int, message: Any) -> None:
+        if isinstance(message, Done):
+            self.ends.put((rank, message))
+        else:
+            self.told[rank].put(message)
+        if isinstance(message, Publish):
+            with self._lock:
+                for to, answer in self.coordinator.receive(rank, message):
+                    self.links[to].send(answer)
+
+
+class _End:
+    """The driver's end of one connection."""
+
+    def __init__(self, driver: Driver, rank: int) -> None:
+        self.driver, self.rank = driver, rank
+
+    def received(self, link: Link, message: Message) -> None:
+        self.driver.received(self.rank, message)
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        self.driver.told[self.rank].put(reason)
+
+
+@pytest.fixture
+def driver() -> Iterator[Callable[[str], tuple[Driver, list[Participant]]]]:
+    """Makes two participants, each with a runtime of its own, that a controller drives."""
+    hub, made = Hub(), [participant(0), participant(1)]
+
+    def make(backend: str) -> tuple[Driver, list[Participant]]:
+        for rank, one in enumerate(made):
+            one.store.put(key_of(0), contain(np.full(3, rank + 1.0)))
+        return Driver(hub, made, backend), made
+
+    yield make
+    hub.close()
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_participants_in_one_process_run_a_plan(
+    driver: Callable[[str], tuple[Driver, list[Participant]]], backend: str
+) -> None:
+    drives, made = driver(backend)
+    drives.join()
+    for rank in range(2):
+        drives.send_plan(1, rank)
+    drives.wait_for_end(1)
+    assert [one.store.current(key_of(0)).value.tolist() for one in made] == [[3.0] * 3] * 2
+    assert this_runtime().process_groups.by_id == {}
+
+
+def test_a_plan_that_waits_for_a_method_of_another_process_ends_in_time_and_what_follows_goes_on(
+    driver: Callable[[str], tuple[Driver, list[Participant]]],
+) -> None:
+    """The method ends when it likes. Its plan is aborted; the next runs after it, and the lease ends without it."""
+    drives, made = driver("tcp")
+    drives.join()
+    with made[0].methods.lock:
+        drives.send_plan(1, 0)
+        drives.links[0].send(Abort(seq=1, reason="it took too long"))
+        error = drives.error(1, 0)
+        assert isinstance(error, PlanAbortedError)
+        assert error.detail == "it took too long"
+        drives.links[1].send(Abort(seq=1, reason="it took too long"))
+        drives.send_plan(1, 1)
+        assert isinstance(drives.error(1, 1), PlanAbortedError)
+        for rank in range(2):
+            drives.send_plan(2, rank)
+    drives.wait_for_end(2)
+    with made[0].methods.lock:
+        drives.send_plan(3, 0)
+        drives.links[0].close()
+        _lease_again(drives, made[0])
+
+
+def _lease_again(drives: Driver, one: Participant) -> None:
+    hub, told = Hub(), Future[Any]()
+
+    class Next:
+        def received(self, link: Link, message: Message) -> None:
+            told.set_result(message)
+
+        def closed(self, link: Link, reason: ChannelError) -> None:
+            pass
+
+    with closing(hub):
+        address = one.describe(ordered=True)["address"]
+        hub.connect(address, {"controller": "me", "description": "the next"}, Next(), WAIT_S)
+        assert isinstance(told.result(WAIT_S), Welcome)
+
+
+class Slow:
+    """A communicator that takes its time to close."""
+
+    closing, may_close, closed = threading.Event(), threading.Event(), threading.Event()
+    world_size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def close(self) -> None:
+        Slow.closing.set()
+        assert Slow.may_close.wait(WAIT_S)
+        Slow.closed.set()
+
+
+def _make_slow(spec: GroupSpec, rank: int, *_: Any, **__: Any) -> Slow:
+    return Slow(rank)
+
+
+def test_a_backend_that_takes_its_time_to_close_holds_up_no_message(
+    driver: Callable[[str], tuple[Driver, list[Participant]]],
+) -> None:
+    backends.register(
+        Capabilities(
+            name="slow-to-close",
+            factory=_make_slow,
+            interruptible=True,
+            bitwise=True,
+            cross_host=True,
+        )
+    )
+    drives, _ = driver("slow-to-close")
+    drives.join()
+    drives.links[0].send(Leave(group_id="id of g"))
+    drives.links[0].send(Survey(request=7))
+    assert drives.hear(0, Surveyed).request == 7
+    assert Slow.closing.wait(WAIT_S)
+    assert not Slow.closed.is_set()
+    Slow.may_close.set()
+    assert Slow.closed.wait(WAIT_S)
