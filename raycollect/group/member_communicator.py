@@ -76,7 +76,7 @@ class MemberCommunicator(GroupCommunicator):
         self._watchdog = watchdog
         self._watch = watch
         self._callers = Callers(member.rank)
-        self._queue = CallQueue(name, self._callers, partial(getattr, self.client, "broken"))
+        self._queue = CallQueue(name, partial(getattr, self.client, "broken"))
         self._in_use = threading.Lock()  # held by the call that uses the communicator
         self._objecting: Violation | None = None  # what the attempt under way tells the others, instead of its call
 
@@ -99,7 +99,7 @@ class MemberCommunicator(GroupCommunicator):
             thread = self._enter(op)
             try:
                 if self._queue.pending:
-                    return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to), 0).result()
+                    return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to)).result()
                 return self._run(op, attempt, timeout_s, object_to)
             finally:
                 self._callers.leave(thread)
@@ -108,7 +108,8 @@ class MemberCommunicator(GroupCommunicator):
         """Queues a call for the communicator's thread; see `run`."""
         thread = self._enter(op)
         try:
-            return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to), thread)
+            run = partial(self._run, op, attempt, timeout_s, object_to)
+            return self._queue.submit(run, partial(self._callers.leave, thread))
         except RuntimeError:  # the process has no more threads to give
             self._callers.leave(thread)
             raise
