@@ -225,10 +225,10 @@ class MemberCommunicator(GroupCommunicator):
         """Finds the cause of a failure, which may be an echo of another rank's; None as in `_attempt`."""
         client = self.client
         is_broken = isinstance(error, GroupBrokenError) and not agreed
+        # A kernel of a library may fail as another rank's has. Where ranks can go on, each fails by itself.
+        is_echo = isinstance(error, PlanAbortedError) or (isinstance(error, KernelError) and not self._resumes)
         with self._lock:
-            if is_broken or isinstance(
-                error, (KernelError, PlanAbortedError)
-            ):  # the others tell the cause, maybe later
+            if is_broken or is_echo:  # the others tell the cause, maybe later
                 self.client.changed.wait_for(lambda: call.stop or client.cause or call.recalled, CAUSE_S)
             if call.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(call.stop, FaultError)):
                 return call.stop
