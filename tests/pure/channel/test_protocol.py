@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Bye, Fetch, Fetched, Publish
+from raycollect.channel.messages import Abort, Bye, Fetch, Fetched, Publish, decode
 from raycollect.channel.protocol import (
     MAX_FRAME_NBYTES,
     MAX_HANDSHAKE_NBYTES,
@@ -135,6 +136,24 @@ BROKEN: dict[str, Callable[[], tuple[Connection, bytes]]] = {
 def test_what_breaks_a_rule_closes_the_connection_for_ever(case: str) -> None:
     end, data = {**FORGED, **BROKEN}[case]()
     _raises_for_ever(end, data, AuthenticationError if case in FORGED else ProtocolError)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(b"\x91" + head + b"\xff" * 5 for head in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")),
+        *(unit * ((MAX_FRAME_NBYTES - 50) // len(unit)) for unit in (b"\x91", b"\x81\xa1t")),
+    ],
+    ids=lambda payload: f"{payload[:2]!r} {len(payload)}",
+)
+def test_what_announces_much_or_is_deep_takes_little_memory(payload: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(payload)
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_FRAME_NBYTES
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_client_with_the_wrong_key_is_refused_and_told() -> None:
