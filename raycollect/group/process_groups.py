@@ -140,7 +140,6 @@ class ProcessGroups:
         """Lets go of all that a group holds here. Never waits; may be called twice."""
         self.remove(process_group)
         process_group.close(reason)
-        process_group.plans.close(reason)
 
     def places(self) -> dict[str, Place]:
         """The groups, by id, for timelines."""

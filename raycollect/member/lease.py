@@ -31,7 +31,7 @@ from raycollect.errors import (
     kept,
 )
 from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.group.member_communicator import LAST_S
+from raycollect.group.communicator import LAST_S
 from raycollect.group.process_group import ProcessGroup
 from raycollect.member import introspection, joining
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
@@ -316,7 +316,7 @@ class Lease:
     def _arrivals(self, message: messages.Arrivals) -> None:
         group = self._groups.by_id.get(message.group_id)
         if message.group_id:
-            exchange = group.plans.exchange if group is not None else None
+            exchange = group.exchange if group is not None else None
         else:
             exchange = self._exchanges.get(message.seq) or self._captures.exchange(message.seq)
         if exchange is not None:
@@ -332,10 +332,10 @@ class Lease:
         here = self._groups.by_id.get(message.group_id)
         if not message.died or here is None:
             return
-        actor_id, reason = here.actor_ids[message.rank], f"{here.describe(message.rank)} died: {message.detail}"
+        reason = f"{here.member.describe(message.rank)} died: {message.detail}"
         under_way = self._sequencer.running()
         end = partial(self._end_group, here, reason)
-        if not here.plans.lost(actor_id):
+        if not here.plans.lost(message.rank):
             timers.soon_or_now(LAST_S, end)
         self._sequencer.when_ended(under_way, end)
 
@@ -361,10 +361,7 @@ def _measure(lease: Lease, message: messages.Measure) -> None:
     lease._reporter.tell(introspection.measure(message, lease._sequencer, bytes_done))
 
 
-_OF_GROUPS: tuple[type, ...] = (
-    *(messages.Answer, messages.Ask, messages.Deny, messages.Depart),
-    *(messages.Drop, messages.Met, messages.Missed, messages.Publish),
-)
+_OF_GROUPS: tuple[type, ...] = (*(messages.Answer, messages.Ask, messages.Drop, messages.Met, messages.Publish),)
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Join: lambda lease, message: joining.join(

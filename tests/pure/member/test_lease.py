@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from raycollect import backends
-from raycollect.channel.messages import Depart, Done, Gone, Joined, Leave, Message
+from raycollect.channel.messages import Done, Gone, Joined, Leave, Message
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import timers
 from raycollect.engine.run import Outcome
@@ -126,7 +126,7 @@ def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.Monk
     made.received(join(group_id="the next", world_size=2, rank=1, replaces="id of g"))
     new = groups.find("g")
     assert (new.spec.group_id, new.rank) == ("the next", 1)
-    assert "members of the group have changed" in str(old.why_not([1]))
+    assert "members of the group have changed" in str(old.broken())
     assert set(made._groups.by_id) == {"the next"}
     assert not [one for one in heard.messages if getattr(one, "error", None)]
     made.end("the test is over")
@@ -321,11 +321,11 @@ def test_who_leaves_as_its_controller_ends_the_group_waits_for_no_answer(
 
     def send(message: Message) -> None:
         departs(message)
-        if isinstance(message, Depart):
+        if isinstance(message, Gone):
             here.end("the controller is gone") if how is None else here.received(how)
 
     joined = premises.runtime.process_groups.find("g")
-    joined.send = send
+    joined.member.send = send
     leaving = threading.Thread(target=joined.part, daemon=True)
     leaving.start()
     leaving.join(WAIT_S)
@@ -340,7 +340,7 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
     closed = list[bool]()
 
     def create(*_: Any, **__: Any) -> Any:
-        premises.runtime.process_groups.by_id["id of g"].plans.give_up("a value of rank 1 is lost")
+        premises.runtime.process_groups.by_id["id of g"].plans.refuse("a value of rank 1 is lost")
         return SimpleNamespace(close=lambda: closed.append(True))
 
     monkeypatch.setattr(backends, "load", lambda *_: create)

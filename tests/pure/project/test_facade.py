@@ -148,7 +148,7 @@ SHOWN = {
     "Capture": "argument call close explain plan returns run",
     "CapturedRun": "cancel done progress wait",
     "CollectiveParticipant": "",
-    "DirectoryBulletin": "post read remove replace where",
+    "DirectoryBulletin": "post read remove where",
     "Group": "actors add backend call destroy epoch get_rank name rank_table rebuild remove replace "
     "statistics status world_size",
     "Pending": "actor_id key ref request step",
