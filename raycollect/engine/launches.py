@@ -31,7 +31,7 @@ class Launches:
             never is.
         exchange: How the participants meet where they have no group in common, and commit.
         observer: What the run tells of itself, from its beginning on.
-        here: The open launch and its communicator; None before the first, where the controller carries the agreement,
+        opened: The open launch and its communicator; None before the first, where the controller carries the agreement,
             and at the end.
     """
 
@@ -42,17 +42,17 @@ class Launches:
     aborted: Callable[[], str | None] | None = None
     exchange: Exchange | None = None
     observer: Observer = field(init=False)
-    here: tuple[Communicator, Launch] | None = field(init=False, default=None)
+    opened: tuple[Communicator, Launch] | None = field(init=False, default=None)
     _exchanging: Exchange | None = field(init=False, default=None)  # that it may wait in
     _number: int = field(init=False, default=0)  # of the latest launch, counted from the first
 
     def abort(self) -> None:
         """Ends the waits of the run, once `aborted` says why."""
-        here, exchange = self.here, self._exchanging
+        opened, exchange = self.opened, self._exchanging
         if exchange is not None:
             exchange.abort(self.seq)
-        if here is not None:
-            communicator, launch = here
+        if opened is not None:
+            communicator, launch = opened
             communicator.abort(launch.seq)
         self.instruments.store.wake()
 
@@ -61,7 +61,7 @@ class Launches:
         agreement = self.program.agreement
         if agreement.group_id:
             launch = Launch(seq=self.seq, ranks=agreement.ranks, timeout_s=self.program.timeout_s)
-            self.here = self.communicators(agreement.group_id), launch
+            self.opened = self.communicators(agreement.group_id), launch
         elif self.exchange is not None:
             self._exchanging = self.exchange
         else:
@@ -74,8 +74,8 @@ class Launches:
         self, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
     ) -> Sequence[bytes]:
         """Brings an arrival to the agreement, and waits for those of all; see `Communicator.agree`."""
-        if self.here is not None:
-            communicator, launch = self.here
+        if self.opened is not None:
+            communicator, launch = self.opened
             return communicator.agree(launch, arrival, kernel, expected)
         assert self.exchange is not None  # `open` has checked it
         program = self.program
@@ -91,7 +91,7 @@ class Launches:
             GroupBrokenError: This participant has no such group.
             CollectiveTimeoutError: Not all came in time.
         """
-        if step.number != self._number or self.here is None:
+        if step.number != self._number or self.opened is None:
             self._open_next(step)
         self.observer.begin(step)
 
@@ -101,10 +101,10 @@ class Launches:
         # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
         # is found there, and the controller ends the plan for all.
         parts = number + (len(program.everyone) or len(program.tasks))
-        before_it, self.here = self.here, None
+        before_it, self.opened = self.opened, None
         if before_it is not None:
             before_it[0].end(before_it[1], True)
-        self.here, self._number = (communicator, launch), number
+        self.opened, self._number = (communicator, launch), number
         self._check()
         communicator.agree(replace(launch, timeout_s=program.timeout_s * (1 + parts)), b"")
 

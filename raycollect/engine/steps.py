@@ -58,7 +58,7 @@ class Environment(Protocol):
 class Run(Protocol):
     """What steps need of the run that they are part of; see `run.Run`."""
 
-    here: tuple[Communicator, Launch] | None
+    opened: tuple[Communicator, Launch] | None
     has_touched: bool
     has_committed: bool
     is_loaded: bool
@@ -307,9 +307,9 @@ class Direct(Bundle):
     def run(self, run: Run) -> None:
         """Runs the kernel."""
         observer, faults, store = run.observer, run.instruments.faults, run.instruments.store
-        (step,), here = self.steps, run.here
-        assert type(step) is Kernels and here is not None  # noqa: PT018 - as the schedule has made it
-        communicator, launch = here
+        (step,), opened = self.steps, run.opened
+        assert type(step) is Kernels and opened is not None  # noqa: PT018 - as the schedule has made it
+        communicator, launch = opened
         observer.bundle, observer.step, observer.left = self, step, 1
         try:
             if faults is not None:
