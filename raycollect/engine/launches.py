@@ -13,7 +13,7 @@ from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator, Exchange
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.observer import Observer
-from raycollect.engine.steps import Boxes, Kernels, Packed, parts_of
+from raycollect.engine.steps import Boxes, Kernels
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.planner import Program
 
@@ -83,7 +83,7 @@ class Launches:
         blobs = tuple(map(bytes, self.exchange(launch, arrival)))
         return expected if expected is not None and blobs == expected else blobs
 
-    def enter(self, step: Kernels | Packed | Boxes) -> None:
+    def enter(self, step: Kernels) -> None:
         """Begins a step: opens its launch, unless that is open, after all have begun it.
 
         Raises:
@@ -95,7 +95,7 @@ class Launches:
             self._open_next(step)
         self.observer.begin(step)
 
-    def _open_next(self, step: Kernels | Packed | Boxes) -> None:
+    def _open_next(self, step: Kernels) -> None:
         communicator, program, number = self.communicators(step.group_id), self.program, step.number
         launch = Launch(seq=self.seq + number, ranks=step.ranks, timeout_s=program.timeout_s)
         # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
@@ -137,7 +137,10 @@ class Launches:
         prepared, latest = observer.prepared, observer.step
         if prepared is None:
             return ()
-        steps = [each for bundle in prepared.bundles for step in bundle.steps for each in parts_of(step, latest)]
+        steps = list[Kernels]()
+        for step in (step for bundle in prepared.bundles for step in bundle.launched):
+            in_messages = isinstance(step, Boxes) and any(one is latest for one in step.otherwise)
+            steps += step.otherwise if isinstance(step, Boxes) and in_messages else (step,)
         at = next((at for at, step in enumerate(steps) if step is latest), -1)
         begun = () if latest is None else latest.kernels[len(latest.kernels) - observer.left :]
         later = (step.kernels for step in steps[at + 1 :] if step.number == self._number)

@@ -22,7 +22,7 @@ from raycollect.engine.observer import Observer
 from raycollect.engine.preparation import Preparation
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, BytesDone
-from raycollect.engine.steps import Boxes, Direct, Kernels, Packed
+from raycollect.engine.steps import Boxes, Direct, Kernels
 from raycollect.errors import (
     FaultError,
     KernelError,
@@ -279,7 +279,7 @@ class Run(Launches):
 
     # ------------------------------------------------------------------------------------------ for its steps
 
-    def launch(self, step: Kernels | Packed) -> None:
+    def launch(self, step: Kernels) -> None:
         """Runs the kernels of a step in the open launch."""
         assert self.opened is not None  # `enter` has opened it
         communicator, launch = self.opened
