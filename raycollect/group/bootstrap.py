@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from raycollect import backends
 from raycollect.channel import Hub, Link
-from raycollect.channel.messages import Depart, Message, Refused, Welcome
+from raycollect.channel.messages import Gone, Message, Refused, Welcome
 from raycollect.channel.protocol import OTHER_VERSION
 from raycollect.core.codec import Codec
 from raycollect.core.model import Address, GroupSpec
@@ -191,7 +191,7 @@ class _Uplink:
         """Says goodbye."""
         if self.link is not None:
             with suppress(ConnectionLostError):
-                self.link.send(Depart(group_id=""))
+                self.link.send(Gone(group_id="", rank=-1, died=False, detail=""))
             self.link.close()
 
     def received(self, link: Link, message: Message) -> None:
@@ -212,7 +212,7 @@ class _Uplink:
         self._answers.put(kept(reason))
         process_group, self._process_group = self._process_group, None  # which holds this
         if process_group is not None:
-            actor = process_group.actor(0)
+            actor = process_group.member.actor(0)
             detail = f"its process, which relays for the group, ended ({reason.detail})"
             died = ParticipantDiedError(group_name=process_group.name, rank=0, actor=actor, detail=detail)
             process_group.orphaned(died)

@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from time import monotonic
 from typing import Any
 
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError, Violation, refusal
-from raycollect.group.call_queue import Callers, CallQueue
+from raycollect.group.call_queue import CallQueue
 from raycollect.group.coordinator import ALL, name_of_ranks
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
@@ -345,9 +344,9 @@ class TorchProcessGroup(_Named):
         else:
             if queue is None:
                 name = f"{self._member_group}-{communicator}"
-                made = CallQueue(name, Callers(place.rank), partial(place.why_not, ()))
+                made = CallQueue(name, place.broken)
                 queue = self._queues.setdefault(communicator, made)
-            future = queue.submit(run, 0)
+            future = queue.submit(run)
         op = kind.value if source < 0 else OpKind.RECV.value
         return TorchWork(MemberWork(place, op, future, is_heard=True), future, tensors, source)
 

@@ -80,7 +80,7 @@ for call in (
 
 
 def test_the_pure_rooms_import_without_ray() -> None:
-    rooms = "backends, backends.local, channel, engine.execution, errors, member.sequencer, observe, planner, pos"
+    rooms = "backends, backends.local, channel, engine.run, errors, member.sequencer, observe, planner, pos"
     imports = "\n".join(f"import raycollect.{room.strip()}" for room in rooms.split(","))
     assert _python(f"import raycollect\n{imports}\nprint('ray' in sys.modules)", "ray") == "False"
 
