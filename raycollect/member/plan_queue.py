@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -135,10 +134,6 @@ class PlanQueue:
             finished_calls.wait_for(lambda: bool(finished_calls.is_over(task)) or goes_on(), None)
         if self._reached >= seq:  # what is behind the call as well need not ask again
             finished_calls.note(task, is_over=True)
-
-    def without_methods(self, seq: int) -> AbstractContextManager[None]:
-        """Keeps the methods that Ray calls from running; PlanAbortedError: the plan was aborted while one ran."""
-        return self._methods.without(seq, partial(self._sequencer.reason, seq))
 
     def wait_for_operands(self, seq: int, keys: Sequence[Key]) -> None:
         """Waits for the operands of a plan; PlanAbortedError: it was aborted meanwhile."""
