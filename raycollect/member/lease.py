@@ -136,7 +136,11 @@ class Lease:
         """
         came = Came(*decode_order(payload), order=None)
         self.plan_queue.reached(came.ticket.seq)
-        return self._carry_out(came, task)
+        try:
+            return self._carry_out(came, task)
+        except SystemExit:
+            self._holder.exits()
+            raise
 
     def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
         ticket, keys, program, order = came
