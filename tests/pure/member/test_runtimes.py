@@ -222,6 +222,7 @@ def test_a_plan_that_waits_for_a_method_of_another_process_ends_in_time_and_what
     drives.join()
     with made[0].methods.lock:
         drives.send_plan(1, 0)
+        drives.wait_for_begin(1, 0)
         drives.links[0].send(Abort(seq=1, reason="it took too long"))
         error = drives.error(1, 0)
         assert isinstance(error, PlanAbortedError)
