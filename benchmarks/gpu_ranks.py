@@ -238,7 +238,7 @@ def _interleaved(
     target = bare.cupy.empty(large.size, np.float32)
     copied = (target.data.ptr, large.data.ptr, large.nbytes, runtime.memcpyDeviceToDevice, bare.stream.ptr)
     contenders = [
-        Contender(OURS, lambda: communicator.launch(launch, kernel).wait(TIMEOUT_S), operands),
+        Contender(OURS, lambda: communicator.launch(launch, (kernel,)), operands),
         Contender(BARE, bare.done(operands.call(bare)), operands),
         Contender(COPY, bare.done(lambda: runtime.memcpyAsync(*copied)), operands, copies=True),
     ]
@@ -256,7 +256,7 @@ def body_overhead(communicator: Communicator, launches: Sequence[Launch]) -> dic
         began_s = time.perf_counter()
         communicator.agree(launch, b"")
         inside_s = time.perf_counter()
-        communicator.launch(launch, kernel).wait(TIMEOUT_S)
+        communicator.launch(launch, (kernel,))
         ended_s = time.perf_counter()
         communicator.end(launch, True)
         times[CHECK].append((time.perf_counter() - began_s) * 1e3)
@@ -290,11 +290,11 @@ def body_graphs(communicator: Any, launches: Sequence[Launch], nbytes: int) -> d
     times: dict[str, list[float]] = {name: [] for name in (GRAPH, OURS, *contenders)}
     for at, launch in enumerate(launches[1:]):
         name, other = (OURS, BARE) if at % 2 else (GRAPH, BARE_GRAPH)
-        communicator.again(launch, kernels[name], b"", expected)
+        communicator.agree(launch, b"", kernels[name], expected)
         if name == OURS:
             communicator.agree(launch, b"")  # whoever comes so launches no graph
         began_s = time.perf_counter()
-        communicator.launch(launch, kernels[name]).wait(TIMEOUT_S)
+        communicator.launch(launch, (kernels[name],))
         times[name].append((time.perf_counter() - began_s) * 1e3)
         communicator.end(launch, True)
         times[other] += [one * 1e3 for one in timed(contenders[other], 1)]

@@ -69,7 +69,7 @@ class RaycollectPlayer:
         return col.empty(size, dtype="float32") if self._arena else ordinary(size)
 
     def bind(self, operands: Operands) -> Callable[[], Any]:
-        """One launch of one kernel, as `raycollect.engine.execution` runs a program."""
+        """One launch of one kernel, as `raycollect.engine.run` runs a program."""
         communicator, ranks, seqs = self._communicator, self._ranks, self._seqs
         kernel, most = _kernel(operands)
         whole = replace(kernel, most=most)
@@ -77,11 +77,10 @@ class RaycollectPlayer:
 
         def once() -> None:
             launch = Launch(seq=next(seqs), ranks=ranks, timeout_s=TIMEOUT_S)
-            communicator.stage(launch, kernel)
-            arrivals = communicator.agree(launch, arrival)
+            arrivals = communicator.agree(launch, arrival, kernel)
             if len(set(map(bytes, arrivals))) != 1:
                 raise AssertionError("the ranks disagree")
-            communicator.launch(launch, whole).wait(TIMEOUT_S)
+            communicator.launch(launch, (whole,))
             communicator.end(launch, True)
 
         return once

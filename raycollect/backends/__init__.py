@@ -19,31 +19,17 @@ from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
-from raycollect.core.protocols import (
-    Again,
-    Communicator,
-    CommunicatorFactory,
-    Completion,
-    Exchange,
-    Forsaking,
-    Rendezvous,
-    SegmentSource,
-    Surviving,
-    Together,
-)
+from raycollect.core.protocols import Communicator, CommunicatorFactory, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError
 from raycollect.errors.text import shown
 
 __all__ = [
     "BACKENDS",
-    "Again",
     "Capabilities",
     "Choice",
     "Communicator",
     "CommunicatorFactory",
-    "Completion",
     "Exchange",
-    "Forsaking",
     "Gpu",
     "GroupSpec",
     "Kernel",
@@ -52,9 +38,7 @@ __all__ = [
     "ReduceOp",
     "Rendezvous",
     "SegmentSource",
-    "Surviving",
     "TensorInfo",
-    "Together",
     "canonical",
     "check_placement",
     "choose",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import new_class
@@ -22,7 +22,7 @@ import numpy as np
 from raycollect import backends
 from raycollect.backends.arrays import Array, native
 from raycollect.backends.capabilities import Capabilities
-from raycollect.backends.completion import DONE, translated
+from raycollect.backends.completion import translated
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
@@ -38,7 +38,7 @@ from raycollect.backends.options import (
 )
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import CommunicatorFactory, Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import CommunicatorFactory, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError
 from raycollect.errors.text import shown
 
@@ -146,13 +146,13 @@ class AdoptedCommunicator(Exchanged):
         self._ops = _ops(type(group))
         self._reduce_ops = _reduce_ops(type(group))
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Checks before the agreement that the class supports the kernel."""
-        self._check_supported(launch, kernel)
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels in the caller's thread."""
+        for kernel in kernels:
+            self._launch(launch, kernel)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel in the caller's thread."""
-        self._check_supported(launch, kernel)
+    def _launch(self, launch: Launch, kernel: Kernel) -> None:
+        self._check_kernel(launch, kernel)
         self._check_going(launch)
         with self._use as group:
             try:
@@ -161,14 +161,13 @@ class AdoptedCommunicator(Exchanged):
             except BaseException as exc:
                 self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
                 raise
-        return DONE
 
     def close(self) -> None:
         """Lets the class destroy its group, at once or at the end of the running kernel."""
         self._broken = self._broken or "the communicator was closed"
         self._use.close()
 
-    def _check_supported(self, launch: Launch, kernel: Kernel) -> None:
+    def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
         pair, runs = kernel.kind in (OpKind.SEND, OpKind.RECV), f"what backend {self._backend!r} runs"
         if kernel.kind not in self._ops:
             known = ", ".join(sorted(kind.value for kind in self._ops))

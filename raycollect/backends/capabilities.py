@@ -39,8 +39,11 @@ class Capabilities:
         bitwise: Whether each element is the left fold in rank order; else bits are only equal across ranks.
         cross_host: Whether members may be on several machines.
         one_process: Whether all ranks must be in one process.
-        coalesces: Whether it runs several kernels with one synchronization of the ranks (`protocols.Together`).
+        coalesces: Whether its `launch` runs several kernels with fewer synchronizations of the ranks than one by one.
         chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
+        resumes: Whether its communicator works on after a launch that has failed on some ranks, once all begin the next
+            one with a number above those that any of them has seen; else the ranks make a new one.
+        pairs: The backend of communicators of two ranks for point-to-point calls; empty: itself.
         costs_like: The built-in backend whose costs it has, for the choice of algorithms and predicted times; empty: it
             has its own where it is built in, else those of rings, as most libraries have.
         tested: Whether this project's own tests run it.
@@ -65,6 +68,8 @@ class Capabilities:
     one_process: bool = False
     coalesces: bool = False
     chunk_nbytes: int = -1
+    resumes: bool = False
+    pairs: str = ""
     costs_like: str = ""
     tested: bool = False
 
@@ -154,6 +159,7 @@ _LINES = (
         cross_host=False,
         coalesces=True,
         chunk_nbytes=2 << 20,
+        resumes=True,
         tested=True,
     ),
     Capabilities(
@@ -164,6 +170,7 @@ _LINES = (
         bitwise=True,
         cross_host=True,
         chunk_nbytes=12 << 20,
+        resumes=True,
         tested=True,
     ),
     Capabilities(
@@ -177,6 +184,7 @@ _LINES = (
         bitwise=False,
         cross_host=True,
         chunk_nbytes=12 << 20,
+        pairs="tcp",  # between two ranks it uses plain sockets anyway
         tested=True,
     ),
     Capabilities(
@@ -191,7 +199,15 @@ _LINES = (
         bitwise=False,
         cross_host=True,
     ),
-    _torch("gloo", install="pip install torch", devices=_CPU, ops=_ALL, interruptible=True, tested=True),
+    _torch(
+        "gloo",
+        install="pip install torch",
+        devices=_CPU,
+        ops=_ALL,
+        interruptible=True,
+        pairs="tcp",
+        tested=True,
+    ),
     _torch(
         "mpi",
         install="a torch that was built from source with MPI; the wheels have none",

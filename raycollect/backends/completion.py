@@ -1,4 +1,4 @@
-"""Helpers around kernels that several backends share, and the completion of kernels that run synchronously."""
+"""Helpers around kernels that several backends share."""
 
 from __future__ import annotations
 
@@ -53,16 +53,9 @@ def aborted(group_name: str, launch: Launch, rank: int) -> PlanAbortedError:
     return PlanAbortedError(group_name=group_name, rank=rank, detail=f"launch {launch.seq} was aborted")
 
 
-class Done:
-    """The completion of a kernel that has already ended."""
-
-    __slots__ = ()
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns at once."""
-
-
-DONE = Done()
+def recognized(brought: Sequence[bytes], expected: Sequence[bytes] | None) -> Sequence[bytes]:
+    """Returns what an agreement has brought: the very object `expected` if it is that; see `Communicator.agree`."""
+    return brought if expected is None or list(map(bytes, brought)) != list(expected) else expected
 
 
 def chunks(size: int, step: int) -> Iterator[tuple[int, int]]:

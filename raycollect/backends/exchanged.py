@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raycollect.backends.completion import aborted
+from raycollect.backends.completion import aborted, recognized
 from raycollect.core.model import GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Exchange
 from raycollect.errors import GroupBrokenError, RaycollectError, Violation, refusal
@@ -21,15 +21,16 @@ class Exchanged:
         self._aborted: set[int] = set()
         self._broken = ""
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Does nothing: libraries send from the arrays themselves."""
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks`, so that the library never waits for an absent rank."""
         self._check_going(launch)
-        return self._exchange(launch, arrival)
+        if kernel is not None:
+            self._check_kernel(launch, kernel)
+        return recognized(self._exchange(launch, arrival), expected)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch."""
         for seq in tuple(self._aborted):  # in place: another thread may add meanwhile
             if seq <= launch.seq:
@@ -40,6 +41,14 @@ class Exchanged:
         """Wakes this rank in the agreement; a kernel notices where it checks."""
         self._aborted.add(seq)
         self._exchange.abort(seq)
+
+    def lost(self, rank: int) -> bool:
+        """Returns False: the ranks of a library don't see how far another rank came."""
+        return False
+
+    def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
+        # Raises RefusedError if the library can't run it.
+        pass
 
     def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
         violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)

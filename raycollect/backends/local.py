@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from raycollect.backends.arrays import Flat
 from raycollect.backends.capabilities import refuse_unknown
-from raycollect.backends.completion import DONE, check_fit, translated
+from raycollect.backends.completion import check_fit, recognized, translated
 from raycollect.backends.exchanged import Exchanged
 from raycollect.core.model import GroupSpec, Kernel, Launch
-from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import Communicator, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError
 
 
@@ -38,25 +38,30 @@ def create(
 class LocalCommunicator(Exchanged):
     """The membership of the only rank."""
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
         """Returns this rank's arrival."""
         self._check_going(launch)
-        return [arrival]
+        return recognized([arrival], expected)
 
     def abort(self, seq: int) -> None:
         """Lets nothing more of that launch run; there are no waits."""
         self._aborted.add(seq)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel in the caller's thread."""
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels in the caller's thread."""
         self._check_going(launch)
+        for kernel in kernels:
+            self._run(kernel)
+
+    def _run(self, kernel: Kernel) -> None:
         src, dst = (side[0] if isinstance(side, tuple) else side for side in (kernel.src, kernel.dst))
         with translated(kernel.kind, self._group_name, self.rank):
             if src is not None and dst is not None and dst is not src:
                 given, taken = Flat(src), Flat(dst)
                 check_fit(kernel, given, taken)
                 taken.write(0, taken.size, given.read(0, given.size))
-        return DONE
 
     def close(self) -> None:
         """Lets nothing more run."""

@@ -13,7 +13,7 @@ a kernel that fails    unresponsive ranks are found (`silent`): the library does
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
@@ -56,6 +56,8 @@ class Meshed(Exchanged):
     of a dtype as numpy does.
     """
 
+    sees_departures: bool = True
+
     def __init__(
         self,
         spec: GroupSpec,
@@ -69,19 +71,35 @@ class Meshed(Exchanged):
         self._mesh_nbytes = next(most for world, most in MESH_UP_TO_NBYTES if self.world_size <= world)
         self._is_native = is_native
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Lets the mesh send small data ahead."""
-        if not self._is_for_library(launch, kernel):
-            self._mesh.stage(launch, kernel)
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """Exchanges arrivals on the mesh, which may send small data ahead."""
+        self._check_going(launch)
+        if kernel is not None and self._is_for_library(launch, kernel):
+            kernel = None
+        return self._mesh.agree(launch, arrival, kernel, expected)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels in the caller's thread."""
+        self._check_whole()
+        for kernel in kernels:
+            if self._is_for_library(launch, kernel):
+                self._run_in_library(launch, kernel)
+            else:
+                self._mesh.launch(launch, (kernel,))
+
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
-        self._mesh.end(launch, ok)
-        return super().end(launch, ok)
+        self._mesh.end(launch, ok, owed)
+        return super().end(launch, ok, owed)
 
-    def lost(self, rank: int) -> None:
+    def lost(self, rank: int) -> bool:
         """Ends waits on the mesh for a rank whose process has ended; the library notices by itself."""
-        self._mesh.lost(rank)
+        return self._mesh.lost(rank)
+
+    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
+        raise NotImplementedError
 
     def _is_for_library(self, launch: Launch, kernel: Kernel) -> bool:
         # The same on all ranks of the launch; what is not for the library is for the mesh.

@@ -15,7 +15,9 @@ The rules:
    cut, repeated, swapped or sent back to its sender has a wrong tag.
 3. On a "data" connection, a frame whose message says ``blob_nbytes > 0`` is followed by that many raw bytes. They
    carry no tag: they are as trustworthy as the network. The next frame's tag still has to be right.
-4. Whatever breaks a rule closes the connection for ever.
+4. A "mesh" connection belongs to others after the handshake: whoever reads that takes no byte of what follows
+   (`Connection.handshake_left`).
+5. Whatever breaks a rule closes the connection for ever.
 
 Integers are big endian. How a connection moves is the table `MOVES`; a move that is not there breaks a rule.
 """
@@ -37,7 +39,7 @@ from raycollect.core.codec import Codec
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 
 MAGIC = b"RCOL"
-VERSION = 28
+VERSION = 29
 OTHER_VERSION = "the peer speaks version"  # begins the reason for refusing another release
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32
@@ -45,7 +47,7 @@ TAG_NBYTES = 16
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1 << 20
 MAX_HANDSHAKE_NBYTES = 4096
-PURPOSES = ("control", "data")
+PURPOSES = ("control", "data", "mesh")
 REFUSAL = b"refused"
 
 _HELLOS = Codec[dict[str, Any]](dict[str, Any], "hello")
@@ -252,6 +254,17 @@ class Connection:
             del self._buffer[: self._offset]
             self._offset = 0
         return events
+
+    @property
+    def handshake_left(self) -> int:
+        """How many more bytes the next frame of the handshake has, as far as is known; 0: the handshake is done."""
+        if self.state not in _HANDSHAKE:
+            return 0
+        here = len(self._buffer) - self._offset
+        if here < _LENGTH.size:
+            return _LENGTH.size - here
+        (nbytes,) = _LENGTH.unpack_from(self._buffer, self._offset)
+        return int(_LENGTH.size + nbytes - here)
 
     def receive_eof(self) -> ConnectionLostError:
         """Closes after the peer's last byte; returns the reason to give."""

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
@@ -90,11 +91,35 @@ class ServerHandler(LinkHandler, Protocol):
         ...
 
 
+@runtime_checkable
+class MeshHandler(Protocol):
+    """Takes the connections of a mesh, instead of a participant's."""
+
+    def connected(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        """Takes a non-blocking socket whose handshake is done; runs on the server's thread: be quick."""
+        ...
+
+
 class Server:
     """Listens on one address for those who hold the secret."""
 
-    def __init__(self, host: str, secret: bytes, handler: ServerHandler) -> None:
+    def __init__(
+        self,
+        host: str,
+        secret: bytes,
+        handler: ServerHandler | MeshHandler,
+        *,
+        local: socket.socket | None = None,
+        expected: int = 0,
+    ) -> None:
         """Binds a free port of the Ray node's address, and starts the thread.
+
+        Args:
+            host: The address.
+            secret: What clients have to know.
+            handler: What takes their connections.
+            local: A listening Unix socket; the server takes it over.
+            expected: How many clients may come at once, beside strangers.
 
         Raises:
             ValueError: The host means all interfaces, or the secret is too short.
@@ -102,13 +127,16 @@ class Server:
         """
         Connection("server", secret, nonce=bytes(NONCE_NBYTES))  # judges the secret now rather than at the first client
         self._secret = secret
-        self._handler: ServerHandler | None = handler  # None: it has ended
-        self._listener = sockets.listen(host)
+        self._handler: ServerHandler | MeshHandler | None = handler  # None: it has ended
+        self._listeners = [sockets.listen(host)]
+        self._most = MAX_HALF_OPEN + expected
         self._paused = self._sweeping = False
+        self.trouble: str = ""  # the last reason for accepting nobody
         self._half_open: dict[_HalfOpen, None] = {}  # a set that remembers who came first
         self._data: dict[Stream, threading.Thread] = {}
         self._data_lock = threading.Lock()
-        self.address: Address = Address(host=host, port=self._listener.getsockname()[1], secret=secret)
+        self.address: Address = Address(host=host, port=self._listeners[0].getsockname()[1], secret=secret)
+        self._listeners += [] if local is None else [local]
         self._loop = Loop("raycollect-server")
         self._refusals = Refusals(self._loop.call_later)
         self._loop.call_soon(self._begin)
@@ -126,25 +154,31 @@ class Server:
 
     def end(self, reason: ChannelError) -> None:
         """Stops listening: called by the loop when it stops."""
-        self._loop.unwatch(self._listener)
-        sockets.close((self._listener,))
+        for listener in self._listeners:
+            self._loop.unwatch(listener)
+        sockets.close(self._listeners)
         self._refusals.tell()
         self._handler = None  # which may hold this server
 
     def _begin(self) -> None:
         self._loop.owned.add(self)
-        self._loop.watch(self._listener, _READ, self._accept)
+        self._listen()
 
-    def _accept(self, ready: int) -> None:
-        if len(self._half_open) >= MAX_HALF_OPEN:
+    def _listen(self) -> None:
+        for listener in self._listeners:
+            self._loop.watch(listener, _READ, partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket, ready: int) -> None:
+        if len(self._half_open) >= self._most:
             self._pause()
             return
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
         except OSError as exc:
-            self._refusals.add("somebody", f"no connection can be accepted for now: {exc}")
+            self.trouble = f"no connection can be accepted for now: {exc}"
+            self._refusals.add("somebody", self.trouble)
             self._pause()  # out of descriptors, most likely: trying at once would only spin
             return
         connection = Connection("server", self._secret, nonce=secrets.token_bytes(NONCE_NBYTES))
@@ -172,19 +206,29 @@ class Server:
         # Newcomers stay in the backlog for a moment; then the oldest unfinished handshakes make room.
         if not self._paused:
             self._paused = True
-            self._loop.unwatch(self._listener)
+            for listener in self._listeners:
+                self._loop.unwatch(listener)
             self._loop.call_later(_GRACE_S, self._resume)
 
     def _resume(self) -> None:
-        if len(self._half_open) >= MAX_HALF_OPEN:
-            for client in list(self._half_open)[: MAX_HALF_OPEN // 2]:
+        if len(self._half_open) >= self._most:
+            for client in list(self._half_open)[: self._most // 2]:
                 client.refuse("it made no progress while others waited")
         self._paused = False
-        self._loop.watch(self._listener, _READ, self._accept)
+        self._listen()
 
     def _promote(self, client: _HalfOpen, opened: Opened, rest: list[Event]) -> None:
         handler = self._handler
         if handler is None:  # never: this is the loop's thread, which has ended by then
+            return
+        if isinstance(handler, MeshHandler):
+            if opened.purpose == "mesh" and not rest:
+                handler.connected(client.sock, opened.hello)
+            else:
+                client.refuse("it does not belong to the mesh")
+            return
+        if opened.purpose == "mesh":
+            client.refuse("there is no mesh here")
             return
         if opened.purpose == "data":
             self._serve(Stream(client.sock, client.connection, rest), handler)

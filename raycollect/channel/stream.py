@@ -155,7 +155,7 @@ class Stream:
     def _recv(self, deadline_s: float | None) -> bytes:
         try:
             self.sock.settimeout(_left(deadline_s))
-            data = self.sock.recv(_READ_NBYTES)
+            data = self.sock.recv(self.connection.handshake_left or _READ_NBYTES)
         except OSError as exc:
             raise self._lost(f"nothing came: {exc}") from exc
         if not data:

@@ -1,14 +1,16 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files of JSON of a bounded length."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FRESH = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -28,6 +30,23 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
             os.rename(fresh, target.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
         os.close(folder)
+
+
+def read_json(path: str | os.PathLike[str], most_nbytes: int) -> Any:
+    """Reads a file of JSON in UTF-8, which may begin with a byte order mark.
+
+    Raises:
+        OSError: The file can't be read.
+        ValueError: It is longer than `most_nbytes`, or not JSON.
+    """
+    with Path(path).open("rb") as file:
+        data = file.read(most_nbytes + 1)
+    if len(data) > most_nbytes:
+        raise ValueError(f"the file is longer than {most_nbytes} bytes")
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"the file is not JSON in UTF-8: {exc}") from exc
 
 
 def check(path: Path) -> None:

@@ -281,6 +281,7 @@ class GroupSpec(Wire, frozen=True, kw_only=True):
         backend: The name of the backend, never ``"auto"``.
         world_size: The number of ranks.
         ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
+        coalesces: Whether the backend runs several kernels with fewer synchronizations of the ranks.
         memory: Where its kernels work: ``"cpu"``, ``"cuda"``; ranks bring what lies elsewhere there and back. Empty: it
             takes tensors wherever they are, all on devices of one kind.
         options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
@@ -294,6 +295,7 @@ class GroupSpec(Wire, frozen=True, kw_only=True):
     group_id: str
     backend: str
     ops: tuple[str, ...] = OPS
+    coalesces: bool = False
     memory: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0
@@ -381,8 +383,8 @@ class Kernel:
         op: For reductions.
         peer: The root, or the other rank of a send or receive; -1 where it has no meaning.
         most: The size in elements of the largest piece that any rank gives any other in an ALLGATHER, GATHER, SCATTER,
-            REDUCESCATTER or ALLTOALL, the same on all ranks; 0 before the agreement (in `stage`), when only this
-            rank's sizes are known.
+            REDUCESCATTER or ALLTOALL, the same on all ranks; 0 before the agreement, when only this rank's sizes are
+            known.
         memo: What the backend remembers of these arrays; kernels of a plan that is run again are the same objects.
             Nothing in it may keep a communicator.
         form: The same for what holds of any arrays of this layout: kernels that differ in their memory alone share it.

@@ -82,54 +82,68 @@ class NoSegments:
         raise OSError("this process maps no memory of others")
 
 
-@runtime_checkable
-class Completion(Protocol):
-    """A kernel under way."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns when the kernel has ended.
-
-        Raises:
-            CollectiveTimeoutError: It had not ended in time.
-            PlanAbortedError: It was aborted.
-            KernelError: The library failed.
-        """
-        ...
-
-
 class Communicator(Protocol):
     """One rank's membership in a group, on one backend.
 
-    `stage`, `agree`, `launch` and `end` are called by one thread at a time, in increasing `Launch.seq`; `abort` and
-    `close` by any thread. Each launch: `stage` or not, `agree` once or more, `launch` per kernel, then always `end`.
-    One that works in the memory of a device says in which, as its `device`: ``"cuda:0"``.
+    `agree`, `launch` and `end` are called by one thread at a time, in increasing `Launch.seq`; `abort`, `lost` and
+    `close` by any thread. Each launch: `agree` once or more, `launch` any number of times, then always `end`, once.
+
+    Two attributes are optional. `device`: the device in whose memory it works, ``"cuda:0"``. `sees_departures`: whether
+    a rank in `launch` sees for itself how far another rank came that has left the launch or the group, so that nobody
+    has to abort it; False by default.
     """
 
     rank: int
     world_size: int
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """May copy what this rank gives to its first kernel to where others can read it, before the agreement.
-
-        Where the launch is not refused, all of its ranks have staged or none has.
-        """
-        ...
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
         """Brings all of `launch.ranks` together and returns everybody's `arrival`, in rank order.
 
+        Args:
+            launch: The launch.
+            arrival: What this rank brings.
+            kernel: The first kernel of the launch. The backend may copy what this rank gives to it to where others can
+                read it. Where the launch is not refused, all of its ranks bring their first kernel or none does.
+            expected: What the agreement of an earlier run has returned; ranks may differ in whether they expect
+                anything.
+
+        Returns:
+            The very object `expected` where all have brought just that, so that the caller need not compare.
+
         Raises:
+            RefusedError: The kernel can't be prepared, or the arrival is too long. Nothing was brought: the caller
+                agrees again, with an arrival that says why, and without a kernel.
             CollectiveTimeoutError: Naming the ranks that did not come within `launch.timeout_s`.
             PlanAbortedError: The launch was aborted meanwhile.
         """
         ...
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Starts a kernel; all of `launch.ranks` do, in the same order."""
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels, and returns when they have ended; all of `launch.ranks` do, in the same order.
+
+        Args:
+            launch: The launch, after its agreement.
+            kernels: One kernel; or several of one kind, op and root that don't depend on each other, as many on all
+                ranks. Several come only where the backend's `Capabilities.coalesces`: the backend runs them with fewer
+                synchronizations of the ranks where it can, or one after the other.
+
+        Raises:
+            CollectiveTimeoutError: They had not ended within `launch.timeout_s`.
+            PlanAbortedError: The launch was aborted, or another rank has left it.
+            KernelError: The library failed.
+        """
         ...
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
-        """Closes the launch; `ok` tells whether this rank ran all of it.
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
+        """Closes the launch; called once for each launch, whatever has happened. Never waits for another rank.
+
+        Args:
+            launch: The launch.
+            ok: Whether this rank ran all of it.
+            owed: The kernels on which all ranks have agreed and that this rank has not ended. Others may wait in them:
+                a backend whose ranks can't be interrupted there releases them.
 
         Returns:
             The ranks that are known to have run all of it. Where ranks can see each other, the last one to end sees
@@ -144,46 +158,21 @@ class Communicator(Protocol):
         """
         ...
 
+    def lost(self, rank: int) -> bool:
+        """Hears that the process of a rank has ended. What that rank did before counts.
+
+        Returns:
+            True where the backend sees for itself how far that rank came: a launch for which that is enough goes on to
+            its end, and waits for anything else of that rank raise PlanAbortedError, now and later. False where it
+            can't: the caller aborts the launch under way.
+        """
+        ...
+
     def close(self) -> None:
         """Releases all that the communicator holds. May be called twice.
 
         A launch under way is woken, and releases what it uses as it ends. The library may take its time: callers that
         must not wait make the call on another thread.
-        """
-        ...
-
-
-class Again(Protocol):
-    """An option of a `Communicator`: a shorter agreement for ranks that repeat the last one."""
-
-    def again(
-        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
-    ) -> Sequence[bytes] | None:
-        """Does what `stage` and `agree` do, one after the other.
-
-        Returns:
-            None where all brought what is expected; else what they brought.
-
-        Raises:
-            RefusedError: As `stage`: the kernel can't be prepared. Nothing was brought.
-            CollectiveTimeoutError, PlanAbortedError: As `agree`.
-        """
-        ...
-
-
-@runtime_checkable
-class Together(Protocol):
-    """An option of a `Communicator`: kernels that share what each would cost by itself."""
-
-    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """Runs some of these kernels to their end, from the first one on.
-
-        Args:
-            launch: The launch, after its agreement.
-            kernels: Kernels of one kind, op and root that don't depend on each other, in the same order on all ranks.
-
-        Returns:
-            How many it has run, the same on all ranks; 0 where it is better that they are launched one by one.
         """
         ...
 
@@ -207,28 +196,6 @@ class Reaching(Protocol):
 
         Returns:
             False on all ranks, and nothing was written, where one of them has memory that others can't read.
-        """
-        ...
-
-
-@runtime_checkable
-class Forsaking(Protocol):
-    """An option of a `Communicator` whose ranks can't be interrupted in a kernel."""
-
-    def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        """Releases those who wait for this rank in one of these kernels, which it has agreed to and will not end."""
-        ...
-
-
-@runtime_checkable
-class Surviving(Protocol):
-    """An option of a `Communicator` whose ranks see for themselves how far a dead rank came."""
-
-    def lost(self, rank: int) -> None:
-        """The process of a rank has ended; any thread may call it.
-
-        What it did before counts: a launch for which that is enough goes on to its end. Waits for anything else of that
-        rank raise PlanAbortedError, now and later.
         """
         ...
 

@@ -163,17 +163,18 @@ def listen(host: str) -> socket.socket:
 def listen_locally() -> tuple[socket.socket, str] | None:
     """Listens on a fresh name for processes of this machine, without a file; None where that is not possible.
 
-    Any user of the machine can connect, as to a port.
+    Any user of the machine can connect, as to a port; not from another network namespace. `connect` takes the name,
+    which begins with ``@``, as a host.
     """
     if not sys.platform.startswith("linux"):
         return None
-    name = f"raycollect-{secrets.token_hex(16)}"
+    name = f"@raycollect-{secrets.token_hex(16)}"
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError:  # no descriptor is free
         return None
     try:
-        sock.bind(local_address(name))
+        sock.bind(name.replace("@", "\0"))
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError:
@@ -183,23 +184,20 @@ def listen_locally() -> tuple[socket.socket, str] | None:
     return sock, name
 
 
-def local_address(name: str) -> str:
-    """The address to connect to for `listen_locally`'s name. Network namespaces have names of their own."""
-    return f"\0{name}"
-
-
 def is_local(sock: socket.socket) -> bool:
     """Whether it is a connection within one machine that does not go through the network's code."""
     return sock.family == getattr(socket, "AF_UNIX", None)
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Opens a tuned connection, in blocking mode; raises ConnectionLostError."""
+    """Opens a tuned connection, in blocking mode, to a port or to a name of `listen_locally`; ConnectionLostError."""
     peer = f"{host}:{port}"
     if timeout_s <= 0:
         raise ConnectionLostError(detail="no time was left to connect", peer=peer)
     failed: OSError | None = None
     try:
+        if host.startswith("@"):
+            return _connected(socket.AF_UNIX, socket.SOCK_STREAM, 0, host.replace("@", "\0"), timeout_s)
         for family, kind, number, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
                 return _connected(family, kind, number, place, timeout_s)

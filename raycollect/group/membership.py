@@ -37,7 +37,6 @@ def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | Non
         members=tuple(members),
         topology=topology,
         bitwise=capabilities.bitwise and spec.in_rank_order,
-        coalesces=capabilities.coalesces,
         chunk_nbytes=capabilities.chunk_nbytes,
         costs_like=capabilities.costs_like,
         **more,
@@ -46,7 +45,13 @@ def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | Non
 
 def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
     """The group on another backend, or on the one that was chosen for it."""
-    return replace(spec, backend=backend, ops=backends.ops_of(backend), memory=device_staging.memory_of(backend))
+    return replace(
+        spec,
+        backend=backend,
+        ops=backends.ops_of(backend),
+        coalesces=backends.get(backend).coalesces,
+        memory=device_staging.memory_of(backend),
+    )
 
 
 def placed(spec: GroupSpec, machines: Sequence[str]) -> GroupSpec:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from raycollect.core import files
 from raycollect.errors import InvalidGroupError
@@ -31,21 +32,30 @@ ENVIRONMENT_VARIABLE = "RANK_TABLE_FILE"
 MOST_NBYTES = 16 << 20
 """The longest file, in bytes."""
 
-_LIMIT = 10**9
-_DIGITS = re.compile(r"[0-9]{1,9}")
-_WHOLE = f"a whole number of 0 to {_LIMIT - 1}"
+_Schema = TypeVar("_Schema")
+_Number = Annotated[int, Meta(ge=0, lt=10**9)] | Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+_List = Annotated[list[Any], Meta(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class _Table(msgspec.Struct):
+    version: Any
+    node_list: _List
+
+
+class _Node(msgspec.Struct):
+    device_list: _List
+
+
+class _Device(msgspec.Struct):
+    device_id: _Number
+    rank: _Number
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a rank table: the device's number on its node, and the rank that runs on it."""
 
     device_id: int
     rank: int
-
-    def __post_init__(self) -> None:
-        if any(type(value) is not int or _whole(value) is None for value in (self.device_id, self.rank)):
-            raise ValueError(f"device_id {shown(self.device_id)} and rank {shown(self.rank)}, expected each {_WHOLE}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +64,11 @@ class RankTable:
 
     Attributes:
         nodes: The devices of each node, in the order of the file.
-        source: Where the table came from, for an error.
+        source: The origin of the table, for error messages.
 
     Raises:
-        InvalidGroupError: No node or no device, ranks that are not a permutation of 0 to n-1, or a device twice in one
-            node; with every reason. So do all its constructors.
+        InvalidGroupError: A node has no device, the ranks are not a permutation of 0 to n-1, or a node has a device
+            twice; with every reason. So do all its constructors.
     """
 
     nodes: tuple[tuple[Device, ...], ...]
@@ -66,8 +76,7 @@ class RankTable:
     _positions: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        problems = [f"node_list[{at}].device_list is empty" for at, node in enumerate(self.nodes) if not node]
-        problems += [] if self.nodes else ["node_list is empty"]
+        problems = [] if self.nodes and all(self.nodes) else ["node_list or a device_list is empty"]
         problems += _conflicts(self.nodes)
         if problems:
             raise _refused(self.source, problems)
@@ -86,71 +95,77 @@ class RankTable:
         return cls.from_dict(value) if isinstance(value, Mapping) else cls.read(value)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> RankTable:
+    def read(cls, path: str | os.PathLike[str], *, origin: str = "") -> RankTable:
         """Reads a file and checks it.
 
+        Args:
+            path: The file.
+            origin: Where the path is from, for error messages.
+
         Raises:
-            InvalidGroupError: It can't be read, is not JSON, or the table is refused: with the file's name, and where
-                in it and what would be right for every problem.
+            InvalidGroupError: The file can't be read, is not JSON, or the table is refused: with the file's name, and
+                the position and the expected value of every problem.
         """
         if not is_path(path):
-            expected = "the path of a file, the parsed JSON as a dict, or a RankTable"
-            raise _refused("rank_table", [_problem("it", path, expected)])
-        return cls._read(path, f"rank table {os.fspath(path)!r}")
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> RankTable | None:
-        """Reads the file that `RANK_TABLE_FILE` names; None where the variable is unset or empty.
-
-        Raises:
-            InvalidGroupError: As `read`; the variable is named as well.
-        """
-        path = environ.get(ENVIRONMENT_VARIABLE)
-        return cls._read(path, f"rank table {path!r} (from {ENVIRONMENT_VARIABLE})") if path else None
-
-    @classmethod
-    def _read(cls, path: str | os.PathLike[str], source: str) -> RankTable:
+            expected = "expected the path of a file, the parsed JSON as a dict, or a RankTable"
+            raise _refused("rank_table", [f"it is {shown(path)}, {expected}"])
+        source = f"rank table {os.fspath(path)!r}{origin}"
         try:
-            with Path(path).open("rb") as file:
-                text = file.read(MOST_NBYTES + 1)
-            document = json.loads(text.decode("utf-8-sig")) if len(text) <= MOST_NBYTES else None  # a mark may be first
+            document = files.read_json(path, MOST_NBYTES)
         except OSError as exc:
             raise _refused(source, [f"the file can't be read: {exc.strerror}"]) from exc
-        except (ValueError, RecursionError) as exc:
-            raise _refused(source, [f"the file is not JSON in UTF-8: {exc}"]) from exc
-        if len(text) > MOST_NBYTES:
-            raise _refused(source, [f"the file is longer than {MOST_NBYTES} bytes"])
+        except ValueError as exc:
+            raise _refused(source, [str(exc)]) from exc
         return cls.from_dict(document, source=source)
 
     @classmethod
-    def from_dict(cls, document: Any, *, source: str = "rank table") -> RankTable:
-        """Checks the parsed JSON. Numbers may be strings or integers; fields that the form does not have are ignored.
-
-        `source` is what to call it in an error.
+    def from_environment(cls, environ: Mapping[str, str]) -> RankTable | None:
+        """Reads the file that `RANK_TABLE_FILE` names; None if the variable is unset or empty.
 
         Raises:
-            InvalidGroupError: With where and what would be right for every problem.
+            InvalidGroupError: See `read`; the variable is named as well.
+        """
+        path = environ.get(ENVIRONMENT_VARIABLE)
+        return cls.read(path, origin=f" (from {ENVIRONMENT_VARIABLE})") if path else None
+
+    @classmethod
+    def from_dict(cls, document: Any, *, source: str = "rank table") -> RankTable:
+        """Checks the parsed JSON. Numbers may be strings or integers; unknown fields are ignored.
+
+        `source` names the table in error messages.
+
+        Raises:
+            InvalidGroupError: The table is refused: with the position and the expected value of every problem.
         """
         problems: list[str] = []
-        nodes = _nodes(document, problems)
+        nodes: list[list[Device | None]] = []
+        table = _checked(document, _Table, "the table", problems)
+        if table is not None and table.version not in (VERSION, 1.0):
+            problems.append(f"version is {shown(table.version)}, expected {VERSION!r}")
+        for at, entry in enumerate(table.node_list if table is not None else ()):
+            node = _checked(entry, _Node, f"node_list[{at}]", problems)
+            devices: list[Device | None] = []
+            for index, one in enumerate(node.device_list if node is not None else ()):
+                device = _checked(one, _Device, f"node_list[{at}].device_list[{index}]", problems)
+                devices.append(Device(device_id=int(device.device_id), rank=int(device.rank)) if device else None)
+            nodes.append(devices)
         if problems:
             raise _refused(source, problems + _conflicts(nodes))
-        return cls(nodes=tuple(tuple(device for device in node if device) for node in nodes), source=source)
+        return cls(nodes=tuple(tuple(filter(None, devices)) for devices in nodes), source=source)
 
     @classmethod
     def of_device_ids(cls, device_ids: Any) -> RankTable:
-        """Makes a table of the device ids of each node: ``[[0, 1], [0, 1]]``; ranks are counted through in this order.
+        """Makes a table of the device ids of each node: ``[[0, 1], [0, 1]]``; the ranks are counted in this order.
 
         Raises:
             InvalidGroupError: They are not lists in a list, or the table is refused.
         """
-        if not _is_list(device_ids) or not all(map(_is_list, device_ids)):
-            expected = "one list per node, such as [[0, 1], [0, 1]]"
-            raise _refused("rank table", [_problem("the value of device ids", device_ids, expected)])
+        if not isinstance(device_ids, list | tuple) or not all(isinstance(one, list | tuple) for one in device_ids):
+            expected = "expected one list per node, such as [[0, 1], [0, 1]]"
+            raise _refused("rank table", [f"the value of device ids is {shown(device_ids)}, {expected}"])
         ranks = itertools.count()
-        lists = [[{"device_id": device, "rank": next(ranks)} for device in node] for node in device_ids]
-        document = {"version": VERSION, "node_list": [{"device_list": devices} for devices in lists]}
-        return cls.from_dict(document, source=f"rank table of device ids {shown(device_ids)}")
+        nodes = [[(device_id, next(ranks)) for device_id in node] for node in device_ids]
+        return cls.from_dict(_document(nodes), source=f"rank table of device ids {shown(device_ids)}")
 
     @classmethod
     def of_places(cls, places: Sequence[Place]) -> RankTable:
@@ -175,19 +190,11 @@ class RankTable:
         return tuple(device_id for _, device_id in self._positions)
 
     def node_of(self, rank: int) -> int:
-        """The index in `nodes` of a rank's node.
-
-        Raises:
-            ValueError: There is no such rank.
-        """
+        """The index in `nodes` of a rank's node; ValueError: there is no such rank."""
         return self._position(rank)[0]
 
     def device_of(self, rank: int) -> int:
-        """The device id of a rank.
-
-        Raises:
-            ValueError: There is no such rank.
-        """
+        """The device id of a rank; ValueError: there is no such rank."""
         return self._position(rank)[1]
 
     def _position(self, rank: int) -> tuple[int, int]:
@@ -197,8 +204,7 @@ class RankTable:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; numbers are strings, as the vendor's documents have them."""
-        lists = [[{"device_id": str(d.device_id), "rank": str(d.rank)} for d in node] for node in self.nodes]
-        return {"version": VERSION, "node_list": [{"device_list": devices} for devices in lists]}
+        return _document([[(str(one.device_id), str(one.rank)) for one in node] for node in self.nodes])
 
     def to_json(self) -> str:
         """The text of a file."""
@@ -230,8 +236,8 @@ class Place:
     @classmethod
     def of(cls, node_id: str, accelerator_ids: Mapping[str, Sequence[str]], actor: str = "") -> Place:
         """Reads `RuntimeContext.get_accelerator_ids`; ids that are not numbers (a GPU's UUID) are left out."""
-        given = [_whole(one) for ids in accelerator_ids.values() for one in ids]
-        return cls(node_id=node_id, devices=tuple(one for one in given if one is not None), actor=actor)
+        numbers = (one for ids in accelerator_ids.values() for one in ids if one.isascii() and one.isdecimal())
+        return cls(node_id=node_id, devices=tuple(map(int, numbers)), actor=actor)
 
 
 def assign(table: RankTable, places: Sequence[Place], *, group_name: str = "default") -> tuple[int, ...]:
@@ -292,84 +298,44 @@ def _misfit(
 
 # ---------------------------------------------------------------------------------------------- checks
 
-_Parsed = Sequence[Sequence[Device | None]]
-"""The devices of each node in the order of the file; None: the entry could not be read."""
+
+def _checked(value: Any, schema: type[_Schema], where: str, problems: list[str]) -> _Schema | None:
+    """The value as `schema`; None: it is none, and `problems` says why."""
+    try:
+        return msgspec.convert(value, schema)
+    except (msgspec.ValidationError, OverflowError) as exc:
+        problems.append(f"{where} is {shown(value)}: {exc}")
+        return None
 
 
-def _nodes(document: Any, problems: list[str]) -> _Parsed:
-    version, node_list = _fields(document, "", ("version", "node_list"), problems)
-    if version not in (None, VERSION, 1.0):
-        problems.append(_problem("version", version, f"{VERSION!r}, the only one there is"))
-    nodes = []
-    for at, node in _entries(node_list, "node_list", "node", problems):
-        (device_list,) = _fields(node, f"{at}.", ("device_list",), problems)
-        entries = _entries(device_list, f"{at}.device_list", "device", problems)
-        nodes.append([_device(entry, f"{where}.", problems) for where, entry in entries])
-    return nodes
-
-
-def _fields(value: Any, where: str, names: Sequence[str], problems: list[str]) -> list[Any]:
-    if not isinstance(value, Mapping):
-        problems.append(_problem(where.rstrip(".") or "the whole", value, f"an object with {' and '.join(names)}"))
-        return [None] * len(names)
-    there = listed(name if isinstance(name, str) and len(name) <= 40 else shown(name) for name in value) or "nothing"
-    absent = [name for name in names if value.get(name) is None]
-    problems += [f"{where}{name} is missing; what is there: {there}" for name in absent]
-    return [value.get(name) for name in names]
-
-
-def _entries(value: Any, where: str, noun: str, problems: list[str]) -> list[tuple[str, Any]]:
-    if value is not None and (not _is_list(value) or not value):
-        problems.append(_problem(where, value, f"a list of at least one {noun}"))
-    return [(f"{where}[{index}]", entry) for index, entry in enumerate(value)] if _is_list(value) else []
-
-
-def _device(entry: Any, where: str, problems: list[str]) -> Device | None:
-    values = _fields(entry, where, ("device_id", "rank"), problems)
-    device_id, rank = map(_whole, values)
-    for name, value, number in zip(("device_id", "rank"), values, (device_id, rank), strict=True):
-        if value is not None and number is None:
-            problems.append(_problem(f"{where}{name}", value, _WHOLE))
-    return None if device_id is None or rank is None else Device(device_id=device_id, rank=rank)
-
-
-def _conflicts(nodes: _Parsed) -> list[str]:
+def _conflicts(nodes: Iterable[Sequence[Device | None]]) -> list[str]:
+    """Devices that a node has twice, and ranks that are not a permutation; None: the entry could not be read."""
     problems = []
-    count = sum(map(len, nodes))
-    ranks = f"each of 0 to {count - 1} once, as there are {_count(count, 'device')}"
-    seen: dict[object, str] = {}  # where each device of a node, and each rank, comes first
-    for at, devices in enumerate(nodes):
-        for index, device in enumerate(devices):
-            if device is None:
-                continue
-            where = f"node_list[{at}].device_list[{index}]"
-            first = seen.setdefault((at, device.device_id), where)
-            if first != where:
-                expected = "each device once in a node"
-                problems.append(_problem(f"{where}.device_id", device.device_id, expected, f", as in {first}"))
-            first = seen.setdefault(device.rank, where)
-            if first != where or device.rank >= count:
-                also = f", as in {first}" if first != where else ""
-                problems.append(_problem(f"{where}.rank", device.rank, ranks, also))
+    places = [(at, index, one) for at, devices in enumerate(nodes) for index, one in enumerate(devices)]
+    ranks = f"expected each of 0 to {len(places) - 1} once, as there are {_count(len(places), 'device')}"
+    seen: dict[object, str] = {}  # the first position of each device of a node, and of each rank
+    for at, index, device in places:
+        if device is None:
+            continue
+        where = f"node_list[{at}].device_list[{index}]"
+        if (first := seen.setdefault((at, device.device_id), where)) != where:
+            problems.append(
+                f"{where}.device_id is {device.device_id}, as in {first}, expected each device once in a node"
+            )
+        first = seen.setdefault(device.rank, where)
+        if first != where or not 0 <= device.rank < len(places):
+            also = f", as in {first}" if first != where else ""
+            problems.append(f"{where}.rank is {shown(device.rank)}{also}, {ranks}")
     return problems
 
 
-def _whole(value: Any) -> int | None:
-    if isinstance(value, str):
-        value = int(value) if _DIGITS.fullmatch(value) else None
-    return value if type(value) is int and 0 <= value < _LIMIT else None  # a bool is an int, too
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
+def _document(nodes: Iterable[Iterable[tuple[Any, Any]]]) -> dict[str, Any]:
+    lists = [[{"device_id": device_id, "rank": rank} for device_id, rank in node] for node in nodes]
+    return {"version": VERSION, "node_list": [{"device_list": devices} for devices in lists]}
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _problem(where: str, found: Any, expected: str, also: str = "") -> str:
-    return f"{where} is {shown(found)}{also}, expected {expected}"
 
 
 def _refused(

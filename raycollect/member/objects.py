@@ -2,7 +2,7 @@
 
 By default only plain values travel, in msgpack (`engine.value_codec`): reading them runs no code. ``pickle=True``, the
 same on all ranks, takes any object: who can write to the group can then run code in its members. Before any values,
-all ranks exchange headers: the form of a rank's values, and their length.
+all ranks exchange headers: whether a rank's values are pickled, and their length.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.core.model import GroupLike
+from raycollect.core.model import GroupLike, OpKind
 from raycollect.engine.value_codec import pack_value, unpack_value
-from raycollect.errors import Violation, refusal, wrong_flags
-from raycollect.errors.text import shown
+from raycollect.errors import RefusedError, Violation, refusal, wrong_flags
 from raycollect.member import operations
+from raycollect.member.call import MemberCall
 from raycollect.member.init import get_group_handle
 
-_NO_FLAG = 2
-"""In a header, the form of a rank whose `pickle` is neither True nor False; else it is that flag."""
-
-_FAILED = -1
-"""In a header, the length of values that can't travel."""
+_MOST_TOLD = 2000
+"""The most of a reason that the other ranks are told, in characters."""
 
 
 def broadcast_object(
@@ -113,14 +110,14 @@ def _is_here(rank: Any, group_name: GroupLike) -> bool:
 
 
 class _Exchange:
-    """What one rank packs and reads in one call.
+    """The values that one rank packs and reads in one call.
 
     Attributes:
         parts: The bytes of each of this rank's values, as arrays.
         lengths: The lengths of all ranks' values, in bytes.
 
     Raises:
-        RefusedError: A rank has something that can't travel, or another `pickle`, or one that is no flag.
+        RefusedError: A value of a rank can't travel, `pickle` differs between ranks, or is no flag.
     """
 
     def __init__(
@@ -132,36 +129,39 @@ class _Exchange:
         timeout_s: float | None,
         count: int | None = None,
     ) -> None:
-        is_flag = not wrong_flags(pickle=pickle)
-        self._pickle = is_flag and bool(pickle)
+        group = get_group_handle(group_name)
+        wrong = list(wrong_flags(pickle=pickle))
+        self._pickle = not wrong and bool(pickle)
         expected = "a value that can be pickled" if self._pickle else "plain values, or pickle=True on all ranks"
-        why, packed = "", []
+        packed: list[bytes] = []
         try:
             packed = [pickler.dumps(one) if self._pickle else pack_value(one) for one in values]
             if count is not None and len(packed) != count:
-                why, expected = f"{len(packed)} values for {count} ranks", "one value per rank"
+                found = f"{len(packed)} values for {count} ranks"
+                wrong.append(Violation(kind="not_tensor", field="value", found=found, expected="one value per rank"))
         except Exception as exc:  # noqa: BLE001 - foreign code gives and pickles them; all ranks hear of it
-            why = f"{type(exc).__name__}: {exc}"
+            found = f"{type(exc).__name__}: {exc}"[:_MOST_TOLD]
+            wrong.append(Violation(kind="not_tensor", field="value", found=found, expected=expected))
         self.parts = [np.frombuffer(bytearray(one), np.uint8) for one in packed]
-        group = get_group_handle(group_name)
-        mine = np.array([self._pickle if is_flag else _NO_FLAG, _FAILED if why else sum(map(len, packed))])
-        headers = np.empty((group.world_size, 2), mine.dtype)
-        operations.allgather(headers, mine, group_name, timeout_s=timeout_s)
+        header = np.array([self._pickle, sum(map(len, packed))])
+        headers = np.empty((group.world_size, 2), header.dtype)
+        kind = OpKind.ALLGATHER
+        call = MemberCall.refused(group, kind, wrong) if wrong else MemberCall.of(kind, group_name)
+        try:
+            call.run([("value", header), ("headers", headers)], async_op=False, timeout_s=timeout_s)
+        except RefusedError as exc:
+            raise refusal(op, group.name, exc.violations) from None
         self.lengths: Sequence[int] = headers[:, 1].tolist()
-        wrong = []
-        for rank, (form, length) in enumerate(headers.tolist()):
-            is_own = rank == group.rank
-            if form == _NO_FLAG:
-                found = shown(pickle) if is_own else "no flag"
-                wrong.append(_violation("argument", rank, "pickle", found, "True or False"))
-            elif form != headers[0, 0] != _NO_FLAG:
-                one = f"pickle={not form} on all ranks"
-                wrong.append(_violation("mismatch", rank, "form of values", f"pickle={bool(form)}", one))
-            elif length == _FAILED:
-                found = why if is_own else "refused by that rank, whose error says why"
-                wrong.append(_violation("not_tensor", rank, "value", found, expected))
-        if wrong:
-            raise refusal(op, group.name, tuple(wrong))
+        forms = [f"pickle={bool(form)}" for form in headers[:, 0]]
+        odd = [
+            Violation(
+                kind="mismatch", rank=rank, field="form of values", found=form, expected=f"{forms[0]} on all ranks"
+            )
+            for rank, form in enumerate(forms)
+            if form != forms[0]
+        ]
+        if odd:
+            raise refusal(op, group.name, tuple(odd))
 
     def room(self, rank: Any) -> Any:
         """Memory for what a rank gives; what is no rank is refused by the operation."""
@@ -171,7 +171,3 @@ class _Exchange:
     def read(self, data: Any) -> Any:
         """Reads a value."""
         return pickler.loads(data) if self._pickle else unpack_value(data.tobytes())
-
-
-def _violation(kind: str, rank: int, field: str, found: str, expected: str) -> Violation:
-    return Violation(kind=kind, rank=rank, field=field, found=found, expected=expected)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from raycollect.core.model import PIECES, PREFIXES, OpKind
+from raycollect.core.model import PREFIXES, OpKind
 from raycollect.planner.algorithms import ALGORITHMS, cost_of, rivals
 from raycollect.planner.cost import FREE, Cost, Layout, priced
-from raycollect.planner.fusion import buckets, offered
+from raycollect.planner.fusion import buckets, coalesced
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
 from raycollect.planner.membership import Membership
 from raycollect.planner.report import Explanation, LinkCost, Memory, Methods, Row, StepExplanation
@@ -108,7 +108,7 @@ class _Bundle:
         staged = [one for number in self.calls for one in sizes.staged(number)]
         on_device = self.membership.spec.memory not in ("", "cpu")  # where nothing is packed
         staging = 0 if on_device else plan.staging
-        self.packing = packing(self.part.request.kind, staged, staging, coalesces=self.membership.coalesces)
+        self.packing = packing(self.part.request.kind, staged, staging, coalesces=self.membership.spec.coalesces)
         self.tensors = len(staged)  # per rank, in pieces: per piece
         self.costs = tuple(_price(self.part, self.membership, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
@@ -308,7 +308,7 @@ class Packing:
 
 def packing(kind: OpKind, sizes: Sequence[tuple[str, int]], staging: int, *, coalesces: bool) -> Packing:
     """Predicts what travels together (`fusion`), from the dtype and the staging bytes of each tensor of a bundle."""
-    large = set(offered([nbytes for _, nbytes in sizes])) if coalesces and kind not in PIECES else set[int]()
+    large = set(coalesced(kind, [nbytes for _, nbytes in sizes], coalesces=coalesces))
     rest = [one for at, one in enumerate(sizes) if at not in large]
     packed = [[rest[at][1] for at in bucket] for bucket in buckets(rest, staging) if len(bucket) > 1]
     return Packing(

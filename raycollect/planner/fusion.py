@@ -1,26 +1,35 @@
 """Which tensors of a bundle travel together. Depends only on facts that all ranks have agreed on, so all decide alike.
 
 Small tensors are packed: copied into one staging array, moved by one kernel, copied out. Several larger ones are
-offered to the backend at once, which may run them with one synchronization of the ranks; where it does not, those that
-are small enough are packed.
+launched at once where the backend coalesces kernels; elsewhere those that are small enough are packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from raycollect.core.model import PIECES, PREFIXES, OpKind
+
 PACKED_UP_TO_NBYTES = 128 << 10
 """The largest tensor (all its pieces together) that is packed: copying it in and out takes about as long as the start
 of a kernel, some 20 us within a machine. Above that, two more copies cost more than they save."""
 
 TOGETHER_FROM_NBYTES = 32 << 10
-"""The smallest tensor that is offered to the backend together with others: below it, packing is cheaper."""
+"""The smallest tensor that is launched together with others: below it, packing is cheaper."""
 
 _NONE: list[int] = []
 
 
-def offered(sizes: Sequence[int]) -> list[int]:
-    """Which tensors the backend is offered at once: none or several; a size of -1 can't be packed."""
+def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[int]:
+    """Which tensors are launched at once: none or several.
+
+    Args:
+        kind: What is done with each of them.
+        sizes: For each tensor the staging bytes that it takes; -1: it can't be packed.
+        coalesces: Whether the backend runs several kernels with fewer synchronizations.
+    """
+    if not coalesces or kind in PIECES or kind in PREFIXES:
+        return []
     large = [at for at, nbytes in enumerate(sizes) if nbytes >= TOGETHER_FROM_NBYTES]
     return large if len(large) > 1 else []
 

@@ -125,7 +125,7 @@ class Part:
     def domain(self, rank: int) -> Domain:
         """The group, as one rank takes part in it."""
         group = self.request.group
-        return Domain.of(group.group_id, rank, self.ranks, group.memory)
+        return Domain.of(group.group_id, rank, self.ranks, group.memory, coalesces=group.coalesces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ class Membership:
     topology: Topology
     # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
     bitwise: bool = True
-    coalesces: bool = False  # as in `Capabilities` of its backend, as the next two
-    chunk_nbytes: int = -1
+    chunk_nbytes: int = -1  # as in `Capabilities` of its backend, as the next
     costs_like: str = ""
     chosen: str = ""  # why "auto" has picked its backend; empty if the user did
     members: tuple[Member, ...] = ()  # by rank, as its controller knows them; empty where it only plans

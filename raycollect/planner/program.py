@@ -25,13 +25,17 @@ class Domain(Wire, frozen=True, kw_only=True, dict=True):
     rank: int
     members: Annotated[int, Meta(ge=0, le=MOST_RANKS)] | tuple[int, ...]  # `ranks`; n for all of 0 to n - 1
     memory: str = ""  # where its kernels work; see `GroupSpec.memory`
+    coalesces: bool = False  # whether its kernels run together; see `GroupSpec.coalesces`
     group_id: str  # the group whose communicator runs it; empty at an agreement through the controller
 
     @classmethod
-    def of(cls, group_id: str, rank: int, ranks: tuple[int, ...], memory: str = "") -> Domain:
+    def of(
+        cls, group_id: str, rank: int, ranks: tuple[int, ...], memory: str = "", *, coalesces: bool = False
+    ) -> Domain:
         """The domain of these ranks, ascending."""
         is_whole = ranks[:1] == (0,) and ranks[-1] == len(ranks) - 1
-        return cls(group_id=group_id, rank=rank, members=len(ranks) if is_whole else ranks, memory=memory)
+        members = len(ranks) if is_whole else ranks
+        return cls(group_id=group_id, rank=rank, members=members, memory=memory, coalesces=coalesces)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ def decode(found: bytes) -> Description:
 
 
 def _check(structure: Structure, depth: int) -> None:
-    if not depth:
+    if depth < 0:  # the tensor itself is one deeper than what holds it
         raise ValueError(f"containers that are nested more than {DEEPEST} deep")
     if len(structure.names) != (len(structure.items) if structure.kind == "dict" else 0):
         raise ValueError(f"the names of a {structure.kind}")

@@ -38,12 +38,11 @@ from raycollect.errors import (
     Violation,
     anew,
     from_wire,
-    refusal,
     to_wire,
 )
-from raycollect.pos import Absence, Container, State, Store, boxes, description, tensors
+from raycollect.pos import Store, boxes, description, tensors
 from raycollect.pos.description import Description
-from raycollect.pos.held import reading
+from raycollect.pos.held import find, reading, refused
 from raycollect.pos.segments import Segments
 
 MAX_IDLE = 32
@@ -70,13 +69,14 @@ FREED_AT_ONCE = 8192
 _Lent = tuple[Segment, list[list[int]]] | None
 _LENT = Codec[_Lent](_Lent, "place of boxes")
 
-_MOST_TOLD = 10_000
-"""The most of a reason that an answer carries: the words of a method's exception can be of any length."""
-
 
 def lending_s(nbytes: int, count: int = 1) -> float:
     """How long a value of that size and so many tensors is lent, in seconds."""
     return LENDING_S + nbytes / LENDING_RATE + count * LENDING_EACH_S
+
+
+_Read = Callable[[DataClient, Any, float], Any]
+"""Reads an answer that a client has, to a question of that time."""
 
 
 class _OutOfReach(Exception):
@@ -91,7 +91,7 @@ class _Clients:
         self._idle: list[tuple[tuple[str, int], DataClient]] = []
         self.local: dict[bytes, Store] = {}
 
-    def request(self, address: Address, message: Any, until_s: float, read: Callable[[DataClient, Any], Any]) -> Any:
+    def request(self, address: Address, message: Any, until_s: float, read: _Read) -> Any:
         """Asks again while the holder is out of reach, not gone, and there is time; `read` reads the answer."""
         pause_s, full_until_s = FIRST_PAUSE_S, min(until_s, time.monotonic() + FULL_S)
         while True:
@@ -108,12 +108,11 @@ class _Clients:
     def close(self) -> None:
         self._shrink(0)
 
-    def _ask(
-        self, address: Address, client: DataClient, message: Any, timeout_s: float, read: Callable[..., Any]
-    ) -> Any:
+    def _ask(self, address: Address, client: DataClient, message: Any, timeout_s: float, read: _Read) -> Any:
+        asked_s = time.monotonic()
         try:
-            answer = client.request(message, timeout_s)
-            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer)
+            answer: Any = client.request(message, timeout_s)
+            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer, asked_s)
         except BaseException:
             client.close()
             raise
@@ -183,20 +182,21 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
     local = _clients.local.get(address.secret)
     if local is not None:
         return find(local, key).value
+    return _asked("get", address, Fetch(key=key), _read_value, timeout_s, key, actor, incarnation)
+
+
+def _asked(
+    op: str, address: Address, message: Any, read: _Read, timeout_s: float, key: Key, actor: str, incarnation: str
+) -> Any:
+    """Asks for what is lent if it can be, else sent; raises as `fetch`."""
     until_s = time.monotonic() + timeout_s
     try:
-        try:
-            return _request(address, key, until_s, memory_domain())
-        except _OutOfReach:
-            return _request(address, key, until_s, "")
+        for domain in (memory_domain(), ""):
+            with suppress(_OutOfReach):
+                return _clients.request(address, replace(message, domain=domain), until_s, read)
+        raise ProtocolError(detail="it lends what was to be sent")
     except ChannelError as exc:
-        raise _no_answer("get", key, actor, incarnation, exc) from exc
-
-
-def _request(address: Address, key: Key, until_s: float, domain: str) -> Any:
-    asked_s = time.monotonic()
-    message = Fetch(key=key, domain=domain)
-    return _clients.request(address, message, until_s, lambda client, answer: _read_value(client, answer, asked_s))
+        raise _no_answer(op, key, actor, incarnation, exc) from exc
 
 
 def read(
@@ -217,19 +217,16 @@ def read(
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
     if local is not None:
-        with reading(find, local, key, limit_s=timeout_s) as held:
+        with reading(local, key, limit_s=timeout_s) as held:
             for at, view in enumerate(boxes.views([*map(arrays.memory, held.tensors)], plain)):
                 take(at, view)
         return
-    until_s = time.monotonic() + timeout_s
-    try:
-        for domain in (memory_domain(), ""):
-            with suppress(_OutOfReach):
-                message = Read(key=key, boxes=plain, domain=domain)
-                _clients.request(address, message, until_s, lambda client, got: _take(client, got, wanted, take))
-                return
-    except ChannelError as exc:
-        raise _no_answer("read", key, actor, incarnation, exc) from exc
+    message = Read(key=key, boxes=plain)
+
+    def take_all(client: DataClient, answer: Any, asked_s: float) -> None:
+        _take(client, answer, wanted, take)
+
+    _asked("read", address, message, take_all, timeout_s, key, actor, incarnation)
 
 
 def _take(
@@ -269,7 +266,7 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
         for at in range(0, len(keys), FREED_AT_ONCE):
             message = Free(keys=[*keys[at : at + FREED_AT_ONCE]])
             until_s = time.monotonic() + FREE_S
-            count += _clients.request(address, message, until_s, lambda _, answer: _expect(answer, Freed).count)
+            count += _clients.request(address, message, until_s, lambda _, answer, __: _expect(answer, Freed).count)
         return count
     except ChannelError as exc:
         raise _no_answer("free", keys[0], actor, incarnation, exc) from exc
@@ -317,24 +314,6 @@ def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelEr
     return TensorLostError(op=op, group_name="", violations=(violation,))
 
 
-def find(store: Store, key: Key) -> Container:
-    """The container of a key; raises as `fetch` does."""
-    found = store.current(key)
-    if isinstance(found, Absence):
-        if found.state is State.FREED:
-            raise _refused("freed", "freed", key)
-        if found.state is State.REPLACED:
-            raise _refused("replaced", found.detail, key)
-        raise _refused("lost", f"not there ({f'{found.state.value} {found.detail}'.rstrip()})", key)
-    try:
-        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
-    except TypeError as exc:
-        raise _refused("not_tensor", str(exc), key) from exc
-    if store.is_dirty(ranges):
-        raise _refused("dirty", "half-written by a failed collective", key)
-    return found
-
-
 def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
     """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`.
 
@@ -363,7 +342,7 @@ def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(
 
 def _tell_failure(link: DataLink, message: Any, cause: Exception) -> None:
     if isinstance(cause, ProtocolError):  # the request is wrong, or its answer can't be sent
-        cause = _refused("unsupported", cause.detail, getattr(message, "key", b""))
+        cause = refused("unsupported", cause.detail, getattr(message, "key", b""))
     elif not isinstance(cause, RaycollectError):
         cause = threads.failed(f"answering {type(message).__name__}", cause)
     link.send(Failed(error=to_wire(cause)))
@@ -381,7 +360,7 @@ class _Offer:
 
 def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
     with ExitStack() as claim:
-        container = claim.enter_context(reading(find, store, Key(message.key), link.has_ended))
+        container = claim.enter_context(reading(store, Key(message.key), link.has_ended))
         views = [arrays.memory(tensor) for tensor in container.tensors]
         nbytes = sum(view.nbytes for view in views)
         lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
@@ -402,7 +381,7 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
-    with reading(find, store, Key(message.key), link.has_ended) as held:
+    with reading(store, Key(message.key), link.has_ended) as held:
         found = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
         nbytes = sum(view.nbytes for view in found)
         lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
@@ -436,8 +415,3 @@ def _offer(view: Any, tensor: object, lend: bool) -> _Offer:
 
 def _located(array: arrays.Array) -> BufferRef | None:
     return Segments.current().locate(array.ctypes.data, array.nbytes)
-
-
-def _refused(kind: str, found: str, key: bytes) -> RaycollectError:
-    violation = Violation(kind=kind, rank=-1, field="tensor", found=found[:_MOST_TOLD], ref=key.hex())
-    return refusal("get", "", (violation,))

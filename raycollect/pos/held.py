@@ -1,4 +1,4 @@
-"""Reading the tensors of a key while nobody writes them."""
+"""The tensors of a key, found or refused with the reason; and read while nobody writes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,39 @@ from contextlib import contextmanager
 
 from raycollect.backends import arrays
 from raycollect.core.model import Key
-from raycollect.errors import ConnectionLostError, PlanAbortedError
-from raycollect.pos import Container, Store
+from raycollect.errors import ConnectionLostError, PlanAbortedError, RaycollectError, Violation, refusal
+from raycollect.pos import Absence, Container, State, Store
+
+_MOST_TOLD = 10_000
+"""The most of a reason that an answer carries: the words of a method's exception can be of any length."""
+
+
+def find(store: Store, key: Key) -> Container:
+    """The container of a key; TensorLostError, TensorFreedError, TensorDirtyError: there is no such value."""
+    found = store.current(key)
+    if isinstance(found, Absence):
+        if found.state is State.FREED:
+            raise refused("freed", "freed", key)
+        if found.state is State.REPLACED:
+            raise refused("replaced", found.detail, key)
+        raise refused("lost", f"not there ({f'{found.state.value} {found.detail}'.rstrip()})", key)
+    try:
+        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
+    except TypeError as exc:
+        raise refused("not_tensor", str(exc), key) from exc
+    if store.is_dirty(ranges):
+        raise refused("dirty", "half-written by a failed collective", key)
+    return found
+
+
+def refused(kind: str, found: str, key: bytes) -> RaycollectError:
+    """Makes the error for a tensor that can't be had."""
+    violation = Violation(kind=kind, rank=-1, field="tensor", found=found[:_MOST_TOLD], ref=key.hex())
+    return refusal("get", "", (violation,))
 
 
 @contextmanager
 def reading(
-    find: Callable[[Store, Key], Container],
     store: Store,
     key: Key,
     has_left: Callable[[], bool] = lambda: False,
@@ -23,7 +49,6 @@ def reading(
     """Holds off plans that write the tensors of a key; entering waits for those that do, as long as the key is held.
 
     Args:
-        find: Looks up the key, and raises where it is not held.
         store: The store.
         key: The key, which may be freed or come to stand for other tensors meanwhile.
         has_left: Whether whoever asked for the tensors does not wait any more.

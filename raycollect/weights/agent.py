@@ -25,7 +25,7 @@ from raycollect.errors import (
 )
 from raycollect.member.participant import describe, this_participant
 from raycollect.member.runtime import Runtime, this_runtime
-from raycollect.pos import Container, Range, fetch
+from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holders, Member
 from raycollect.weights.local_side import LocalSide
@@ -275,7 +275,7 @@ def _receiver(subscription: str, rank: int) -> Receiver:
 
 
 def _held(key: Key) -> Container:
-    return fetch.find(this_participant().store, key)
+    return held.find(this_participant().store, key)
 
 
 def _held_to_be_written(key: Key) -> Container:

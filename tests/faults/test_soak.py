@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import ray
 
 import raycollect as col
 from tests.faults import growth, soak
-from tests.faults.growth import Look, by_class, grown, rising, slope
+from tests.faults.growth import grown
 from tests.faults.soak import PHASES, Phase
 from tests.support.actors import spread
 
@@ -98,37 +97,3 @@ def test_leaks_are_detected(lasting: Any, monkeypatch: pytest.MonkeyPatch, cycle
     for one in seen:
         assert any(line.startswith(one) for line in outcome.grew), (one, outcome.grew)
     assert "What grew:" in soak.report([outcome], warm=0)
-
-
-# ---------------------------------------------------------------------------------------------- judging, alone
-
-
-def _look(cycle: int, **figures: int) -> Look:
-    return Look(cycle=cycle, figures={"driver": figures}, classes={"driver": Counter({"Lease": figures["threads"]})})
-
-
-def test_counts_may_not_grow_but_for_what_is_rays_own() -> None:
-    first = _look(5, threads=4, sockets=10)
-    assert list(grown(first, _look(9, threads=4, sockets=16))) == []
-    assert list(grown(first, _look(9, threads=3, sockets=2))) == [], "less is no leak"
-    assert [line.split(":")[1] for line in grown(first, _look(9, threads=5, sockets=17))] == [
-        " threads of Python",
-        " sockets",
-    ]
-    assert list(by_class(first, _look(9, threads=6, sockets=1))) == ["driver: Lease +2"]
-
-
-@pytest.mark.parametrize(("per_cycle", "killed", "is_seen"), [
-    (0, False, False), (8191, False, False), (8300, False, True), (-9000, False, False),
-    (130_000, True, False), (135_000, True, True),
-])  # fmt: skip
-def test_memory_may_grow_by_so_much_per_cycle(per_cycle: int, killed: bool, is_seen: bool) -> None:
-    looks = [_look(cycle, threads=1, private=10**8 + per_cycle * cycle) for cycle in (5, 50, 95, 140)]
-    assert slope(looks, "driver", "private") == pytest.approx(per_cycle, abs=1e-3)
-    assert bool(list(rising(looks, killed=killed))) == is_seen
-
-
-@pytest.mark.parametrize(("last", "is_seen"), [(50, False), (90, False), (110, True)])
-def test_growth_up_to_a_megabyte_counts_as_warm_up(last: int, is_seen: bool) -> None:
-    looks = [_look(cycle, threads=1, private=10**8 + 11_000 * cycle) for cycle in (0, last // 2, last)]
-    assert bool(list(rising(looks, killed=False))) == is_seen

@@ -27,7 +27,7 @@ def again(
     *,
     came: Kernel | None = None,
 ) -> Any:
-    """One whole launch by the short way, as a captured step does it; gives what all brought, if not what is expected.
+    """One whole launch of a kernel that was run before; gives what all brought, or None if that was expected.
 
     Args:
         communicator: This rank's end.
@@ -38,10 +38,11 @@ def again(
     """
     ok = False
     try:
-        found = communicator.again(launch, came or kernel, ARRIVAL, expected or (ARRIVAL,) * len(launch.ranks))
-        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        expected = expected or (ARRIVAL,) * len(launch.ranks)
+        found = communicator.agree(launch, ARRIVAL, came or kernel, expected)
+        communicator.launch(launch, (kernel,))
         ok = True
-        return found
+        return None if found is expected else found
     finally:
         communicator.end(launch, ok)
 

@@ -118,16 +118,16 @@ def body_alone(communicator: Any, launches: list[Launch], last: Launch, abort: b
     one, said = Sums(communicator.rank), []
     for launch in launches:
         one.run(communicator, launch)
-    communicator.again(last, one.kernel, b"", (b"",) * len(last.ranks))
+    communicator.agree(last, b"", one.kernel, (b"",) * len(last.ranks))
     if communicator.rank:
         communicator.end(last, False)
         return "", "", True, 0
     for _ in range(2):
         try:
-            completion = communicator.launch(last, one.kernel)
+            communicator.enqueue(last, (one.kernel,))
             if abort:
                 communicator.abort(last.seq)
-            completion.wait(last.timeout_s)
+            communicator.finish(last, one.kernel)
             said.append("it ended")
         except (CollectiveTimeoutError, PlanAbortedError, GroupBrokenError) as exc:
             said.append(type(exc).__name__)

@@ -164,7 +164,7 @@ def body_alone(communicator: Communicator, launch: Launch) -> str:
     """Enters a kernel that nobody else enters; what ends it."""
     mine = seen(import_module("cupy").ones(1 << 16, np.float32))
     try:
-        communicator.launch(launch, Kernel(kind=OpKind.ALLREDUCE, src=mine, dst=mine, op=ReduceOp.SUM))
+        communicator.launch(launch, (Kernel(kind=OpKind.ALLREDUCE, src=mine, dst=mine, op=ReduceOp.SUM),))
     except (CollectiveTimeoutError, PlanAbortedError) as exc:
         return type(exc).__name__
     finally:

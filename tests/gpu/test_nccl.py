@@ -137,9 +137,7 @@ def body_several(communicator: Communicator, launch: Launch, sizes: Sequence[int
     given = [placed(np.arange(size, dtype=np.float32) + communicator.rank, "plain", "cupy") for size in sizes]
     kernels = [Kernel(kind=OpKind.ALLREDUCE, src=seen(one), dst=seen(one), op=ReduceOp.SUM) for one in given]
     communicator.agree(launch, b"")
-    done = 0
-    while done < len(kernels):
-        done += communicator.launch_together(launch, kernels[done:]) or 0  # type: ignore[attr-defined]
+    communicator.launch(launch, kernels)
     communicator.end(launch, True)
     return [to_host(one, np.dtype(np.float32)) for one in given]
 
@@ -199,7 +197,7 @@ def body_alone(communicator: Communicator, launch: Launch, abort_after: bool) ->
         try:
             if abort_after:
                 entered.set()
-            communicator.launch(launch, kernel).wait(launch.timeout_s)
+            communicator.launch(launch, (kernel,))
             said.append("it ended")
         except (CollectiveTimeoutError, PlanAbortedError, GroupBrokenError) as exc:
             said.append(type(exc).__name__)

@@ -221,13 +221,15 @@ def bits(array: np.ndarray) -> bytes:
 # ------------------------------------------------------------------------------- what each rank does
 
 
-def run_launch(communicator: Communicator, launch: Launch, *kernels: Kernel, arrival: bytes = b"") -> list[bytes]:
+def run_launch(
+    communicator: Communicator, launch: Launch, *kernels: Kernel, arrival: bytes = b"", at_once: bool = False
+) -> list[bytes]:
     """One whole launch, as the executor does it."""
     ok = False
     try:
         arrivals = communicator.agree(launch, arrival)
-        for kernel in kernels:
-            communicator.launch(launch, kernel).wait(launch.timeout_s)
+        for some in (kernels,) if at_once else [(kernel,) for kernel in kernels]:
+            communicator.launch(launch, some)
         ok = True
         return list(arrivals)
     finally:
@@ -238,10 +240,9 @@ def run_staged(communicator: Communicator, launch: Launch, kernel: Kernel, most:
     """The same with the first chunk brought before the consistency check, where nobody knows the sizes of others."""
     ok = False
     try:
-        communicator.stage(launch, kernel)
-        communicator.agree(launch, b"")
+        communicator.agree(launch, b"", kernel)
         told = replace(kernel, most=most)
-        communicator.launch(launch, told).wait(launch.timeout_s)
+        communicator.launch(launch, (told,))
         ok = True
     finally:
         communicator.end(launch, ok)
@@ -474,7 +475,7 @@ def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: 
     kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=pieces[0].size)
     tracemalloc.start()
     try:
-        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        communicator.launch(launch, (kernel,))
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
-from raycollect.backends.completion import DONE, absent, movement, reduce_op, translated
+from raycollect.backends.completion import absent, movement, recognized, reduce_op, translated
 from raycollect.backends.folds import fold
 from raycollect.core.model import Kernel, Launch, OpKind, folded_ranks
-from raycollect.core.protocols import Completion
 from raycollect.errors import GroupBrokenError, InternalError, PlanAbortedError
 
 OUTCOMES = 64  # How many ended launches are kept for slower peers to query
@@ -106,26 +105,25 @@ class LocalCommunicator:
         self._aborted: set[int] = set()
         self._closed = False
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Does nothing: the ranks read each other's arrays."""
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
         """Brings `launch.ranks` together."""
         self._check_open()
         if launch.seq < self._seq:
             raise InternalError(detail=f"launch {launch.seq} after {self._seq}")
         if launch.seq > self._seq:
             self._seq, self._phase, self._passed = launch.seq, 0, 0
-        return self._meet(launch, arrival)
+        return recognized(self._meet(launch, arrival), expected)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel in the caller's thread."""
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels in the caller's thread."""
         self._check_open()
-        with translated(kernel.kind, self._world.group_name, self.rank):
-            _KERNELS[kernel.kind](self, launch, kernel)
-        return DONE
+        for kernel in kernels:
+            with translated(kernel.kind, self._world.group_name, self.rank):
+                _KERNELS[kernel.kind](self, launch, kernel)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch."""
         if launch.seq > self._seq:
             self._seq, self._passed = launch.seq, 0
@@ -140,6 +138,10 @@ class LocalCommunicator:
         with self._world.changed:
             self._aborted.add(seq)
             self._world.changed.notify_all()
+
+    def lost(self, rank: int) -> bool:
+        """Returns False: a rank is a thread, which sees of others what they have left."""
+        return False
 
     def close(self) -> None:
         """Makes all waits of this rank raise."""

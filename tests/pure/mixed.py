@@ -204,7 +204,7 @@ def body_staged(communicator: Communicator, launches: Sequence[Launch], on_gpu: 
             if staging_copies is not None:
                 staging_copies.load(lambda: None)
             kernel = Kernel(kind=OpKind(kind), src=sides[0], dst=sides[1], **others)
-            communicator.launch(launch, kernel).wait(launch.timeout_s)
+            communicator.launch(launch, (kernel,))
             if staging_copies is not None:
                 staging_copies.unload(lambda: None)
             communicator.end(launch, True)

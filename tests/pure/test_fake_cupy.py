@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.fake_cupy import Fake, _nccl, installed
+from tests.fake_cupy import Fake, installed
 
 SEEDS = range(12)
 WAIT_S = 20.0
@@ -230,41 +229,6 @@ def test_what_a_capture_forbids_spoils_it(fake, what, status):
     assert value.get().tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("mode", range(3))
-def test_who_may_make_unsafe_calls_during_a_capture(fake, mode):
-    """In the global mode no thread may, in that of a thread this one may not. The relaxed mode is cupy's own choice."""
-    cuda = fake.cupy.cuda
-    stream, done = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True).record()
-    calls = (lambda: cuda.alloc(8), lambda: done.done)
-    for call, own in itertools.product(calls, (True, False)):
-        stream.begin_capture(None if mode == 2 else mode)
-        forbidden = mode == 0 or (mode == 1 and own)
-        with (
-            ThreadPoolExecutor(1) as others,
-            refused(fake.cupy.cuda.runtime.CUDARuntimeError, 900) if forbidden else nullcontext(),
-        ):
-            call() if own else others.submit(call).result()
-        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 901) if forbidden else nullcontext():
-            stream.end_capture()
-
-
-def test_a_graph_does_not_keep_memory(fake):
-    cupy = fake.cupy
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        value = cupy.zeros(100)
-        stream.synchronize()
-        stream.begin_capture()
-        value += 1
-        graph = stream.end_capture()
-    del value
-    graph.launch(stream)
-    stream.synchronize()
-    assert "a graph is launched that refers to" in fake.violations[0]
-    assert all("was freed" in one for one in fake.violations)
-    fake.violations.clear()
-
-
 # -------------------------------------------------------------------------------------------------------- NCCL
 
 
@@ -322,44 +286,6 @@ def error_of(rank: Rank) -> int:
     except rank.cupy.cuda.nccl.NcclError as exc:
         return int(exc.status)
     return 0
-
-
-def test_sums_have_the_same_bits_on_all_ranks_and_not_those_of_rank_order():
-    given = np.random.default_rng(1).random((4, 1000)).astype(np.float32)
-
-    def body(rank: Rank) -> Any:
-        mine = rank.put(given[rank.rank])
-        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 1000, 7, SUM, rank.stream.ptr)
-        return rank.get(mine).tobytes()
-
-    with ranks(4) as team:
-        found = team.run(body)
-    assert len(set(found)) == 1
-    in_order = ((given[0] + given[1]) + given[2]) + given[3]
-    assert found[0] != in_order.tobytes()
-    np.testing.assert_allclose(np.frombuffer(found[0], np.float32), in_order, rtol=1e-6)
-
-
-def test_a_kernel_that_waits_for_nothing_reads_what_is_not_there():
-    """What writes its elements is held back on one rank."""
-
-    def body(rank: Rank) -> list[float]:
-        null = rank.cupy.cuda.Stream.null
-        with rank.cupy.cuda.Device(rank.device):
-            mine = rank.cupy.zeros(3)
-            rank.cupy.cuda.runtime.deviceSynchronize()
-            if not rank.rank:
-                rank.fake.hold(null)
-            mine += 1
-            if rank.rank:
-                null.synchronize()
-            rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
-            found = float(rank.get(mine)[0])
-            rank.fake.release(null)
-            return [found, float(mine.get()[0])]
-
-    with ranks(2) as team:
-        assert team.run(body) == [[1.0, 2.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
@@ -473,34 +399,3 @@ def test_an_abort_ends_what_one_rank_has_enqueued_and_its_stream_goes_on():
         for rank in team.all[1:]:
             rank.comm.abort()
             rank.stream.synchronize()
-
-
-def test_a_communicator_that_is_forgotten_under_way():
-    with ranks(2) as team:
-        rank = team.all[0]
-        mine = rank.put(np.ones(3))
-        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
-        rank.comm = team.all[1].comm
-        assert "forgot its communicator" in rank.fake.violations.pop()
-        assert rank.get(mine).tolist() == [1.0] * 3
-
-
-def test_a_communicator_does_not_end_before_its_graphs(monkeypatch):
-    monkeypatch.setattr(_nccl, "_GRAPH_WAITS", 5)
-    graphs = []
-
-    def body(rank: Rank) -> None:
-        mine = rank.put(np.ones(3))
-        rank.stream.synchronize()
-        rank.stream.begin_capture()
-        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
-        graphs.append(rank.stream.end_capture())
-
-    with ranks(1) as team:
-        team.run(body)
-        fake = team.all[0].fake
-        assert fake.graphs == 1
-        team.all[0].comm.abort()
-        assert "while there are graphs with its kernels" in fake.violations.pop()
-        graphs.clear()
-        assert not fake.graphs

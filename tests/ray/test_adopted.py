@@ -34,7 +34,7 @@ class Member:
         dst = tuple(map(np.copy, kernel.dst)) if isinstance(kernel.dst, tuple) else kernel.dst
         dst = dst.copy() if isinstance(dst, np.ndarray) else dst
         kernel = Kernel(kind=kernel.kind, src=kernel.src, dst=dst, op=kernel.op, peer=kernel.peer)
-        self.communicator.launch(Launch(seq=seq, ranks=self.everyone, timeout_s=20), kernel).wait(20)
+        self.communicator.launch(Launch(seq=seq, ranks=self.everyone, timeout_s=20), (kernel,))
         return kernel
 
     def leave(self) -> None:

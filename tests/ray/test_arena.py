@@ -219,37 +219,6 @@ def test_readers_see_whole_tensors_while_they_are_reduced(crew, actors, seed):
         assert [extremes(None, found) for found in col.get(refs[kind])] == [(powers[-1], powers[-1])] * 3
 
 
-# ---------------------------------------------------------------------------------------------- members' own calls
-
-
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_imperative_calls(crew, tidy, library):
-    col.declare_collective_group(crew)
-
-    def call(self, library, size):
-        rank, world = col.get_rank(), col.get_collective_group_size()
-        x = hold(self, ARENA, library, values(rank, 0, size))
-        col.allreduce(x)
-        y = hold(self, ARENA, library, values(rank, 1, size))
-        col.broadcast(y, 1)
-        z = col.full(size, -7, np.float32, library=library)
-        if rank < 2:
-            col.send(y, 2) if rank == 0 else None
-        else:
-            col.recv(z, 0)
-        lists = [col.zeros(size, np.float32, library=library) for _ in range(world)]
-        col.allgather(lists, hold(self, ARENA, library, values(rank, 2, size)))
-        return [np.array(found) for found in (x, y, z, *lists)]
-
-    for size in SIZES:
-        total = np.sum([values(rank, 0, size) for rank in range(3)], axis=0)
-        sent, gathered = values(1, 1, size), [values(rank, 2, size) for rank in range(3)]
-        for rank, found in enumerate(ray.get([actor.call.remote(call, library, size) for actor in crew])):
-            taken = sent if rank == 2 else np.full(size, -7, np.float32)
-            for array, expected in zip(found, [total, sent, taken, *gathered], strict=True):
-                np.testing.assert_array_equal(array, expected)
-
-
 # ---------------------------------------------------------------------------------------------- the driver
 
 

@@ -14,7 +14,6 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import batch as batches
 from raycollect.driver.controller import Controller
-from raycollect.driver.participant_link import ParticipantLink
 from tests.faults import inject
 from tests.support.actors import Gate, Worker, found, spread
 from tests.support.checks import nothing_sent
@@ -170,33 +169,6 @@ def test_a_participant_that_dies_in_a_batch(actors, point):
         col.allreduce_refs(fresh, "first")
         col.allreduce_refs(fresh[:2], "unharmed")
     assert found(fresh) == [[12], [12], [6]]
-
-
-def test_a_submit_that_fails_aborts_the_batch_on_those_that_have_it(trio, monkeypatch):
-    refs = spread(trio)
-    with monkeypatch.context() as patched:
-        submit = ParticipantLink.submit
-
-        def full(self, payload, outputs):
-            if self.info["actor_id"] == trio[1]._actor_id.hex():
-                raise RuntimeError("too many calls")
-            return submit(self, payload, outputs)
-
-        patched.setattr(ParticipantLink, "submit", full)
-        with pytest.raises(errors.DispatchError, match="too many calls") as caught, col.batch(timeout_s=30) as batch:
-            col.allreduce_refs(refs)
-            made = col.allgather_refs(None, refs)
-    assert (caught.value.rank, caught.value.op) == (1, "batch")
-    with pytest.raises(errors.PlanAbortedError):
-        col.get(made[0])
-    for one in made[1:]:
-        with pytest.raises(errors.BatchError, match="could not be sent"):
-            one.ref  # noqa: B018
-    with pytest.raises(errors.DispatchError, match="too many calls"):
-        _ = batch.refs
-    with col.batch():
-        col.allreduce_refs(refs)
-    assert found(refs) == [[3]] * 3
 
 
 def test_a_batch_is_cancelled_as_a_whole(actors):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 
 import numpy as np
 import pytest
@@ -188,47 +187,6 @@ def test_unawaited_runs_complete_and_are_visible(learners):
     gc.collect()
     assert col.free(refs[0]) == 1, "free waits for what reads it"
     assert found(refs[1:]) == [[729]] * 2
-
-
-def test_runs_and_plans_keep_their_order(learners):
-    """What is begun before a run comes before it, and what is begun after it after."""
-    refs, others = spread(learners, lambda rank: [rank + 1]), spread(learners, lambda rank: [rank])
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-    with col.capture() as other:
-        col.broadcast_refs(refs, 2)
-        col.allreduce_refs(others, op="max")
-    expected = np.array([1, 2, 3])
-    rng = random.Random(5)
-    for _ in range(40):
-        what = rng.choice(["step", "other", "plan", "batch"])
-        is_async = rng.random() < 0.5
-        if what == "step":
-            step.run(async_op=is_async)
-            expected = np.full(3, expected.sum())
-        elif what == "other":
-            other.run(async_op=is_async)
-            expected = np.full(3, expected[2])
-        elif what == "plan":
-            col.broadcast_refs(refs, 1, async_op=is_async)
-            expected = np.full(3, expected[1])
-        else:
-            with col.batch(async_op=is_async):
-                col.allreduce_refs(refs, op="min")
-            expected = np.full(3, expected.min())
-        if expected.max() > 1e5:
-            for at, ref in enumerate(refs):
-                col.get(ref)
-                learners[at].call.remote(_fill, ref, at + 1)
-            expected = np.array([1, 2, 3])
-            step.run()
-            expected = np.full(3, expected.sum())
-    assert found(refs) == [[one] for one in expected.tolist()]
-    assert found(others)[0] in ([0], [2])
-
-
-def _fill(self, array, value):
-    array[:] = value
 
 
 def test_a_run_comes_after_methods_whose_end_is_not_noted(learners):

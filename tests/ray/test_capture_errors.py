@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import ray
 
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.controller import Controller
 from tests.support.actors import found, spread
-from tests.support.checks import nothing_sent
 from tests.support.steps import held_by, is_broken, works_on
 from tests.support.waiting import wait_until
 
@@ -63,41 +61,6 @@ def test_a_method_that_raises_breaks_the_step_and_nothing_else(learners, request
     assert col.get(refs[1])[0] == 27, "what came before the method is done on its actor"
     step.close()
     assert works_on(learners)
-
-
-def test_refusal_reaches_participants_of_other_plans(learners):
-    """The third actor waits in a plan that will not come. It was not in the consistency check that refused."""
-    with col.capture() as step:
-        col.allreduce_refs([step.call(learners[0].grow), step.call(learners[1].steady)], "pair")
-        step.call(learners[0].note)
-        col.allreduce_refs([step.call(worker.steady) for worker in learners])
-    step.run()
-    with pytest.raises(errors.MismatchError, match=r"\[3\]") as caught:
-        step.run()
-    assert caught.value.group_name.startswith(("pair", "default"))
-    assert {one.call for one in caught.value.violations} == {2}
-    assert is_broken(step, "MismatchError")
-    assert all_landed(), "before any time limit"
-    assert len(ray.get(learners[0].noted.remote())) == 3, "what came after it was not done"
-    assert works_on(learners)
-
-
-def test_a_participant_that_dies_between_runs(learners, submits):
-    refs = spread(learners[:2])
-    with col.capture() as step:
-        col.allreduce_refs([step.call(worker.steady) for worker in learners])
-    with col.capture() as other:
-        col.allreduce_refs(refs, "pair")
-    step.run()
-    before = Controller.current().revision
-    ray.kill(learners[2])
-    assert wait_until(lambda: Controller.current().revision is not before)  # before that a run may still be sent
-    with nothing_sent(submits), pytest.raises(errors.GroupBrokenError, match="died"):
-        step.run()
-    other.run()
-    assert found(refs) == [[1]] * 2
-    step.close()
-    other.run()
 
 
 @pytest.mark.parametrize("end", ["cancelled", "closed"])

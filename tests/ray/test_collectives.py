@@ -79,12 +79,6 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one, other, strict=True)
 
 
-def test_a_group_is_derived_from_the_refs(actors):
-    a, b = actors(Worker, 2)
-    col.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()])
-    np.testing.assert_array_equal(col.get(b.get_buffer.remote()), np.full(10, 2, np.float32))
-
-
 def test_derived_groups_take_their_ranks_from_the_tensors(actors):
     a, b = actors(Worker, 2)
     refs = make([a, b], part)

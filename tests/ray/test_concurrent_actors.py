@@ -25,16 +25,6 @@ def test_async_actors_take_part(actors):
     np.testing.assert_array_equal(ray.get(workers[0].read.remote()), np.full(4, 8.0))
 
 
-def test_threaded_actors_take_part(actors):
-    workers = actors(Worker, 2, max_concurrency=4)
-    col.declare_collective_group(workers)
-    refs = [worker.get_buffer.remote() for worker in workers]
-    works = [col.allreduce_refs(refs, async_op=True) for _ in range(10)]
-    for work in works:
-        work.wait()
-    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 1024))
-
-
 def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors, gate):
     workers = actors(Worker, 2, max_concurrency=2)
     col.declare_collective_group(workers)
@@ -202,11 +192,3 @@ def test_full_default_pool_of_an_event_loop_keeps_no_coroutine_from_running(acto
     else:
         assert ray.get(worker.open.remote(*args), timeout=30) == (3.0 if args else None)
     ray.get(waiting, timeout=30)
-
-
-def test_mixed_actors(actors):
-    (plain,), (concurrent,) = actors(Worker, 1), actors(AsyncActor, 1)
-    ray.get(plain.set_buffer.remote(np.ones(4)))
-    refs = [plain.get_buffer.remote(), concurrent.get_buffer.remote()]
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[1]), np.full(4, 2))

@@ -67,18 +67,6 @@ def test_actors_without_the_mixin_make_a_group(actors, backend):
     assert on_all(workers, lambda rank: col.get_rank("another")) == [-1, -1]
 
 
-def test_actors_with_the_mixin_make_a_group_and_destroy_it(actors):
-    workers = actors(Worker, 2)
-
-    def life(self, rank):
-        col.init_collective_group(2, rank, group_name="own")
-        found = allreduce(rank, "own")
-        col.destroy_collective_group("own")
-        return found[0], col.get_rank("own")
-
-    assert told([one.call.remote(life, rank) for rank, one in enumerate(workers)]) == [(3.0, -1)] * 2
-
-
 def test_tasks_make_a_group(cluster):
     @ray.remote(num_cpus=0)
     def member(rank):

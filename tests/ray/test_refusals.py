@@ -8,8 +8,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.support.actors import Plain, Worker, buffers
-from tests.support.checks import refused
+from tests.support.actors import Worker, buffers
 
 # ---------------------------------------------------------------------------------------------- refs
 
@@ -61,36 +60,7 @@ def test_a_ref_can_not_be_marked_as_written(trio):
             col.mark_written(given)
 
 
-def test_an_actor_that_is_no_participant_in_a_derived_group(actors):
-    (plain,), (worker,) = actors(Plain, 1), actors(Worker, 1)
-    with refused(errors.NotAParticipantError, "Plain("):
-        col.allreduce_refs([plain.get_buffer.remote(), worker.get_buffer.remote()])
-
-
-def test_two_refs_of_one_actor_in_a_derived_group(actors):
-    (worker,) = actors(Worker, 1)
-    with refused(errors.DuplicateActorError, "rank 1"):
-        col.allreduce_refs([worker.get_buffer.remote(), worker.get_buffer.remote()])
-
-
 # ---------------------------------------------------------------------------------------------- values
-
-
-def test_a_producer_that_never_ran_on_a_threaded_actor(actors):
-    """The rank waits for its operand at first; the driver finds out that it will not come."""
-    workers = actors(Worker, 2, max_concurrency=2)
-    col.declare_collective_group(workers)
-
-    @ray.remote
-    def fail():
-        raise KeyError("no such thing")
-
-    ref = workers[0].make.remote(lambda self, argument: argument, fail.remote())
-    with refused(errors.ProducerFailedError, "rank 0", "no such thing", actors=workers):
-        col.allreduce_refs([ref, workers[1].get_buffer.remote()])
-    with refused(errors.NotATensorError, "rank 1", actors=workers):
-        col.allreduce_refs([workers[0].get_buffer.remote(), workers[1].make.remote(lambda self: "text")])
-    col.allreduce_refs(buffers(workers))
 
 
 def test_a_wait_whose_time_is_over_looks(trio):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import InvalidArgumentError, NotATensorError, StoreFullError, TensorFreedError, TensorLostError
+from raycollect.errors import InvalidArgumentError, StoreFullError, TensorFreedError, TensorLostError
 from raycollect.observe import run_steps
 from tests.support.actors import Kinds, KindsActor, Plain, Worker, held
 from tests.support.waiting import has_ended, wait_until
@@ -49,32 +48,6 @@ def test_num_returns_given_by_the_caller(kinds):
     tensor, text = kinds.mixed.remote()
     assert assert_key(tensor).shape == (3,)
     assert ray.get(text) == "text"
-
-
-class Tables(Mapping):
-    """Makes its arrays on each access."""
-
-    def __getitem__(self, name):
-        return np.full(3, float(name))
-
-    def __iter__(self):
-        return iter("12")
-
-    def __len__(self):
-        return 2
-
-
-def test_a_mapping_that_makes_its_values_goes_by_value(actors):
-    holder, other = actors(Worker, 2)
-    ref = holder.make.remote(lambda self: Tables())
-    assert type(col.get(ref)) is type(ray.get(ref)) is Tables
-    for actor in (holder, other):
-        assert ray.get(actor.call.remote(lambda self, value: type(value).__name__, ref)) == "Tables"
-    with pytest.raises(NotATensorError) as caught:
-        col.broadcast_refs([ref, other.make.remote(lambda self: dict(Tables()))])
-    assert caught.value.violations[0].rank == 0
-    kept = holder.make.remote(lambda self: dict(Tables()))
-    assert isinstance(ray.get(kept), col.Handle)
 
 
 def many(self, count):
@@ -164,10 +137,6 @@ def test_a_return_that_goes_by_value_says_nothing_of_the_others(actors):
 def test_only_the_call_that_ray_makes_is_kept(kinds):
     np.testing.assert_array_equal(col.get(kinds.inner.remote()), np.full(10, 2))
     assert ray.get(kinds.in_thread.remote()) == "ndarray"
-
-
-def test_without_ray_the_class_is_a_plain_class():
-    assert type(Kinds().get_buffer()) is np.ndarray
 
 
 def test_the_holder_gets_the_very_tensor_and_others_a_copy(kinds, actors):

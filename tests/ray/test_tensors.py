@@ -132,28 +132,6 @@ def test_any_object_with_a_memory_protocol_is_a_tensor(pair, protocol):
     np.testing.assert_array_equal(col.get(refs[0]), np.full((2, 2), 3.0))
 
 
-def test_odd_layouts(pair):
-    """Strided, transposed, with no dimension, and with no element."""
-
-    def put(self, rank):
-        self.base = torch.zeros(4, 6)
-        self.base[:] = rank + 1
-        cuts = [self.base[::2, 1:4].t(), self.base[3, 5], self.base[:0]]
-        return [*cuts, np.full((3, 4), rank)[::-1, ::2], np.array(float(rank))]
-
-    refs = make(pair, put)
-    col.allreduce_refs(refs)
-    for found in col.get(refs):
-        assert torch.equal(found[0], torch.full((3, 2), 3.0))
-        assert found[1].shape == ()
-        assert found[1] == 3
-        assert found[2].shape == (0, 6)
-        np.testing.assert_array_equal(found[3], np.ones((3, 2)))
-        np.testing.assert_array_equal(found[4], np.ones(()))
-    base = ray.get(pair[0].call.remote(lambda self: self.base))
-    assert base.sum() == 3 * 7 + 1 * 17
-
-
 def test_unsupported_tensors_go_by_value(pair):
     ref = pair[0].make.remote(lambda self: torch.zeros(3).to_sparse())
     with refused(errors.NotATensorError, "rank 0", "torch.sparse_coo", "to_dense()", actors=pair):

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import KernelError, MismatchError, TimelineError
+from raycollect.errors import KernelError, MismatchError
 from raycollect.member.runtime import this_runtime
 from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, PART, PLAN, RUN, STAGING
 from tests.faults import inject
@@ -145,37 +145,6 @@ def test_timeline_names_dead_and_stopped_members_within_its_timeout(actors):
     driver, living = line.trace.processes
     assert (len(driver.slices), living.ranks) == (1, (("default", 2),))
     assert col.summary().missing == line.missing
-
-
-def test_one_timeline_at_a_time_in_each_process(actors):
-    workers = actors(Worker, 2)
-    col.declare_collective_group(workers)
-    with pytest.raises(TimelineError, match=r"with timeline\(\)"):
-        col.summary()
-
-    def begin_here(self):
-        try:
-            self.line = col.timeline()
-        except TimelineError as exc:
-            return str(exc)
-        return ""
-
-    def end_here(self):
-        line = self.line.stop()
-        return [one.name for one in line.trace.processes], [(row.op, row.calls) for row in line.summary().rows]
-
-    with col.timeline():
-        with pytest.raises(TimelineError, match="stop that first"):
-            col.timeline()
-        assert "controller" in ray.get(workers[0].call.remote(begin_here))
-    assert ray.get(workers[0].call.remote(begin_here)) == ""
-    with col.timeline() as line:
-        col.allreduce_refs([one.get_buffer.remote() for one in workers])
-    assert len(line.missing) == 1
-    assert "a timeline of its own" in line.missing[0]
-    names, rows = ray.get(workers[0].call.remote(end_here))
-    assert len(names) == 1
-    assert rows == [("allreduce", 1)]
 
 
 def test_a_full_ring_says_what_it_has_lost(actors):

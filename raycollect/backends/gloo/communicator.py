@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
-from raycollect.backends.completion import DONE, chunks, late, movement, reduce_op, reduction, translated
+from raycollect.backends.completion import chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
 from raycollect.backends.joining import gathered
@@ -33,7 +33,7 @@ from raycollect.backends.meshed import Meshed, descriptors, is_as_numpy
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.core.codec import Codec
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
     GroupBrokenError,
@@ -108,11 +108,7 @@ class GlooCommunicator(Meshed):
         super().__init__(spec, mesh, _NATIVE if link else frozenset(), is_native)
         self._use = InUse(link, methodcaller("close"), spec.name) if link else None
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel in the caller's thread."""
-        self._check_whole()
-        if not self._is_for_library(launch, kernel):
-            return self._mesh.launch(launch, kernel)
+    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
         if self._use is None:
             raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
         folding = translated(kernel.kind, self._group_name, self.rank)
@@ -121,13 +117,13 @@ class GlooCommunicator(Meshed):
                 self._broadcast(link, launch, kernel)
             else:
                 self._reduce(link, launch, kernel)
-        return DONE
 
-    def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        """Closes the library's connections if others may be inside it, where nothing else wakes them."""
-        if self._use is not None and any(self._is_for_library(launch, kernel) for kernel in kernels):
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
+        """Leaves the launch. Closes the library's connections if others may be inside it: nothing else wakes them."""
+        if owed and self._use is not None and any(self._is_for_library(launch, kernel) for kernel in owed):
             with suppress(GroupBrokenError), self._use as link:  # else they are closed
                 self._break(link, f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
+        return super().end(launch, ok, owed)
 
     def close(self) -> None:
         """Closes the connections, at the end of the running library kernel: it can't be interrupted."""

@@ -8,8 +8,8 @@ by cupy, `FOLD_NBYTES` of all ranks together at a time (P8). NCCL's own reductio
 same on all ranks, but not those of the left fold (P7). Arrays with gaps are copied.
 
 Order. The ranks agree over the exchange before each launch, so that no kernel waits on a GPU for an absent rank. The
-kernels run on a stream of the group (`streams`), after all that the caller has enqueued. `Completion.wait` returns when
-they have ended, so whatever the caller enqueues next comes after them. It queries the event after them, not the device:
+kernels run on a stream of the group (`streams`), after all that the caller has enqueued. `launch` returns when they
+have ended, so whatever the caller enqueues next comes after them. It queries the event after them, not the device:
 other streams go on, and a call with `async_op` overlaps with the caller's own kernels.
 
 Failure. Waiting notices the launch's deadline, an abort, and asynchronous errors of NCCL. Any of these aborts NCCL's
@@ -44,7 +44,7 @@ from raycollect.backends.nccl.scripts import Script, enqueue
 from raycollect.backends.streams import GroupStream, captured, has_drained, pause
 from raycollect.core import threads, timers
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, RaycollectError
 
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
@@ -85,15 +85,12 @@ def create(
         return share(spec, rank, rendezvous, exchange, device=joined.device)
     made = NcclCommunicator(joined, spec, rank, exchange)
     first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
-    made.launch(first, Kernel(kind=OpKind.BARRIER)).wait(JOIN_TIMEOUT_S)  # NCCL connects at its first operation
+    made.launch(first, (Kernel(kind=OpKind.BARRIER),))  # NCCL connects at its first operation
     return made
 
 
 class NcclCommunicator(OnGpu):
-    """One rank's membership. An abort also wakes a rank inside a kernel; the group is broken then.
-
-    It is the `Completion` of its kernels, too: its stream has one under way at a time.
-    """
+    """One rank's membership. An abort also wakes a rank inside a kernel; the group is broken then."""
 
     def __init__(self, joined: Joined, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         super().__init__(spec, rank, exchange, joined.device)
@@ -103,9 +100,8 @@ class NcclCommunicator(OnGpu):
         self._device = joined.device
         self._stream = GroupStream(joined.device)
         self._replays = Replays(records=joined.records)
-        self._next: tuple[Kernel, Way] | None = None  # what comes by the short way, and how all ranks run it
+        self._next: tuple[Kernel, Way] | None = None  # the kernel that is run again, and how all ranks run it
         self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
-        self._launched: tuple[Launch, Kernel] | None = None  # what is on the GPU until it is waited for
         self._kept: Any = None  # the memory that the kernels under way use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
         self._until_s = math.inf  # until when it may
@@ -120,55 +116,46 @@ class NcclCommunicator(OnGpu):
         """Statistics of the repeated kernels."""
         return self._replays.counts
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Exchanges arrivals among `launch.ranks` over the exchange, so that no GPU waits for an absent rank."""
-        self._next = None
-        return [parted(bytes(one))[0] for one in super().agree(launch, arrival + PLAIN)]
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks` over the exchange, so that no GPU waits for an absent rank.
 
-    def again(
-        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
-    ) -> Sequence[bytes] | None:
-        """Does what `stage` and `agree` do; the ranks also agree how to run the kernel. See `protocols.Again`."""
-        self._next = None
-        self._check_going(launch)
-        self.stage(launch, kernel)
-        word = self._replays.word(kernel, expected)
-        told = [parted(bytes(one)) for one in super().agree(launch, arrival + word.pack())]
+        Ranks that bring a kernel of an earlier run also agree how to run it.
+        """
+        self._next, word = None, PLAIN
+        if kernel is not None and expected is not None:
+            self._check_going(launch)
+            self._check_kernel(launch, kernel)
+            word = self._replays.word(kernel, expected)
+        told = [parted(bytes(one)) for one in super().agree(launch, arrival + word.pack(), kernel)]
         brought = [one for one, _ in told]
-        words = [one for _, one in told]
-        if brought != list(expected):
+        if expected is None or brought != list(expected):
             return brought
-        way = way_of(words)
-        if way is Way.PLAIN and all(one.expected == word.expected for one in words):
-            self._replays.forget(kernel)  # another rank that used `again` has no graph
-        self._next = kernel, way
-        return None
+        if kernel is not None:
+            words = [one for _, one in told]
+            way = way_of(words)
+            if way is Way.PLAIN and all(one.expected == word.expected for one in words):
+                self._replays.forget(kernel)  # another rank that expected the same has no graph
+            self._next = kernel, way
+        return expected
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Enqueues a kernel after the caller's work."""
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels after the caller's work: one, or several as one NCCL group."""
+        self.enqueue(launch, kernels)
+        self.finish(launch, kernels[0])
+
+    def enqueue(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Begins what `finish` waits for."""
         agreed, self._next, self._to_record = self._next, None, None
-        if agreed is None or not is_same(agreed[0], kernel):
-            self._start(launch, (kernel,))
+        kernel = kernels[0]
+        if agreed is None or len(kernels) > 1 or not is_same(agreed[0], kernel):
+            self._start(launch, kernels)
         elif agreed[1] is Way.GRAPH:
             self._start_graph(launch, kernel, agreed[0])
         else:
-            self._start(launch, (kernel,), agreed[0])
+            self._start(launch, kernels, agreed[0])
             self._to_record = (agreed[0], kernel) if agreed[1] is Way.RECORD else None
-        self._launched = launch, kernel
-        return self
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits for the kernel that was launched last as `finish` does; the launch's own limit counts."""
-        launched, self._launched = self._launched, None
-        if launched is not None:
-            self.finish(*launched)
-
-    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """Runs kernels as one NCCL group; see `protocols.Together`."""
-        self._next = self._to_record = None
-        self._start(launch, kernels)
-        self.finish(launch, kernels[0])
-        return len(kernels)
 
     def finish(self, launch: Launch, kernel: Kernel) -> None:
         """Waits until the last enqueued work has ended on the GPU.
@@ -196,10 +183,10 @@ class NcclCommunicator(OnGpu):
             (came, _), self._to_record = self._to_record, None
             self._record(launch, kernel, came)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch."""
         self._is_in_step = ok
-        return super().end(launch, ok)
+        return super().end(launch, ok, owed)
 
     def abort(self, seq: int) -> None:
         """Wakes this rank, wherever it waits."""
@@ -218,7 +205,7 @@ class NcclCommunicator(OnGpu):
     def _start(self, launch: Launch, kernels: Sequence[Kernel], came: Kernel | None = None) -> None:
         self._check_going(launch)
         for kernel in kernels:
-            self.stage(launch, kernel)
+            self._check_kernel(launch, kernel)
         with self._failing(kernels[0], launch), self._watched(launch), self._stream.entered():
             found = [self._written(kernel, came) for kernel in kernels]
             self._kept = found
@@ -331,7 +318,7 @@ class NcclCommunicator(OnGpu):
         with suppress(Exception):  # a device that has failed writes no more
             if not has_drained(self._stream.has_ended, _DRAIN_S):
                 return  # and keeps its memory
-        self._kept = self._launched = None
+        self._kept = None
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         is_reduced = reduction_of(op, dtype, self._version) is not None

@@ -6,7 +6,7 @@ graph: from then on a run is one driver call.
 NCCL requires that all ranks launch the graphs of one capture, or none does. So each rank sends a `Word` with its
 arrival, and `way_of` derives the same decision from all words everywhere:
 
-1. Some rank has no script yet, can't capture its kernel, has failed to, or does not use `again`: plain.
+1. Some rank has no script yet, can't capture its kernel, has failed to, or runs another one than before: plain.
 2. All could capture it: plain, and each captures it at the end. That launches nothing, so that a rank that fails does
    not affect the others; its next word tells.
 3. All have the graph of the same capture: the graph.
@@ -65,7 +65,7 @@ class Word:
         return _FORMAT.pack(self.state, self.expected, self.recorded)
 
 
-PLAIN = Word().pack()  # The word of a rank that does not use `again`
+PLAIN = Word()  # The word of a rank that does not bring a kernel of an earlier run
 
 
 def parted(brought: bytes) -> tuple[bytes, Word]:
@@ -84,7 +84,7 @@ def way_of(words: Sequence[Word]) -> Way:
 
 
 def is_same(came: Kernel, kernel: Kernel) -> bool:
-    """Tells whether a kernel is the one that came by `again`, except for what was learned in the agreement."""
+    """Tells whether a kernel is the one of the agreement, except for what was learned in the agreement."""
     if came is kernel:
         return True
     alike = (came.kind, came.op, came.peer) == (kernel.kind, kernel.op, kernel.peer)
@@ -131,7 +131,7 @@ class Replays:
         self._counts: Counter[str] = Counter()
 
     def word(self, kernel: Kernel, expected: Sequence[bytes]) -> Word:
-        """Returns the word for a kernel that comes by `again`; from now on its script is kept."""
+        """Returns the word for a kernel that is run again; from now on its script is kept."""
         kept = self._of(kernel)
         if kept is None:
             tie, kept = Tie(), _Kept()

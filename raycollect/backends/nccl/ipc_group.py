@@ -31,12 +31,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import cast
 
-from raycollect.backends.completion import DONE, late
+from raycollect.backends.completion import late
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.folds import refusal_reason
 from raycollect.backends.loans import Loans
@@ -49,7 +49,7 @@ from raycollect.backends.shm.communicator import create as create_shm
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.backends.streams import GroupStream, has_drained, on_device, wait
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Completion, Exchange, Rendezvous
+from raycollect.core.protocols import Exchange, Rendezvous
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -90,7 +90,7 @@ def _try(made: IpcCommunicator) -> None:
         with on_device(made.number):
             given = cupy.full(_TRIAL_SIZE * world, made.rank + 1, "int32")
             seen = DeviceArray(given)
-            made.launch(first, Kernel(kind=OpKind.ALLREDUCE, src=seen, dst=seen, op=ReduceOp.SUM))
+            made.launch(first, (Kernel(kind=OpKind.ALLREDUCE, src=seen, dst=seen, op=ReduceOp.SUM),))
             found = set(given.get().tolist())
         expected = world * (world + 1) // 2
         if found != {expected}:
@@ -117,23 +117,18 @@ class IpcCommunicator(OnGpu):
         self._lock = threading.Lock()
         self._is_inside = self._is_closed = self._is_released = False
         self._is_at_others = self._is_stuck = False  # whether its kernels use others' memory; and don't end
-        self._held = ExitStack()  # keeps a rank that is stuck from leaving
+        self._stuck_in: Launch | None = None  # the launch that a rank which is stuck has not left
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel after the caller's work; it has ended when this returns."""
-        self._run(launch, (kernel,))
-        return DONE
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels after the caller's work, with common barriers."""
+        for start in range(0, len(kernels), TOGETHER):
+            self._run(launch, kernels[start : start + TOGETHER])
 
-    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """Runs kernels with common barriers; see `protocols.Together`."""
-        some = kernels[:TOGETHER]
-        self._run(launch, some)
-        return len(some)
-
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch; returns the ranks that are known to have run all of it."""
-        super().end(launch, ok)
-        if self._is_stuck:
+        super().end(launch, ok, owed)
+        if self._is_stuck and not self._is_released:
+            self._stuck_in = launch
             return ()  # the others keep what this rank's kernels may use yet
         return self._host.end(launch, ok)
 
@@ -148,7 +143,7 @@ class IpcCommunicator(OnGpu):
     def _run(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         self._check_going(launch)
         for kernel in kernels:
-            self.stage(launch, kernel)
+            self._check_kernel(launch, kernel)
         until_s, self._is_at_others = time.monotonic() + launch.timeout_s, False
         with self._inside() as meeting, self._failing(meeting, launch, kernels):
             self._loans.recall()
@@ -200,13 +195,8 @@ class IpcCommunicator(OnGpu):
                 raise GroupBrokenError(group_name=self.group_name, detail=self._broken)
             self._is_inside = True
         try:
-            with ExitStack() as left:
-                meeting = left.enter_context(self._host).meeting
-                try:
-                    yield meeting
-                finally:
-                    if self._is_stuck:
-                        self._held = left.pop_all()
+            with self._host as parts:
+                yield parts.meeting
         finally:
             with self._lock:
                 self._is_inside = False
@@ -254,7 +244,8 @@ class IpcCommunicator(OnGpu):
             if self._is_released:
                 self._imports.close()
                 self._exports.forsake_rooms()
-                self._held.close()
+                if self._stuck_in is not None:
+                    self._host.end(self._stuck_in, False)
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         why = refusal_reason(op, dtype)

@@ -15,8 +15,8 @@ class OnGpu(Exchanged):
         super().__init__(spec, rank, exchange)
         self.device: str = f"cuda:{number}"  # ``"cuda:0"``
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Raises UnsupportedError for arrays that are not on this rank's GPU, or can't be reduced."""
+    def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
+        # Raises UnsupportedError for arrays that are not on this rank's GPU, or can't be reduced.
         name = type(self).__name__
         if kernel.memo.get(name) == self.device:
             return  # it was looked at before

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raycollect.backends.capabilities import refuse_unknown
-from raycollect.backends.completion import DONE, translated
+from raycollect.backends.completion import translated
 from raycollect.backends.shm.boxes import Boxes
 from raycollect.backends.shm.coalesced import coalesced
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
@@ -28,7 +28,7 @@ from raycollect.backends.shm.staged import Staged, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import PIECES, PREFIXES, GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.protocols import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
+from raycollect.core.protocols import Communicator, Exchange, NoSegments, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
 
 
@@ -71,16 +71,18 @@ class _Parts(NamedTuple):
 class ShmCommunicator:
     """One rank's membership, a `Communicator`."""
 
+    sees_departures: bool = True
+
     def __init__(self, spec: GroupSpec, rank: int, segment: memoryview, segments: SegmentSource) -> None:
         self.rank = rank
         self.world_size: int = spec.world_size
         self._group_name = spec.name
-        self._begun = 0  # the launch that `stage` or `agree` has begun
+        self._begun = 0  # the launch that has begun
         self._staged = 0  # the launch whose first kernel was staged, and has not run
         self._shown = 0  # the launch whose boxes were shown, and have not moved
         self._lock = threading.Lock()
         self._users = 0
-        self._entered: _Parts | None = None  # from `again` to `end`, by the thread that runs the launch
+        self._entered: _Parts | None = None  # until `end`, by the thread that runs the launch
         self._closed = False
         slots_at = control_nbytes(spec.world_size)
         directory_at = slots_at + slots_nbytes(spec.world_size)
@@ -93,59 +95,47 @@ class ShmCommunicator:
             Boxes(directory, rank, segments),
         )
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Copies the first chunk to this rank's slot, or lists arrays that others can access in place."""
-        with self as parts:
-            self._stage(parts, launch, kernel, time.monotonic() + launch.timeout_s)
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks` in shared memory.
 
-    def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel, until_s: float) -> None:
+        Before that it copies the first chunk of the kernel to this rank's slot, or lists arrays that others can access
+        in place.
+        """
+        until_s = time.monotonic() + launch.timeout_s
+        parts = self._entered = self._entered or self._come_in()
+        parts.meeting.enter(launch, until_s)
+        self._begin(parts, launch)
+        if kernel is not None:
+            # A kernel that was run before is staged as it was then. Any other is listed, whatever it was before:
+            # another rank may come with memory that can be reached.
+            if expected is None or not parts.staged.stage_again(launch, kernel):
+                self._stage(parts, launch, kernel)
+            self._staged = launch.seq
+        parts.staged.turn = 0
+        return parts.meeting.agree(launch, arrival, until_s, expected)
+
+    __call__ = agree  # for communicators that use this one as their `Exchange`
+
+    def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
         with translated(kernel.kind, self._group_name, self.rank, folds=False):
-            parts.meeting.enter(launch, until_s)
-            self._begin(parts, launch)
             may_be_direct = kernel.kind in PIECES or _is_for_direct(kernel)
             is_direct = may_be_direct and parts.direct.can_give(kernel)
             if not is_direct:
                 parts.staged.stage(launch, kernel)
             if may_be_direct:
                 parts.direct.show(launch, (kernel,), 0 if is_direct else STAGED)
-            self._staged = launch.seq
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Exchanges arrivals among `launch.ranks` in shared memory."""
-        with self as parts:
-            self._begin(parts, launch)
-            parts.staged.turn = 0
-            return parts.meeting.agree(launch, arrival)
-
-    __call__ = agree  # for communicators that use this one as their `Exchange`
-
-    def again(
-        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
-    ) -> Sequence[bytes] | None:
-        """Does what `stage` and `agree` do, for a kernel that was run before; see `protocols.Again`."""
-        until_s = time.monotonic() + launch.timeout_s
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels in the caller's thread, each for at most `launch.timeout_s`; in place with common barriers."""
+        is_first, self._staged = self._staged == launch.seq, 0
         parts = self._entered = self._entered or self._come_in()
-        parts.meeting.enter(launch, until_s)
-        self._begin(parts, launch)
-        # Any other is listed, whatever it was before: another rank may come with memory that can be reached.
-        if parts.staged.stage_again(launch, kernel):
-            self._staged = launch.seq
-        else:
-            self._stage(parts, launch, kernel, until_s)
-        parts.staged.turn = 0
-        return parts.meeting.agree_again(launch, arrival, expected, until_s)
-
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        entered, is_first, self._staged = self._entered, self._staged == launch.seq, 0
-        parts = entered or self._come_in()
-        try:
-            if not is_first or not parts.staged.fold_again(launch, kernel):
-                self._launch(parts, launch, kernel, is_first)
-        finally:
-            if entered is None:
-                self._go_out()
-        return DONE
+        first = kernels[0]
+        if len(kernels) > 1:
+            self._launch_together(parts, launch, kernels)
+        elif not is_first or not parts.staged.fold_again(launch, first):
+            self._launch(parts, launch, first, is_first)
 
     def _launch(self, parts: _Parts, launch: Launch, kernel: Kernel, is_first: bool) -> None:
         meeting, staged, direct, _ = parts
@@ -157,24 +147,27 @@ class ShmCommunicator:
                     return
             staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
 
-    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """Runs kernels in place with common barriers, or one by one; see `Together`."""
-        some, until_s = kernels[:TOGETHER], time.monotonic() + launch.timeout_s
-        kind = kernels[0].kind
-        if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
-            return 0
-        with self as (meeting, staged, direct, _), translated(kind, self._group_name, self.rank):
-            self._staged = 0
-            has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
-            rows = () if has_run else coalesced(some)
-            for at, kernel in enumerate(rows):
-                here().cover(at * len(some) / len(rows), len(some) / len(rows))
-                staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
-        return len(some)
+    def _launch_together(self, parts: _Parts, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        # Each listing has room for `TOGETHER` kernels, which run in place with common barriers, or are staged as one.
+        meeting, staged, direct, _ = parts
+        kind, most = kernels[0].kind, TOGETHER if kernels[0].kind in ALIKE else 1
+        for start in range(0, len(kernels), most):
+            some, until_s = kernels[start : start + most], time.monotonic() + launch.timeout_s
+            with translated(kind, self._group_name, self.rank):
+                if kind in ALIKE and Direct.is_worth(sum(map(_nbytes, some))):
+                    has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s, begun=start)
+                    if has_run:
+                        continue
+                rows = coalesced(some) if len(some) > 1 else some
+                for at, kernel in enumerate(rows):
+                    each = len(some) / len(rows)
+                    here().cover(start + at * each, each)
+                    staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
 
     def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
         """Lists where this rank's boxes lie; see `Reaching`."""
-        with self as parts, translated(OpKind.ALLTOALL, self._group_name, self.rank):
+        parts = self._entered = self._entered or self._come_in()
+        with translated(OpKind.ALLTOALL, self._group_name, self.rank):
             parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
             self._begin(parts, launch)
             parts.boxes.show(launch, boxes)
@@ -182,11 +175,12 @@ class ShmCommunicator:
 
     def launch_boxes(self, launch: Launch, boxes: BoxExchange) -> bool:
         """Moves boxes from tensor to tensor, if all ranks can reach each other's memory; see `Reaching`."""
-        with self as parts, translated(OpKind.ALLTOALL, self._group_name, self.rank):
+        parts = self._entered = self._entered or self._come_in()
+        with translated(OpKind.ALLTOALL, self._group_name, self.rank):
             shown, self._staged, self._shown = self._shown == launch.seq, 0, 0
             return parts.boxes.run(parts.meeting, launch, boxes, time.monotonic() + launch.timeout_s, shown=shown)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""
         entered, self._entered = self._entered, None
         try:
@@ -203,10 +197,11 @@ class ShmCommunicator:
         with suppress(GroupBrokenError), self as parts:
             parts.meeting.abort(seq)
 
-    def lost(self, rank: int) -> None:
-        """Ends waits for a rank whose process has ended; see `Surviving`."""
+    def lost(self, rank: int) -> bool:
+        """Ends waits for what a rank whose process has ended has not done."""
         with suppress(GroupBrokenError), self as parts:
             parts.meeting.lost(rank)
+        return True
 
     def close(self) -> None:
         """Wakes threads that are inside, and releases the memory when they have left."""

@@ -86,11 +86,18 @@ class Direct:
         return bool(seen.flags & GIVES) and self.is_worth(seen.largest) and self._directory.is_open
 
     def run(
-        self, meeting: Meeting, launch: Launch, kernels: Sequence[Kernel], *, listed: bool, until_s: float
+        self,
+        meeting: Meeting,
+        launch: Launch,
+        kernels: Sequence[Kernel],
+        *,
+        listed: bool,
+        until_s: float,
+        begun: int = 0,
     ) -> tuple[bool, bool]:
         """Runs kernels in place if possible: one, or several of a kind in `ALIKE` with one root. All decide alike.
 
-        `listed`: all ranks listed their arrays before the last barrier, the agreement.
+        `listed`: all ranks listed their arrays before the last barrier, the agreement. `begun`: see `Work`.
 
         Returns:
             Whether they have run, so that this rank's arrays are its own again; and if not, whether all ranks had
@@ -109,7 +116,7 @@ class Direct:
             if listed and way == "push":
                 meeting.barrier(launch, until_s)  # by then all ranks have blocked their readers
             dtypes = self._see(kernels).dtypes
-            Work(meeting, launch, kernels, dtypes, way, listings, self._rank, self._blocks, until_s).run()
+            Work(meeting, launch, kernels, dtypes, way, listings, self._rank, self._blocks, until_s, begun).run()
         except BaseException:
             if lent and self._see(kernels).lends:
                 self._loans.add([kernel.dst for kernel in kernels], meeting, launch)

@@ -77,7 +77,8 @@ Shown = Sequence[Sequence[Array]]  # By rank position: the bytes of the arrays l
 class Work:
     """Running kernels on one rank: one, or several independent ones of one kind in `direct.ALIKE`.
 
-    The listings have the sources of all kernels first, then the targets; `way` is "pull" or "push".
+    The listings have the sources of all kernels first, then the targets; `way` is "pull" or "push"; `begun` counts
+    kernels of the same launch that have run before.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Work:
         rank: int,
         folds: Blocks,
         until_s: float,
+        begun: int = 0,
     ) -> None:
         self._meeting = meeting
         self._launch = launch
@@ -102,7 +104,7 @@ class Work:
         self._folds = folds
         self._until_s = until_s
         self._meter = here()
-        self._at = 0  # which of the kernels is under way, where they run one by one
+        self._begun = self._at = begun  # `_at`: which of the kernels is under way, where they run one by one
         self._me = launch.ranks.index(rank)
         self._kernel = kernels[0]
         self._root = root_of(kernels[0], rank)
@@ -114,8 +116,8 @@ class Work:
             self._reduce()
         else:
             for at, kernel in enumerate(self._kernels):
-                self._kernel, self._at = kernel, at
-                self._meter.cover(at, 1.0)
+                self._kernel, self._at = kernel, self._begun + at
+                self._meter.cover(self._at)
                 self._one([listing.arrays[at :: len(self._kernels)] for listing in self._listings])
         lenders, waiting, waits_for = _loan(_paired(kind), self._way, self._root, self._launch.ranks, self._rank)
         if lenders:
@@ -150,7 +152,7 @@ class Work:
         for at, block in enumerate(blocks):
             if at % FOLDS_PER_LOOK == FOLDS_PER_LOOK - 1:
                 self._look()
-                self._meter.part = at * each
+                self._meter.part = self._begun + at * each
             parts = block.parts
             if block.later:
                 parts = [part.copy() if i == block.later else part for i, part in enumerate(parts)]

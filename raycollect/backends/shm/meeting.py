@@ -108,43 +108,38 @@ class Meeting:
         self._dead: frozenset[int] = frozenset()  # the ranks whose processes have ended: their words are final
         self._closed = False
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Exchanges arrivals among `launch.ranks`; see `Communicator.agree`."""
-        check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
-        until_s = time.monotonic() + launch.timeout_s
-        self.enter(launch, until_s)
-        parity = self._bring(launch, arrival, until_s)
-        return [bytes(self._read(rank, parity)) for rank in launch.ranks]
-
-    def agree_again(
-        self, launch: Launch, arrival: bytes, expected: Sequence[bytes], until_s: float
-    ) -> Sequence[bytes] | None:
-        """Does the same in a launch that was entered; returns None if all arrivals are as expected."""
+    def agree(
+        self, launch: Launch, arrival: bytes, until_s: float, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks`, in a launch that was entered; see `Communicator.agree`."""
         parity = self._bring(launch, arrival, until_s)
         ranks, cells, known = launch.ranks, self._cells, self._expected[parity]
+        if expected is None:
+            return [bytes(self._read(rank, parity)) for rank in ranks]
         if known is not None and known.blobs is expected and known.ranks == ranks:
             for place, content in known.cells:
                 if cells[place] != content:
                     break
             else:
-                return None
+                return expected
         now = [(place, cells[place]) for place in (rank * _PARITIES + parity for rank in ranks)]
         for rank, blob in zip(ranks, expected, strict=True):
             if self._read(rank, parity) != blob:
                 return [bytes(self._read(one, parity)) for one in ranks]
         self._expected[parity] = _Expected(expected, ranks, now)
-        return None
+        return expected
 
     def _bring(self, launch: Launch, arrival: bytes, until_s: float) -> int:
         # Two areas alternate: no rank enters agreement k+1 of a launch before it has read agreement k.
         parity = self._agreed % _PARITIES
-        self._agreed += 1
         if arrival != self._brought[parity]:
+            check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
             mine = self._area(self.rank, parity)
             self._arrivals[mine : mine + len(arrival)] = arrival
             self._arrived += 1
             self._cells[self.rank * _PARITIES + parity] = self._arrived << _LENGTH_BITS | len(arrival)
             self._brought[parity] = arrival
+        self._agreed += 1
         self.barrier(launch, until_s)
         return parity
 
@@ -227,7 +222,7 @@ class Meeting:
         self._semaphore.ring()
 
     def lost(self, rank: int) -> None:
-        """Makes waits raise for a rank whose process has ended before it came; see `Surviving.lost`."""
+        """Makes waits raise for a rank whose process has ended before it came; see `Communicator.lost`."""
         self._dead |= {rank}
         self._semaphore.ring()
 

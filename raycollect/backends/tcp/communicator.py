@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from raycollect.backends.completion import DONE, translated
+from raycollect.backends.completion import recognized, translated
 from raycollect.backends.in_use import InUse
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp.by_host import HostRun, Hosts
@@ -45,11 +45,11 @@ from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import RANK_ORDER, GroupSpec, Kernel, Launch
-from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
 
-_BESIDE = 4  # The descriptors of a joining rank beside one per rank: its listeners and its pollers
+_BESIDE = 5  # The descriptors of a joining rank beside one per rank: two listeners, a poller and what wakes it
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 
 
@@ -104,6 +104,8 @@ def _check_options(spec: GroupSpec) -> None:
 class TcpCommunicator:
     """One rank's membership, a `Communicator`."""
 
+    sees_departures: bool = True
+
     def __init__(self, spec: GroupSpec, rank: int, link: Link) -> None:
         self.rank = rank
         self.world_size: int = spec.world_size
@@ -111,34 +113,31 @@ class TcpCommunicator:
         self._link = link
         self._hosts, self._in_rank_order = spec.hosts, spec.in_rank_order
         self._staging, self._between = Staging(), Staging(by_host.SLOTS)
-        self._staged: tuple[int, Kernel] | None = None  # before the agreement of that launch
         self._begun: Run | None = None  # the next kernel, if it has gone ahead
         self._use = InUse(link, partial(_release, self._staging, self._between), spec.name)
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Notes a kernel whose data may go ahead of the agreement; see `Run.go_ahead`."""
-        self._staged = launch.seq, kernel
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Exchanges arrivals among `launch.ranks` over the connections."""
+    def agree(
+        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks`; what the kernel sends may go with them (`Run.go_ahead`)."""
         with self._use as link:
-            staged, self._staged, self._begun = self._staged, None, None
-            if staged is None or staged[0] != launch.seq:
-                return link.agree(launch, arrival)
+            self._begun = None
+            if kernel is None:
+                return recognized(link.agree(launch, arrival), expected)
             run = self._run(link, launch)
-            blobs = link.agree(launch, arrival, partial(run.go_ahead, staged[1]))
+            brought = link.agree(launch, arrival, partial(run.go_ahead, kernel))
             self._begun = run
-            return blobs
+            return recognized(brought, expected)
 
     __call__ = agree  # for communicators that use this one as their `Exchange`
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        with self._use as link, translated(kernel.kind, self._group_name, self.rank):
-            link.begin(launch)
-            begun, self._begun = self._begun, None
-            (begun or self._run(link, launch)).run(launch, kernel)
-        return DONE
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels in the caller's thread, each for at most `launch.timeout_s`."""
+        for kernel in kernels:
+            with self._use as link, translated(kernel.kind, self._group_name, self.rank):
+                link.begin(launch)
+                begun, self._begun = self._begun, None
+                (begun or self._run(link, launch)).run(launch, kernel)
 
     def _run(self, link: Link, launch: Launch) -> Run:
         hosts = Hosts.of(self._hosts, launch.ranks) if self._hosts else None
@@ -153,9 +152,9 @@ class TcpCommunicator:
             return link.silent(launch, timeout_s)
         return ()
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
-        self._staged = self._begun = None
+        self._begun = None
         try:
             with self._use as link:
                 link.end(launch, ok)
@@ -167,9 +166,10 @@ class TcpCommunicator:
         """Wakes this rank if it waits in that launch, now or later."""
         self._link.abort(seq)
 
-    def lost(self, rank: int) -> None:
-        """Ends waits for a rank whose process has ended; see `Surviving`."""
+    def lost(self, rank: int) -> bool:
+        """Ends waits for what a rank whose process has ended has not sent."""
         self._link.lose(rank)
+        return True
 
     def close(self) -> None:
         """Wakes the thread that is inside; the connections are closed when it has left."""

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from raycollect.backends.completion import DONE, translated
+from raycollect.backends.completion import translated
 from raycollect.backends.in_use import InUse
 from raycollect.backends.meshed import Meshed, descriptors
 from raycollect.backends.severed import sever
@@ -36,7 +36,7 @@ from raycollect.backends.torch_dist.group import make
 from raycollect.backends.torch_dist.run import is_native, run
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
 from raycollect.errors import KernelError
 
 JOIN_TIMEOUT_S = 60.0
@@ -96,19 +96,13 @@ class TorchCommunicator(Meshed):
     def meet(self) -> None:
         """Runs a first barrier: some libraries connect at their first operation, when the rendezvous may be gone."""
         everyone = Launch(seq=0, ranks=tuple(range(self.world_size)), timeout_s=JOIN_TIMEOUT_S)
-        self._run(everyone, Kernel(kind=OpKind.BARRIER))
+        self._run_in_library(everyone, Kernel(kind=OpKind.BARRIER))
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
-        """Runs a kernel in the caller's thread."""
-        self._check_whole()
-        return self._run(launch, kernel) if self._is_for_library(launch, kernel) else self._mesh.launch(launch, kernel)
-
-    def _run(self, launch: Launch, kernel: Kernel) -> Completion:
+    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
         with self._use as library:
             calls = Calls(library, launch, self._check_going)
             with self._failing(kernel, calls, launch), translated(kernel.kind, self._group_name, self.rank):
                 run(calls, launch, kernel)
-        return DONE
 
     def close(self) -> None:
         """Shuts the library down, once a running kernel has noticed."""

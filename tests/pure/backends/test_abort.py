@@ -59,7 +59,7 @@ def body_leave_in_the_middle(communicator: Communicator, launch: Launch, quitter
         communicator.end(launch, False)
         return
     try:
-        communicator.launch(launch, sum_of(array))
+        communicator.launch(launch, (sum_of(array),))
     finally:
         communicator.end(launch, False)
 

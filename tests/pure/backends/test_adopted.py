@@ -114,15 +114,15 @@ def test_only_what_the_class_overrides_is_in_its_line() -> None:
     made = communicator(OnlyAllreduce)
     assert backends.ops_of("mine") == ("allreduce",)
     array = np.arange(3)
-    made.launch(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+    made.launch(LAUNCH, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM),))
     np.testing.assert_array_equal(array, [0, 2, 4])
-    for refuse in (made.stage, made.launch):
+    for refuse in (lambda kernel: made.agree(LAUNCH, b"", kernel), lambda kernel: made.launch(LAUNCH, (kernel,))):
         with pytest.raises(UnsupportedError, match=r"op is send, expected what backend 'mine' runs: allreduce"):
-            refuse(LAUNCH, Kernel(kind=OpKind.SEND, src=array, peer=1))
+            refuse(Kernel(kind=OpKind.SEND, src=array, peer=1))
         with pytest.raises(UnsupportedError, match=r"reduce op is BXOR, .*SUM, PRODUCT, MIN, MAX, AVG"):
-            refuse(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.BXOR))
+            refuse(Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.BXOR))
     np.testing.assert_array_equal(array, [0, 2, 4])
-    made.launch(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+    made.launch(LAUNCH, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM),))
 
 
 def test_a_subset_of_the_ranks_is_refused() -> None:
@@ -130,7 +130,7 @@ def test_a_subset_of_the_ranks_is_refused() -> None:
     team = ThreadTeam("threads", 2)
     kernel = Kernel(kind=OpKind.BARRIER)
     with pytest.raises(UnsupportedError, match=r"ranks is \[0\], expected .*all of the group"):
-        team.communicators[0].launch(LAUNCH, kernel)
+        team.communicators[0].launch(LAUNCH, (kernel,))
     team.close()
 
 
@@ -139,7 +139,7 @@ def test_a_failure_in_the_class_is_named_and_breaks_the_group() -> None:
     array = np.zeros(2)
     kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
     with pytest.raises(KernelError, match="NotImplementedError: whole numbers only") as caught:
-        made.launch(LAUNCH, kernel)
+        made.launch(LAUNCH, (kernel,))
     assert (caught.value.op, caught.value.group_name, caught.value.rank) == ("allreduce", "g", 0)
     with pytest.raises(GroupBrokenError, match="whole numbers only"):
         made.agree(LAUNCH, b"")
@@ -150,7 +150,7 @@ def test_an_aborted_launch_does_not_start() -> None:
     made.abort(1)
     array = np.arange(2)
     with pytest.raises(PlanAbortedError, match="launch 1 was aborted"):
-        made.launch(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+        made.launch(LAUNCH, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM),))
     np.testing.assert_array_equal(array, [0, 1])
 
 

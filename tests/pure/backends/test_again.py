@@ -44,13 +44,13 @@ def summing(array: Any, **others: Any) -> Kernel:
 
 
 def again(communicator: Any, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]) -> Any:
-    """One whole launch, as a `Repeat` does it; gives what `again` gave, and who has run all of it."""
+    """One whole launch of a kernel that was run before; gives what all brought, or None if that was expected."""
     ok = False
     try:
-        found = communicator.again(launch, kernel, arrival, expected)
-        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        found = communicator.agree(launch, arrival, kernel, expected)
+        communicator.launch(launch, (kernel,))
         ok = True
-        return found
+        return None if found is expected else found
     finally:
         communicator.end(launch, ok)
 
@@ -146,18 +146,19 @@ def test_closing_between_the_check_and_the_end_leaves_the_memory_till_then(
         pair.start(rank, again, launch, crew.kernels[rank], b"as ever", crew.expected[launch.ranks])
         for rank in range(1, world)
     ]
-    assert communicator.again(launch, crew.kernels[0], b"as ever", crew.expected[launch.ranks]) is None
+    expected = crew.expected[launch.ranks]
+    assert communicator.agree(launch, b"as ever", crew.kernels[0], expected) is expected
     closing = threading.Thread(target=communicator.close)
     closing.start()
     closing.join(WAIT_S)
     assert mapped() == held
     needs_no_barrier = size < 100_000
     if needs_no_barrier:
-        communicator.launch(launch, crew.kernels[0])
+        communicator.launch(launch, (crew.kernels[0],))
         np.testing.assert_array_equal(crew.arrays[0], sum(gives))
     else:
         with pytest.raises(PlanAbortedError):
-            communicator.launch(launch, crew.kernels[0])
+            communicator.launch(launch, (crew.kernels[0],))
     assert mapped() == held
     ranks = communicator.end(launch, needs_no_barrier)
     assert (0 in ranks) is needs_no_barrier
@@ -170,7 +171,7 @@ def test_closing_between_the_check_and_the_end_leaves_the_memory_till_then(
             np.testing.assert_array_equal(crew.arrays[rank], sum(gives))
     assert communicator.end(launch, True) == ()
     with pytest.raises(GroupBrokenError):
-        communicator.again(pair.launch(), crew.kernels[0], b"", (b"",) * world)
+        communicator.agree(pair.launch(), b"", crew.kernels[0], (b"",) * world)
     assert communicator.end(launch, True) == ()
     communicator.close()
     assert mapped() == held - 1
@@ -181,27 +182,26 @@ def _refused(*args: object) -> None:
     raise refusal("", "", (violation,))
 
 
-@pytest.mark.parametrize("way", ["agree", "again"])
-def test_after_a_refusal_it_goes_to_the_same_check(team: MakeTeam, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """As an `Execution` goes on, in either way. The other, who came the short way, is told what was brought."""
+@pytest.mark.parametrize("expects", [False, True])
+def test_after_a_refusal_it_goes_to_the_same_check(
+    team: MakeTeam, monkeypatch: pytest.MonkeyPatch, expects: bool
+) -> None:
+    """As a run goes on. The other, who expects what was brought before, is told what was brought."""
     pair, held = team(2), mapped()
     crew = Crew(pair, [np.zeros(5) for _ in range(2)])
     crew.sum()
     launch = pair.launch(timeout_s=5.0)
     expected, kernels = crew.expected[launch.ranks], crew.kernels
-    other = pair.start(1, lambda one: (one.again(launch, kernels[1], b"as ever", expected), one.end(launch, False)))
+    other = pair.start(1, lambda one: (one.agree(launch, b"as ever", kernels[1], expected), one.end(launch, False)))
     communicator: Any = pair.communicators[0]
     with monkeypatch.context() as patch:
         stage_again = Staged.stage_again
         patch.setattr(Staged, "stage_again", lambda self, *args: self._rank and stage_again(self, *args))
         patch.setattr(Staged, "stage", _refused)
         with pytest.raises(UnsupportedError):
-            communicator.again(launch, kernels[0], b"as ever", expected)
+            communicator.agree(launch, b"as ever", kernels[0], expected)
     brought = [b"why", b"as ever"]
-    if way == "agree":
-        assert list(communicator.agree(launch, b"why")) == brought
-    else:
-        assert communicator.again(launch, kernels[0], b"why", expected) == brought
+    assert list(communicator.agree(launch, b"why", expected=expected if expects else None)) == brought
     assert communicator.end(launch, False) == ()
     assert other.result(WAIT_S) == (brought, ())
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_after_a_check_that_nobody_passes_it_ends_and_comes_again(team: MakeTeam
     elif how == "the other has left":
         pair.communicators[1].end(launch, False)
     with pytest.raises(CollectiveTimeoutError if how == "nobody comes" else PlanAbortedError):
-        communicator.again(launch, crew.kernels[0], b"as ever", crew.expected[launch.ranks])
+        communicator.agree(launch, b"as ever", crew.kernels[0], crew.expected[launch.ranks])
     assert communicator.end(launch, False) == ()
     for _ in range(2):
         crew.sum()

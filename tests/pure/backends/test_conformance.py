@@ -8,10 +8,11 @@ here (each rank with a communicator of its own); `test_shm.py` runs shm in proce
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ from tests.pure.conformance import (
     check_cases,
     is_absent,
     run_launch,
+    sum_of,
 )
 from tests.pure.covering import pairwise
 from tests.pure.operands import NARROW, left_fold, operand
@@ -205,18 +207,16 @@ def body_several(communicator: Communicator, launch: Launch, size: int, staged: 
     sums = [Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM) for array in (first, second)]
     ok = False
     try:
-        if staged:
-            communicator.stage(launch, sums[0])
         communicator.agree(launch, b"a" * (rank + 1))
-        learned = communicator.agree(launch, b"b" * (rank + 1))
+        learned = communicator.agree(launch, b"b" * (rank + 1), sums[0] if staged else None)
         assert [bytes(arrival) for arrival in learned] == [b"b" * (of + 1) for of in launch.ranks]
         for kernel in sums:
-            communicator.launch(launch, kernel).wait(5)
-            communicator.launch(launch, Kernel(kind=OpKind.BARRIER)).wait(5)
-        communicator.launch(launch, Kernel(kind=OpKind.BROADCAST, src=first, dst=first, peer=0)).wait(5)
+            communicator.launch(launch, (kernel,))
+            communicator.launch(launch, (Kernel(kind=OpKind.BARRIER),))
+        communicator.launch(launch, (Kernel(kind=OpKind.BROADCAST, src=first, dst=first, peer=0),))
         own = np.full(size, rank, np.int32)
-        communicator.launch(launch, Kernel(kind=OpKind.ALLGATHER, src=own, dst=rows, most=size)).wait(5)
-        communicator.launch(launch, Kernel(kind=OpKind.ALLTOALL, src=rows, dst=rows, most=size)).wait(5)
+        communicator.launch(launch, (Kernel(kind=OpKind.ALLGATHER, src=own, dst=rows, most=size),))
+        communicator.launch(launch, (Kernel(kind=OpKind.ALLTOALL, src=rows, dst=rows, most=size),))
         ok = True
     finally:
         communicator.end(launch, ok)
@@ -256,6 +256,61 @@ def test_several_agreements_and_kernels_in_one_launch(team_of: TeamOf, size: int
             expected = left_fold(ReduceOp.SUM, [operand(rank, "int32", size, seed) for rank in team.everyone])
             for array in got:
                 np.testing.assert_array_equal(array, expected)
+
+
+def body_at_once(communicator: Communicator, launch: Launch, size: int, count: int) -> list[np.ndarray]:
+    """Several kernels of one kind in one call of `launch`."""
+    arrays = [operand(communicator.rank, "int32", size + at, at).copy() for at in range(count)]
+    run_launch(communicator, launch, *map(sum_of, arrays), at_once=True)
+    return arrays
+
+
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_several_kernels_at_once(team_of: TeamOf, size: int) -> None:
+    team = team_of(3)
+    for count in (1, 2, 40):
+        results = team.must(body_at_once, team.launch(), size, count)
+        for at in range(count):
+            expected = left_fold(ReduceOp.SUM, [operand(rank, "int32", size + at, at) for rank in team.everyone])
+            for arrays in results:
+                np.testing.assert_array_equal(arrays[at], expected)
+
+
+# ------------------------------------------------------------------------------- what comes again
+
+
+def body_loop(
+    communicator: Communicator, launches: Sequence[Launch], size: int, expecting: Sequence[int], odd: int
+) -> list[Any]:
+    """Sums again and again; the ranks `expecting` expect what was brought first, and in the end one brings another."""
+    rank, found, known = communicator.rank, [], None
+    array = np.ones(size, np.int64)
+    kernel = sum_of(array)
+    for turn, launch in enumerate(launches):
+        array[:] = turn
+        arrival, ok = b"another" if (turn, rank) == (len(launches) - 1, odd) else b"as ever", False
+        try:
+            brought = communicator.agree(launch, arrival, kernel, known if rank in expecting else None)
+            communicator.launch(launch, (kernel,))
+            ok = True
+        finally:
+            communicator.end(launch, ok)
+        found.append((brought is known, list(map(bytes, brought)), set(array.tolist())))
+        known = known or brought
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 5000, 70_000])
+@pytest.mark.parametrize("expecting", [(0, 1, 2), (1,)], ids=["all expect it", "one expects it"])
+def test_what_all_bring_again_is_given_as_the_very_object_that_is_expected(
+    team_of: TeamOf, expecting: tuple[int, ...], size: int
+) -> None:
+    team = team_of(3)
+    launches = [team.launch() for _ in range(5)]
+    for rank, found in enumerate(team.must(body_loop, launches, size, expecting, 1)):
+        assert [known for known, _, _ in found] == [False, *[rank in expecting] * 3, False]
+        assert [brought for _, brought, _ in found] == [[b"as ever"] * 3] * 4 + [[b"as ever", b"another", b"as ever"]]
+        assert [sums for _, _, sums in found] == [{3 * turn} for turn in range(5)]
 
 
 # ------------------------------------------------------------------------------- the check, and what is wrong

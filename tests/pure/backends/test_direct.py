@@ -95,14 +95,13 @@ def test_nobody_writes_into_an_array_before_its_owner_runs_the_kernel(kind: OpKi
 
     def body(communicator: Communicator) -> None:
         kernel = kernels[communicator.rank]
-        communicator.stage(launch, kernel)
-        communicator.agree(launch, b"")
+        communicator.agree(launch, b"", kernel)
         try:
             if communicator.rank == 0:
                 assert given_up.wait(WAIT_S)
                 return
             with pytest.raises(CollectiveTimeoutError):
-                communicator.launch(launch, kernel).wait(launch.timeout_s)
+                communicator.launch(launch, (kernel,))
         finally:
             given_up.set()
             communicator.end(launch, False)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from raycollect.backends.tcp import communicator as tcp
-from raycollect.backends.tcp import join as _tcp_join
 from raycollect.channel import Server
 from raycollect.core import sockets
 from raycollect.core.model import Address, task_key
@@ -69,15 +68,14 @@ def test_who_has_no_room_for_a_member_takes_it_later(full: type[Full], monkeypat
 def test_who_has_no_room_says_so_and_does_not_spin(full: type[Full], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Full, "times", 1 << 30)
     monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(_tcp_join, "HELLO_TIMEOUT_S", 0.1)
     rendezvous = MemoryRendezvous()
     with ThreadPoolExecutor(2) as threads:
         joins = [threads.submit(tcp.create, spec_of(2), rank, rendezvous, NO_EXCHANGE) for rank in range(2)]
     late = joins[0].exception()
     assert isinstance(late, CollectiveTimeoutError)
     assert late.missing == (1,)
-    assert "no connection can be accepted: [Errno 24] Too many open files" in late.detail
-    assert 1 <= full.asked <= 0.4 / _tcp_join._RETRY_S + 2
+    assert "no connection can be accepted for now: [Errno 24] Too many open files" in late.detail
+    assert 1 <= full.asked <= 4
 
 
 # ------------------------------------------------------------------------------- values

@@ -134,7 +134,7 @@ def test_a_communicator_that_is_closed_in_a_kernel_is_released_at_its_end(
 
     def run() -> None:
         try:
-            communicator.launch(launch, kernel)
+            communicator.launch(launch, (kernel,))
         except GroupBrokenError:  # it has noticed
             pass
 

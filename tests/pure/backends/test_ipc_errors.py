@@ -43,7 +43,7 @@ def body_sum(communicator: Communicator, launch: Launch, layout: str = "plain") 
     ok = False
     try:
         communicator.agree(patient(launch), b"")
-        communicator.launch(launch, sums(src)).wait(launch.timeout_s)
+        communicator.launch(launch, (sums(src),))
         ok = True
     finally:
         communicator.end(launch, ok)
@@ -221,12 +221,12 @@ def test_an_error_of_the_device(three: tuple[Fake, SharingTeam], monkeypatch: py
         src = pending(np.ones(3))
         monkeypatch.setattr(fake.cupy.cuda.runtime, "eventQuery", lambda _: 700)
         with pytest.raises(KernelError, match="cudaError700") as caught:
-            communicator.launch(launch, sums(src))
+            communicator.launch(launch, (sums(src),))
         monkeypatch.undo()
         communicator.end(launch, False)
         assert caught.value.rank == 1
         with pytest.raises(GroupBrokenError, match=f"allreduce of launch {launch.seq} failed in mid-kernel"):
-            communicator.launch(team.launch(), sums(src))
+            communicator.launch(team.launch(), (sums(src),))
 
 
 def test_a_handle_that_can_not_be_opened(three: tuple[Fake, SharingTeam], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +260,9 @@ def test_what_is_refused_before_the_check(three: tuple[Fake, SharingTeam]) -> No
         here, host = pending(np.ones(4, np.float32)), np.ones(4, np.float32)
         for src, dst in [(host, here), (here, host)]:
             with pytest.raises(UnsupportedError, match="device is cpu, expected cuda:0"):
-                communicator.stage(launch, Kernel(kind=OpKind.ALLREDUCE, src=src, dst=dst, op=ReduceOp.SUM))
+                communicator.agree(launch, b"", Kernel(kind=OpKind.ALLREDUCE, src=src, dst=dst, op=ReduceOp.SUM))
         with pytest.raises(UnsupportedError, match=r"reduce op is BOR of float32, expected another one: .* bits"):
-            communicator.stage(launch, Kernel(kind=OpKind.ALLREDUCE, src=here, dst=here, op=ReduceOp.BOR))
-        communicator.stage(launch, sums(here))
+            communicator.agree(launch, b"", Kernel(kind=OpKind.ALLREDUCE, src=here, dst=here, op=ReduceOp.BOR))
         communicator.end(launch, False)
     check_works(team)
 
@@ -290,4 +289,4 @@ def test_closing_while_a_rank_waits(three: tuple[Fake, SharingTeam]) -> None:
 
 def body_sum_at_once(communicator: Communicator, launch: Launch) -> None:
     """No consistency check: the others are not there."""
-    communicator.launch(launch, sums(pending(np.ones(3))))
+    communicator.launch(launch, (sums(pending(np.ones(3))),))

@@ -47,7 +47,7 @@ def test_what_a_rank_has_opened_is_closed_before_the_others_go_on(pair: tuple[Fa
         found = []
         for at, launch in enumerate(launches):
             array = pending(np.ones(100), ("plain", "every other")[at % 2])
-            communicator.launch(launch, sums(array)).wait(5)
+            communicator.launch(launch, (sums(array),))
             found.append(fake.opened)  # nobody opens anything more before this rank comes to the next launch
             communicator.end(launch, True)
             del array
@@ -68,9 +68,9 @@ def body_without(communicator: Communicator, launches: list[Launch], fake: Fake)
     with fake.without_handles():
         array, into = pending(np.full(500, rank + 1)), pending(np.zeros(500, np.int64))
         pieces = tuple(pending(np.zeros(500, np.int64)) for _ in range(2))
-    communicator.launch(launches[0], sums(array, into)).wait(5)
+    communicator.launch(launches[0], (sums(array, into),))
     communicator.end(launches[0], True)
-    communicator.launch(launches[1], Kernel(kind=OpKind.ALLGATHER, src=array, dst=pieces, most=500)).wait(5)
+    communicator.launch(launches[1], (Kernel(kind=OpKind.ALLGATHER, src=array, dst=pieces, most=500),))
     communicator.end(launches[1], True)
     found += [read_elsewhere(one, caller.other) for one in (array, into, *pieces)]
     return [sorted(set(one.tolist())) for one in found]
@@ -91,7 +91,7 @@ def test_where_the_driver_can_not_be_asked_all_is_copied(
 
     def body(communicator: Communicator, launch: Launch) -> list[int]:
         array = pending(np.full(500, communicator.rank + 1))
-        communicator.launch(launch, sums(array)).wait(5)
+        communicator.launch(launch, (sums(array),))
         communicator.end(launch, True)
         return sorted(set(cupy_of(array).get().tolist()))
 

@@ -23,13 +23,13 @@ def test_an_aborted_launch_runs_nothing_and_the_next_one_works() -> None:
     only.abort(1)
     src, dst = np.ones(3), np.zeros(3)
     kernel = Kernel(kind=OpKind.ALLREDUCE, src=src, dst=dst, op=ReduceOp.SUM)
-    for run in (lambda: only.agree(LAUNCH, b"me"), lambda: only.launch(LAUNCH, kernel)):
+    for run in (lambda: only.agree(LAUNCH, b"me"), lambda: only.launch(LAUNCH, (kernel,))):
         with pytest.raises(PlanAbortedError):
             run()
     only.end(LAUNCH, False)
     assert not dst.any()
     second = dataclasses.replace(LAUNCH, seq=2)
     assert only.agree(second, b"me") == [b"me"]
-    only.launch(second, kernel)
+    only.launch(second, (kernel,))
     only.end(second, True)
     assert dst.all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator, Surviving
+from raycollect.core.protocols import Communicator
 from raycollect.errors import PlanAbortedError
 from tests.pure.communicators import ThreadTeam
 from tests.pure.watched import WAIT_S
@@ -33,9 +33,7 @@ def die(team: ThreadTeam) -> None:
     if team.backend == "tcp":
         dead.close()  # the system ends the connections, and what was sent comes before
     for rank in LIVING:
-        communicator = team.communicators[rank]
-        assert isinstance(communicator, Surviving)
-        communicator.lost(DEAD)
+        assert team.communicators[rank].lost(DEAD), "it sees for itself"
 
 
 def kernel_of(kind: OpKind, array: np.ndarray) -> Kernel:
@@ -47,12 +45,11 @@ def body(communicator: Communicator, launch: Launch, kernel: Kernel | None, go: 
     """Goes through the consistency check, waits, and runs a kernel, or does not."""
     ok = False
     try:
-        if kernel is not None and kernel.kind is OpKind.BROADCAST:
-            communicator.stage(launch, kernel)  # so that the root has no more to do
-        communicator.agree(launch, b"")
+        has_root = kernel is not None and kernel.kind is OpKind.BROADCAST
+        communicator.agree(launch, b"", kernel if has_root else None)  # so that the root has no more to do
         assert go.wait(WAIT_S)
         if kernel is not None:
-            communicator.launch(launch, kernel)
+            communicator.launch(launch, (kernel,))
             ok = True
     finally:
         communicator.end(launch, ok)
@@ -85,7 +82,7 @@ def test_a_kernel_for_which_the_dead_did_nothing_ends_at_once_and_names_them(tea
     go.set()
     died_s = time.monotonic()
     for rank in LIVING:
-        team.communicators[rank].lost(DEAD)  # type: ignore[attr-defined]
+        team.communicators[rank].lost(DEAD)
     results = [running[rank].result(WAIT_S) for rank in LIVING]
     assert time.monotonic() - died_s < WAIT_S / 2, "not the end of the launch's time"
     assert [type(one) for one in results] == [PlanAbortedError] * 2, results

@@ -187,7 +187,7 @@ def test_a_nan_wins() -> None:
         for launch, op in zip(launches, (ReduceOp.MIN, ReduceOp.MAX), strict=True):
             values = np.array([1.0, np.nan, 1.0] if communicator.rank else [np.nan, 1.0, 1.0], np.float32)
             array = pending(values)
-            communicator.launch(launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op)).wait(5)
+            communicator.launch(launch, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op),))
             communicator.end(launch, True)
             found.append(read_elsewhere(array, caller.other))
         return found

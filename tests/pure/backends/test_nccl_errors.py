@@ -34,7 +34,7 @@ def body_sum(communicator: Communicator, launch: Launch) -> Any:
     communicator.agree(patient(launch), b"")
     ok = False
     try:
-        communicator.launch(launch, sums(src)).wait(launch.timeout_s)
+        communicator.launch(launch, (sums(src),))
         ok = True
     finally:
         communicator.end(launch, ok)
@@ -202,10 +202,11 @@ def test_an_error_of_the_device_ends_the_wait_at_once(
     runtime = fake.cupy.cuda.runtime
     with team.device_of(0):
         communicator, launch = team.communicators[0], team.launch(timeout_s=WAIT_S)
-        under_way = communicator.launch(launch, sums(pending(np.ones(3))))
+        kernel = sums(pending(np.ones(3)))
+        communicator.enqueue(launch, (kernel,))  # type: ignore[attr-defined]
         monkeypatch.setattr(runtime, "eventQuery", lambda _: 700)
         with pytest.raises(KernelError, match="cudaError700") as caught:
-            under_way.wait(WAIT_S)
+            communicator.finish(launch, kernel)  # type: ignore[attr-defined]
         monkeypatch.undo()
     assert caught.value.rank == 0
     assert wait_until(lambda: not fake.pending(stream_of(communicator)))
@@ -220,7 +221,7 @@ def test_no_memory_for_a_copy(three: tuple[Fake, GpuTeam]) -> None:
         if communicator.rank == 1:
             fake.limit(fake.allocated(1), 1)
         communicator.agree(launch, b"")
-        communicator.launch(launch, sums(src)).wait(WAIT_S)
+        communicator.launch(launch, (sums(src),))
         return read_elsewhere(src, Caller().other).tolist()
 
     running = [team.start(rank, body, launch) for rank in team.everyone]

@@ -230,7 +230,7 @@ def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, st
 
 def stage(communicator: Communicator, **kernel: Any) -> Kernel:
     made = Kernel(**{"kind": OpKind.ALLREDUCE, "op": ReduceOp.SUM, **kernel})
-    communicator.stage(Launch(seq=1, ranks=(0,), timeout_s=1.0), made)
+    communicator.agree(Launch(seq=1, ranks=(0,), timeout_s=1.0), b"", made)
     return made
 
 
@@ -264,7 +264,7 @@ def test_arrays_of_other_memory_are_refused(pair: tuple[Fake, Communicator]) -> 
         with pytest.raises(UnsupportedError, match="device is"):
             stage(communicator, kind=OpKind.ALLGATHER, op=None, src=here, dst=pieces)
     with pytest.raises(UnsupportedError, match="rank 0: device is cpu"):
-        communicator.launch(Launch(seq=2, ranks=(0,), timeout_s=1.0), sums(host))
+        communicator.launch(Launch(seq=2, ranks=(0,), timeout_s=1.0), (sums(host),))
     run_launch(communicator, Launch(seq=3, ranks=(0,), timeout_s=WAIT_S), sums(here))  # nothing is broken
 
 

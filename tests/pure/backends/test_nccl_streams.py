@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,13 @@ from tests.pure.backends.streams import WAIT_S, info, stream_of, sums
 from tests.pure.conformance import bits, run_launch
 from tests.pure.on_gpu import STREAMS, Caller, cupy_of, pending, read_elsewhere, team_on_gpus
 from tests.pure.operands import left_fold, operand
+
+
+def begun(communicator: Any, launch: Launch, kernel: Kernel) -> Callable[[], None]:
+    """Enqueues a kernel; what it gives waits for the end."""
+    communicator.enqueue(launch, (kernel,))
+    return lambda: communicator.finish(launch, kernel)
+
 
 # ------------------------------------------------------------------------------- before
 
@@ -44,13 +52,13 @@ def test_a_kernel_follows_the_current_stream_and_the_default_one(name: str, curr
                 written = cupy_of(src)
                 written += communicator.rank + 1
             with caller[current]:
-                under_way = communicator.launch(launch, sums(src))
+                under_way = begun(communicator, launch, sums(src))
             launched.wait(WAIT_S)
             fake.drain()
             follows = bool(fake.pending(stream_of(communicator)))
             launched.wait(WAIT_S)
             fake.release(caller[name])
-            under_way.wait(WAIT_S)
+            under_way()
             found = read_elsewhere(src, caller.other)
             return np.append(found, follows)
 
@@ -81,7 +89,7 @@ def test_a_thread_that_calls_for_another_follows_its_mark_and_not_its_own_stream
                     waste = pending(np.zeros(3))
                     fake.hold(lanes["non-blocking"])
                     cupy_of(waste).fill(1)  # what nobody has to wait for
-                    return communicator.launch(launch, sums(src)), waste
+                    return begun(communicator, launch, sums(src)), waste
 
             under_way, waste = others.submit(lane).result(WAIT_S)
             launched.wait(WAIT_S)
@@ -89,7 +97,7 @@ def test_a_thread_that_calls_for_another_follows_its_mark_and_not_its_own_stream
             assert fake.pending(stream_of(communicator)), "it has not waited for the mark"
             launched.wait(WAIT_S)
             fake.release(caller["non-blocking"])
-            under_way.wait(WAIT_S)
+            under_way()
             assert fake.pending(lanes["non-blocking"])
             found = read_elsewhere(src, caller.other)
             fake.release(lanes["non-blocking"])
@@ -197,11 +205,11 @@ def test_memory_is_kept_until_it_was_used_and_no_longer(how: str, dtype: str) ->
             before = fake.allocated(communicator.rank)
             fake.hold(stream_of(communicator))
             with mine:
-                under_way = communicator.launch(launch, sums(src, dst))
+                under_way = begun(communicator, launch, sums(src, dst))
             del src
             fake.drain()
             fake.release(stream_of(communicator))
-            under_way.wait(WAIT_S)
+            under_way()
             del under_way
             found = read_elsewhere(dst, mine)
             used = cupy_of(dst).base
@@ -226,7 +234,7 @@ def body_together(
         given = [pending(one, "every other") for one in values]
         kernels = [Kernel(kind=OpKind.ALLREDUCE, src=one, dst=one, op=op) for one in given]
         communicator.agree(launch, b"")
-        assert communicator.launch_together(launch, kernels) == len(kernels)
+        communicator.launch(launch, kernels)
         communicator.end(launch, True)
     return [read_elsewhere(one, mine) for one in given], dict(fake.counts)
 

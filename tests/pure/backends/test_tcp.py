@@ -61,7 +61,7 @@ def body_peak_with_gaps(communicator: Communicator, launch: Launch, nbytes: int)
     array = np.ones(nbytes, np.int16)[::2]
     tracemalloc.start()
     try:
-        communicator.launch(launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+        communicator.launch(launch, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM),))
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -119,7 +119,7 @@ def test_the_group_works_on_after_an_end_in_mid_kernel(team: ThreadTeam, kind: O
         if communicator.rank == 1:
             late = replace(launch, timeout_s=20)
             with pytest.raises(PlanAbortedError, match="rank 0 has left"):
-                communicator.launch(late, opposite)
+                communicator.launch(late, (opposite,))
             communicator.end(late, False)
         array = np.full(300_001, communicator.rank)
         run_launch(communicator, together, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))

@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raycollect.backends.tcp import communicator as tcp
-from raycollect.backends.tcp import join as _tcp_join
-from raycollect.backends.tcp.join import _ADDRESSES, MAX_STRANGERS, Shake, _Address, _Joining, _Protocol
+from raycollect.backends.tcp.join import _PLACES, _Arrivals, _Place
+from raycollect.channel import Server
+from raycollect.channel.protocol import Connection
+from raycollect.channel.stream import open_stream
 from raycollect.core import sockets
-from raycollect.core.model import Launch
-from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError
+from raycollect.core.model import Address, Launch
+from raycollect.errors import BackendUnavailableError, ChannelError, CollectiveTimeoutError
 from tests.pure.backends.tcp_teams import NO_EXCHANGE, join_all, spec_of
 from tests.pure.communicators import MemoryRendezvous, ThreadTeam
 from tests.pure.conformance import run_launch
 from tests.pure.watched import warnings_in
-from tests.support.values import replace
 
 
 def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +35,9 @@ def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch
                 while True:
                     caller, _ = server.accept()
                     with caller:
-                        caller.recv(4096)
-                        caller.sendall(b"x" * 64)
+                        caller.sendall(Connection("server", b"o" * 32, nonce=b"n" * 16).start())
+                        assert caller.recv(4096)  # the proof of a member, which opens nothing here
+                        caller.sendall(b"\0\0\0\x20" + b"x" * 32)
                         assert caller.recv(4096) == b""  # nothing more is said to it
             except OSError:
                 return  # the test is over
@@ -43,8 +45,7 @@ def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         rendezvous = MemoryRendezvous()
-        rendezvous.put("tcp.at.0", _ADDRESSES.encode(_Address("127.0.0.1", server.getsockname()[1], "")))
-        rendezvous.put("tcp.key", b"k" * 32)
+        rendezvous.put("tcp.at.0", _PLACES.encode(_Place("127.0.0.1", server.getsockname()[1], "", b"k" * 32)))
         with pytest.raises(CollectiveTimeoutError) as caught:
             tcp.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
         assert caught.value.missing == (0,)
@@ -60,7 +61,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     class Watched(MemoryRendezvous):
         def put(self, name: str, value: bytes) -> None:
             if name == "tcp.at.0":
-                host, port, _ = _ADDRESSES.decode(value)
+                host, port, *_ = _PLACES.decode(value)
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection(("127.0.0.1", port))
                 socket.create_connection((host, port)).close()
@@ -70,10 +71,9 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     rendezvous = Watched()
     made = join_all(rendezvous, 2, "127.0.0.2")
     assert tried == ["127.0.0.2"]
-    for rank in (0, 1):
-        host, port, _ = _ADDRESSES.decode(rendezvous.get(f"tcp.at.{rank}", 0))
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, port))
+    host, port, *_ = _PLACES.decode(rendezvous.get("tcp.at.0", 0))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port))
     for communicator in made:
         communicator.close()
 
@@ -139,76 +139,68 @@ def test_a_closed_communicator_gives_everything_back() -> None:
 
 # ------------------------------------------------------------------------------- who does not belong there
 
-KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-
-
-# ------------------------------------------------------------------------------- what is said
-
-
-def step(end: Shake, got: bytes | None) -> bytes:
-    """Gives one end what it waits for; gives what it says."""
-    return (next(end) if got is None else end.send(got))[0]
-
-
-def converse(connector: Shake, listener: Shake) -> list[bytes]:
-    """A whole handshake; gives what was said, from one end and the other in turn."""
-    assert step(listener, None) == b""
-    hello = step(connector, None)
-    answer = step(listener, hello)
-    proof = step(connector, answer)
-    done = step(listener, proof)
-    for end, got in ((connector, done), (listener, None)):
-        with pytest.raises(StopIteration):
-            step(end, got)
-    return [hello, answer, proof, done]
-
-
-def hands(key: bytes = KEY, group_id: str = "1", rank: int = 0) -> _Protocol:
-    return _Protocol(key, replace(spec_of(3), group_id=group_id), rank)
-
 
 @pytest.mark.parametrize(
-    "stranger",
-    [hands(OTHER_KEY, rank=1), hands(group_id="2", rank=1), hands(OTHER_KEY, "2", 1)],
-    ids=["another key", "another group", "both"],
+    ("purpose", "secret", "hello"),
+    [
+        ("mesh", bytes(32), {"rank": 1}),
+        ("mesh", None, {"rank": 0}),
+        ("mesh", None, {"rank": 2}),
+        ("mesh", None, {"rank": "1"}),
+        ("mesh", None, {}),
+        ("control", None, {"rank": 1}),
+        ("data", None, {}),
+    ],
 )
-def test_who_has_another_groups_key_hears_nothing_that_helps(stranger: _Protocol) -> None:
-    connector, listener = stranger.connector(0), hands().listener(frozenset({1, 2}))
-    step(listener, None)
-    answer = step(listener, step(connector, None))
-    with pytest.raises(ValueError, match="the listener does not have"):
-        connector.send(answer)
-    for tag in (answer[32:], stranger._tag("connector", (1, 0, bytes(64))), bytes(32)):
-        again, mine = hands().listener(frozenset({1, 2})), stranger.connector(0)
-        step(again, None)
-        step(again, step(mine, None))
-        with pytest.raises(ValueError, match="the connector does not have"):
-            again.send(tag)
+def test_only_a_member_that_is_awaited_is_taken(purpose: str, secret: bytes | None, hello: dict[str, Any]) -> None:
+    """Who has another key, another rank, or comes for something else."""
+
+    class Watched(MemoryRendezvous):
+        def put(self, name: str, value: bytes) -> None:
+            if name == "tcp.at.0":
+                host, port, _, key = _PLACES.decode(value)
+                address = Address(host=host, port=port, secret=key if secret is None else secret)
+                with pytest.raises(ChannelError):
+                    stranger = open_stream(address, purpose, hello, 5)
+                    stranger.receive(5)
+            super().put(name, value)
+
+    made = join_all(Watched(), 2)
+    assert [list(one._link._peers) for one in made] == [[1], [0]]
+    launch = Launch(seq=1, ranks=(0, 1), timeout_s=10)
+    with ThreadPoolExecutor(2) as threads:
+        for arrivals in threads.map(lambda one: run_launch(one, launch, arrival=bytes([one.rank])), made):
+            assert arrivals == [b"\0", b"\1"]
+    for communicator in made:
+        communicator.close()
 
 
-def test_what_was_overheard_opens_nothing_a_second_time() -> None:
-    hello, answer, proof, _ = converse(hands(rank=1).connector(0), hands().listener(frozenset({1, 2})))
-    listener = hands().listener(frozenset({1, 2}))
-    step(listener, None)
-    step(listener, hello)
-    with pytest.raises(ValueError, match="the connector does not have"):
-        listener.send(proof)
-    connector = hands(rank=1).connector(0)
-    step(connector, None)
-    with pytest.raises(ValueError, match="the listener does not have"):
-        connector.send(answer)
+def test_a_rank_that_connects_again_is_known_by_its_newest_connection() -> None:
+    arrivals, done = _Arrivals(0, 2), dict[int, socket.socket]()
+    pairs = [socket.socketpair() for _ in range(2)]
+    for _, end in pairs:
+        arrivals.connected(end, {"rank": 1})
+    arrivals.take(done)
+    assert done == {1: pairs[1][1]}
+    assert pairs[0][0].recv(1) == b"", "the older one is closed"
+    sockets.close([sock for pair in pairs for sock in pair])
 
 
-def test_a_proof_for_one_pair_of_ranks_is_none_for_another() -> None:
-    hello = step(hands(rank=1).connector(0), None)
-    for end, expected in ((hands(rank=2), {1}), (hands(rank=0), {2})):
-        listener = end.listener(frozenset(expected))
-        step(listener, None)
-        with pytest.raises(ValueError, match="a stranger"):
-            listener.send(hello)
+def test_what_follows_the_handshake_is_left_for_the_mesh() -> None:
+    """A listener may begin to send before the other end has read the last word of the handshake."""
+    taken: list[socket.socket] = []
 
+    class Handler:
+        def connected(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+            sock.sendall(b"the first frame")
+            taken.append(sock)
 
-# ------------------------------------------------------------------------------- at the port
+    server = Server("127.0.0.1", bytes(32), Handler())
+    stream = open_stream(server.address, "mesh", {"rank": 1}, 5)
+    assert stream.take_events() == []
+    assert stream.sock.recv(100, socket.MSG_WAITALL | socket.MSG_PEEK) == b"the first frame"
+    server.close()
+    sockets.close([stream.sock, *taken])
 
 
 class Crowd(MemoryRendezvous):
@@ -220,61 +212,28 @@ class Crowd(MemoryRendezvous):
         self._count, self._words = count, words
 
     def put(self, name: str, value: bytes) -> None:
-        if name.startswith("tcp.at."):
-            for _ in range(self._count):
-                stranger = socket.create_connection(_ADDRESSES.decode(value)[:2])
-                with contextlib.suppress(OSError):
-                    stranger.sendall(self._words)
-                self.strangers.append(stranger)
+        for _ in range(self._count):
+            stranger = socket.create_connection(_PLACES.decode(value)[:2])
+            with contextlib.suppress(OSError):
+                stranger.sendall(self._words)
+            self.strangers.append(stranger)
         super().put(name, value)
 
-    def leave(self) -> None:
-        for stranger in self.strangers:
-            stranger.close()
 
-
-@pytest.fixture
-def most(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many connections each call left a rank with. Members come to the port, too, as those of other hosts do."""
-    monkeypatch.setattr(sockets, "listen_locally", lambda: None)
-    seen: list[int] = []
-    answer = _Joining._accept
-
-    def counted(joining: _Joining, listener: socket.socket) -> None:
-        answer(joining, listener)
-        seen.append(len(joining._handshakes))
-
-    monkeypatch.setattr(_Joining, "_accept", counted)
-    return seen
-
-
-WORDS = {
-    "say nothing": b"",
-    "say half": step(hands(OTHER_KEY, rank=2).connector(0), None)[:-1],
-    "have another key": step(hands(OTHER_KEY, rank=2).connector(0), None),
-    "say too much": b"\xff" * 100_000,
-}
-
-
-@pytest.mark.parametrize("who", WORDS)
+@pytest.mark.parametrize(
+    "words", [b"", b"\0\0", b"\0\0\0\x99" + bytes(0x99), b"\xff" * 100_000], ids=["none", "half", "wrong", "too much"]
+)
 def test_hundreds_of_strangers_only_delay_a_join(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: list[int], who: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, words: bytes
 ) -> None:
-    """Many more come than are listened to at once."""
-    monkeypatch.setattr(_tcp_join, "HELLO_TIMEOUT_S", 0.1)
-    crowd = Crowd(300, WORDS[who])
+    """Many more come than are listened to at once. Members come to the port, too, as those of other hosts do."""
+    monkeypatch.setattr(sockets, "listen_locally", lambda: None)
+    crowd = Crowd(120, words)
     made = join_all(crowd, 3)
-    for communicator in made[1:]:
-        assert sorted(communicator._link._peers) == sorted({0, 1, 2} - {communicator.rank})
-    assert max(most) <= MAX_STRANGERS + 3
-    first = [line for line in warnings_in(caplog) if "refused a connection from" in line]
-    more = [line for line in warnings_in(caplog) if "more connections" in line]
-    assert 1 <= len(first) <= 2  # ranks 0 and 1 are called; the last rank listens for nobody
-    assert len(more) <= len(first)
-    assert all(line.startswith("group 'g', rank ") for line in (*first, *more))
-    assert len(warnings_in(caplog)) == len(first) + len(more)
-    launch = Launch(seq=1, ranks=(0,), timeout_s=5)
-    assert run_launch(made[0], launch, arrival=b"me") == [b"me"]
     for communicator in made:
+        assert sorted(communicator._link._peers) == sorted({0, 1, 2} - {communicator.rank})
         communicator.close()
-    crowd.leave()
+    lines = warnings_in(caplog)
+    assert lines
+    assert len(lines) <= 2 * 3, "one on the first stranger, and one on all others"
+    sockets.close(crowd.strangers)

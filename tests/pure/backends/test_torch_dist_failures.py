@@ -30,7 +30,7 @@ __all__ = ["plugin", "teams"]  # fixtures
 
 
 def started(communicator: Communicator, launch: Launch, kernel: Kernel) -> None:
-    communicator.launch(launch, kernel)
+    communicator.launch(launch, (kernel,))
 
 
 def wait_for_kernel(team: OptionsTeam, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -109,9 +109,9 @@ def test_where_connections_can_not_be_ended_the_library_gets_memory_of_its_own(
 def body_large(communicator: Communicator, first: Launch, second: Launch) -> tuple[float, float, int]:
     """An allreduce and a broadcast of large arrays, in place."""
     array = np.full(LARGE, communicator.rank + 1.0)
-    communicator.launch(first, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+    communicator.launch(first, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM),))
     moved = np.full(LARGE, communicator.rank + 1.0)
-    communicator.launch(second, Kernel(kind=OpKind.BROADCAST, src=moved, dst=moved, peer=1))
+    communicator.launch(second, (Kernel(kind=OpKind.BROADCAST, src=moved, dst=moved, peer=1),))
     return float(array.min()), float(moved.max()), array.ctypes.data
 
 
@@ -119,9 +119,9 @@ def body_parts(communicator: Communicator, launches: list[Launch], size: int) ->
     """Arrays of several parts: in place, and averaged from one array into another, which has gaps on one rank."""
     own = np.arange(size, dtype=np.float64) * (communicator.rank + 1)
     out = np.zeros((size, 2))[:, 0] if communicator.rank == 1 else np.zeros(size)
-    communicator.launch(launches[0], Kernel(kind=OpKind.ALLREDUCE, src=own, dst=out, op=ReduceOp.AVG))
+    communicator.launch(launches[0], (Kernel(kind=OpKind.ALLREDUCE, src=own, dst=out, op=ReduceOp.AVG),))
     is_kept = bool((own == np.arange(size) * (communicator.rank + 1.0)).all())
-    communicator.launch(launches[1], Kernel(kind=OpKind.ALLREDUCE, src=own, dst=own, op=ReduceOp.SUM))
+    communicator.launch(launches[1], (Kernel(kind=OpKind.ALLREDUCE, src=own, dst=own, op=ReduceOp.SUM),))
     return [is_kept, bool((out == np.arange(size) * 2.0).all()), bool((own == np.arange(size) * 6.0).all())]
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from raycollect.channel.messages import Abort, Forget, Look, Run
 from raycollect.core.deadline import Deadline
-from raycollect.core.model import Key
+from raycollect.core.model import Key, OpKind
 from raycollect.driver import stall_report
 from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_plan import Stage, StepPlan
 from raycollect.driver.step_runs import StepRuns
 from raycollect.errors import (
     CaptureBrokenError,
@@ -31,9 +32,10 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
+from raycollect.planner import plan
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.leased import declared, said
-from tests.pure.driver.tracked_plans import group, key_of
+from tests.pure.driver.tracked_plans import asked, group, key_of
 from tests.support.waiting import wait_until
 
 __all__ = ["controller", "fleet"]  # fixtures
@@ -316,6 +318,9 @@ def test_a_run_knows_its_operands_and_the_places_of_its_plans(fleet: Fleet) -> N
     assert fleet.step_plan.places_at(-1) == ()
     found = [fleet.step_plan.places_at(at) for at in (0, fleet.stages[1].offset)]
     assert found == [stage.positions for stage in fleet.stages]
+    learning = plan([asked(fleet.left, (0, 1, 2), kind=OpKind.ALLGATHER, op=None).request()], [fleet.left])
+    one = StepPlan.of([Stage(learning, 0, 0, (0, 1, 2))], learning.participants, [])
+    assert [one.rounds_at(at, in_group=True) for at in (-1, 0, 1)] == [0, 2, 0], "shapes are told in the second"
     fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from raycollect.channel import doorbell as doorbell_module
-from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, DoorbellClient, Entry
-from raycollect.core.model import TASK_NBYTES, Segment
+from raycollect.channel.doorbell import INLINE_NBYTES, Doorbell, DoorbellClient, Entry
+from raycollect.core.model import TASK_NBYTES
 from raycollect.core.semaphores import Semaphore
 from raycollect.core.signals import Deferred, deliver
 from tests.pure.channel.bells import take
-from tests.pure.processes import Process
 from tests.support.values import replace
 from tests.support.waiting import interrupt_in
 
@@ -33,27 +30,6 @@ def answer(doorbell, slot, number):
     return found
 
 
-def answers(doorbell, slots, number, limit_s=20.0):
-    """Waits for the answers of all seats, as a run does."""
-    until_s = time.monotonic() + limit_s
-    while True:
-        found = doorbell.answers(number, range(slots))
-        if None not in found:
-            return found
-        assert time.monotonic() < until_s, found
-        doorbell.wait(until_s - time.monotonic(), number, range(slots))
-
-
-def serve_elsewhere(segment: Segment, slot, runs):
-    post = DoorbellClient(segment, slot)
-    seen = []
-    for _ in range(runs):
-        entry = take(post)
-        seen.append((entry.seq, entry.predecessor))
-        post.answer(entry.number, entry.payload[::-1])
-    return seen
-
-
 def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
     post = DoorbellClient(bell.segment, 0)
     for nbytes, fits in ((INLINE_NBYTES, True), (INLINE_NBYTES + 1, False), (0, True)):
@@ -66,32 +42,31 @@ def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
         assert answer(bell, 0, number) == (payload if fits else None)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_processes(seed):
-    random_ = random.Random(seed)
-    slots, runs = 3, 300
-    doorbell, processes = Doorbell(slots), [Process() for _ in range(slots)]
-    try:
-        served = [one.start(serve_elsewhere, doorbell.segment, slot, runs) for slot, one in enumerate(processes)]
-        begun = []
-        for run in range(1, runs + 1):
-            number = doorbell.begin()
-            payloads = [random_.randbytes(random_.choice((0, 1, 17, INLINE_NBYTES))) for _ in range(slots)]
-            for slot, payload in enumerate(payloads):
-                doorbell.runs[slot].write(number, run, run - 1, payload)
-            doorbell.ring(number)
-            begun.append((number, payloads))
-            while len(begun) > random_.randrange(IN_FLIGHT):
-                number, payloads = begun.pop(0)
-                assert answers(doorbell, slots, number) == [payload[::-1] for payload in payloads]
-        for number, payloads in begun:
-            assert answers(doorbell, slots, number) == [payload[::-1] for payload in payloads]
-        for one in served:
-            assert one.result(20) == [(run, run - 1) for run in range(1, runs + 1)]
-    finally:
-        doorbell.close()
-        for one in processes:
-            one.close()
+def test_a_message_that_does_not_fit_leaves_the_next_cell_as_it_is(bell):
+    post, first, second = DoorbellClient(bell.segment, 0), bell.begin(), bell.begin()
+    bell.runs[0].write(second, 1, 0, b"next")
+    bell.runs[0].write(first, 1, 0, bytes(INLINE_NBYTES + 1))
+    assert [take(post).payload for _ in range(2)] == [None, b"next"]
+
+
+def test_both_ends_stay_awake_for_a_while_before_they_sleep(monkeypatch):
+    """After a run was begun, and after it was answered: the other end is heard of while they yield."""
+    bell, told = Doorbell(1), []
+    post = DoorbellClient(bell.segment, 0)
+    for sleeps in (bell._semaphore, post._futex):
+        monkeypatch.setattr(sleeps, "wait", lambda *_: pytest.fail("it sleeps"))
+    monkeypatch.setattr(doorbell_module, "YIELD_S", 20.0)
+    bell._awake_s = 20.0  # however few cores there are
+    monkeypatch.setattr(os, "sched_yield", lambda: told.pop()())
+    number = bell.begin()
+    bell.runs[0].write(number, 1, 0, b"")
+    take(post)
+    told += [lambda: post.answer(number, b"answer"), lambda: None]
+    bell.wait(20.0, number, [0])
+    assert answer(bell, 0, number) == b"answer"
+    told += [lambda: bell.runs[0].write(number + 1, 1, 0, b"run"), lambda: None]
+    assert post.take(20.0).payload == b"run"
+    bell.close()
 
 
 def test_a_signal_ends_a_sleep_and_leaves_nothing_locked(bell, monkeypatch):

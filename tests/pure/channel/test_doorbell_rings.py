@@ -11,6 +11,7 @@ import pytest
 from raycollect.backends.shm import meeting as _meeting
 from raycollect.channel import doorbell
 from raycollect.core.model import Launch
+from tests.pure.channel.bells import take
 from tests.pure.communicators import ProcessTeam, Workers
 from tests.pure.watched import WAIT_S
 
@@ -100,16 +101,16 @@ def test_no_ring_is_lost_between_processes(workers: Workers, seed: int) -> None:
 
 
 def body_serve(communicator: Any, segment: Any, slot: int, runs: int, seed: int) -> tuple[int, int]:
-    """Answers runs from one seat of a doorbell; gives how often it slept, and how often through a ring."""
+    """Answers runs from one seat of a doorbell, backwards; gives how often it slept, and how often through a ring."""
     rng = random.Random(seed * 10 + slot)
     with asleep(doorbell):
         post = doorbell.DoorbellClient(segment, slot)
         ear = Ear(post._futex)
-        for _ in range(runs):
-            while (entry := post.take(WAIT_S)) is None:
-                pass
+        for run in range(runs):
+            entry = take(post)
+            assert (entry.seq, entry.predecessor) == (run + 1, run)
             _dawdle(rng)
-            assert post.answer(entry.number, entry.payload or b"")
+            assert post.answer(entry.number, entry.payload[::-1])
         post.close()
     return ear.sleeps, ear.lost
 
@@ -122,18 +123,21 @@ def test_no_run_and_no_answer_waits_for_a_ring_that_is_lost(workers: Workers, se
         bell = doorbell.Doorbell(slots)
         ear = Ear(bell._semaphore)
         serving = [team.start(slot, body_serve, bell.segment, slot, runs, seed) for slot in range(slots)]
-        begun: list[int] = []
+        begun: list[tuple[int, list[bytes]]] = []
         for turn in range(runs):
-            begun.append(bell.begin())
-            for slot in range(slots):
-                bell.runs[slot].write(begun[-1], turn + 1, turn, b"%d" % turn)
-            bell.ring(begun[-1])
+            number = bell.begin()
+            payloads = [rng.randbytes(rng.choice((0, 1, 17, doorbell.INLINE_NBYTES))) for _ in range(slots)]
+            begun.append((number, payloads))
+            for slot, payload in enumerate(payloads):
+                bell.runs[slot].write(number, turn + 1, turn, payload)
+            bell.ring(number)
             keep = rng.randrange(doorbell.IN_FLIGHT) if turn + 1 < runs else 0
             while len(begun) > keep:
-                number, until_s = begun.pop(0), time.monotonic() + WAIT_S
-                while None in bell.answers(number, range(slots)):
+                (number, payloads), until_s = begun.pop(0), time.monotonic() + WAIT_S
+                while None in (found := bell.answers(number, range(slots))):
                     assert time.monotonic() < until_s
                     bell.wait(WAIT_S)
+                assert found == [payload[::-1] for payload in payloads]
         bell.close()
     found = [one.result(WAIT_S) for one in serving]
     team.close()

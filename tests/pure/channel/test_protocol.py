@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Bye, Fetch, Fetched, Publish
+from raycollect.channel.messages import Abort, Bye, Fetch, Fetched, Publish, decode
 from raycollect.channel.protocol import (
     MAX_FRAME_NBYTES,
     MAX_HANDSHAKE_NBYTES,
@@ -137,6 +138,24 @@ def test_what_breaks_a_rule_closes_the_connection_for_ever(case: str) -> None:
     _raises_for_ever(end, data, AuthenticationError if case in FORGED else ProtocolError)
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(b"\x91" + head + b"\xff" * 5 for head in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")),
+        *(unit * ((MAX_FRAME_NBYTES - 50) // len(unit)) for unit in (b"\x91", b"\x81\xa1t")),
+    ],
+    ids=lambda payload: f"{payload[:2]!r} {len(payload)}",
+)
+def test_what_announces_much_or_is_deep_takes_little_memory(payload: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(payload)
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_FRAME_NBYTES
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_client_with_the_wrong_key_is_refused_and_told() -> None:
     wire = Wire(client_secret=b"x" * 32)
     _raises_for_ever(wire.server, wire.proof, AuthenticationError)
@@ -188,13 +207,13 @@ def test_a_flipped_bit_anywhere_in_a_frame_is_refused() -> None:
 def test_a_message_that_is_too_big_is_refused_by_its_sender_who_goes_on() -> None:
     wire = Wire().open()
     with pytest.raises(ProtocolError, match="limit"):
-        wire.client.send(Publish(group_id="g", communicator="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES)))
+        wire.client.send(Publish(group_id="g", communicator="", epoch="", name="n", value=bytes(MAX_FRAME_NBYTES)))
     assert wire.server.receive(wire.client.send(Bye())) == [Bye()]
 
 
 def test_the_biggest_frame_passes_in_small_chunks_and_memory_stays_bounded() -> None:
     wire = Wire().open()
-    message = Publish(group_id="g", communicator="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100))
+    message = Publish(group_id="g", communicator="", epoch="", name="n", value=bytes(MAX_FRAME_NBYTES - 100))
     for _ in range(3):
         frame = wire.client.send(message)
         got: list[Any] = []

@@ -109,7 +109,7 @@ def test_a_refused_table_ends_with_1_and_every_reason(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"Error: rank table {str(path)!r} is refused:\n")
     assert "version is '3'" in result.stderr
-    assert "node_list[0].device_list[0].device_id is 'x'" in result.stderr
+    assert "node_list[0].device_list[0] is {'device_id': 'x'" in result.stderr
     assert "group" not in result.stderr, "no group is meant here"
     absent = run_command("rank-table", "--check", str(tmp_path / "absent.json"))
     assert (absent.exit_code, "absent.json" in absent.stderr) == (1, True)

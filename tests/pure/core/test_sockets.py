@@ -51,6 +51,27 @@ def test_the_kernel_tells_it_of_a_real_connection():
     assert sockets.silent_s(sock) == 0
 
 
+def test_a_connection_is_tuned_as_it_is_opened_and_one_within_the_machine_needs_no_network():
+    with sockets.listen("127.0.0.1") as server, sockets.listen("127.0.0.1") as other:
+        assert server.getsockname() != other.getsockname(), "each has a free port"
+        with sockets.connect(*server.getsockname(), 5.0) as sock:
+            names = ("TCP_NODELAY", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+            assert found == [1, 5, 2, 3, 10_000]
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sockets.peer_of(sock) == f"127.0.0.1:{server.getsockname()[1]}"
+    server, name = sockets.listen_locally()
+    with server, socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(sockets.local_address(name))
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        sockets.tune(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before
+        assert sockets.peer_of(sock) == "a process of this machine"
+    for host in ("", "0.0.0.0", "::"):
+        with pytest.raises(ValueError, match="never listens on all interfaces"):
+            sockets.listen(host)
+
+
 @pytest.mark.parametrize(
     ("silent_s", "asked", "left_ms"),
     [

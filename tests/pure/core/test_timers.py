@@ -28,6 +28,13 @@ def test_calls_come_when_they_are_due_in_one_thread() -> None:
     timers.later(0.02, lambda: call(1))  # earlier than what the thread sleeps for
     cancelled.cancel()
     assert [came.get(timeout=WAIT_S) for _ in range(2)] == [(1, "raycollect-timer"), (2, "raycollect-timer")]
+    last = timers.later(300.0, lambda: call(3))
+    for number in range(10, 30):  # most of which find the thread asleep until the last one is due
+        timers.later(0.0, lambda number=number: call(number))  # type: ignore[misc]
+        assert came.get(timeout=WAIT_S)[0] == number
+    last.cancel()
+    timers.later(0.0, lambda: call(4))  # now it need not sleep for so long
+    assert came.get(timeout=WAIT_S)[0] == 4
 
 
 def test_a_queue_gives_what_is_due() -> None:

@@ -6,8 +6,9 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +16,7 @@ from raycollect.channel.messages import Arrivals, Arrive
 from raycollect.core.model import OpKind, task_key
 from raycollect.driver.dispatch import prepare
 from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.work import Work
 from raycollect.errors import (
     CollectiveTimeoutError,
     DispatchError,
@@ -107,6 +109,38 @@ def test_any_sequence_of_events_ends_with_the_first_cause(chain: PlanTracker, se
         if isinstance(cause, (KernelError, PlanAbortedError)):
             assert tracker.error is cause
     assert seen == [(True, tracker.error)], "watchers are called once, with the outcome known"
+
+
+def test_an_echo_is_passed_on_where_a_rank_may_wait_in_another_launch(chain: PlanTracker) -> None:
+    echo = PlanAbortedError(detail="rank 1 has left")
+    assert who_aborted(chain.done(0, echo, [])) == [1, 2, 3]
+    assert who_aborted(tracked(4).done(0, echo, [])) == [], "the others hear of it where they are"
+    assert not chain.resolved
+
+
+@pytest.mark.parametrize("ends", ["", "it is cancelled", "an echo comes"])
+def test_all_take_their_results_once_all_have_them_and_no_abort_has_come(ends: str) -> None:
+    tracker = flying(
+        asked(group("left", (5, 6, 7)), (0, 1, 2), snapshot=True), asked(group("right", (8, 7)), (4, 3), snapshot=True)
+    )
+    at_check = Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=0, blob=b"")
+    for turn in (0, 1):
+        for rank in range(3):
+            assert tracker.arrive(rank, replace(at_check, round=turn, rank=rank)) == []
+        if turn == 0:
+            assert [at for at, _ in tracker.arrive(3, replace(at_check, rank=3))] == [0, 1, 2, 3]
+            assert not tracker.is_committed
+    for wrong in ({"round": 2}, {"seq": SEQ + tracker.plan.width}, {"ranks": [3, 2, 1, 0]}, {"rank": 1}):
+        with pytest.raises(ProtocolError):
+            tracker.arrive(3, replace(at_check, **{"round": 1, "rank": 3, **wrong}))
+    if ends == "it is cancelled":
+        tracker.fail(PlanAbortedError(detail="cancelled"))
+    elif ends:
+        tracker.done(0, PlanAbortedError(detail="rank 1 has left"), [])
+    answers = tracker.arrive(3, replace(at_check, round=1, rank=3))
+    assert [at for at, _ in answers] == ([] if ends else [0, 1, 2, 3])
+    assert tracker.is_committed is not bool(ends)
+    assert tracker.fail(KernelError(detail="late")) == [], "nobody waits for others any more, or all were told"
 
 
 def test_the_controllers_own_failures_abort_whoever_got_it() -> None:
@@ -359,7 +393,10 @@ def test_a_timeout_names_who_is_missing_from_the_latest_agreement(chain: PlanTra
         assert part in str(tracker.error)
     assert "Worker(2)" not in str(tracker.error)
 
-    tracker = _learning(3)
+    tracker = tracked(4)
+    tracker.fail(CollectiveTimeoutError(missing=(1,), timeout_s=2.5))
+    assert "rank 1 (Worker(1))" in str(tracker.error), "also where the controller says so"
+
     for came, missing in (([(0, 0), (2, 0)], (1,)), ([(0, 0), (1, 0), (2, 0), (2, 1)], (0, 1)), ([], ())):
         tracker = _learning(3)
         for rank, turn in came:
@@ -445,9 +482,13 @@ def test_a_batch_knows_the_refs_it_writes() -> None:
 
 
 @pytest.mark.parametrize("first", ["failure", "abandon"])
-def test_an_abandoned_failure_is_logged_once(first: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_an_abandoned_failure_is_logged_once(first: str, is_dropped: bool, caplog: pytest.LogCaptureFixture) -> None:
     tracker = tracked(2)
-    steps = [lambda: tracker.abandon(), lambda: tracker.fail(KernelError(detail="it broke"))]
+    steps: list[Callable[[], object]] = [
+        (lambda: Work(cast(Any, None), tracker, None)) if is_dropped else tracker.abandon,
+        lambda: tracker.fail(KernelError(detail="it broke")),
+    ]
     for step in steps if first == "abandon" else reversed(steps):
         step()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "raycollect"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from raycollect import backends
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner import Request
@@ -20,7 +21,8 @@ def convoy_of(
     """Participants of some groups, or of one of so many ranks; of another backend than `local` there is one group."""
     members = [range(groups)] if isinstance(groups, int) else groups
     team = None if backend == "local" else ThreadTeam(backend, len(members[0]))
-    made = Convoy(members, None if team is None else lambda _: team.communicators)
+    make = None if team is None else lambda _: team.communicators
+    made = Convoy(members, make, coalesces=backends.get(backend).coalesces)
     made.allocate = allocate
     try:
         yield made

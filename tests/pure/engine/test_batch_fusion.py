@@ -213,8 +213,8 @@ class _Ending:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def end(self, launch: Any, ok: bool) -> tuple[int, ...]:
-        self._inner.end(launch, ok)
+    def end(self, launch: Any, ok: bool, owed: Any = ()) -> tuple[int, ...]:
+        self._inner.end(launch, ok, owed)
         return launch.ranks if ok else ()
 
 

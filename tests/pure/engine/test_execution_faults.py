@@ -14,6 +14,7 @@ from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival
+from raycollect.engine.batch_agreement import alone
 from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     InternalError,
@@ -94,20 +95,17 @@ class Counted:
         self.calls: list[str] = []
         self._inner = LocalCommunicator(LocalWorld(1), 0)
 
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        self.calls.append("stage")
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(self, launch: Launch, *others: Any) -> Sequence[bytes]:
         self.calls.append("agree")
-        return self._inner.agree(launch, arrival)
+        return self._inner.agree(launch, *others)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Any:
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         self.calls.append("launch")
-        return self._inner.launch(launch, kernel)
+        self._inner.launch(launch, kernels)
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         self.calls.append(f"end {ok}")
-        return self._inner.end(launch, ok)
+        return self._inner.end(launch, ok, owed)
 
     def abort(self, seq: int) -> None:
         raise AssertionError("not the executor's business")
@@ -136,7 +134,7 @@ def test_a_launch_is_always_closed_once(point: str | None, error: BaseException,
 def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) -> None:
     """The destination learns from an arrival without tensors and without violations: no rank should send one."""
     one = fleet(2)
-    silent = encode_arrival(Arrival(spec=Spec(op="send", root=0)))
+    silent = alone(encode_arrival(Arrival(spec=Spec(op="send", root=0))))
     launch = Launch(seq=1, ranks=(0, 1), timeout_s=WAIT_S)
     with ThreadPoolExecutor(1) as threads:
         peer = threads.submit(one.communicators[0].agree, launch, silent)
@@ -155,11 +153,11 @@ class Garbling(LocalCommunicator):
 
     at, mask, length = 0, 0xFF, 0
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(self, launch: Launch, arrival: bytes, *others: Any) -> Sequence[bytes]:
         garbled = bytearray(arrival)
         self.length = len(garbled)
         garbled[self.at % self.length] ^= self.mask
-        return super().agree(launch, bytes(garbled))
+        return super().agree(launch, bytes(garbled), *others)
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x10, 0xFF])

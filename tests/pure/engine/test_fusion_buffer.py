@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import OpKind, ReduceOp, TensorInfo
+from raycollect.core.model import PIECES, PREFIXES, OpKind, ReduceOp, TensorInfo
 from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room
 from raycollect.planner import Request, plan
-from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
+from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, coalesced
 from raycollect.pos import tensors
 from tests.pure.conformance import listed
 from tests.pure.engine.convoys import convoy_of
@@ -42,11 +42,15 @@ def _into(target: Any, array: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- what is put together
 
 
-def test_a_backend_is_offered_several_large_tensors_or_none() -> None:
+def test_several_large_tensors_are_launched_together_or_none() -> None:
     large = TOGETHER_FROM_NBYTES
-    assert offered([1, large, large - 1, 10 * large, -1]) == [1, 3]
-    assert offered([1, large, large - 1, -1]) == []
-    assert offered([]) == []
+    sizes = [1, large, large - 1, 10 * large, -1]
+    for kind in OpKind:
+        is_one = kind not in PIECES and kind not in PREFIXES
+        assert coalesced(kind, sizes, coalesces=True) == ([1, 3] if is_one else [])
+    assert coalesced(OpKind.ALLREDUCE, sizes, coalesces=False) == []
+    assert coalesced(OpKind.ALLREDUCE, [1, large, large - 1, -1], coalesces=True) == []
+    assert coalesced(OpKind.ALLREDUCE, [], coalesces=True) == []
 
 
 @given(

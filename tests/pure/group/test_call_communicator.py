@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -11,25 +12,22 @@ from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from raycollect.errors import KernelError
 from raycollect.group.call_communicator import CallCommunicator
-from raycollect.group.hub_client import HubClient
+from raycollect.group.coordinator_client import CoordinatorClient
 
 
 class Failing:
-    """The second of two ranks of a backend whose kernels fail while they are waited for."""
+    """The second of two ranks of a backend whose kernels fail."""
 
     rank, world_size = 1, 2
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Any:
-        assert (launch.ranks, kernel.peer) == ((0, 1), 0)
-        return self
-
-    def wait(self, timeout_s: float) -> None:
-        raise KernelError(rank=self.rank, detail=f"after {timeout_s:g} s")
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        assert (launch.ranks, [kernel.peer for kernel in kernels]) == ((0, 1), [0])
+        raise KernelError(rank=self.rank, detail=f"after {launch.timeout_s:g} s")
 
 
-def test_an_error_in_the_wait_for_a_kernel_names_the_rank_of_the_group() -> None:
-    hub = SimpleNamespace(ranks=(2, 5), generation="1")
-    call = CallCommunicator(cast(HubClient, hub), cast(Communicator, Failing()))
+def test_an_error_of_a_kernel_names_the_rank_of_the_group() -> None:
+    client = SimpleNamespace(ranks=(2, 5), epoch="1")
+    call = CallCommunicator(cast(CoordinatorClient, client), cast(Communicator, Failing()))
     with pytest.raises(KernelError, match="after 7 s") as caught:
-        call.launch(Launch(seq=1, ranks=(2, 5), timeout_s=7.0), Kernel(kind=OpKind.RECV, peer=2)).wait(7.0)
+        call.launch(Launch(seq=1, ranks=(2, 5), timeout_s=7.0), (Kernel(kind=OpKind.RECV, peer=2),))
     assert caught.value.rank == 5

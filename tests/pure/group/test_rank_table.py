@@ -107,9 +107,9 @@ def test_coerce_takes_a_table_a_path_and_a_dict(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "not JSON in UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (b"9" * 5_000, "not JSON"),
-        (b"null", "the whole is None, expected an object with version and node_list"),
-        (b"[]", "the whole is [], expected an object with version and node_list"),
-        (b"{}", "version is missing; what is there: nothing"),
+        (b"null", "the table is None: Expected `object`"),
+        (b"[]", "the table is []: Expected `object`"),
+        (b"{}", "missing required field `version`"),
     ],
 )
 def test_a_file_that_is_no_table_is_named(tmp_path: Path, content: bytes, says: str) -> None:
@@ -130,54 +130,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, OSError)
 
 
-BROKEN: list[tuple[str, Any, Any, str]] = [
-    ("rank of 5,000 digits", "node_list.0.device_list.0.rank", "1" * 5_000, "device_list[0].rank is '1111"),
-    ("version", "version", "2.0", "version is '2.0', expected '1.0'"),
-    ("version as object", "version", {}, "version is {}, expected '1.0'"),
-    ("node_list is text", "node_list", "abc", "node_list is 'abc', expected a list of at least one node"),
-    ("no node", "node_list", [], "node_list is [], expected a list of at least one node"),
-    ("node is text", "node_list.1", "abc", "node_list[1] is 'abc', expected an object with device_list"),
-    (
-        "no device",
-        "node_list.1.device_list",
-        [],
-        "node_list[1].device_list is [], expected a list of at least one device",
-    ),
-    ("devices by name", "node_list.1.device_list", {}, "node_list[1].device_list is {}, expected a list"),
-    (
-        "device is a list",
-        "node_list.1.device_list.0",
-        [2],
-        "node_list[1].device_list[0] is [2], expected an object with",
-    ),
+BROKEN: list[tuple[str, Any, str]] = [
+    ("version", "2.0", "version is '2.0', expected '1.0'"),
+    ("version", {}, "version is {}, expected '1.0'"),
+    ("node_list", "abc", "Expected `array`, got `str` - at `$.node_list`"),
+    ("node_list", [], "Expected `array` of length >= 1 - at `$.node_list`"),
+    ("node_list.1", "abc", "node_list[1] is 'abc': Expected `object`"),
+    ("node_list.1.device_list", [], "node_list[1] is {'device_list': []}: Expected `array` of length >= 1"),
+    ("node_list.1.device_list", {}, "node_list[1] is {'device_list': {}}: Expected `array`"),
+    ("node_list.1.device_list.0", [2], "node_list[1].device_list[0] is [2]: Expected `object`"),
     *(
-        (
-            f"{name} {value!r}",
-            f"node_list.0.device_list.1.{name}",
-            value,
-            f"device_list[1].{name} is {value!r}, expected a",
-        )
+        (f"node_list.0.device_list.1.{name}", value, f"- at `$.{name}`")
         for name in ("device_id", "rank")
-        for value in ("x", "", "-1", " 1", "+1", "1.0", "٣", "1_0", "1" * 10, -1, 1.0, True, 10**9, [1], {})
+        for value in ("x", "", "-1", " 1", "1\n", "٣", "1" * 10, "1" * 5_000, -1, 1.0, True, 10**9, [1], {})
     ),
-    (
-        "rank too high",
-        "node_list.1.device_list.0.rank",
-        "3",
-        "node_list[1].device_list[0].rank is 3, expected each of 0 to 2",
-    ),
-    (
-        "rank twice",
-        "node_list.1.device_list.0.rank",
-        "0",
-        "rank is 0, as in node_list[0].device_list[0], expected each of",
-    ),
-    (
-        "device twice",
-        "node_list.0.device_list.1.device_id",
-        "0",
-        "device_id is 0, as in node_list[0].device_list[0], exp",
-    ),
+    ("node_list.1.device_list.0.rank", "3", "node_list[1].device_list[0].rank is 3, expected each of 0 to 2"),
+    ("node_list.1.device_list.0.rank", "0", "rank is 0, as in node_list[0].device_list[0], expected each of"),
+    ("node_list.0.device_list.1.device_id", "0", "device_id is 0, as in node_list[0].device_list[0], exp"),
 ]
 
 
@@ -188,7 +157,7 @@ def _put(document: Any, at: str, value: Any) -> None:
     document[last] = value
 
 
-@pytest.mark.parametrize(("at", "value", "says"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
+@pytest.mark.parametrize(("at", "value", "says"), BROKEN, ids=lambda value: repr(value)[:40])
 def test_one_mistake_is_one_problem_with_its_place(at: str, value: Any, says: str) -> None:
     document = document_of([("0", "0"), ("1", "1")], [("0", "2")])
     RankTable.from_dict(document)
@@ -202,8 +171,8 @@ def test_all_mistakes_come_in_one_error() -> None:
     document["version"] = "0.9"
     found = [problem.partition(" is ")[0] for problem in _problems(document)]
     assert sorted(found) == [
-        "node_list[0].device_list[1].rank",
-        "node_list[1].device_list[0].device_id",
+        "node_list[0].device_list[1]",
+        "node_list[1].device_list[0]",
         "node_list[1].device_list[1].rank",
         "version",
     ]
@@ -259,13 +228,11 @@ def test_a_table_is_refused_exactly_where_ranks_or_devices_collide(nodes: list[l
 
 
 def test_a_table_is_valid_from_birth() -> None:
-    with pytest.raises(InvalidGroupError, match="node_list is empty"):
-        RankTable(nodes=())
-    with pytest.raises(InvalidGroupError, match=r"node_list\[1\].device_list is empty"):
-        RankTable(nodes=((Device(device_id=0, rank=0),), ()))
-    for bad in (-1, "0", True, None):
-        with pytest.raises(ValueError, match="expected each a whole number"):
-            Device(device_id=0, rank=bad)  # type: ignore[arg-type]
+    for nodes in ((), ((Device(device_id=0, rank=0),), ())):
+        with pytest.raises(InvalidGroupError, match="is empty"):
+            RankTable(nodes=nodes)
+    with pytest.raises(InvalidGroupError, match="rank is -1, expected each of 0 to 0"):
+        RankTable(nodes=((Device(device_id=0, rank=-1),),))
     with pytest.raises(AttributeError):
         RankTable.of_device_ids([[0]]).nodes = ()  # type: ignore[misc]
 
@@ -273,15 +240,14 @@ def test_a_table_is_valid_from_birth() -> None:
 @pytest.mark.parametrize(
     ("device_ids", "says"),
     [
-        ([], "node_list is []"),
-        ([[]], "node_list[0].device_list is []"),
+        ([], "length >= 1 - at `$.node_list`"),
+        ([[]], "node_list[0] is {'device_list': []}"),
         ([[0, 0]], "device_list[1].device_id is 0, as in"),
-        ([[0], [-1]], "node_list[1].device_list[0].device_id is -1"),
-        ([[[0]]], "device_id is [0]"),
-        ([HUGE], "expected one list per node, such as [[0, 1], [0, 1]]"),
-        ([[0], "1"], "expected one list per node"),
-        ("01", "expected one list per node"),
-        ({"0": [0]}, "expected one list per node"),
+        ([[0], [-1]], "node_list[1].device_list[0] is {'device_id': -1"),
+        *(
+            (wrong, "expected one list per node, such as [[0, 1], [0, 1]]")
+            for wrong in ([HUGE], [[0], "1"], "01", {"0": [0]})
+        ),
     ],
 )
 def test_device_ids_that_make_no_table_are_refused(device_ids: Any, says: str) -> None:

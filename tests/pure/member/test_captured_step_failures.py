@@ -93,7 +93,7 @@ class Stuck(LocalCommunicator):
         super().__init__(LocalWorld(2, "g"), 0)
         self.came, self.aborted, self.closed = threading.Event(), threading.Event(), threading.Event()
 
-    def agree(self, launch: Launch, arrival: bytes) -> tuple[bytes, ...]:
+    def agree(self, launch: Launch, *others: Any) -> tuple[bytes, ...]:
         self.came.set()
         assert self.aborted.wait(WAIT_S), "it would last until its own time limit"
         raise GroupBrokenError(group_name="g", detail=f"launch {launch.seq} was ended")

@@ -23,7 +23,7 @@ from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.planner import Ticket
 from raycollect.pos import Store
-from tests.pure.channel.test_message_faults import WAIT_S, crew_of
+from tests.pure.driver.crews import WAIT_S, crew_of
 from tests.pure.member.leases import plan, premises
 from tests.pure.sites import Method
 from tests.pure.watched import WatchedCondition

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Completion
 from raycollect.observe import run_steps
 from raycollect.observe.run_steps import steps
 from tests.pure.fleet import WAIT_S, Fleet, MakeFleet
@@ -23,13 +22,13 @@ class Asking(LocalCommunicator):
         super().__init__(world, rank)
         self.told: list[dict[int, str]] = []
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+    def agree(self, launch: Launch, *others: Any) -> Sequence[bytes]:
         self.told.append(steps())
-        return super().agree(launch, arrival)
+        return super().agree(launch, *others)
 
-    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         self.told.append(steps())
-        return super().launch(launch, kernel)
+        super().launch(launch, kernels)
 
 
 def within(number: int, run: Callable[[], Any]) -> Any:

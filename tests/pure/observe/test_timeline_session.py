@@ -349,32 +349,3 @@ def test_meters_that_fail_are_logged_and_nothing_else(caplog: pytest.LogCaptureF
     assert publisher.join(20)
     assert meters.asked.is_set()
     assert "publishing metrics failed" in caplog.text
-
-
-def test_rays_metrics_get_the_tags_that_were_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray refuses an unknown or a missing tag; what it would export is seen where it hands a value on."""
-    from raycollect.observe import metrics
-
-    meters, seen = metrics.ray_meters(), list[tuple[str, float, dict[str, str]]]()
-    monkeypatch.setattr(metrics.Counter, "inc", _noting(metrics.Counter.inc, seen))
-    monkeypatch.setattr(metrics.Histogram, "observe", _noting(metrics.Histogram.observe, seen))
-    ring = Ring()
-    publisher = Publisher(ring, lambda: {"g1": Place("default", "shm", 0, 2)}, meters)
-    ring.add(CHECK, "check", 1, 1.5, 1, LABEL)
-    ring.add(KERNEL, "barrier", 1.5, 3.5, 1, LABEL._replace(op="barrier", nbytes=0))
-    publisher.close()
-    assert publisher.join(20)
-    tags = {"group": "default", "backend": "shm", "rank": "0"}
-    assert seen == [
-        (CHECK_SECONDS, 0.5, {**tags, "op": "allreduce"}),
-        (CALLS, 1, {**tags, "op": "barrier"}),
-        (SECONDS, 2.0, {**tags, "op": "barrier"}),
-    ]
-
-
-def _noting(real: Callable[..., None], seen: list[Any]) -> Callable[..., None]:
-    def noted(self: Any, value: float, tags: dict[str, str]) -> None:
-        real(self, value, tags=tags)
-        seen.append((self.info["name"], value, tags))
-
-    return noted

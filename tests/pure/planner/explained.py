@@ -14,7 +14,11 @@ from tests.support.values import replace
 
 def group(name, count, backend="shm", ops=None):
     given = {} if ops is None else {"ops": tuple(one.value for one in ops)}
-    return GroupSpec(name=name, group_id=f"id of {name}", backend=backend, world_size=count, **given)
+    known = BUILT_IN.get(backend)
+    coalesces = known is not None and known.coalesces
+    return GroupSpec(
+        name=name, group_id=f"id of {name}", backend=backend, world_size=count, coalesces=coalesces, **given
+    )
 
 
 def membership(hosts, *, name="default", backend="shm", bitwise=True, ops=None, first=0):
@@ -25,7 +29,7 @@ def membership(hosts, *, name="default", backend="shm", bitwise=True, ops=None, 
     spec = group(name, len(hosts), backend, ops)
     participants = tuple(f"member {first + rank}" for rank in range(len(hosts)))
     known = BUILT_IN.get(backend)
-    told = {} if known is None else {"coalesces": known.coalesces, "chunk_nbytes": known.chunk_nbytes}
+    told = {} if known is None else {"chunk_nbytes": known.chunk_nbytes}
     return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise, **told)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -127,6 +128,38 @@ def test_what_is_nested_too_deep_is_named() -> None:
 def test_what_is_kept_has_no_obstacle(name: str) -> None:
     value = KEPT[name][0]
     assert isinstance(value, T) or obstacle(value, _is_t) == ""
+
+
+def _changed(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda given: given.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_changed("a", np.ones(4)), r"\['a'\] is float64\[4\].*, and was float64\[3\].* when it was returned"),
+        (_changed("c", np.ones(1)), r"\['c'\] is float64\[1\].*, and was not there when it was returned"),
+        (lambda given: given.pop("b"), r"\['b'\]\[0\] is gone, and was float64\[2\]"),
+        (lambda given: given.update(a=given.pop("a")), "its names are in another order"),
+        (_changed("b", (np.zeros(2),)), "or its lists are tuples"),
+        (_changed("a", 3), r"\['a'\] is an int"),
+    ],
+)
+def test_a_value_stands_for_the_tensors_of_now_or_says_what_is_different(
+    change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    given: dict[str, Any] = {"a": np.ones(3), "b": [np.zeros(2)]}
+    kept = Container.of(given, is_tensor)
+    assert kept is not None
+    assert kept.current() is kept
+    given["a"] = fresh = np.zeros(3)
+    found = kept.current()
+    assert isinstance(found, Container)
+    assert found.tensors[0] is fresh
+    change(given)
+    told_of = kept.current()
+    assert isinstance(told_of, str)
+    assert re.match(f".*{words}", told_of)
 
 
 class Computed(Mapping[str, Any]):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +28,9 @@ from raycollect.errors import (
 )
 from raycollect.pos import Store, description, tensors
 from raycollect.pos import fetch as fetching
-from raycollect.pos.fetch import _OutOfReach, _read_value, find, lending_s, serve
+from raycollect.pos.container import DEEPEST
+from raycollect.pos.fetch import _OutOfReach, _read_value, lending_s, serve
+from raycollect.pos.held import find
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party
 from tests.pure.fleet import contain
 from tests.pure.pos.wire import Wire
@@ -58,8 +61,12 @@ def _fetched(value: Any, domain: str = "") -> Any:
         [np.ones(1, bool), np.ones(3, "complex128"), np.ones(1, "int8"), np.arange(2.0)],
         {"layers": [(np.ones(3), np.zeros((2, 2), "int32"))], 7: np.ones(1, "float16")},
         [np.zeros(0), np.arange(3.0), np.arange(4.0)[2:2], np.array(1.0), np.arange(5)[5:], np.arange(2)],
+        reduce(lambda inner, _: [inner], range(DEEPEST), np.arange(3)),
     ],
-    ids=["transposed", "scalar", "empty", "big-endian", "bfloat16", "float8", "unaligned", "nested", "several empty"],
+    ids=[
+        *("transposed", "scalar", "empty", "big-endian", "bfloat16", "float8", "unaligned", "nested", "several empty"),
+        "deepest",
+    ],
 )
 def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, is_near: bool) -> None:
     monkeypatch.setattr(fetching, "LENT_FROM_NBYTES", 0)
@@ -307,6 +314,17 @@ def test_a_plan_waits_until_what_it_writes_was_read() -> None:
     serve(Slow(Fetch(key=KEY, domain=memory_domain())), store)  # type: ignore[arg-type]
     assert written.wait(WAIT_S)
     writer.join(WAIT_S)
+
+
+def test_a_client_that_was_lent_something_says_that_it_has_copied_it_and_nothing_else() -> None:
+    class Strange(Wire):
+        def receive(self, timeout_s: float | None = None) -> Any:
+            return super().receive() if timeout_s is None else Fetch(key=KEY)
+
+    store, wire = Store(), Strange(Fetch(key=KEY, domain=memory_domain()))
+    store.put(KEY, contain(tensors.zeros(100_000)))
+    with pytest.raises(ProtocolError, match="Fetch where Copied was due"):
+        serve(wire, store)  # type: ignore[arg-type]
 
 
 def test_what_was_read_too_late_is_not_believed() -> None:

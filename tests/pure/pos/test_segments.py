@@ -173,6 +173,7 @@ def test_what_lies_in_the_arena_is_located_and_nothing_else(segments: Segments) 
     segment, start = segments.arena.segment, segments.arena.address
     address = block[10:].ctypes.data
     assert segments.locate(address, 990) == BufferRef(segment, address - start, 990)
+    assert segments.locate(start, 5) == BufferRef(segment, 0, 5)
     assert segments.locate(start + segment.nbytes - 5, 5) == BufferRef(segment, segment.nbytes - 5, 5)
     for lo, nbytes in ((start - 1, 2), (start + segment.nbytes - 5, 6), (elsewhere.ctypes.data, 100), (0, 1)):
         assert segments.locate(lo, nbytes) is None

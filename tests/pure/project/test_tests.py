@@ -20,7 +20,6 @@ IMPORTED = frozenset(
     {
         "tests.faults.test_thread_faults",
         "tests.pure.backends.test_nccl_join",
-        "tests.pure.channel.test_message_faults",
         "tests.pure.group.test_thread_faults",
         "tests.pure.member.test_thread_faults",
         "tests.pure.planner.test_render",
@@ -34,7 +33,7 @@ MOST_PATCHES = {
     "pure": 3,
     "pure/backends": 56,
     "pure/captured": 3,
-    "pure/channel": 9,
+    "pure/channel": 11,
     "pure/cli": 4,
     "pure/core": 22,
     "pure/driver": 11,

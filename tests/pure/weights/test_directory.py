@@ -292,6 +292,11 @@ def scene(store):
     end(store, "one")
 
 
+def test_where_nothing_is_left_of_others_no_process_is_asked_for(made):
+    assert steps_of(made, lambda store: None, lambda: sweep("new")) == 1
+    assert steps_of(made, lambda store: publish(store, "new", "one"), lambda: sweep("new")) == 1
+
+
 def test_a_new_publisher_in_the_midst_of_a_sweep_keeps_what_it_writes(made):
     for step in range(steps_of(made, scene, lambda: sweep("new"))):
         store = made()

@@ -1,37 +1,21 @@
-"""A message that can't be taken in ends the connection that brought it, and no other: leases and a controller."""
+"""A controller and three leases without sockets, which work before a test, and are looked at after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
-import pytest
 
-from raycollect.channel.messages import (
-    Seen,
-)
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.driver import dispatch
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.errors import (
-    ParticipantDiedError,
-)
-from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.member.plan_queue import PlanQueue
 from raycollect.pos import Container
-from tests.faults.thread_failures import fail_at
 from tests.pure.driver.order_model import Fleet
-from tests.pure.member.leases import premises
 from tests.pure.sites import Ref
-from tests.support.waiting import wait_until
-
-__all__ = ["premises"]  # fixtures
 
 WAIT_S = 20.0
-BOOM = "TypeError: injected on"
 
 
 class Crew(Fleet):
@@ -52,9 +36,6 @@ class Crew(Fleet):
             asked.append(RequestKey(group, OpKind.ALLREDUCE, operands, ReduceOp.SUM, -1, -1, True, WAIT_S))
         return dispatch.send_plan(self.controller, tuple(asked), dict(refs), 1 << 20)
 
-    def look(self) -> Sequence[Seen | None]:
-        return self.controller.participants.look(self.memberships[0].members, WAIT_S)
-
     def assert_works(self) -> None:
         """What is new has no trace of what failed before: a tensor in whose midst a plan was aborted is dirty."""
         first = self.sites[0].hold(np.arange(3))
@@ -74,27 +55,3 @@ def crew_of() -> Iterator[Crew]:
         yield made
     finally:
         made.close()
-
-
-@pytest.mark.parametrize(
-    ("holder", "name"),
-    [
-        (ChannelExchange, "arrived"),
-        (PlanTracker, "arrive"),
-        (PlanTracker, "done"),
-        (PlanQueue, "received"),
-    ],
-)
-def test_a_message_that_can_not_be_taken_in_ends_its_connection_and_no_other(holder: Any, name: str) -> None:
-    with crew_of() as crew:
-        with fail_at(holder, name):
-            tracker = crew.sum()
-            assert tracker.wait(WAIT_S), "it hangs"
-        assert isinstance(tracker.error, ParticipantDiedError)
-        assert BOOM in tracker.error.detail
-        assert [site.peer.is_lost for site in crew.sites].count(True) == 1
-        for site in crew.sites:
-            assert site.peer.is_lost or wait_until(lambda site=site: site.lease._sequencer.has_ended(tracker.seq))
-
-
-# ---------------------------------------------------------------------------------------------- questions
