@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from raycollect.core import threads
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import InternalError, RaycollectError, Violation, anew, kept
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from raycollect.core import sockets, threads
 from raycollect.core.protocols import Communicator
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
     FaultError,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from raycollect.channel.messages import Answer, Ask, Drop, Gone, Message, Met, Publish
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import ConnectionLostError, GroupBrokenError, ProtocolError, RaycollectError
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator import GroupCommunicator

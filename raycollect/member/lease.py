@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from raycollect.channel import CompletionBellClient, Link, OrderBellClient, messages
 from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
-from raycollect.engine.execution import Execution, Keep, Outcome
-from raycollect.engine.fast_path import FastPath
+from raycollect.engine.run import Keep, Outcome, Run
 from raycollect.engine.step_program import CAPTURES, Invocation
 from raycollect.engine.step_runner import Invoke, StepRunner
 from raycollect.errors import (
@@ -90,7 +89,7 @@ class Lease:
         self._reporter = Reporter(link, runtime, self._sequencer)
         self._bell = bell
         self._groups = runtime.process_groups
-        self._running: dict[int, Execution | FastPath] = {}  # by the plan's number
+        self._running: dict[int, Run] = {}  # by the plan's number
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
@@ -198,7 +197,17 @@ class Lease:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
             self._exchanges[seq] = exchange
         try:
-            running = self._running[seq] = self._prepared(came, is_ordered, exchange, keep)
+            running = self._running[seq] = Run(
+                program,
+                seq,
+                self._groups.communicator,
+                self._runtime.instruments,
+                keys=came.keys,
+                aborted=partial(sequencer.reason, seq),
+                waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
+                exchange=exchange,
+                keep=keep,
+            )
             holds_up = order is not None and order.in_order
             with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=holds_up):
                 outcome = running.run()
@@ -209,29 +218,6 @@ class Lease:
         if isinstance(outcome.error, GroupBrokenError) and (reason := sequencer.reason(seq)):
             return replace(outcome, error=PlanAbortedError(detail=reason))  # the cause, not what came of it
         return outcome
-
-    def _prepared(
-        self, came: Came, is_ordered: bool, exchange: ChannelExchange | None, keep: Keep
-    ) -> Execution | FastPath:
-        seq, keys, program = came.ticket.seq, came.keys, came.program
-        communicators, instruments = self._groups.communicator, self._runtime.instruments
-        aborted = partial(self._sequencer.reason, seq)
-        if exchange is None and len(program.tasks) == 1:
-            fast = FastPath.of(program, [*map(self._store.current, keys)], instruments, communicators)
-            if fast is not None:
-                fast.seq, fast.keys, fast.aborted = seq, keys, aborted
-                return fast
-        return Execution(
-            program,
-            keys,
-            communicators,
-            instruments,
-            seq=seq,
-            aborted=aborted,
-            waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
-            exchange=exchange,
-            keep=keep,
-        )
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool, was_aborted: bool) -> None:
         # If all see each other, the last one tells for all that it went well. Who was told to abort answers for itself.

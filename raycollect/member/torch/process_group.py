@@ -19,7 +19,7 @@ from typing import Any
 
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError, Violation, refusal
 from raycollect.group.call_queue import CallQueue
 from raycollect.group.coordinator import ALL, name_of_ranks
@@ -81,22 +81,18 @@ class TorchStore:
         self._store = store
         self.host: str = _own_address(store)
 
-    def post(self, name: str, record: bytes) -> bool:
-        """Posts a record; False if there is one. Only rank 0 posts."""
-        if self._store.check([name]):
+    def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
+        """Posts a record; False if there is one, which is not to be replaced. Only rank 0 posts."""
+        if not replace and self._store.check([name]):
             return False
         self._store.set(name, record)
         return True
-
-    def replace(self, name: str, record: bytes) -> None:
-        """Posts a record in place of another."""
-        self._store.set(name, record)
 
     def read(self, name: str) -> bytes | None:
         """The record of that name, or None."""
         return bytes(self._store.get(name)) if self._store.check([name]) else None
 
-    def remove(self, name: str, record: bytes) -> None:
+    def remove(self, name: str) -> None:
         """Removes the record, once all have joined."""
         with suppress(RuntimeError):  # not all stores can
             self._store.delete_key(name)

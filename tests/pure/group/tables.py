@@ -10,7 +10,7 @@ from typing import Any
 from raycollect.backends.exchanged import Exchanged
 from raycollect.channel.messages import Gone, Message
 from raycollect.core.model import GroupSpec, Launch
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.process_group import ProcessGroup

@@ -9,7 +9,7 @@ import pytest
 
 from raycollect.channel.messages import Drop
 from raycollect.core import timers
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,

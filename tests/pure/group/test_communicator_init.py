@@ -12,7 +12,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.channel.messages import Gone, Meet, Message, Met, Withdraw
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,

@@ -16,7 +16,7 @@ import pytest
 from raycollect.channel import Hub
 from raycollect.core import timers
 from raycollect.core.model import GroupSpec
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import InternalError
 from raycollect.group import communicator_init, watchdog
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead

@@ -15,7 +15,7 @@ from raycollect import backends
 from raycollect.channel.messages import Done, Gone, Joined, Leave, Message
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import timers
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     GroupBrokenError,
     MismatchError,
@@ -42,7 +42,7 @@ __all__ = ["premises"]  # a fixture
 
 
 class Run:
-    """An `Execution` that runs nothing."""
+    """A run that runs nothing."""
 
     made: Sequence[dict[str, Any]] = ()
 
@@ -60,7 +60,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[[Sequenc
 
     Gives what the program does where an operand is not there: None, or how it tells that it waits.
     """
-    monkeypatch.setattr(lease, "Execution", Run)
+    monkeypatch.setattr(lease, "Run", Run)
 
     def run(ordered: Sequence[bool]) -> Any:
         groups = [group(f"group {at}", (5, 6 + at)) for at in range(len(ordered))]
@@ -191,12 +191,8 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
     told: list[Any] = []
 
     def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
-        methods = {
-            "close": lambda: told.append("closed"),
-            "abort": lambda seq: None,
-            "lost": lambda rank: False,
-        } | methods
-        made = SimpleNamespace(**methods)
+        given = {"close": lambda: told.append("closed"), "abort": lambda seq: None, "lost": lambda rank: False}
+        made = SimpleNamespace(**{**given, **methods})
         monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
         before = apart()
         here, heard = leased(premises)
@@ -213,7 +209,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
             def abort(self) -> None:
                 told.append("aborted")
 
-        monkeypatch.setattr(lease, "Execution", Interrupted)
+        monkeypatch.setattr(lease, "Run", Interrupted)
         tracker = flying(asked(both, (0, 1)))
         order = encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0)))
         assert here.run_program(order, None) is None

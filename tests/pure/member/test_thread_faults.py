@@ -60,7 +60,9 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
     monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]
 ) -> None:
     monkeypatch.setattr(lease, "LAST_S", 0.0)
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int))
+    monkeypatch.setattr(
+        backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int, lost=lambda _: False)
+    )
     here, heard = leased
     here.received(join())
     assert heard.next(Joined).error is None
