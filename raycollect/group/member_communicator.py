@@ -209,7 +209,7 @@ class MemberCommunicator(GroupCommunicator):
         if call.recalled:
             leave(raised or PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.conflict}"))
         # Denied, or the connection to a rank that has said nothing: only this rank knows of it
-        leave(raised if isinstance(raised, RefusedError | GroupBrokenError) else None)
+        leave(raised if isinstance(raised, RefusedError | GroupBrokenError | PlanAbortedError) else None)
         if raised is not None:
             raise anew(raised)
 
