@@ -21,9 +21,6 @@ from raycollect.pos.segments import Segments
 CLOSE_S = 5.0
 """How long a thread of the user's waits until a backend has released a communicator; that goes on aside."""
 
-_ON_TCP = ("gloo", "torch:gloo")
-"""Backends whose communicators of two ranks need no library: between two ranks they use plain sockets anyway."""
-
 
 def form(hub: HubClient, deadline_s: float) -> Communicator | None:
     """Has the backend's factory make the communicator for which the ranks have met; None: another rank gave up.
@@ -63,8 +60,8 @@ def _make(
     group_id = f"{owner.spec.group_id}/{hub.name}/{exchange.generation}"
     hosts = tuple(owner.spec.hosts[rank] for rank in hub.ranks) if owner.spec.hosts else ()
     spec = replace(owner.spec, group_id=group_id, world_size=len(hub.ranks), hosts=hosts)
-    if hub.name != ALL and spec.backend in _ON_TCP:
-        spec = replace(spec, backend="tcp", options=())  # the options are the library's
+    if hub.name != ALL and (other := backends.get(spec.backend).pairs):
+        spec = replace(spec, backend=other, options=())  # the options are the library's
     try:
         with on_device(device):
             made = make_communicator(spec, hub.ranks.index(owner.rank), rendezvous, exchange, owner.host)
