@@ -69,7 +69,7 @@ class RaycollectPlayer:
         return col.empty(size, dtype="float32") if self._arena else ordinary(size)
 
     def bind(self, operands: Operands) -> Callable[[], Any]:
-        """One launch of one kernel, as `raycollect.engine.execution` runs a program."""
+        """One launch of one kernel, as `raycollect.engine.run` runs a program."""
         communicator, ranks, seqs = self._communicator, self._ranks, self._seqs
         kernel, most = _kernel(operands)
         whole = replace(kernel, most=most)

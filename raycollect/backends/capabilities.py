@@ -39,10 +39,12 @@ class Capabilities:
         one_process: Whether all ranks must be in one process.
         coalesces: Whether its `launch` runs several kernels with fewer synchronizations of the ranks than one by one.
         chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
+        resumes: Whether its communicator works on after a launch that has failed on some ranks, once all begin the next
+            one with a number above those that any of them has seen; else the ranks make a new one.
+        pairs: The backend of communicators of two ranks for point-to-point calls; empty: itself.
         pricing: How it moves data, for the choice of algorithms and predicted times; by default by rings, as most
             libraries do.
         own_tensors: Whether, on devices, it takes no tensors but those of its library, so that others can't be staged.
-        pairs: The backend that serves communicators of two ranks, where another one does; empty: this one.
         chip_map: Whether it takes the option ``chip_map`` of a rank table.
         tested: Whether this project's own tests run it.
 
@@ -65,9 +67,10 @@ class Capabilities:
     one_process: bool = False
     coalesces: bool = False
     chunk_nbytes: int = -1
+    resumes: bool = False
+    pairs: str = ""
     pricing: Pricing = BY_RINGS
     own_tensors: bool = False
-    pairs: str = ""
     chip_map: bool = False
     tested: bool = False
 
@@ -172,6 +175,7 @@ _LINES = (
         pricing=_MEMORY,
         coalesces=True,
         chunk_nbytes=2 << 20,
+        resumes=True,
         tested=True,
     ),
     Capabilities(
@@ -183,6 +187,7 @@ _LINES = (
         cross_host=True,
         pricing=Pricing(transport="mesh", by_host=True),
         chunk_nbytes=12 << 20,
+        resumes=True,
         tested=True,
     ),
     Capabilities(
@@ -196,7 +201,7 @@ _LINES = (
         bitwise=False,
         cross_host=True,
         pricing=Pricing(transport="mesh", rings=RINGS_OF_GLOO, by_host=True),
-        pairs="tcp",
+        pairs="tcp",  # between two ranks it uses plain sockets anyway
         chunk_nbytes=12 << 20,
         tested=True,
     ),

@@ -95,7 +95,7 @@ def line_of(backend: str, times: Mapping[int, float]) -> Measured:
         f"measured: half of the least median of {_BLOCK} round trips between two processes of one host, "
         f"{min(times)} to {max(times)} bytes; times are within a factor of {misfit:.2f} of the line"
     )
-    return Measured(place="inside", backend=backend, link=link, how=how)
+    return Measured(place="inside", backend=backend, latency_s=link.latency_s, bandwidth=link.bandwidth, how=how)
 
 
 # ---------------------------------------------------------------------------------------------- in the two processes

@@ -82,7 +82,7 @@ class ControllerMessages:
         if tracker is not None or not message.seq:
             coordinators.spread(peer, message, () if tracker is None else tracker.plan.participants)
 
-    def _depart(self, peer: ParticipantLink, message: messages.Depart) -> None:
+    def _depart(self, peer: ParticipantLink, message: messages.Gone) -> None:
         """A member has left by itself: it is answered, and the driver can't use the group any more either."""
         groups = self._controller.groups
         if message.group_id in groups.coordinators:
@@ -164,10 +164,10 @@ _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]
     messages.Joined: lambda mine, peer, message: mine._controller.participants.joined(message),
     messages.Arrive: ControllerMessages._arrive,
     messages.Behind: ControllerMessages._behind,
-    messages.Depart: ControllerMessages._depart,
     messages.Done: ControllerMessages._done,
     messages.Ran: ControllerMessages._ran,
     messages.Waiting: ControllerMessages._waiting,
+    messages.Gone: ControllerMessages._depart,
     messages.Stuck: ControllerMessages._stuck,
     messages.Publish: ControllerMessages._publish,
     **dict.fromkeys(

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from raycollect.channel.messages import Deny, Met, Stuck
+from raycollect.channel.messages import Met, Stuck
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import ProtocolError, to_wire
@@ -68,5 +68,5 @@ class Coordinators:
             except ProtocolError as exc:
                 if not isinstance(message, Met):
                     raise
-                denial = Deny(group_id=message.group_id, communicator=message.communicator, call=0, error=to_wire(exc))
+                denial = replace(message, call=0, blobs=[], error=to_wire(exc))
                 self._peers.deliver(membership.participants, [(rank, denial)])

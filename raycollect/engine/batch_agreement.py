@@ -1,7 +1,7 @@
-"""The agreement of a plan with several requests.
+"""The agreement of all requests of a plan; a single call is a batch of one.
 
-A plan of one request has the arrivals of `agreement`, one per rank. In a batch each participant brings those of all its
-requests of a round in one message; requests that look alike share one arrival in it.
+In each round a participant brings the arrivals (`agreement`) of all its requests of that round in one message; requests
+that look alike share one arrival in it.
 """
 
 from __future__ import annotations
@@ -72,30 +72,42 @@ class BatchAgreement:
         Raises:
             ProtocolError: It is not what participants of this plan bring.
         """
-        program = self._program
-        if not is_batch(program):
-            task = program.tasks[0]
-            verdict = self.verdicts[task.request] = judge(program.shares[task.share].ranks, tuple(blobs))
-            return verdict.violations
         now = set[int]()
         for known, blob in zip(self._brought, blobs, strict=True):
-            conflict, arrivals = decode_arrivals(blob)
+            conflict, arrivals = decode_arrivals(bytes(blob))
             self.conflict |= conflict
             known.update(arrivals)
             now.update(arrivals)
-        found = list[Violation]()
+        found, is_single = list[Violation](), not is_batch(self._program)
         for request in sorted(now):
-            verdict = self.verdicts[request] = self._judge(request)
-            found += (replace(violation, call=request) for violation in verdict.violations)
+            violations = self._judge(request).violations
+            found += violations if is_single else (replace(violation, call=request) for violation in violations)
         return tuple(found)
 
     def _judge(self, request: int) -> Verdict:
         # A participant with nothing new on the request in this round stands by what it brought before.
+        program, brought = self._program, self._brought
         try:
-            if self._program.everyone:
-                ranks, places = self._program.everyone[request]
-                return judge(ranks, tuple([self._brought[place][request] for place in places]))
-            task = self._program.tasks[request]
-            return judge(self._program.shares[task.share].ranks, tuple([known[request] for known in self._brought]))
+            if program.everyone:
+                ranks, places = program.everyone[request]
+                brought = [brought[place] for place in places]
+            else:
+                ranks = program.shares[program.tasks[request].share].ranks
+            verdict = self.verdicts[request] = judge(ranks, tuple([known[request] for known in brought]))
+            return verdict
         except LookupError as exc:
             raise ProtocolError(detail=f"request {request} was not brought by all of its ranks") from exc
+
+
+def alone(arrival: bytes) -> bytes:
+    """Writes the arrival of a plan's only request; the inverse of `of_alone`."""
+    return encode_arrivals({0: arrival}, conflict=False)
+
+
+def of_alone(data: bytes) -> bytes:
+    """Reads the arrival of a plan's only request; raises ProtocolError on other bytes."""
+    _, arrivals = decode_arrivals(bytes(data))
+    try:
+        return arrivals[0]
+    except LookupError as exc:
+        raise ProtocolError(detail="an agreement of another plan") from exc

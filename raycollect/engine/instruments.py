@@ -8,9 +8,9 @@ from typing import Any
 
 from raycollect.backends import arrays
 from raycollect.core.model import TensorInfo
-from raycollect.core.protocols import Faults, NoFaults
+from raycollect.core.protocols import Faults
 from raycollect.engine.fusion_buffer import FusionPool
-from raycollect.engine.run_cache import RunShapes
+from raycollect.engine.run_cache import RunCache
 from raycollect.observe import Recorder, Tracer
 from raycollect.pos import Store
 
@@ -34,8 +34,8 @@ class Instruments:
     store: Store
     recorder: Recorder  # of events, for error reports
     clock: Callable[[], float]  # in seconds; never goes back
-    faults: Faults = field(default_factory=NoFaults)  # where tests inject failures
+    faults: Faults | None = None  # that tests inject
     allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
     staging: FusionPool = field(default_factory=FusionPool)
-    shapes: RunShapes = field(default_factory=RunShapes)
+    cache: RunCache = field(default_factory=RunCache)
     tracer: Tracer = field(default_factory=Tracer)

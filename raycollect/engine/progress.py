@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from raycollect.backends import arrays
 from raycollect.core.kernel_progress import LENT
-from raycollect.core.model import Kernel
-from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep
-from raycollect.engine.spans import label_of_bundle, nbytes_of
+from raycollect.core.model import Kernel, OpKind
+from raycollect.engine.agreement import Verdict
+from raycollect.engine.steps import Boxes, Bundle, Staged, Step
+
+# The operations whose bytes are those that all ranks give together; of others what one rank holds in full.
+_SUMMED = frozenset({OpKind.ALLGATHER.value, OpKind.GATHER.value})
 
 
 class BytesDone(NamedTuple):
@@ -24,54 +28,80 @@ NOWHERE = BytesDone()  # before the agreement
 
 
 class ByteMap:
-    """The bytes of a schedule, kernel by kernel.
+    """The bytes of a run, kernel by kernel.
 
     Each bundle counts with the bytes of its collectives, as in timelines; its kernels share these by what they read.
     """
 
-    def __init__(self, schedule: KernelSchedule) -> None:
-        self._before: dict[int, float] = {}  # the id of a move -> the bytes before it
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        self._before: dict[int, float] = {}  # the id of a step -> the bytes before it
         self._scale: dict[int, float] = {}  # the same -> the bytes of the bundle for each that a kernel reads
         self._sizes: dict[int, Sequence[int]] = {}
         done = 0.0
-        for scheduled in schedule.bundles:
-            moves = [move for move in scheduled.moves if move.kernels]
-            read = [sum(map(_nbytes, move.kernels)) for move in moves]
-            weight = label_of_bundle(scheduled).nbytes if any(read) else 0
+        for bundle in bundles:
+            steps = [step for step in bundle.steps if step.kernels]
+            read = [sum(map(nbytes_read, step.kernels)) for step in steps]
+            weight = nbytes_of_bundle(bundle) if any(read) else 0
             scale = weight / sum(read) if weight else 0.0
-            for move, before in zip(moves, accumulate(read, initial=0), strict=False):
-                self._place(move, done + before * scale, scale)
+            for step, before in zip(steps, accumulate(read, initial=0), strict=False):
+                self._place(step, done + before * scale, scale)
             done += weight
-        self._schedule = schedule  # so that nothing else gets an id of its moves
+        self._bundles = bundles  # so that nothing else gets an id of its steps
         self.total: int = int(done)
 
-    def _place(self, move: LaunchStep, before: float, scale: float) -> None:
-        self._before[id(move)], self._scale[id(move)] = before, scale
-        for other in move.instead:
-            self._place(other, before, scale)
-            before += sum(map(_nbytes, other.kernels)) * scale
+    def _place(self, step: Step, before: float, scale: float) -> None:
+        step = step.inner if isinstance(step, Staged) else step
+        self._before[id(step)], self._scale[id(step)] = before, scale
+        if isinstance(step, Boxes):
+            for other in step.otherwise:
+                self._place(other, before, scale)
+                before += sum(map(nbytes_read, other.kernels)) * scale
 
-    def at(self, move: LaunchStep | None, left: int, part: float) -> BytesDone:
+    def at(self, step: Step | None, left: int, part: float) -> BytesDone:
         """Returns the progress, of the latest step begun and those of its kernels that have not ended.
 
         `part`: how many of these are done, see `KernelProgress.part`.
         """
-        if move is None or id(move) not in self._before:
+        if step is None or id(step) not in self._before:
             return BytesDone(0, self.total)
-        sizes = self._sizes.get(id(move))
+        sizes = self._sizes.get(id(step))
         if sizes is None:
-            sizes = self._sizes[id(move)] = [_nbytes(one) for one in move.kernels]
+            sizes = self._sizes[id(step)] = list(map(nbytes_read, step.kernels))
         first = max(len(sizes) - left, 0)
-        scale, ended, rest = self._scale[id(move)], sum(sizes[:first]), sizes[first:]
+        scale, ended, rest = self._scale[id(step)], sum(sizes[:first]), sizes[first:]
         under_way, lent = 0.0, 0.0
         if part == LENT:
             lent = sum(rest)
         elif rest:
             whole = min(int(part), len(rest) - 1)
             under_way = sum(rest[:whole]) + rest[whole] * min(part - whole, 1.0)
-        done = self._before[id(move)] + (ended + under_way) * scale
+        done = self._before[id(step)] + (ended + under_way) * scale
         return BytesDone(min(int(done), self.total), self.total, int(lent * scale))
 
 
-def _nbytes(kernel: Kernel) -> int:
-    return nbytes_of(kernel.dst if kernel.src is None else kernel.src)
+def nbytes_of_bundle(bundle: Bundle) -> int:
+    """The bytes of the collectives of a bundle, as timelines count them."""
+    nbytes = sum(agreed_nbytes(bundle.share.op, one) for one in bundle.verdicts)
+    if not nbytes:  # a reshard, of whose bytes the agreement does not hear: what this rank sends
+        nbytes = sum(_nbytes(one.src) for step in bundle.steps for one in step.kernels)
+    return nbytes
+
+
+def agreed_nbytes(op: str, verdict: Verdict) -> int:
+    """The bytes of a collective on which all have agreed."""
+    given = [0 if one.gives is None else sum(info.nbytes for info in one.gives.tensors) for one in verdict.specs]
+    return sum(given) if op in _SUMMED else max(given, default=0)
+
+
+def nbytes_read(kernel: Kernel) -> int:
+    """The bytes that a kernel reads, or takes where it reads nothing."""
+    return _nbytes(kernel.dst if kernel.src is None else kernel.src)
+
+
+def _nbytes(side: Any) -> int:
+    if side is None:
+        return 0
+    if type(side) is tuple:
+        return sum(map(_nbytes, side))
+    nbytes = getattr(side, "nbytes", None)
+    return int(nbytes) if isinstance(nbytes, int) else arrays.describe(side).nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raycollect.core.model import Key
 from raycollect.core.protocols import Exchange
 from raycollect.core.threads import message_of
-from raycollect.engine.execution import Execution, Outcome
-from raycollect.engine.fast_path import FastPath
-from raycollect.engine.program_operands import MissingOperand
+from raycollect.engine.run import Run
 from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation
 from raycollect.engine.value_codec import unpack_value
 from raycollect.errors import MethodError, PlanAbortedError, ProtocolError, RaycollectError, RefusedError, anew
@@ -64,7 +62,7 @@ class MethodCall:
         return len(slots) - 1
 
     def do(
-        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, landed: Callable[[], None] | None
+        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, succeeded: Callable[[], None] | None
     ) -> None:
         """Calls the method, and puts what it returns into its slot."""
         runner = self._runner
@@ -104,8 +102,7 @@ class PlanCall:
         self._kept_agreement = not self._program.agreement.group_id  # by the controller
         self._inputs = one.inputs
         self._outputs = one.outputs
-        self._fast_path: FastPath | None = None
-        self.nbytes: int = 0  # in its first run; 0: it had none
+        self.nbytes: int | None = None  # of a run; None: it had none
         if self._program.keys != len(one.inputs):
             raise ProtocolError(detail=f"{len(one.inputs)} operands for a program of {self._program.keys}")
         keys = [step_program.keys[slot] for slot in one.inputs]
@@ -122,7 +119,7 @@ class PlanCall:
         return f"{calls([self.step + task.request for task in program.tasks])} of the step, {program.name}"
 
     def do(
-        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, landed: Callable[[], None] | None
+        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, succeeded: Callable[[], None] | None
     ) -> None:
         """Runs the plan on what is in its slots."""
         runner, seq = self._runner, seq + self._offset
@@ -134,50 +131,26 @@ class PlanCall:
             held.append(value)
         for slot in self._outputs:
             slots[slot] = None
-        fast_path = self._fast_path
-        if fast_path is None or not fast_path.fits(held):
-            fast_path = self._fast_path = None if self._outputs else self._recall(held)
-        if fast_path is not None:
-            fast_path.seq, fast_path.keys = seq, self._same or self._keys_now()
-            fast_path.aborted, fast_path.landed, fast_path.step = aborted, landed, runner.step
-            runner.begin(fast_path)
-            outcome = fast_path.run()
-        else:
-            outcome = self._in_full(seq, held, aborted, exchange)
+        run = Run(
+            self._program,
+            seq,
+            runner.communicators,
+            runner.instruments,
+            aborted=aborted,
+            operands=held,
+            keys=self._same or self._keys_now(),
+            exchange=exchange(self._program, seq) if self._kept_agreement else None,
+            succeeded=None if self._outputs else succeeded,  # they are put into their slots first
+            slot=runner.step,
+        )
+        runner.begin(run)
+        outcome = run.run()
+        if self.nbytes is None:
+            self.nbytes = run.bytes_done().total or None
         if outcome.error is not None:
             raise anew(self._moved(outcome.error))
         for slot, made in zip(self._outputs, outcome.outputs, strict=True):
             slots[slot] = made
-
-    def _recall(self, held: Sequence[Container | MissingOperand]) -> FastPath | None:
-        runner = self._runner
-        found = FastPath.of(self._program, held, runner.instruments, runner.communicators, is_kept=True)
-        if found is not None and not self.nbytes:  # another plan of the step has found out for this one, too
-            self.nbytes = found.nbytes
-        return found
-
-    def _in_full(
-        self,
-        seq: int,
-        held: Sequence[Container | MissingOperand],
-        aborted: Callable[[], str | None],
-        exchange: Exchanges,
-    ) -> Outcome:
-        runner, program = self._runner, self._program
-        execution = Execution(
-            program,
-            self._same or self._keys_now(),
-            runner.communicators,
-            runner.instruments,
-            seq=seq,
-            aborted=aborted,
-            held=held,
-            exchange=exchange(program, seq) if self._kept_agreement else None,
-        )
-        runner.begin(execution)
-        outcome = execution.run()
-        self.nbytes = self.nbytes or execution.bytes_done().total
-        return outcome
 
     def _keys_now(self) -> tuple[Key, ...]:
         run8 = self._runner.run8

@@ -21,11 +21,10 @@ from msgspec.structs import replace
 from raycollect.backends import arrays
 from raycollect.core.model import TENSOR, TensorInfo
 from raycollect.core.protocols import Communicator
-from raycollect.engine.execution import Execution
-from raycollect.engine.fast_path import FastPath
 from raycollect.engine.instruments import Instruments
-from raycollect.engine.program_operands import MissingOperand, missing
+from raycollect.engine.missing_operand import MissingOperand, missing
 from raycollect.engine.progress import NOWHERE, BytesDone
+from raycollect.engine.run import Run
 from raycollect.engine.step_actions import Exchanges, MethodCall, PlanCall, value_of
 from raycollect.engine.step_program import Invocation, StepProgram
 from raycollect.engine.value_codec import pack_values, unpack_values
@@ -81,7 +80,7 @@ class StepRunner:
         self._seq = 0  # the run under way; 0: none
         self._aborted: dict[int, str] = {}  # why runs were aborted, by their numbers
         self._is_over = False  # whether all that come are aborted
-        self._execution: Execution | FastPath | None = None
+        self._plan: Run | None = None  # the plan under way
         self._at = 0  # which action is under way
         self._actions: list[MethodCall | PlanCall] = [
             MethodCall(one, self) if isinstance(one, Invocation) else PlanCall(one, self)
@@ -98,7 +97,7 @@ class StepRunner:
         *,
         aborted: dict[int, str],
         exchange: Exchanges = lambda program, seq: None,
-        landed: Callable[[], None] | None = None,
+        succeeded: Callable[[], None] | None = None,
         step: RunStep | None = None,
     ) -> bytes:
         """Runs it once, and returns what `pack_values` makes of its results.
@@ -109,7 +108,7 @@ class StepRunner:
             aborted: Why runs were aborted, by their numbers; looked at before each method, and by plans before each
                 launch. `abort` notes the run there.
             exchange: See `Exchanges`.
-            landed: Called where there are no results, as soon as all visible work is done; or not at all.
+            succeeded: Called where there are no results, as soon as all visible work is done; or not at all.
             step: The slot of this thread, if the caller has it at hand.
 
         Raises:
@@ -123,7 +122,7 @@ class StepRunner:
         self._runs += 1
         self.run8 = self._runs.to_bytes(8, "little")
         if step_program.returns or step_program.kept:
-            landed = None
+            succeeded = None
         if step is None:
             step = run_steps.here()
         self.step = step
@@ -132,16 +131,16 @@ class StepRunner:
             if step_program.arguments or arguments:
                 self._take(arguments)
             for at, action in enumerate(self._actions):
-                self._execution = None  # the last one may keep tensors
+                self._plan = None  # the last one may keep tensors
                 self._at, step.action, step.at = at, action, ""
-                action.do(seq, why, exchange, landed if action is self._final else None)
+                action.do(seq, why, exchange, succeeded if action is self._final else None)
             if step_program.kept:
                 self._keep(seq, step_program.kept)
             return self._results() if step_program.returns else b""
         finally:
             step.action = None  # else it would keep the values
             with self._lock:
-                self._seq, self._execution = 0, None
+                self._seq, self._plan = 0, None
 
     def _keep(self, seq: int, slots: Sequence[int]) -> None:
         with self._lock:
@@ -163,14 +162,15 @@ class StepRunner:
             if not self._seq or seq not in (0, self._seq):
                 return
             self._aborted.setdefault(self._seq, _ABORTED)  # who aborts the run has said why, who ends all has not
-            if self._execution is not None:  # under the lock: a `FastPath` is the next run's, too
-                self._execution.abort()
+            plan = self._plan
+        if plan is not None:
+            plan.abort()
 
     def seq_with(self, group_id: str) -> int:
         """The run under way, if it is at a plan that uses a group; else 0. Any thread may call it."""
         with self._lock:
-            execution = self._execution
-            return self._seq if execution is not None and group_id in execution.program.group_ids else 0
+            plan = self._plan
+            return self._seq if plan is not None and group_id in plan.program.group_ids else 0
 
     def stop(self) -> None:
         """Does the same to the run under way and all that come; any thread may call it."""
@@ -186,9 +186,9 @@ class StepRunner:
         with self._lock:
             if not seq or seq != self._seq:
                 return None
-            at, execution, actions = self._at, self._execution, self._actions
-        now = NOWHERE if execution is None else execution.bytes_done()
-        plans = [(place, one.nbytes) for place, one in enumerate(actions) if type(one) is PlanCall]
+            at, plan, actions = self._at, self._plan, self._actions
+        now = NOWHERE if plan is None else plan.bytes_done()
+        plans = [(place, one.nbytes or 0) for place, one in enumerate(actions) if type(one) is PlanCall]
         before = sum(nbytes for place, nbytes in plans if place < at)
         after = sum(nbytes for place, nbytes in plans if place > at)
         mine = now.total or sum(nbytes for place, nbytes in plans if place == at)
@@ -202,13 +202,13 @@ class StepRunner:
         self._known = _Known(0)
         self._actions, self._final = [], None
 
-    def begin(self, execution: Execution | FastPath) -> None:
+    def begin(self, plan: Run) -> None:
         """Notes which plan is under way; raises PlanAbortedError where the run was aborted."""
         with self._lock:  # an abort comes either before, and is seen here, or after, and finds the plan
             reason = self._aborted.get(self._seq)
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            self._execution = execution
+            self._plan = plan
 
     def operand(self, slot: int) -> Container | MissingOperand:
         """The value of a slot as collectives take it."""

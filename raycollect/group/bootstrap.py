@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from raycollect import backends
 from raycollect.channel import Hub, Link
-from raycollect.channel.messages import Depart, Message, Refused, Welcome
+from raycollect.channel.messages import Gone, Message, Refused, Welcome
 from raycollect.channel.protocol import OTHER_VERSION
 from raycollect.core.codec import Codec
 from raycollect.core.model import Address, GroupSpec
@@ -84,7 +84,7 @@ def lead(
     """
     name, world_size = request.spec.name, request.spec.world_size
     server = CoordinatorServer(store.host, request.spec, request.me.who)
-    record = Record(address=server.address, who=request.me.who).to_bytes()
+    record = Record.of(server.address, request.me.who).to_bytes()
     if world_size > 1:
         try:
             _post(request, store, record, hub)
@@ -101,7 +101,7 @@ def lead(
         tracer=request.tracer,
     )
     server.attach(process_group)
-    retract = partial(store.remove, name, record)
+    retract = partial(_retract, store, name, record)
     try:
         _agree(process_group, request)
         server.complete = True
@@ -129,9 +129,16 @@ def _post(request: BootstrapRequest, store: BootstrapStore, record: bytes, hub: 
             detail = f"rank 0 of a group of this name waits for its members already: {there.who}"
             raise GroupExistsError(group_name=request.spec.name, detail=detail)
         if is_alive is None or time.monotonic() > until_s:
-            store.replace(request.spec.name, record)
+            store.post(request.spec.name, record, replace=True)
             return
         time.sleep(_POLL_S[0])  # it removes its record itself, and might remove the one in its place
+
+
+def _retract(store: BootstrapStore, name: str, record: bytes) -> None:
+    """Removes a record that was not replaced."""
+    with suppress(OSError, InvalidGroupError):  # those who connect find out that it is stale
+        if store.read(name) == record:
+            store.remove(name)
 
 
 def _look(store: BootstrapStore, name: str) -> Record | str | None:
@@ -184,7 +191,7 @@ class _Uplink:
         """Says goodbye."""
         if self.link is not None:
             with suppress(ConnectionLostError):
-                self.link.send(Depart(group_id=""))
+                self.link.send(Gone(group_id="", rank=-1, died=False, detail=""))
             self.link.close()
 
     def received(self, link: Link, message: Message) -> None:
@@ -205,7 +212,7 @@ class _Uplink:
         self._answers.put(kept(reason))
         process_group, self._process_group = self._process_group, None  # which holds this
         if process_group is not None:
-            actor = process_group.actor(0)
+            actor = process_group.member.actor(0)
             detail = f"its process, which relays for the group, ended ({reason.detail})"
             died = ParticipantDiedError(group_name=process_group.name, rank=0, actor=actor, detail=detail)
             process_group.orphaned(died)

@@ -12,11 +12,12 @@ import os
 import stat
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 from urllib.parse import quote, urlparse
 
-from msgspec.structs import replace
+from msgspec import Meta
 
 from raycollect.core import files
 from raycollect.core.codec import Codec, Wire
@@ -29,8 +30,6 @@ MOST_RECORD_NBYTES = 4096
 MOST_WHO = 200
 """The longest name of a process, in characters."""
 
-_SECRET_NBYTES = 32
-_MOST_HOST = 255  # characters
 _MOST_FILE_NAME = 128
 """A longer group name is hashed for its file: some file systems take no more than 143 bytes."""
 
@@ -41,12 +40,24 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a 
 class Record(Wire, frozen=True, kw_only=True):
     """Where rank 0 listens, with the key of the group's channel, and what a person calls its process."""
 
-    address: Address
-    who: str
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    who: Annotated[str, Meta(max_length=MOST_WHO)]
+
+    @classmethod
+    def of(cls, address: Address, who: str) -> Record:
+        """The record of a process that listens there."""
+        return cls(host=address.host, port=address.port, secret=address.secret, who=who[:MOST_WHO])
+
+    @property
+    def address(self) -> Address:
+        """Where rank 0 listens."""
+        return Address(host=self.host, port=self.port, secret=self.secret)
 
     def to_bytes(self) -> bytes:
         """Packs the record."""
-        return _RECORDS.encode(replace(self, who=self.who[:MOST_WHO]))
+        return _RECORDS.encode(self)
 
     @classmethod
     def from_bytes(cls, record: bytes) -> Record:
@@ -54,22 +65,12 @@ class Record(Wire, frozen=True, kw_only=True):
         if len(record) > MOST_RECORD_NBYTES:
             raise _malformed(f"it is longer than {MOST_RECORD_NBYTES} bytes")
         try:
-            found = _RECORDS.decode(record)
+            return _RECORDS.decode(record)
         except ProtocolError as exc:
             raise _malformed(exc.detail) from None
-        address = found.address
-        wrong = {
-            "host": not 0 < len(address.host) <= _MOST_HOST,
-            "port": not 0 < address.port < 1 << 16,
-            "secret": len(address.secret) != _SECRET_NBYTES,
-            "who": len(found.who) > MOST_WHO,
-        }
-        if any(wrong.values()):
-            raise _malformed(f"no such {' or '.join(name for name, is_wrong in wrong.items() if is_wrong)} can be")
-        return found
 
 
-_RECORDS = Codec[Record](Record, "record of rank 0", version=1)
+_RECORDS = Codec[Record](Record, "record of rank 0", version=2)
 
 
 def _malformed(why: str) -> InvalidGroupError:
@@ -81,20 +82,16 @@ class BootstrapStore(Protocol):
 
     host: str
 
-    def post(self, name: str, record: bytes) -> bool:
-        """Posts a record; False if there is one of that name."""
-        ...
-
-    def replace(self, name: str, record: bytes) -> None:
-        """Posts a record in place of another."""
+    def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
+        """Posts a record; False if there is one of that name, which is not to be replaced."""
         ...
 
     def read(self, name: str) -> bytes | None:
         """The record of that name, or None; InvalidGroupError: it is none, and may be replaced."""
         ...
 
-    def remove(self, name: str, record: bytes) -> None:
-        """Removes a record, unless it was replaced."""
+    def remove(self, name: str) -> None:
+        """Removes the record of that name, which is there."""
         ...
 
     def where(self, name: str) -> str:
@@ -135,19 +132,15 @@ class DirectoryBulletin:
         """Another process opens it for itself."""
         return DirectoryBulletin, (self._path, self.host)
 
-    def post(self, name: str, record: bytes) -> bool:
-        """Posts a record; False if there is one of that name."""
-        with self._written(record) as fresh:
+    def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
+        """Posts a record, whole or not at all; False if there is one of that name, which is not to be replaced."""
+        move = os.rename if replace else partial(os.link, follow_symlinks=False)
+        with self._translated(), files.unfinished(self._fd, record, 0o600) as fresh:
             try:
-                os.link(fresh, _file_name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+                move(fresh, _file_name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd)
             except FileExistsError:
                 return False
         return True
-
-    def replace(self, name: str, record: bytes) -> None:
-        """Posts a record in place of another."""
-        with self._written(record) as fresh:
-            os.rename(fresh, _file_name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def read(self, name: str) -> bytes | None:
         """The record of that name; InvalidGroupError: it is no file of this user, or too long."""
@@ -167,21 +160,13 @@ class DirectoryBulletin:
         except OSError as exc:
             raise _malformed(f"it can't be read: {exc.strerror}") from exc
 
-    def remove(self, name: str, record: bytes) -> None:
-        """Removes a record, unless it was replaced."""
-        with contextlib.suppress(OSError, InvalidGroupError):  # those who connect find out that it is stale
-            if self.read(name) == record:
-                os.unlink(_file_name(name), dir_fd=self._fd)
+    def remove(self, name: str) -> None:
+        """Removes the record of that name."""
+        os.unlink(_file_name(name), dir_fd=self._fd)
 
     def where(self, name: str) -> str:
         """The path of the record."""
         return str(self._path / _file_name(name))
-
-    @contextlib.contextmanager
-    def _written(self, record: bytes) -> Iterator[str]:
-        """A whole record under a temporary name, so that nobody reads half of it; removed unless renamed."""
-        with self._translated(), files.unfinished(self._fd, record, 0o600) as fresh:
-            yield fresh
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

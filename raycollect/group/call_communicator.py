@@ -1,4 +1,4 @@
-"""A member communicator as one call sees it."""
+"""A communicator as one call of a member sees it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from typing import Any
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError, RaycollectError
-from raycollect.group.hub_client import HubClient
+from raycollect.group.coordinator_client import Call, CoordinatorClient
 
 
 class CallCommunicator:
-    """A backend's communicator by the group's ranks. Methods are those of `Communicator`.
+    """A backend's communicator by the group's ranks, within the time of a call. Methods are those of `Communicator`.
 
     Attributes:
-        deadline_s: Until when the call under way may last, by `time.monotonic`.
+        call: The call under way.
+        deadline_s: Until when it may last, by `time.monotonic`.
+        meeting: What tells its launches from those of other communicators in timelines.
     """
 
-    def __init__(self, hub: HubClient, communicator: Communicator) -> None:
-        self.rank: int = hub.ranks[communicator.rank]
+    def __init__(self, client: CoordinatorClient, communicator: Communicator) -> None:
+        ranks = client.ranks
+        self.rank: int = ranks[communicator.rank]
         self.world_size: int = communicator.world_size
         self.device: Any = getattr(communicator, "device", "")  # where it says on which one it works
-        self.meeting: str = hub.generation  # what tells its launches from those of other communicators in timelines
-        self._hub = hub
-        self._communicator = communicator
+        self.meeting: str = client.epoch
+        self.call: Call = Call(0)
         self.deadline_s: float = 0.0
-        self._everyone = tuple(range(len(hub.ranks)))  # of the communicator's own ranks
-        self._is_whole = hub.ranks == self._everyone
+        self._client = client
+        self._communicator = communicator
+        self._everyone = tuple(range(len(ranks)))  # of the communicator's own ranks
+        self._is_whole = ranks == self._everyone
         self._kernels: dict[int, tuple[Kernel, Kernel]] = {}
 
     def agree(
@@ -42,7 +46,7 @@ class CallCommunicator:
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
-        self._hub.note_agreed()
+        self._client.note_agreed(self.call)
         return brought
 
     def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
@@ -62,25 +66,25 @@ class CallCommunicator:
             return self._communicator.end(launch, ok, owed)
         mapped = [self._mapped(one) for one in owed]
         self._kernels.clear()
-        return tuple(self._hub.ranks[rank] for rank in self._communicator.end(self._inside(launch), ok, mapped))
+        return tuple(self._client.ranks[rank] for rank in self._communicator.end(self._inside(launch), ok, mapped))
 
     def abort(self, seq: int) -> None:
         """Aborts a launch."""
         self._communicator.abort(seq)
 
     def lost(self, rank: int) -> bool:
-        """Does nothing: `MemberCommunicator` tells the backend."""
+        """Does nothing: `GroupCommunicator` tells the backend."""
         return False
 
     def close(self) -> None:
-        """Does nothing: `MemberCommunicator` closes it."""
+        """Does nothing: `GroupCommunicator` closes it."""
 
     def _inside(self, launch: Launch) -> Launch:
         return replace(launch, ranks=self._everyone)
 
     def _within_deadline(self, launch: Launch) -> Launch:
         # Within the time that the call has left, unless the others have left the call.
-        if self._hub.is_off():
+        if self._client.is_off(self.call):
             raise PlanAbortedError(detail="the other ranks have left the call")
         left_s = min(launch.timeout_s, max(self.deadline_s - time.monotonic(), 0))
         return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=left_s)
@@ -91,12 +95,12 @@ class CallCommunicator:
             return kernel
         known = self._kernels.get(id(kernel))
         if known is None:
-            known = self._kernels[id(kernel)] = (kernel, replace(kernel, peer=self._hub.ranks.index(kernel.peer)))
+            known = self._kernels[id(kernel)] = (kernel, replace(kernel, peer=self._client.ranks.index(kernel.peer)))
         return known[1]
 
     def _translate(self, error: RaycollectError, launch: Launch) -> None:
         # An error of the backend's communicator: to the group's ranks and the call's time.
-        ranks = self._hub.ranks
+        ranks = self._client.ranks
         if isinstance(error, FaultError) and 0 <= error.rank < len(ranks):
             error.rank = ranks[error.rank]
         if isinstance(error, CollectiveTimeoutError):

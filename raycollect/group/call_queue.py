@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from raycollect.core import threads
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import InternalError, RaycollectError, Violation, anew, kept
 
 
@@ -23,28 +23,30 @@ class Callers:
 
     def __init__(self, rank: int) -> None:
         # What is wrong, from the first call of a second thread until all calls have ended
-        self.contest: Violation | None = None
+        self.conflict: Violation | None = None
         self._rank = rank
         self._calls: dict[int, int] = {}  # thread -> the number of its calls that have not ended
         self._lock = threading.Lock()
 
-    def come(self, op: str) -> bool:
-        """The calling thread makes a call. Returns whether a contest begins with it."""
+    def enter(self, op: str) -> bool:
+        """The calling thread makes a call. Returns whether a conflict begins with it."""
         thread, calls = threading.get_ident(), self._calls
         with self._lock:
             known = calls.get(thread, 0)
             calls[thread] = known + 1
-            if known or len(calls) == 1 or self.contest is not None:
+            if known or len(calls) == 1 or self.conflict is not None:
                 return False
             other = next(one for one in calls if one != thread)
             found = (
                 f"{threading.current_thread().name!r}, which calls {op} while a call of {_name(other)} has not ended"
             )
             expected = "the thread of the calls that have not ended"
-            self.contest = Violation(kind="concurrent", rank=self._rank, field="thread", found=found, expected=expected)
+            self.conflict = Violation(
+                kind="concurrent", rank=self._rank, field="thread", found=found, expected=expected
+            )
             return True
 
-    def go(self, thread: int) -> None:
+    def leave(self, thread: int) -> None:
         """A call of a thread has ended."""
         calls = self._calls
         with self._lock:
@@ -54,7 +56,7 @@ class Callers:
                 return
             del calls[thread]
             if not calls:
-                self.contest = None
+                self.conflict = None
 
 
 def _name(thread: int) -> str:
@@ -62,31 +64,34 @@ def _name(thread: int) -> str:
 
 
 class CallQueue:
-    """Runs queued calls one by one in a thread that starts with the first; `pending` is how many have not ended."""
+    """Runs queued calls one by one in a thread that starts with the first; `pending` is how many have not ended.
 
-    def __init__(self, name: str, callers: Callers, why_not: Callable[[], RaycollectError | None]) -> None:
+    Args:
+        name: The communicator, for the name of the thread.
+        broken: Returns why its ranks can't communicate any more; None if they can.
+    """
+
+    def __init__(self, name: str, broken: Callable[[], RaycollectError | None]) -> None:
         self.pending: int = 0
         self._name = name
-        self._why_not = why_not  # why the communicator's ranks can't communicate any more; None if they can
-        self._callers = callers
+        self._broken = broken
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Future[Outcome], Callable[[], Outcome], int]] = deque()
+        self._queue: deque[tuple[Future[Outcome], Callable[[], Outcome], Callable[[], object]]] = deque()
         self._worker: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, run: Callable[[], Outcome], thread: int) -> Future[Outcome]:
-        """Queues a call. When it has ended, so has one of `thread`, if that is not 0."""
+    def submit(self, run: Callable[[], Outcome], ended: Callable[[], object] = lambda: None) -> Future[Outcome]:
+        """Queues a call; `ended` is called when it has ended, before its outcome is known."""
         future: Future[Outcome] = Future()
         with self._changed:
             if self._closed:  # its thread may have ended
                 closed = InternalError(detail="a call on a communicator that was closed")
-                future.set_exception(anew(self._why_not() or closed))
-                if thread:
-                    self._callers.go(thread)
+                future.set_exception(anew(self._broken() or closed))
+                ended()
                 return future
             if self._worker is None:  # first, so that nothing is queued if no thread can be started
                 self._worker = threads.start(f"raycollect-call-{self._name}", threads.repeat, self._take)
-            self._queue.append((future, run, thread))
+            self._queue.append((future, run, ended))
             self.pending += 1
             self._changed.notify_all()
         return future
@@ -108,7 +113,7 @@ class CallQueue:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
                 return False
-            future, run, thread = self._queue.popleft()
+            future, run, ended = self._queue.popleft()
         tell: Callable[[], None]
         try:
             tell = partial(future.set_result, run())
@@ -119,7 +124,6 @@ class CallQueue:
         with self._changed:
             self.pending -= 1
             self._changed.notify_all()
-        if thread:
-            self._callers.go(thread)
+        ended()
         tell()  # after this the next call may come, from any thread
         return True

@@ -13,27 +13,27 @@ from raycollect.backends.streams import current_device, on_device
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.core.protocols import Communicator, Exchange, Rendezvous
-from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError, anew, kept
-from raycollect.group.coordinator import ALL
-from raycollect.group.hub_client import HubClient, HubRendezvous
+from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, RaycollectError, anew, kept
+from raycollect.group.coordinator import ALL, PLANS
+from raycollect.group.coordinator_client import CHECK, CoordinatorClient, CoordinatorRendezvous
 from raycollect.pos.segments import Segments
 
 CLOSE_S = 5.0
 """How long a thread of the user's waits until a backend has released a communicator; that goes on aside."""
 
 
-def form(hub: HubClient, deadline_s: float) -> Communicator | None:
+def form(client: CoordinatorClient, deadline_s: float) -> Communicator | None:
     """Has the backend's factory make the communicator for which the ranks have met; None: another rank gave up.
 
     The factory can't be interrupted everywhere, so it runs in a thread that may be left behind.
     """
-    generation = hub.generation
-    exchange = CommunicatorExchange(hub, generation)
+    epoch = client.epoch
+    exchange = CommunicatorExchange(client)
     # The device is that of the thread that joins
-    making = threads.apart(_make, hub, exchange, HubRendezvous(hub, generation, deadline_s), current_device())
-    making.add_done_callback(lambda _: hub.notify())
+    making = threads.apart(_make, client, exchange, CoordinatorRendezvous(client, deadline_s), current_device())
+    making.add_done_callback(lambda _: client.notify())
     try:
-        is_made = hub.wait_made(generation, making.done, deadline_s)
+        is_made = client.wait_made(epoch, making.done, deadline_s)
     except BaseException:  # also a signal
         making.add_done_callback(_close)
         raise
@@ -43,7 +43,7 @@ def form(hub: HubClient, deadline_s: float) -> Communicator | None:
         return None
     if isinstance(error, RaycollectError):
         if isinstance(error, CollectiveTimeoutError):  # the backend counts the ranks of the communicator
-            error.missing = tuple(hub.ranks[rank] for rank in error.missing)
+            error.missing = tuple(client.ranks[rank] for rank in error.missing)
         raise anew(kept(error))
     return making.result()
 
@@ -54,23 +54,28 @@ def _close(making: Future[Communicator]) -> None:
 
 
 def _make(
-    hub: HubClient, exchange: CommunicatorExchange, rendezvous: HubRendezvous, device: int | None
+    client: CoordinatorClient, exchange: CommunicatorExchange, rendezvous: CoordinatorRendezvous, device: int | None
 ) -> Communicator:
-    owner = hub.owner
-    group_id = f"{owner.spec.group_id}/{hub.name}/{exchange.generation}"
-    hosts = tuple(owner.spec.hosts[rank] for rank in hub.ranks) if owner.spec.hosts else ()
-    spec = replace(owner.spec, group_id=group_id, world_size=len(hub.ranks), hosts=hosts)
-    if hub.name != ALL and (other := backends.get(spec.backend).pairs):
-        spec = replace(spec, backend=other, options=())  # the options are the library's
+    member, ranks = client.member, client.ranks
+    spec = spec_of(member.spec, client.name)
+    hosts = tuple(spec.hosts[rank] for rank in ranks) if spec.hosts else ()
+    group_id = f"{spec.group_id}/{client.name}/{exchange.epoch}"
+    spec = replace(spec, group_id=group_id, world_size=len(ranks), hosts=hosts)
     try:
         with on_device(device):
-            made = make_communicator(spec, hub.ranks.index(owner.rank), rendezvous, exchange, owner.host)
+            made = make_communicator(spec, ranks.index(member.rank), rendezvous, exchange, member.host)
     except RaycollectError:
         raise
     except Exception as exc:  # noqa: BLE001 - the library is not ours
         raise threads.failed("forming the group", exc) from None
     rendezvous.deadline_s = math.inf  # a library that connects on first use goes on asking
     return made
+
+
+def spec_of(spec: GroupSpec, name: str) -> GroupSpec:
+    """The group with the backend of one of its communicators."""
+    pairs = "" if name in (ALL, PLANS) else backends.get(spec.backend, spec.name).pairs
+    return replace(spec, backend=pairs, options=()) if pairs else spec  # the options are the library's
 
 
 def make_communicator(
@@ -82,11 +87,11 @@ def make_communicator(
 
 
 class CommunicatorExchange:
-    """The `Exchange` of one generation of a communicator: ranks agree at the hub."""
+    """The `Exchange` of one backend's communicator: its ranks agree at the coordinator."""
 
-    def __init__(self, hub: HubClient, generation: str) -> None:
-        self.generation = generation
-        self._hub = hub
+    def __init__(self, client: CoordinatorClient) -> None:
+        self.epoch: str = client.epoch
+        self._client = client
         self._round: tuple[int, int] = (0, 0)
         self._aborted = 0
 
@@ -95,12 +100,17 @@ class CommunicatorExchange:
         seq, number = self._round
         number = number + 1 if seq == launch.seq else 0
         self._round = (launch.seq, number)
-        place = f"check {self.generation}/{launch.seq}/{number}"
-        hub = self._hub
+        client, call = self._client, self._client.call
+        if call is None:
+            raise InternalError(detail="a launch without a call")
+
+        def halted() -> bool:
+            return client.is_off(call) or self._aborted >= launch.seq
+
         try:
-            return hub.meet(place, arrival, launch.timeout_s, lambda: hub.is_off() or self._aborted >= launch.seq)
-        except CollectiveTimeoutError as exc:  # backends number the communicator's ranks, the hub the group's
-            exc.missing = tuple(map(hub.ranks.index, exc.missing))
+            return client.meet(call, f"{CHECK} {self.epoch}/{launch.seq}/{number}", arrival, launch.timeout_s, halted)
+        except CollectiveTimeoutError as exc:  # backends number the communicator's ranks, the coordinator the group's
+            exc.missing = tuple(map(client.ranks.index, exc.missing))
             raise
         except RaycollectError as exc:
             raise PlanAbortedError(detail="aborted in the consistency check") from exc
@@ -108,4 +118,4 @@ class CommunicatorExchange:
     def abort(self, seq: int) -> None:
         """Wakes whoever waits in this launch, or will."""
         self._aborted = max(self._aborted, seq)
-        self._hub.notify()
+        self._client.notify()

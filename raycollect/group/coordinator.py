@@ -1,37 +1,36 @@
-"""The hub's side of a group: where members meet for calls of their own. Pure: messages in, messages out.
+"""The rules by which the members of a group meet for calls of their own. Pure: messages in, messages out.
 
-The hub is the controller of a declared group, or rank 0 of one that its members made. A communicator, by its name in
-messages, is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what rank s sends to
-rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobody meets. The rules:
+The coordinator runs in the controller of a declared group, or in rank 0 of one that its members made. A communicator,
+by its name in messages, is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what
+rank s sends to rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobody meets. The rules:
 
 1. On each communicator a rank waits at one *place* at a time: to form it, or for the agreement of one launch. When all
    its ranks wait at the same place, each gets what all brought.
 2. A rank whose time is over ends the meeting for all who wait at its place, as a collective that has lost a rank can't
    succeed; all hear of the same missing ranks. What any of them does next meets what the others do next.
-3. A rank that gives up its communicator says so (`Drop`), so that the others do not wait in it.
-4. The hub tells all when a rank has died or departed, and tells again whoever meets on a communicator of that rank.
-5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Deny`): neither would ever come. A
-   rank that comes to that call later, and waits for long, is denied as well: the first one has given it up. This holds
-   once for each rank, and until the first one meets again, which may have been sent to the next call already.
+3. A rank that is out of step says so (`Drop`), so that the others do not wait for it in a launch.
+4. The coordinator tells all when a rank has died or departed, and tells again whoever meets on a communicator of that
+   rank.
+5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Met` with an error): neither would
+   ever come. A rank that comes to that call later, and waits for long, is denied as well: the first one has given it
+   up. This holds once for each rank, and until the first one meets again, which may have been sent to the next call
+   already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raycollect.channel.messages import (
     Answer,
     Ask,
-    Deny,
-    Depart,
     Drop,
     Gone,
     Meet,
     Message,
     Met,
-    Missed,
     Publish,
     Stuck,
     Withdraw,
@@ -101,10 +100,10 @@ class Coordinator:
         return tuple(sorted(self._gone))
 
     def receive(self, rank: int, message: Message) -> Orders:
-        """A member's message. ProtocolError: it is none for a hub, or of a communicator that the rank is not in."""
+        """A member's message. ProtocolError: it is unexpected, or of a communicator that the rank is not in."""
         handle = _HANDLERS.get(type(message))
         if handle is None:
-            raise ProtocolError(detail=f"{type(message).__name__} is nothing for the hub of a group")
+            raise ProtocolError(detail=f"{type(message).__name__} is an unexpected message for a coordinator")
         return handle(self, rank, message)
 
     def lost(self, rank: int, detail: str) -> Orders:
@@ -127,13 +126,7 @@ class Coordinator:
             return []
         del self._waiting[message.communicator]
         blobs = [waiting[other].blob for other in ranks]
-        return [
-            (
-                other,
-                Met(group_id=self._group_id, communicator=message.communicator, call=waiting[other].call, blobs=blobs),
-            )
-            for other in ranks
-        ]
+        return [(other, self._answer(message.communicator, waiting[other].call, blobs=blobs)) for other in ranks]
 
     def _withdraw(self, rank: int, message: Withdraw) -> Orders:
         ranks = self._ranks(rank, message.communicator)
@@ -144,18 +137,8 @@ class Coordinator:
         there = [other for other in ranks if other in waiting and waiting[other].place == mine.place]
         missing = [other for other in ranks if other not in there]
         leaving = there if message.timed_out else [rank]
-        return [
-            (
-                other,
-                Missed(
-                    group_id=self._group_id,
-                    communicator=message.communicator,
-                    call=waiting.pop(other).call,
-                    missing=missing,
-                ),
-            )
-            for other in leaving
-        ]
+        name = message.communicator
+        return [(other, self._answer(name, waiting.pop(other).call, missing=missing)) for other in leaving]
 
     def _ask(self, rank: int, message: Ask) -> Orders:
         return [(other, message) for other in self._ranks(rank, message.communicator) if other in message.ranks]
@@ -165,7 +148,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------ who is gone
 
-    def _depart(self, rank: int, message: Depart) -> Orders:
+    def _depart(self, rank: int, message: Gone) -> Orders:
         return self._leave(rank, died=False, detail="it has destroyed the group on its side")
 
     def _leave(self, rank: int, *, died: bool, detail: str) -> Orders:
@@ -190,18 +173,18 @@ class Coordinator:
         orders: Orders = []
         for caller, call in self._stuck.items():
             if call.communicator and (planner := self._planner(caller, call)) >= 0:
-                denial = self._denial(caller, call, planner, self._stuck[planner])
-                self._note_refused(caller, denial)
-                orders.append((caller, denial))
+                error = self._denial(caller, call, planner, self._stuck[planner])
+                self._note_refused(caller, call, error)
+                orders.append((caller, self._answer(call.communicator, call.call, error=error)))
         return orders + self._late_denials()
 
-    def _note_refused(self, rank: int, denial: Deny) -> None:
-        name = denial.communicator
+    def _note_refused(self, rank: int, call: Stuck, error: dict[str, Any]) -> None:
+        name = call.communicator
         refused = self._refused.get(name)
-        if refused is None or (refused.rank, refused.call) != (rank, denial.call):
+        if refused is None or (refused.rank, refused.call) != (rank, call.call):
             is_first = refused is None or refused.rank == rank
             expected = {*ranks_of(name, self._world_size)} if is_first or refused is None else refused.expected
-            self._refused[name] = _Refused(rank=rank, call=denial.call, error=denial.error, expected=expected - {rank})
+            self._refused[name] = _Refused(rank=rank, call=call.call, error=error, expected=expected - {rank})
 
     def _late_denials(self) -> Orders:
         """Denies those who wait in a call that another rank was denied."""
@@ -210,8 +193,7 @@ class Coordinator:
             refused = self._refused.get(call.communicator)
             if call.is_long and refused is not None and rank in refused.expected:
                 refused.expected.discard(rank)
-                name, group_id = call.communicator, self._group_id
-                orders.append((rank, Deny(group_id=group_id, communicator=name, call=call.call, error=refused.error)))
+                orders.append((rank, self._answer(call.communicator, call.call, error=refused.error)))
         return orders
 
     def _planner(self, caller: int, call: Stuck) -> int:
@@ -221,7 +203,7 @@ class Coordinator:
                 return rank
         return -1
 
-    def _denial(self, caller: int, call: Stuck, planner: int, plan: Stuck) -> Deny:
+    def _denial(self, caller: int, call: Stuck, planner: int, plan: Stuck) -> dict[str, Any]:
         violations = (
             Violation(
                 kind="mismatch",
@@ -238,8 +220,25 @@ class Coordinator:
                 expected=f"the imperative {call.op} that rank {caller} is in",
             ),
         )
-        error = refusal(call.op, self._name, violations)
-        return Deny(group_id=self._group_id, communicator=call.communicator, call=call.call, error=to_wire(error))
+        return to_wire(refusal(call.op, self._name, violations))
+
+    def _answer(
+        self,
+        communicator: str,
+        call: int,
+        *,
+        blobs: Sequence[bytes] = (),
+        missing: Sequence[int] = (),
+        error: dict[str, Any] | None = None,
+    ) -> Met:
+        return Met(
+            group_id=self._group_id,
+            communicator=communicator,
+            call=call,
+            blobs=list(blobs),
+            missing=list(missing),
+            error=error,
+        )
 
     def _ranks(self, rank: int, name: str) -> tuple[int, ...]:
         ranks = ranks_of(name, self._world_size)
@@ -251,8 +250,8 @@ class Coordinator:
 _HANDLERS: dict[type, Callable[[Coordinator, int, Any], Orders]] = {
     Answer: Coordinator._relay,
     Ask: Coordinator._ask,
-    Depart: Coordinator._depart,
     Drop: Coordinator._relay,
+    Gone: Coordinator._depart,
     Meet: Coordinator._meet,
     Publish: Coordinator._relay,
     Stuck: Coordinator._note,

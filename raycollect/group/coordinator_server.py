@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from raycollect.channel import DataLink, Link, Server
-from raycollect.channel.messages import Depart, Message, Refused, Welcome
+from raycollect.channel.messages import Gone, Message, Refused, Welcome
 from raycollect.core import threads
 from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
@@ -93,7 +93,9 @@ class CoordinatorServer:
         """Rank 0 has destroyed the group on its side; the hub goes on for the others."""
         with self._lock:
             self._process_group = None
-            self._deliver(self._coordinator.receive(0, Depart(group_id=self.spec.group_id)))
+            self._deliver(
+                self._coordinator.receive(0, Gone(group_id=self.spec.group_id, rank=0, died=False, detail=""))
+            )
             idle = not self._links
         if idle:
             self._server.close()

@@ -17,11 +17,13 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
 
 from raycollect.core import files
 from raycollect.errors import InvalidArgumentError, Violation, refusal
-from raycollect.errors.text import shown
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
@@ -29,31 +31,39 @@ ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
 FILE = "from the file"
 """`Link.source` of what the file of costs says."""
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 MOST_NBYTES = 1 << 20
 """The longest file, in bytes."""
 
 _MOST_TEXT = 1000  # characters of what is wrong with a file
 
-PLACES: dict[str, tuple[str, ...]] = {"inside": ("shm", "tcp"), "between": ("tcp",)}
+Distance = Literal["inside", "between"]
+
+PLACES: dict[Distance, tuple[str, ...]] = {"inside": ("shm", "tcp"), "between": ("tcp",)}
 """Whether two ranks are on one host or on two -> the backends whose link counts for it, best first."""
 
-_DEFAULTS = {"inside": INSIDE, "between": BETWEEN}
+_DEFAULTS: dict[Distance, Link] = {"inside": INSIDE, "between": BETWEEN}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One link, between ranks at a place of `PLACES`, over a backend; `how` says where its numbers are from."""
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One link between ranks on one host or on two, over a backend; `how` says where its numbers are from."""
 
-    place: str
+    place: Distance
     backend: str
-    link: Link
     how: str = ""
+    latency_s: Annotated[float, Meta(ge=0)]
+    bandwidth: Annotated[float, Meta(gt=0)]
 
-    def __post_init__(self) -> None:
-        if self.place not in PLACES:
-            raise ValueError(f"place {shown(self.place)} is none of {', '.join(PLACES)}")
+    @property
+    def link(self) -> Link:
+        """The link, for the planner."""
+        return Link(latency_s=self.latency_s, bandwidth=self.bandwidth, source=FILE)
+
+
+class _File(msgspec.Struct):
+    version: Literal[1]
+    links: list[Measured]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +88,8 @@ class Costs:
 
 def given(*, latency_s: float, bandwidth: float) -> Measured:
     """The link between hosts as a user knows it, in seconds and bytes per second."""
-    link = Link(latency_s=latency_s, bandwidth=bandwidth)
-    return Measured(place="between", backend="tcp", link=link, how="given by hand, not measured")
+    how = "given by hand, not measured"
+    return Measured(place="between", backend="tcp", latency_s=latency_s, bandwidth=bandwidth, how=how)
 
 
 def table(measured: Iterable[Measured]) -> list[str]:
@@ -134,15 +144,11 @@ def read(path: str | os.PathLike[str], *, source: str = "the file of costs") -> 
         InvalidArgumentError: It can't be read, or holds something else.
     """
     try:
-        with Path(path).open("rb") as file:
-            given = file.read(MOST_NBYTES + 1)
-        if len(given) > MOST_NBYTES:
-            raise ValueError(f"it is longer than {MOST_NBYTES} bytes")
-        return Costs.of(_parsed(json.loads(given)))
+        return Costs.of(msgspec.convert(files.read_json(path, MOST_NBYTES), _File).links)
     except OSError as exc:
         found = f"a file that can't be read ({exc.strerror})"
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as exc:
-        found = f"not a file of costs ({type(exc).__name__}: {str(exc)[:_MOST_TEXT]})"
+    except (ValueError, OverflowError) as exc:  # msgspec's are ValueErrors, too
+        found = f"not a file of costs ({str(exc)[:_MOST_TEXT]})"
     violation = Violation(
         kind="argument",
         rank=-1,
@@ -155,25 +161,7 @@ def read(path: str | os.PathLike[str], *, source: str = "the file of costs") -> 
 
 def write(path: str | os.PathLike[str], measured: Iterable[Measured]) -> None:
     """Writes a file of costs whole or not at all, and makes its folder; OSError: it can't be written."""
-    links = [
-        {"place": one.place, "backend": one.backend, "how": one.how}
-        | {"latency_s": one.link.latency_s, "bandwidth": one.link.bandwidth}
-        for one in measured
-    ]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    files.write(target, f"{json.dumps({'version': VERSION, 'links': links}, indent=2)}\n".encode())
-
-
-def _parsed(document: Any) -> list[Measured]:
-    if document["version"] != VERSION:
-        raise ValueError(f"version {shown(document['version'])}, this raycollect reads {VERSION}")
-    return [
-        Measured(
-            place=one["place"],
-            backend=str(one["backend"]),
-            link=Link(latency_s=float(one["latency_s"]), bandwidth=float(one["bandwidth"]), source=FILE),
-            how=str(one.get("how", "")),
-        )
-        for one in document["links"]
-    ]
+    document = msgspec.to_builtins(_File(version=VERSION, links=list(measured)))
+    files.write(target, f"{json.dumps(document, indent=2)}\n".encode())

@@ -9,7 +9,7 @@ from typing import Any
 
 from raycollect.channel import Hub
 from raycollect.core.protocols import Communicator
-from raycollect.engine.run_cache import RunShapes
+from raycollect.engine.run_cache import RunCache
 from raycollect.errors import GroupBrokenError, GroupExistsError
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.process_group import ProcessGroup
@@ -20,7 +20,7 @@ class ProcessGroups:
     """The groups of one process. Any thread may call it; no look-up waits for a group that is being formed.
 
     Args:
-        shapes: What is known of runs, which goes with a group.
+        cache: What is known of runs, which goes with a group.
         tracer: Whether calls of groups are recorded; a timeline under way still tells of those that end.
 
     Attributes:
@@ -30,8 +30,8 @@ class ProcessGroups:
             only plans use them. There may be two: another one's actor that is a rank of groups which it drives itself.
     """
 
-    def __init__(self, shapes: RunShapes | None = None, tracer: Tracer | None = None) -> None:
-        self._shapes = shapes or RunShapes()
+    def __init__(self, cache: RunCache | None = None, tracer: Tracer | None = None) -> None:
+        self._cache = cache or RunCache()
         self.tracer: Tracer = tracer or Tracer()
         self.notices: dict[str, CoordinatorServer] = {}
         self.drives: Callable[[str], bool] = lambda name: False
@@ -104,7 +104,7 @@ class ProcessGroups:
         with self._lock:
             if self._process_groups.get(process_group.name) is process_group:
                 del self._process_groups[process_group.name]
-        self._shapes.forget(process_group.spec.group_id)
+        self._cache.forget(process_group.spec.group_id)
 
     # ------------------------------------------------------------------------------------------ of controllers
 
@@ -140,7 +140,6 @@ class ProcessGroups:
         """Lets go of all that a group holds here. Never waits; may be called twice."""
         self.remove(process_group)
         process_group.close(reason)
-        process_group.plans.close(reason)
 
     def places(self) -> dict[str, Place]:
         """The groups, by id, for timelines."""

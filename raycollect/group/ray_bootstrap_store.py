@@ -26,24 +26,19 @@ class RayBootstrapStore:
         self._job = ray.get_runtime_context().get_job_id()
         self._owner = owner
 
-    def post(self, name: str, record: bytes) -> bool:
-        """Posts a record; False if there is one of that name."""
-        # Ray answers whether the key was there before.
-        return not internal_kv._internal_kv_put(self._key(name), record, overwrite=False, namespace=_NAMESPACE)
-
-    def replace(self, name: str, record: bytes) -> None:
-        """Posts a record in place of another."""
-        internal_kv._internal_kv_put(self._key(name), record, overwrite=True, namespace=_NAMESPACE)
+    def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
+        """Posts a record; False if there is one of that name, which is not to be replaced."""
+        was_there = internal_kv._internal_kv_put(self._key(name), record, overwrite=replace, namespace=_NAMESPACE)
+        return replace or not was_there
 
     def read(self, name: str) -> bytes | None:
         """The record of that name."""
         record: bytes | None = internal_kv._internal_kv_get(self._key(name), namespace=_NAMESPACE)
         return record
 
-    def remove(self, name: str, record: bytes) -> None:
-        """Removes a record, unless it was replaced."""
-        if self.read(name) == record:
-            internal_kv._internal_kv_del(self._key(name), namespace=_NAMESPACE)
+    def remove(self, name: str) -> None:
+        """Removes the record of that name."""
+        internal_kv._internal_kv_del(self._key(name), namespace=_NAMESPACE)
 
     def where(self, name: str) -> str:
         """The key of the record."""

@@ -1,8 +1,8 @@
 """Finds out which ranks have not come to a call of the members, while it lasts and after its time is over.
 
-Backends notice a missing rank only when the time is over. So the members ask each other over the hub: the one that
-waits asks, and each answers how far it has come and what it does. A timer watches the calls under way: it asks, answers
-and warns, once per call. A call whose time is over asks in its own thread.
+Backends notice a missing rank only when the time is over. So the members ask each other through the coordinator:
+the one that waits asks, and each answers how far it has come and what it does. A timer watches the calls under way: it
+asks, answers and warns, once per call. A call whose time is over asks in its own thread.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from raycollect.channel.messages import Answer, Ask, Seen
 from raycollect.core import threads
 from raycollect.core.timers import Watcher
-from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, RankReport
+from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, RankReport
 from raycollect.errors.text import listed, shown
-from raycollect.group.member_communicator import MemberCommunicator, Standing
+from raycollect.group.coordinator_client import Position
+from raycollect.group.group_member import GroupMember
 from raycollect.observe.stacks import Doing, what_runs
-
-if TYPE_CHECKING:
-    from raycollect.group.process_group import ProcessGroup
 
 _log = logging.getLogger("raycollect")
 
@@ -93,26 +91,52 @@ class _Inquiry:
         return all(rank in self.answers for rank in self.ranks)
 
 
-class Watchdog(Watcher):
-    """What is asked and answered for one process group.
+class Watched(Protocol):
+    """What the watchdog reads of a communicator."""
 
-    Any thread calls `begun` and `reports`, the hub's `received`.
+    name: str
+    ranks: tuple[int, ...]
+    op: str
+    since_s: float
+
+    @property
+    def call(self) -> int:
+        """The number of the call under way; 0: none."""
+        ...
+
+    @property
+    def position(self) -> Position:
+        """How far this rank is."""
+        ...
+
+
+class Communicators(Protocol):
+    """The communicators of a group."""
+
+    @property
+    def communicators(self) -> Sequence[Watched]:
+        """Those that there are."""
+        ...
+
+    def communicator(self, name: str) -> Watched:
+        """The one of that name."""
+        ...
+
+
+class Watchdog(Watcher):
+    """What is asked and answered for one member of a group.
+
+    Any thread calls `begun` and `reports`, the coordinator's `received`.
     """
 
-    def __init__(self, process_group: ProcessGroup) -> None:
+    def __init__(self, member: GroupMember, communicators: Communicators) -> None:
         super().__init__()
-        self._reference = weakref.ref(process_group)  # which holds this
+        self._member = member
+        self._reference = weakref.ref(communicators)  # whose owner holds this
         self._asked: set[str] = set()  # the communicators that others ask about
         self._inquiries: dict[str, _Inquiry] = {}  # communicator -> the last question about a call under way
         self._late: dict[str, _Inquiry] = {}  # communicator -> the question about a call whose time is over
         self._changed = threading.Condition()
-
-    @property
-    def _process_group(self) -> ProcessGroup:
-        process_group = self._reference()
-        if process_group is None:
-            raise InternalError(detail="a process group that is gone is asked")
-        return process_group
 
     def begun(self) -> None:
         """A call has begun; it may last."""
@@ -130,16 +154,16 @@ class Watchdog(Watcher):
                     if inquiry is not None and message.rank in inquiry.ranks:
                         inquiry.answers[message.rank] = message
                 self._changed.notify_all()
-        # Answered there, as this thread may be the hub.
+        # Answered there, as this thread may be the coordinator's.
         threads.survives(self.look_after, 0.0, place="looking at calls under way")
 
-    def reports(self, communicator: MemberCommunicator, ranks: Sequence[int], mine: Standing) -> tuple[RankReport, ...]:
+    def reports(self, communicator: Watched, ranks: Sequence[int], mine: Position) -> tuple[RankReport, ...]:
         """Asks ranks that have not come in time what they do; waits `LATE_ANSWER_S` at most.
 
         `mine` is how far this rank has come. None while the group is being joined: nobody can be asked.
         """
-        asked = [rank for rank in ranks if rank in communicator.ranks and rank != self._process_group.rank]
-        if not asked or not self._process_group.members:
+        asked = [rank for rank in ranks if rank in communicator.ranks and rank != self._member.rank]
+        if not asked or not self._member.members:
             return ()
         try:
             return self._reports(communicator, asked, mine)
@@ -147,9 +171,7 @@ class Watchdog(Watcher):
             threads.failed("asking members what they do", exc)
             return ()
 
-    def _reports(
-        self, communicator: MemberCommunicator, asked: Sequence[int], mine: Standing
-    ) -> tuple[RankReport, ...]:
+    def _reports(self, communicator: Watched, asked: Sequence[int], mine: Position) -> tuple[RankReport, ...]:
         awaited_s = time.monotonic() - communicator.since_s
         inquiry = _Inquiry(communicator.call, asked, math.inf)
         with self._changed:
@@ -161,10 +183,10 @@ class Watchdog(Watcher):
             del self._late[communicator.name]  # one call at a time is under way
             return tuple(self._report(rank, inquiry.answers.get(rank), mine, awaited_s) for rank in asked)
 
-    def _report(self, rank: int, answer: Answer | None, mine: Standing, awaited_s: float) -> RankReport:
-        actor, seen, has_begun = self._process_group.actor(rank), None, False
+    def _report(self, rank: int, answer: Answer | None, mine: Position, awaited_s: float) -> RankReport:
+        actor, seen, has_begun = self._member.actor(rank), None, False
         if answer is not None:
-            has_begun = Standing(answer.place, answer.seq).is_with(mine)
+            has_begun = Position(answer.place, answer.seq).has_reached(mine)
             seen = Seen(request=0, doing=answer.doing, stack=answer.stack)
         return report_of(rank, actor, seen, has_begun=has_begun, awaited_s=awaited_s)
 
@@ -172,37 +194,37 @@ class Watchdog(Watcher):
 
     def look(self) -> float:
         """Answers, asks and warns."""
-        process_group = self._reference()
-        if process_group is None:
+        communicators = self._reference()
+        if communicators is None:
             return math.inf
         with self._changed:
             asked, self._asked = self._asked, set()
         for name in asked:
-            threads.survives(self._answer, name)
+            threads.survives(self._answer, communicators, name)
         now_s = time.monotonic()
-        return min((self._look_at(one, now_s) for one in process_group.communicators), default=math.inf) - now_s
+        return min((self._look_at(one, now_s) for one in communicators.communicators), default=math.inf) - now_s
 
-    def _answer(self, name: str) -> None:
-        communicator = self._process_group.communicator(name)
+    def _answer(self, communicators: Communicators, name: str) -> None:
+        communicator = communicators.communicator(name)
         try:
-            standing, doing = communicator.standing, what_runs()
+            position, doing = communicator.position, what_runs()
         except Exception as exc:  # noqa: BLE001 - who asks hears why
             error = threads.failed("looking at a communicator", exc)
-            standing, doing = Standing("", 0), Doing(f"{COULD_NOT_LOOK}{error.detail}", ())
-        group = self._process_group
+            position, doing = Position("", 0), Doing(f"{COULD_NOT_LOOK}{error.detail}", ())
+        member = self._member
         self._send(
             Answer(
-                group_id=group.spec.group_id,
+                group_id=member.spec.group_id,
                 communicator=name,
-                rank=group.rank,
-                place=standing.place,
-                seq=standing.seq,
+                rank=member.rank,
+                place=position.place,
+                seq=position.seq,
                 doing=doing.what,
                 stack=list(doing.stack),
             )
         )
 
-    def _look_at(self, communicator: MemberCommunicator, now_s: float) -> float:
+    def _look_at(self, communicator: Watched, now_s: float) -> float:
         """Returns when to look again, by `time.monotonic`."""
         call, due_s, inquiry = communicator.call, communicator.since_s + QUIET_S, self._inquiries.get(communicator.name)
         if not call:
@@ -210,7 +232,7 @@ class Watchdog(Watcher):
         if inquiry is None or inquiry.call != call:
             if now_s < due_s:
                 return due_s
-            others = [rank for rank in communicator.ranks if rank != self._process_group.rank]
+            others = [rank for rank in communicator.ranks if rank != self._member.rank]
             inquiry = self._inquiries[communicator.name] = _Inquiry(call, others, now_s + ANSWER_S)
             self._ask(communicator, others)
         if inquiry.told:
@@ -222,27 +244,25 @@ class Watchdog(Watcher):
             self._warn(communicator, inquiry)
         return math.inf
 
-    def _warn(self, communicator: MemberCommunicator, inquiry: _Inquiry) -> None:
-        group, mine, awaited_s = self._process_group, communicator.standing, time.monotonic() - communicator.since_s
+    def _warn(self, communicator: Watched, inquiry: _Inquiry) -> None:
+        member, mine, awaited_s = self._member, communicator.position, time.monotonic() - communicator.since_s
         late = []
         for rank in inquiry.ranks:
             report = self._report(rank, inquiry.answers.get(rank), mine, awaited_s)
-            if not report.answers and not group.members:
+            if not report.answers and not member.members:
                 late.append(f"rank {rank} has not joined")
             elif not report.has_begun:
                 late.append(str(report))
         said = f"these have not come to it:\n  - {listed(late, _NEXT)}" if late else "all have come to it"
         text = "%s on group %r, here rank %d, is still under way after %g s; %s"
-        _log.warning(text, communicator.op, group.spec.name, group.rank, QUIET_S, said)
+        _log.warning(text, communicator.op, member.spec.name, member.rank, QUIET_S, said)
 
-    def _ask(self, communicator: MemberCommunicator, ranks: Sequence[int]) -> bool:
-        return self._send(
-            Ask(group_id=self._process_group.spec.group_id, communicator=communicator.name, ranks=list(ranks))
-        )
+    def _ask(self, communicator: Watched, ranks: Sequence[int]) -> bool:
+        return self._send(Ask(group_id=self._member.spec.group_id, communicator=communicator.name, ranks=list(ranks)))
 
     def _send(self, message: Answer | Ask) -> bool:
         try:
-            self._process_group.send(message)
+            self._member.send(message)
         except ConnectionLostError:  # its end ends the calls
             return False
         return True

@@ -15,8 +15,8 @@ from raycollect.backends import arrays, streams
 from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import Communicator
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival, judge
-from raycollect.engine.execution import Execution, Outcome
-from raycollect.engine.fast_path import FastPath
+from raycollect.engine.batch_agreement import alone, of_alone
+from raycollect.engine.run import Outcome, Run
 from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal, wrong_flags, wrong_time_limit
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
 from raycollect.group.member_communicator import Attempt
@@ -171,23 +171,10 @@ class MemberCall:
         seq: int,
     ) -> Outcome:
         instruments = self._runtime.instruments
-        meeting = getattr(communicator, "meeting", "") or "-"
+        label = getattr(communicator, "meeting", "") or "-"
         with _OWN if mark is None else streams.after(mark):  # another thread may run it
-            fast = FastPath.of(program, operands, instruments, lambda _: communicator, given=True, meeting=meeting)
-            if fast is not None:
-                fast.seq = seq
-                return fast.run()
-            execution = Execution(
-                program,
-                (),
-                lambda _: communicator,
-                instruments,
-                seq=seq,
-                aborted=lambda: None,
-                operands=operands,
-                meeting=meeting,
-            )
-            return execution.run()
+            run = Run(program, seq, lambda _: communicator, instruments, operands=operands, is_call=True, label=label)
+            return run.run()
 
     def _objection(self, name: str, limit_s: float, *violations: Violation) -> Attempt:
         """Takes part in the agreement only to tell what is wrong here, so that nobody waits for this rank."""
@@ -197,14 +184,14 @@ class MemberCall:
             reduce_op=self._op.name if self._op else "",
             root=self._root if type(self._root) is int and self._root in range(self._process_group.world_size) else -1,
         )
-        blob = encode_arrival(Arrival(spec=spec, violations=violations))
+        blob = alone(encode_arrival(Arrival(spec=spec, violations=violations)))
         ranks = ranks_of(name, self._process_group.world_size)
 
         def attempt(communicator: Communicator, seq: int) -> Outcome:
             launch = Launch(seq=seq, ranks=ranks, timeout_s=limit_s)
             try:
                 blobs = communicator.agree(launch, blob)
-                verdict = judge(launch.ranks, tuple(map(bytes, blobs)))
+                verdict = judge(launch.ranks, tuple(map(of_alone, blobs)))
                 return Outcome(error=refusal(spec.op, self._process_group.name, verdict.violations))
             except RaycollectError as exc:
                 return Outcome(error=kept(exc))

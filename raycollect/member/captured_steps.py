@@ -21,7 +21,7 @@ from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
 from raycollect.core.model import Key, Segment
-from raycollect.engine.program_operands import MissingOperand, missing
+from raycollect.engine.missing_operand import MissingOperand, missing
 from raycollect.engine.progress import BytesDone
 from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (
@@ -278,7 +278,7 @@ class CapturedStep:
                 payload,
                 aborted=self._sequencer.aborted,
                 exchange=self._make_exchange,
-                landed=partial(self._answer, seq, number, b""),
+                succeeded=partial(self._answer, seq, number, b""),
                 step=step,
             )
             if len(results) > MOST_NBYTES:

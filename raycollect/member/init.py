@@ -140,7 +140,7 @@ def _store(rendezvous: BootstrapStore | str | None, group_name: str) -> Bootstra
         if rendezvous != JOB:
             return store_at(rendezvous)
     elif rendezvous is not None:
-        if not all(hasattr(rendezvous, name) for name in ("host", "post", "read", "replace", "remove", "where")):
+        if not all(hasattr(rendezvous, name) for name in ("host", "post", "read", "remove", "where")):
             detail = f"rendezvous is {shown(rendezvous)}, not of the form 'file:///path', nor a DirectoryBulletin"
             raise InvalidGroupError(group_name=group_name, detail=detail)
         return rendezvous

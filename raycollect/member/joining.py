@@ -75,7 +75,7 @@ def _made(
 
 def _connect(group: ProcessGroup, reporter: Reporter, message: Join) -> None:
     try:
-        error = group.plans.connect()
+        error = group.plans.connect(group.exchange)
     except Exception as exc:  # noqa: BLE001 - the library is not ours
         error = threads.failed(f"joining group {group.name!r}", exc)
     failed = None if error is None else to_wire(error)

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from raycollect.channel import CompletionBellClient, Link, OrderBellClient, messages
 from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
-from raycollect.engine.execution import Execution, Keep, Outcome
-from raycollect.engine.fast_path import FastPath
+from raycollect.engine.run import Keep, Outcome, Run
 from raycollect.engine.step_program import CAPTURES, Invocation
 from raycollect.engine.step_runner import Invoke, StepRunner
 from raycollect.errors import (
@@ -32,7 +31,7 @@ from raycollect.errors import (
     kept,
 )
 from raycollect.group.channel_exchange import ChannelExchange
-from raycollect.group.member_communicator import LAST_S
+from raycollect.group.communicator import LAST_S
 from raycollect.group.process_group import ProcessGroup
 from raycollect.member import introspection, joining
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
@@ -90,7 +89,7 @@ class Lease:
         self._reporter = Reporter(link, runtime, self._sequencer)
         self._bell = bell
         self._groups = runtime.process_groups
-        self._running: dict[int, Execution | FastPath] = {}  # by the plan's number
+        self._running: dict[int, Run] = {}  # by the plan's number
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
@@ -198,7 +197,17 @@ class Lease:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
             self._exchanges[seq] = exchange
         try:
-            running = self._running[seq] = self._prepared(came, is_ordered, exchange, keep)
+            running = self._running[seq] = Run(
+                program,
+                seq,
+                self._groups.communicator,
+                self._runtime.instruments,
+                keys=came.keys,
+                aborted=partial(sequencer.reason, seq),
+                waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
+                exchange=exchange,
+                keep=keep,
+            )
             holds_up = order is not None and order.in_order
             with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=holds_up):
                 outcome = running.run()
@@ -209,29 +218,6 @@ class Lease:
         if isinstance(outcome.error, GroupBrokenError) and (reason := sequencer.reason(seq)):
             return replace(outcome, error=PlanAbortedError(detail=reason))  # the cause, not what came of it
         return outcome
-
-    def _prepared(
-        self, came: Came, is_ordered: bool, exchange: ChannelExchange | None, keep: Keep
-    ) -> Execution | FastPath:
-        seq, keys, program = came.ticket.seq, came.keys, came.program
-        communicators, instruments = self._groups.communicator, self._runtime.instruments
-        aborted = partial(self._sequencer.reason, seq)
-        if exchange is None and len(program.tasks) == 1:
-            fast = FastPath.of(program, [*map(self._store.current, keys)], instruments, communicators)
-            if fast is not None:
-                fast.seq, fast.keys, fast.aborted = seq, keys, aborted
-                return fast
-        return Execution(
-            program,
-            keys,
-            communicators,
-            instruments,
-            seq=seq,
-            aborted=aborted,
-            waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
-            exchange=exchange,
-            keep=keep,
-        )
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool, was_aborted: bool) -> None:
         # If all see each other, the last one tells for all that it went well. Who was told to abort answers for itself.
@@ -330,7 +316,7 @@ class Lease:
     def _arrivals(self, message: messages.Arrivals) -> None:
         group = self._groups.by_id.get(message.group_id)
         if message.group_id:
-            exchange = group.plans.exchange if group is not None else None
+            exchange = group.exchange if group is not None else None
         else:
             exchange = self._exchanges.get(message.seq) or self._captures.exchange(message.seq)
         if exchange is not None:
@@ -346,10 +332,10 @@ class Lease:
         here = self._groups.by_id.get(message.group_id)
         if not message.died or here is None:
             return
-        actor_id, reason = here.actor_ids[message.rank], f"{here.describe(message.rank)} died: {message.detail}"
+        reason = f"{here.member.describe(message.rank)} died: {message.detail}"
         under_way = self._sequencer.running()
         end = partial(self._end_group, here, reason)
-        if not here.plans.lost(actor_id):
+        if not here.plans.lost(message.rank):
             timers.soon_or_now(LAST_S, end)
         self._sequencer.when_ended(under_way, end)
 
@@ -375,10 +361,7 @@ def _measure(lease: Lease, message: messages.Measure) -> None:
     lease._reporter.tell(introspection.measure(message, lease._sequencer, bytes_done))
 
 
-_OF_GROUPS: tuple[type, ...] = (
-    *(messages.Answer, messages.Ask, messages.Deny, messages.Depart),
-    *(messages.Drop, messages.Met, messages.Missed, messages.Publish),
-)
+_OF_GROUPS: tuple[type, ...] = (*(messages.Answer, messages.Ask, messages.Drop, messages.Met, messages.Publish),)
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Join: lambda lease, message: joining.join(

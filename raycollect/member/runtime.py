@@ -60,7 +60,7 @@ class Runtime:
             allocate=allocate,
             tracer=self.tracer,
         )
-        self.process_groups: ProcessGroups = ProcessGroups(self.instruments.shapes, self.tracer)
+        self.process_groups: ProcessGroups = ProcessGroups(self.instruments.cache, self.tracer)
         self.timelines: Timelines = Timelines(self.tracer, self.process_groups.places)
         self.watch: WaitMonitor = WaitMonitor()
         self._parts: dict[type, Any] = {}

@@ -17,15 +17,12 @@ ARRIVALS = 64
 _EARLIER = "earlier plans"
 """What a plan waits for, in timelines."""
 
-_AGREEMENTS = ("check", "again")
-"""The recorder's events of ranks that come to an agreement."""
-
 
 def arrivals(story: Iterable[Event], now_s: float) -> dict[int, float]:
     """The last launches whose agreement this rank came to, and how many seconds ago that was."""
     found: dict[int, float] = {}
     for event in story:
-        if event.what in _AGREEMENTS:
+        if event.what == "check":
             found.pop(event.seq, None)  # so that the last ones stand last
             found[event.seq] = max(now_s - event.at_s, 0.0)
     return dict(list(found.items())[-ARRIVALS:])

@@ -15,10 +15,10 @@ import numpy as np
 from raycollect.backends import arrays
 from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
 from raycollect.core.protocols import Communicator, Faults, NoFaults
-from raycollect.engine.execution import Execution, Keep, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.instruments import POINTS, Instruments
-from raycollect.engine.run_cache import RunShapes
+from raycollect.engine.run import Keep, Outcome, Run
+from raycollect.engine.run_cache import RunCache
 from raycollect.errors import KernelError, RefusedError
 from raycollect.observe import Recorder
 from raycollect.planner import Membership, Plan, Request, decode_program, encode_program, plan
@@ -113,7 +113,7 @@ class Fleet:
         self.communicators: list[Communicator] = [LocalCommunicator(shared, rank) for rank in range(world)]
         self.stores = [Store() for _ in range(world)]
         self.recorders = [Recorder(Ticks()) for _ in range(world)]
-        self.shapes = [RunShapes() for _ in range(world)]
+        self.caches = [RunCache() for _ in range(world)]
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.waiting: list[Callable[[Key], None] | None] = [None] * world
         self.takes: list[Keep | None] = [None] * world
@@ -163,9 +163,9 @@ class Fleet:
     def run_one(self, planned: Plan, rank: int, seq: int, operands: Sequence[Container] | None = None) -> Outcome:
         """Runs one rank's half in the caller's thread."""
         position = planned.parts[0].places[rank]
-        execution = Execution(
+        run = Run(
             decode_program(encode_program(planned.program(position))),
-            planned.sources(position),
+            seq,
             lambda group_id: self.communicators[rank],
             Instruments(
                 store=self.stores[rank],
@@ -173,15 +173,16 @@ class Fleet:
                 clock=Ticks(),
                 faults=self.faults,
                 allocate=self.allocate,
-                shapes=self.shapes[rank],
+                cache=self.caches[rank],
             ),
-            seq=seq,
+            operands=operands,
+            keys=planned.sources(position),  # type: ignore[arg-type]
+            is_call=operands is not None,
             aborted=lambda: self.aborts[rank].get(seq),
             waiting=self.waiting[rank],
-            operands=operands,
             keep=self.takes[rank],
         )
-        return execution.run()
+        return run.run()
 
     def run(self, kind: OpKind, src: _By, dst: _By | None = None, **arguments: Any) -> list[Outcome]:
         return [future.result(WAIT_S) for future in self.start(kind, src, dst, **arguments)]
@@ -269,7 +270,7 @@ class Convoy:
         self.allocate: Callable[[Any], Any] = arrays.empty
         self.waiting: Callable[[Key], None] | None = None
         self.seq = 1
-        self.executions: dict[int, Execution] = {}
+        self.runs: dict[int, Run] = {}
         self._aborts: dict[int, str] = {}  # by participant
         self._threads = ThreadPoolExecutor(self.count)
 
@@ -287,14 +288,14 @@ class Convoy:
     def start(self, planned: Plan) -> dict[int, Future[Outcome]]:
         """Starts the programs of a plan, as they come off the wire; by participant."""
         star = LocalWorld(len(planned.participants), "star")
-        self.executions = {}
+        self.runs = {}
         aborts = self._aborts = {}
         for position, name in enumerate(planned.participants):
             one = int(name.removeprefix("actor-"))
             communicators = self.communicators[one]
-            self.executions[one] = Execution(
+            self.runs[one] = Run(
                 decode_program(encode_program(planned.program(position))),
-                planned.sources(position),  # type: ignore[arg-type]
+                self.seq,
                 communicators.__getitem__,
                 Instruments(
                     store=self.stores[one],
@@ -304,13 +305,13 @@ class Convoy:
                     allocate=self.allocate,
                     staging=self.staging[one],
                 ),
-                seq=self.seq,
+                keys=planned.sources(position),  # type: ignore[arg-type]
                 aborted=partial(aborts.get, one),
                 waiting=self.waiting,
                 exchange=Star(star, position),
             )
         self.seq += planned.width
-        return {one: self._threads.submit(self._run_one, one) for one in self.executions}
+        return {one: self._threads.submit(self._run_one, one) for one in self.runs}
 
     def run(
         self, requests: Sequence[Request], memberships: Sequence[Membership], staging: int = 32 << 20
@@ -322,13 +323,13 @@ class Convoy:
     def abort(self, one: int) -> None:
         """Aborts the plan under way on a participant."""
         self._aborts[one] = "the plan was aborted"
-        self.executions[one].abort()
+        self.runs[one].abort()
 
     def _run_one(self, one: int) -> Outcome:
-        executions = self.executions
-        outcome = executions[one].run()
+        runs = self.runs
+        outcome = runs[one].run()
         if outcome.error is not None and not isinstance(outcome.error, RefusedError):
-            for other in executions:
+            for other in runs:
                 if other != one:
                     self.abort(other)
         return outcome

@@ -13,6 +13,7 @@ import numpy as np
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp
 from raycollect.core.protocols import Faults, NoFaults
 from raycollect.engine.instruments import Instruments
+from raycollect.engine.run_cache import RunCache
 from raycollect.engine.step_program import (
     CAPTURES,
     Collective,
@@ -116,6 +117,7 @@ class Team:
         self.communicators = [LocalCommunicator(shared, rank) for rank in range(world)]
         self.stores = [Store() for _ in range(world)]
         self.recorders = [Recorder(time.monotonic) for _ in range(world)]
+        self.caches = [RunCache() for _ in range(world)]
         self.scripts = list(scripts or (Script(rank) for rank in range(world)))
         self.actors = [Actor() for _ in range(world)]
         self.width = 0
@@ -195,6 +197,7 @@ class Team:
                     recorder=self.recorders[rank],
                     clock=time.monotonic,
                     faults=self.faults,
+                    cache=self.caches[rank],
                 ),
                 lambda group_id, rank=rank: self.communicators[rank],
             )
@@ -222,6 +225,12 @@ class Team:
     def run(self, *arguments: Any) -> list[Any]:
         _, futures = self.start(*arguments)
         return [future.result(WAIT_S) for future in futures]
+
+    def repeated(self, rank: int) -> list[bool]:
+        """For each plan that a rank has run to its end, whether an earlier run had prepared it."""
+        story = self.recorders[rank].story()
+        anew = {event.seq for event in story if event.what == "agreed"}
+        return [event.seq not in anew for event in story if event.what == "check"]
 
     def fail(self, *arguments: Any) -> list[BaseException | None]:
         _, futures = self.start(*arguments)

@@ -255,7 +255,7 @@ def _library_fails(name, rank):
         def fail(*_):
             raise RuntimeError("in the middle")
 
-        communicator = init.get_group_handle(name).communicator("all")._communicator
+        communicator = init.get_group_handle(name).communicator("all").communicator
         communicator.launch = fail
         del communicator
         cycles.fails((FaultError, InternalError), col.allreduce, x, name, timeout_s=5)

@@ -95,8 +95,8 @@ class _Arrivals:
 
     def connected(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Takes the connection of a member."""
-        rank = hello.get("rank")
-        if type(rank) is not int or rank not in self.expected:
+        rank: Any = hello.get("rank")
+        if rank not in self.expected:
             sockets.close((sock,))
             return
         with suppress(OSError):  # it has ended again

@@ -6,7 +6,7 @@ from raycollect.channel.messages.base import Error, Message
 
 
 class Meet(Message, frozen=True, kw_only=True):
-    """A member waits at `place` with what it brings; answered by `Met` or `Missed` with the same `call`."""
+    """A member waits at `place` with what it brings; answered by `Met` with the same `call`."""
 
     group_id: str
     communicator: str
@@ -25,40 +25,36 @@ class Withdraw(Message, frozen=True, kw_only=True):
 
 
 class Met(Message, frozen=True, kw_only=True):
-    """All members of the communicator are there; what they brought, in rank order."""
+    """Answers `Meet`, and ends it: all members were there, or some were missing, or the call can't come about.
+
+    `call` is that of `Meet`; with an `error` it is the number of the member's call, or 0 for whichever is under way.
+    """
 
     group_id: str
     communicator: str
     call: int
-    blobs: list[bytes]
-
-
-class Missed(Message, frozen=True, kw_only=True):
-    """The meeting is off; the ranks in `missing` had not come to it."""
-
-    group_id: str
-    communicator: str
-    call: int
-    missing: list[int]
+    blobs: list[bytes]  # what all brought, in rank order; empty: the meeting is off
+    missing: list[int]  # the ranks that had not come to it
+    error: Error | None  # what the call has to raise
 
 
 class Drop(Message, frozen=True, kw_only=True):
-    """A member has given up one generation of a communicator, since its launch `seq` failed with `error`."""
+    """A member is out of step in one epoch of a communicator, since its launch `seq` failed with `error`."""
 
     group_id: str
     communicator: str
-    generation: str
+    epoch: str
     seq: int
     rank: int
     error: Error
 
 
 class Publish(Message, frozen=True, kw_only=True):
-    """A value of the rendezvous of one generation of a communicator."""
+    """A value of the rendezvous of one epoch of a communicator."""
 
     group_id: str
     communicator: str
-    generation: str
+    epoch: str
     name: str
     value: bytes
 
@@ -72,7 +68,7 @@ class Ask(Message, frozen=True, kw_only=True):
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """Answers `Ask`, to all ranks of the communicator: where the rank stands (`Standing`), and what runs (`Doing`)."""
+    """Answers `Ask`, to all ranks of the communicator: how far the rank is (`Position`), and what runs (`Doing`)."""
 
     group_id: str
     communicator: str
@@ -83,14 +79,11 @@ class Answer(Message, frozen=True, kw_only=True):
     stack: list[str]
 
 
-class Depart(Message, frozen=True, kw_only=True):
-    """A member has destroyed the group on its side."""
-
-    group_id: str
-
-
 class Gone(Message, frozen=True, kw_only=True):
-    """A member will not take part any more: its process has ended, or it has departed."""
+    """A member will not take part any more: its process has ended, or it has destroyed the group on its side.
+
+    A member that destroys it says so itself, and gets its message back from a controller once that is known there.
+    """
 
     group_id: str
     rank: int
@@ -113,12 +106,3 @@ class Stuck(Message, frozen=True, kw_only=True):
     ranks: list[int]
     begun: int
     is_long: bool
-
-
-class Deny(Message, frozen=True, kw_only=True):
-    """A call on a communicator can't come about: those it waits for wait for the caller."""
-
-    group_id: str
-    communicator: str
-    call: int
-    error: Error

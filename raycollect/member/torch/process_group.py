@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from time import monotonic
 from typing import Any
@@ -21,9 +20,9 @@ from typing import Any
 from raycollect import backends
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError, Violation, refusal
-from raycollect.group.call_queue import Callers, CallQueue
+from raycollect.group.call_queue import CallQueue
 from raycollect.group.coordinator import ALL, name_of_ranks
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
@@ -83,22 +82,18 @@ class TorchStore:
         self._store = store
         self.host: str = _own_address(store)
 
-    def post(self, name: str, record: bytes) -> bool:
-        """Posts a record; False if there is one. Only rank 0 posts."""
-        if self._store.check([name]):
+    def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
+        """Posts a record; False if there is one, which is not to be replaced. Only rank 0 posts."""
+        if not replace and self._store.check([name]):
             return False
         self._store.set(name, record)
         return True
-
-    def replace(self, name: str, record: bytes) -> None:
-        """Posts a record in place of another."""
-        self._store.set(name, record)
 
     def read(self, name: str) -> bytes | None:
         """The record of that name, or None."""
         return bytes(self._store.get(name)) if self._store.check([name]) else None
 
-    def remove(self, name: str, record: bytes) -> None:
+    def remove(self, name: str) -> None:
         """Removes the record, once all have joined."""
         with suppress(RuntimeError):  # not all stores can
             self._store.delete_key(name)
@@ -350,9 +345,9 @@ class TorchProcessGroup(_Named):
         else:
             if queue is None:
                 name = f"{self._member_group}-{communicator}"
-                made = CallQueue(name, Callers(place.rank), partial(place.why_not, ()))
+                made = CallQueue(name, place.broken)
                 queue = self._queues.setdefault(communicator, made)
-            future = queue.submit(run, 0)
+            future = queue.submit(run)
         op = kind.value if source < 0 else OpKind.RECV.value
         return TorchWork(MemberWork(place, op, future, is_heard=True), future, tensors, source)
 

@@ -186,7 +186,7 @@ def _refused(*args: object) -> None:
 def test_after_a_refusal_it_goes_to_the_same_check(
     team: MakeTeam, monkeypatch: pytest.MonkeyPatch, expects: bool
 ) -> None:
-    """As an `Execution` goes on. The other, who expects what was brought before, is told what was brought."""
+    """As a run goes on. The other, who expects what was brought before, is told what was brought."""
     pair, held = team(2), mapped()
     crew = Crew(pair, [np.zeros(5) for _ in range(2)])
     crew.sum()

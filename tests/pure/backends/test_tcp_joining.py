@@ -166,6 +166,7 @@ def test_only_a_member_that_is_awaited_is_taken(purpose: str, secret: bytes | No
             super().put(name, value)
 
     made = join_all(Watched(), 2)
+    assert [list(one._link._peers) for one in made] == [[1], [0]]
     launch = Launch(seq=1, ranks=(0, 1), timeout_s=10)
     with ThreadPoolExecutor(2) as threads:
         for arrivals in threads.map(lambda one: run_launch(one, launch, arrival=bytes([one.rank])), made):

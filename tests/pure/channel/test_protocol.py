@@ -207,13 +207,13 @@ def test_a_flipped_bit_anywhere_in_a_frame_is_refused() -> None:
 def test_a_message_that_is_too_big_is_refused_by_its_sender_who_goes_on() -> None:
     wire = Wire().open()
     with pytest.raises(ProtocolError, match="limit"):
-        wire.client.send(Publish(group_id="g", communicator="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES)))
+        wire.client.send(Publish(group_id="g", communicator="", epoch="", name="n", value=bytes(MAX_FRAME_NBYTES)))
     assert wire.server.receive(wire.client.send(Bye())) == [Bye()]
 
 
 def test_the_biggest_frame_passes_in_small_chunks_and_memory_stays_bounded() -> None:
     wire = Wire().open()
-    message = Publish(group_id="g", communicator="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100))
+    message = Publish(group_id="g", communicator="", epoch="", name="n", value=bytes(MAX_FRAME_NBYTES - 100))
     for _ in range(3):
         frame = wire.client.send(message)
         got: list[Any] = []

@@ -56,7 +56,7 @@ def test_last_words_arrive_before_the_end_even_over_unread_input(rig: Rig) -> No
     link.send(Bye())
     with pytest.raises(ConnectionLostError):
         while True:
-            link.send(Publish(group_id="g", communicator="", generation="", name="n", value=bytes(1000)))
+            link.send(Publish(group_id="g", communicator="", epoch="", name="n", value=bytes(1000)))
     assert here.messages.get(timeout=LIMIT_S) == Abort(seq=9, reason="refused")
     assert isinstance(here.reasons.get(timeout=LIMIT_S), ConnectionLostError)
 
@@ -116,7 +116,7 @@ def test_a_peer_that_does_not_read_never_blocks_the_sender(rig: Rig, monkeypatch
     try:
         with pytest.raises(ConnectionLostError, match="does not read"):
             for _ in range(1000):
-                link.send(Publish(group_id="g", communicator="", generation="", name="n", value=bytes(500_000)))
+                link.send(Publish(group_id="g", communicator="", epoch="", name="n", value=bytes(500_000)))
         assert "does not read" in here.reasons.get(timeout=LIMIT_S).detail
     finally:
         stuck.set()
@@ -127,7 +127,7 @@ def test_what_was_queued_arrives_when_the_peer_reads_again(rig: Rig) -> None:
     there = Party(lambda link, message: (None, stuck.wait(LIMIT_S))[0])
     link = rig.connect(rig.serve(there), Party())
     for seq in range(40):
-        link.send(Publish(group_id="g", communicator="", generation="", name=str(seq), value=bytes(500_000)))
+        link.send(Publish(group_id="g", communicator="", epoch="", name=str(seq), value=bytes(500_000)))
     assert link._queue
     stuck.set()
     names = [there.messages.get(timeout=LIMIT_S).name for _ in range(40)]  # type: ignore[attr-defined]

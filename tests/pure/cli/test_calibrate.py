@@ -16,9 +16,9 @@ from raycollect.group import link_costs
 from raycollect.group.link_costs import Costs, Measured
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
-SHM = Measured(place="inside", backend="shm", link=Link(latency_s=1e-5, bandwidth=8e9), how="measured: so")
-TCP = Measured(place="inside", backend="tcp", link=Link(latency_s=3e-5, bandwidth=2e9))
-NETWORK = Measured(place="between", backend="tcp", link=Link(latency_s=5e-5, bandwidth=3e9))
+SHM = Measured(place="inside", backend="shm", latency_s=1e-5, bandwidth=8e9, how="measured: so")
+TCP = Measured(place="inside", backend="tcp", latency_s=3e-5, bandwidth=2e9)
+NETWORK = Measured(place="between", backend="tcp", latency_s=5e-5, bandwidth=3e9)
 
 
 def nowhere(folder):

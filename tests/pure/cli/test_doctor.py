@@ -15,7 +15,6 @@ from raycollect.cli import doctor
 from raycollect.cli.doctor import MISSING, OK, WARNING, ChildError, Row
 from raycollect.core import shared_memory
 from raycollect.group import link_costs
-from raycollect.planner import Link
 from tests.pure.cli.command_line import ROOT, run_command
 
 
@@ -214,7 +213,7 @@ def test_measured_costs_are_those_that_the_planner_reads(tmp_path: Path, monkeyp
     absent = doctor.measured_costs()
     assert (absent.state, absent.cure) == (WARNING, "raycollect bench --calibrate")
     path = link_costs.default_path()
-    link = link_costs.Measured(place="inside", backend="shm", link=Link(latency_s=1e-5, bandwidth=4e9))
+    link = link_costs.Measured(place="inside", backend="shm", latency_s=1e-5, bandwidth=4e9)
     link_costs.write(path, [link])
     assert doctor.measured_costs().found == f"{path}: inside over shm"
     path.write_text("{}")

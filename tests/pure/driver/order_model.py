@@ -154,11 +154,8 @@ class Fleet:
                     name=membership.spec.name,
                     ordered=True,
                     controller=site.lease.controller,
-                    plans=SimpleNamespace(
-                        communicator=LocalCommunicator(world, rank),
-                        exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
-                        close=lambda reason: None,
-                    ),
+                    plans=SimpleNamespace(communicator=LocalCommunicator(world, rank)),
+                    exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
                     close=lambda reason: None,
                 ),
             )

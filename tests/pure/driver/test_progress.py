@@ -12,13 +12,11 @@ from raycollect.core import kernel_progress
 from raycollect.core.kernel_progress import LENT, KernelProgress
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
-from raycollect.engine.launch_sequence import LaunchSequence
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
+from raycollect.engine.steps import Boxes, Bundle, Kernels, Packed, Step
 from raycollect.pos import tensors
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import run_launch
-from tests.pure.fleet import MakeFleet, numbers
 from tests.pure.teams import Team
 
 MB = 1 << 20
@@ -99,20 +97,20 @@ def test_lent_array_is_reported(make: Any) -> None:
     assert other[-1] == 1.0
 
 
-def move(*sizes: int, **others: Any) -> LaunchStep:
+def move(*sizes: int) -> Kernels:
     kernels = tuple(Kernel(kind=OpKind.ALLREDUCE, src=np.zeros(size, np.uint8)) for size in sizes)
-    return LaunchStep(0, "g", (0, 1), kernels, **others)
+    return Kernels(0, "g", (0, 1), kernels)
 
 
-def script(*bundles: tuple[int, tuple[LaunchStep, ...]]) -> KernelSchedule:
+def script(*bundles: tuple[int, tuple[Step, ...]]) -> list[Bundle]:
     """Bundles, each of one call of so many bytes."""
     share = SimpleNamespace(op="allreduce", group_id="g", rank=0, ranks=(0, 1))
     stretches = []
     for nbytes, moves in bundles:
         gives = SimpleNamespace(tensors=(SimpleNamespace(nbytes=nbytes),))
         agreed = (SimpleNamespace(specs=(SimpleNamespace(gives=gives),)),)
-        stretches.append(ScheduledBundle(cast(Any, share), 1, moves, (), (), (), cast(Any, agreed)))
-    return KernelSchedule(tuple(stretches), ())
+        stretches.append(Bundle(cast(Any, share), 1, moves, (), (), (), cast(Any, agreed), ()))
+    return stretches
 
 
 def test_a_bundle_counts_with_its_collectives_and_kernels_share_that() -> None:
@@ -132,25 +130,33 @@ def test_a_bundle_counts_with_its_collectives_and_kernels_share_that() -> None:
     assert extent.at(move(7), 1, 0.5) == BytesDone(0, 1100), "of another script"
 
 
-def test_replacement_moves_count_for_the_offered_ones_and_a_barrier_has_no_bytes() -> None:
-    packed = (move(30), move(70))
-    extent = ByteMap(script((100, (move(10, 20, 70, instead=packed),)), (50, (move(50),))))
+def test_rounds_in_messages_count_for_the_exchange_and_a_barrier_has_no_bytes() -> None:
+    rounds = [move(30), move(70)]
+    packed = tuple(Packed(*one, cast(Any, None)) for one in rounds)
+    exchange = Boxes(0, "g", (0, 1), tuple(one.kernels[0] for one in rounds), packed, cast(Any, None))
+    extent = ByteMap(script((100, (exchange,)), (50, (move(50),))))
     assert [extent.at(one, 1, 0.5).done for one in packed] == [15, 65]
-    nothing = LaunchStep(0, "g", (0, 1), (Kernel(kind=OpKind.BARRIER),))
+    nothing = Kernels(0, "g", (0, 1), (Kernel(kind=OpKind.BARRIER),))
     assert ByteMap(script((0, (nothing,)))).at(nothing, 1, 0.5) == NOWHERE
 
 
-def test_execution_can_be_queried_at_every_point(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[tuple[str, int], BytesDone] = {}
-    reach = LaunchSequence.reach
+def test_a_run_can_be_queried_at_every_point() -> None:
+    team, found = Team(2), dict[tuple[str, int], BytesDone | None]()
 
-    def asks(self: LaunchSequence, point: str) -> None:
-        found[point, self.program.agreement.rank] = self.bytes_done()
-        reach(self, point)
+    class Asks:
+        def at(self, point: str, seq: int, rank: int) -> None:
+            found[point, rank] = team.replays[rank].bytes_done(seq)
 
-    monkeypatch.setattr(LaunchSequence, "reach", asks)
-    one = fleet(2)
-    one.must(OpKind.ALLREDUCE, one.keep_all(numbers(0, 2, (100,))))
+    team.faults.now = Asks()
+    for part in team.scripts:
+        part.call("make")
+    for actor in team.actors:
+        actor.methods = {"make": lambda: np.ones(100)}
+    team.collective(OpKind.ALLREDUCE, {0: 0, 1: 0})
+    try:
+        team.run()
+    finally:
+        team.close()
     for rank in range(2):
         said = [found[point, rank] for point in ("before_check", "after_check", "before_kernel", "after_kernel", "end")]
         assert said == [NOWHERE, BytesDone(0, 800), BytesDone(0, 800), BytesDone(800, 800), BytesDone(800, 800)]

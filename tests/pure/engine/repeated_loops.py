@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.engine.fast_path import FastPath
+from raycollect.engine.run_cache import RunCache
 from tests.pure.closing import closing_all
 from tests.pure.communicators import ThreadTeam
 from tests.pure.meaning import meaning
@@ -49,10 +50,19 @@ class Ends(list[Any]):
 class Loop:
     """A captured step of collectives in place on one tensor per rank; the groups are real."""
 
-    def __init__(self, backend: str, values: list[Any], kind: OpKind = OpKind.ALLREDUCE, **arguments: Any) -> None:
+    def __init__(
+        self,
+        backend: str,
+        values: list[Any],
+        kind: OpKind = OpKind.ALLREDUCE,
+        *,
+        cache: type[RunCache] = RunCache,
+        **arguments: Any,
+    ) -> None:
         world = len(values)
         self.values, self.kind, self.world = values, kind, world
         self.team = Team(world, [Script(rank, [pinned(value)]) for rank, value in enumerate(values)])
+        self.team.caches = [cache() for _ in range(world)]
         self.group = ThreadTeam(backend, world)
         self.odd = [Odd(one) for one in self.group.communicators]
         self.team.communicators = self.ends = Ends(self.odd)  # type: ignore[assignment]
@@ -87,6 +97,11 @@ class Loop:
                 np.testing.assert_array_equal(array(value), give if take is None else take)
 
     @property
+    def repeats(self) -> int:
+        """How many runs repeated an earlier one."""
+        return sum(sum(self.team.repeated(rank)) for rank in range(self.world))
+
+    @property
     def dirty(self) -> list[int]:
         return [one.statistics().dirty for one in self.team.stores]
 
@@ -119,18 +134,11 @@ def _write(team: Team, kind: OpKind, arguments: dict[str, Any]) -> None:
         team.collective(kind, {root: 0}, {rank: 0 for rank in ranks if rank != root}, **arguments)
 
 
-@pytest.fixture
-def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of each run that was repeated."""
-    found: list[int] = []
-    run = FastPath.run
+class Forgetful(RunCache):
+    """Finds nothing, so that each run prepares itself."""
 
-    def noted(self: FastPath, *args: Any) -> Any:
-        found.append(self.seq)
-        return run(self, *args)
-
-    monkeypatch.setattr(FastPath, "run", noted)
-    return found
+    def find(self, *args: Any, **given: Any) -> None:
+        """Finds nothing."""
 
 
 MakeLoop = Callable[..., Loop]
@@ -149,12 +157,17 @@ def told(error: Any) -> Any:
     return type(error), str(error), *(getattr(error, name, None) for name in ("op", "group_name", "rank"))
 
 
-def same(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[], Any]) -> Any:
-    """Plays a scenario with executions alone, and with repeats: the outcome is one."""
-    with monkeypatch.context() as patch:
-        patch.setattr(FastPath, "of", staticmethod(lambda *args, **given: None))
-        expected = scenario()
-    found = scenario()
+def same(loop: MakeLoop, scenario: Callable[[MakeLoop], Any]) -> Any:
+    """Plays a scenario with loops whose runs all prepare themselves, and with repeated ones: the outcome is one."""
+    expected = scenario(partial(loop, cache=Forgetful))
+    made: list[Loop] = []
+
+    def make(*args: Any, **given: Any) -> Loop:
+        made.append(loop(*args, **given))
+        return made[-1]
+
+    found = scenario(make)
+    assert any(one.repeats for one in made)
     assert found == expected
     return found
 

@@ -14,7 +14,7 @@ from raycollect.backends import arrays, streams
 from raycollect.core.model import OpKind, TensorInfo
 from raycollect.engine import device_staging
 from raycollect.engine.device_staging import transfer
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     AllocationError,
     CollectiveTimeoutError,

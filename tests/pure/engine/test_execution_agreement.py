@@ -10,7 +10,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import Key, OpKind
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     AllocationError,
     CollectiveTimeoutError,
@@ -60,7 +60,7 @@ def test_a_producer_that_comes_later_is_waited_for(fleet: MakeFleet) -> None:
     assert [future.result(WAIT_S).error for future in futures] == [None, None]
     np.testing.assert_array_equal(first, np.full(3, 3.0))
     np.testing.assert_array_equal(second, np.full(3, 3.0))
-    assert one.story(1) == ["start", "waiting", "check", "agreed", "done"]
+    assert one.story(1) == ["waiting", "prepare", "check", "agreed", "done"]
 
 
 def test_an_abort_ends_the_wait_for_a_producer(fleet: MakeFleet) -> None:

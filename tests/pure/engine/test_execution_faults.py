@@ -14,6 +14,7 @@ from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival
+from raycollect.engine.batch_agreement import alone
 from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     InternalError,
@@ -133,7 +134,7 @@ def test_a_launch_is_always_closed_once(point: str | None, error: BaseException,
 def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) -> None:
     """The destination learns from an arrival without tensors and without violations: no rank should send one."""
     one = fleet(2)
-    silent = encode_arrival(Arrival(spec=Spec(op="send", root=0)))
+    silent = alone(encode_arrival(Arrival(spec=Spec(op="send", root=0))))
     launch = Launch(seq=1, ranks=(0, 1), timeout_s=WAIT_S)
     with ThreadPoolExecutor(1) as threads:
         peer = threads.submit(one.communicators[0].agree, launch, silent)

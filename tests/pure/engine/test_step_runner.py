@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.engine import fast_path, run_cache
 from raycollect.engine.step_runner import MOST_KEPT
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import (
@@ -90,10 +89,10 @@ def test_kept_values_are_those_of_their_run_and_are_given_once(team: MakeTeam) -
     one.actors[0].methods = {"make": lambda: next(values)}
     script.kept += made
     (runner,) = one.capture()
-    landed: list[None] = []
+    told: list[None] = []
     for seq in (1, 2, 3):
-        assert runner.run(seq, b"", aborted={}, landed=lambda: landed.append(None)) == b""
-    assert not landed, "who is told that a run has ended finds what it has kept"
+        assert runner.run(seq, b"", aborted={}, succeeded=lambda: told.append(None)) == b""
+    assert not told, "who is told that a run has ended finds what it has kept"
     for seq in (2, 1, 3):
         assert [value[0] for value in runner.take_kept(seq)] == [2 * seq - 2, 2 * seq - 1]
         with pytest.raises(CaptureError):
@@ -180,23 +179,6 @@ def test_what_is_wrong_says_in_which_call_of_the_capture(team: MakeTeam, world: 
         assert {violation.call for violation in error.violations} == {-1}, "there is but one"
 
 
-@pytest.fixture
-def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each plan was recognised."""
-    found = []
-    recall = run_cache.RunCache.recall
-
-    def noted(*args: Any) -> Any:
-        known = recall(*args)
-        found.append(known is not None)
-        return known
-
-    monkeypatch.setattr(run_cache.RunCache, "recall", staticmethod(noted))
-    run = fast_path.FastPath.run
-    monkeypatch.setattr(fast_path.FastPath, "run", lambda *args: found.append(True) or run(*args))
-    return found
-
-
 def _summing(team: MakeTeam, make: Callable[[], Any]) -> Team:
     script = Script(0)
     slot = script.call("make")
@@ -216,13 +198,14 @@ KEPT: dict[str, Callable[[Any, Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_the_same_tensors_are_recognised(team: MakeTeam, recalled: list[bool], name: str) -> None:
+def test_the_same_tensors_are_recognised(team: MakeTeam, name: str) -> None:
     made: list[Any] = []
     make = KEPT[name](full(1), full(2))
     one = _summing(team, lambda: made.append(make()) or made[-1])
     for _ in range(5):
         one.run()
-    assert recalled == [False, False, True, True, True]
+    layout = name == "tensor"  # which is known of a single tensor after its first run
+    assert one.repeated(0) == [False, layout, True, True, True]
     taken = [args[0] for method, args, _ in one.actors[0].calls if method == "take"]
     assert all(one is other for one, other in zip(taken, made, strict=True)), "what it returned in this very run"
 
@@ -239,24 +222,24 @@ _A, _B = full(1), full(2)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_are_not(team: MakeTeam, recalled: list[bool], name: str) -> None:
+def test_others_are_known_by_the_layout_of_one_tensor_alone(team: MakeTeam, name: str) -> None:
     runs = iter(range(10))
     one = _summing(team, lambda: OTHERS[name](next(runs)))
     for _ in range(6):
         one.run()
-    assert recalled == [False] * 6
+    assert one.repeated(0) == [False, *[name in ("new tensors", "views")] * 5]
 
 
-def test_a_list_that_was_changed_is_taken_apart_anew(team: MakeTeam, recalled: list[bool]) -> None:
+def test_a_list_that_was_changed_is_taken_apart_anew(team: MakeTeam) -> None:
     items, other = [full(1)], full(1, (3,))
     one = _summing(team, lambda: items)
     one.collective(OpKind.ALLREDUCE, {0: one.scripts[0].actions[0].slot}, op=ReduceOp.PRODUCT)  # type: ignore[union-attr]
     for _ in range(3):
         one.run()
-    assert recalled[-2:] == [True, True]
+    assert one.repeated(0)[-2:] == [True, True]
     items.append(other)
     one.run()
-    assert recalled[-2:] == [False, False]
+    assert one.repeated(0)[-2:] == [False, False]
     assert len(one.replays[0].look()[0] or ()) == 2
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a group in threads, whose messages to the hub can be held back."""
+"""Ranks of a group in threads, whose messages to the coordinator can be held back."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from raycollect.backends.exchanged import Exchanged
-from raycollect.channel.messages import Depart, Message
+from raycollect.channel.messages import Gone, Message
 from raycollect.core.model import GroupSpec, Launch
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.process_group import ProcessGroup
@@ -20,7 +20,7 @@ WORLD = 3
 
 
 class Plain(Exchanged):
-    """A communicator that has its consistency checks at the hub; it notes what it is told."""
+    """A communicator that has its consistency checks at the coordinator; it notes what it is told."""
 
     def __init__(self, spec: GroupSpec, rank: int, exchange: Any) -> None:
         super().__init__(spec, rank, exchange)
@@ -47,7 +47,7 @@ class Seeing(Plain):
 
 
 class Table:
-    """The seats of a group, and its hub; what the hub says to a rank can be held back."""
+    """The seats of a group, and its coordinator; what that says to a rank can be held back."""
 
     def __init__(self, kind: type[Plain] = Plain) -> None:
         self.coordinator = Coordinator("id", WORLD, "g")
@@ -60,7 +60,8 @@ class Table:
         self.threads = ThreadPoolExecutor(WORLD + 2)
         self._kind = kind
         self._lock = threading.RLock()
-        spec = GroupSpec(name="g", group_id="id", backend="shm", world_size=WORLD, timeout_s=WAIT_S)
+        backend = "shm" if issubclass(kind, Seeing) else "local"  # for what the table of capabilities says
+        spec = GroupSpec(name="g", group_id="id", backend=backend, world_size=WORLD, timeout_s=WAIT_S)
         self.process_groups = [
             ProcessGroup(
                 spec, rank, self._sender(rank), members=[f"W{at}" for at in range(WORLD)], leave=self._leaver(rank)
@@ -90,7 +91,7 @@ class Table:
                 self.process_groups[rank].received(message)
 
     def kill(self, rank: int) -> None:
-        """The hub hears that a process has ended."""
+        """The coordinator hears that a process has ended."""
         with self._lock:
             self.deliver(self.coordinator.lost(rank, "closed by the peer"))
 
@@ -115,23 +116,28 @@ class Table:
         return send
 
     def _leaver(self, rank: int) -> Callable[[], None]:
-        return lambda: self._sender(rank)(Depart(group_id="id"))
+        return lambda: self._sender(rank)(Gone(group_id="id", rank=rank, died=False, detail=""))
 
 
 class Call:
     """A call of one rank: it goes through the consistency check, and then waits to be let go on."""
 
-    def __init__(self, process_group: ProcessGroup, ends: Callable[[], Outcome] = Outcome) -> None:
+    def __init__(
+        self, process_group: ProcessGroup, ends: Callable[[], Outcome] = Outcome, timeout_s: float = WAIT_S
+    ) -> None:
+        self.seq = 0
         self.passed = threading.Event()
         self.go = threading.Event()
         self.process_group = process_group
         self._ends = ends
+        self._timeout_s = timeout_s
 
     def __call__(self) -> None:
-        self.process_group.communicator("all").run("allreduce", self._attempt, WAIT_S)
+        self.process_group.communicator("all").run("allreduce", self._attempt, self._timeout_s)
 
     def _attempt(self, communicator: Any, seq: int) -> Outcome:
-        launch = Launch(seq=seq, ranks=tuple(range(WORLD)), timeout_s=WAIT_S)
+        self.seq = seq
+        launch = Launch(seq=seq, ranks=tuple(range(WORLD)), timeout_s=self._timeout_s)
         try:
             communicator.agree(launch, b"")
         except RaycollectError as exc:

@@ -117,13 +117,21 @@ def test_irreplaceable_record_raises_invalid_group_error(place: Place) -> None:
 
 
 def test_stale_record_is_replaced_by_a_new_leader(place: Place) -> None:
-    dead = Record(address=Address(host="127.0.0.1", port=9, secret=bytes(32)), who="process 77")
+    dead = Record.of(Address(host="127.0.0.1", port=9, secret=bytes(32)), "process 77")
     place.board.post(NAME, dead.to_bytes())
     with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
         place.follow(timeout_s=0.05)
     following = place.start(place.follow)
     place.lead()
     following.result(WAIT_S)
+
+
+def test_a_leader_leaves_the_record_of_another_in_its_place(place: Place) -> None:
+    for mine, left in ((b"mine", None), (b"another's", b"mine")):
+        place.board.post(NAME, b"mine", replace=True)
+        bootstrap._retract(place.board, NAME, mine)
+        assert place.board.read(NAME) == left
+    place.board.remove(NAME)
 
 
 def test_port_of_a_foreign_server_counts_as_no_leader(place: Place) -> None:
@@ -139,7 +147,7 @@ def test_port_of_a_foreign_server_counts_as_no_leader(place: Place) -> None:
 
         serving = place.start(serve)
         address = Address(host="127.0.0.1", port=other.getsockname()[1], secret=bytes(32))
-        place.board.post(NAME, Record(address=address, who="process 77").to_bytes())
+        place.board.post(NAME, Record.of(address, "process 77").to_bytes())
         with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
             place.follow(timeout_s=0.05)
         following = place.start(place.follow)
@@ -303,7 +311,7 @@ def test_turned_away_follower_tries_the_new_record(place: Place, monkeypatch: py
     monkeypatch.setattr(bootstrap, "PROBE_S", 0.5)  # the record is removed by nobody
     star = CoordinatorServer("127.0.0.1", asked(), "w")
     star.complete = True
-    place.board.post(NAME, Record(address=star.address, who="w").to_bytes())
+    place.board.post(NAME, Record.of(star.address, "w").to_bytes())
     try:
         following = place.start(place.follow)
         assert place.lead().spec.group_id == following.result(WAIT_S).spec.group_id

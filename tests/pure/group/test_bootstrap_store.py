@@ -16,7 +16,7 @@ from raycollect.errors import InvalidGroupError
 from raycollect.group import bootstrap_store
 from raycollect.group.bootstrap_store import MOST_RECORD_NBYTES, DirectoryBulletin, Record
 
-RECORD = Record(address=Address(host="127.0.0.1", port=9, secret=bytes(range(32))), who="process 5")
+RECORD = Record.of(Address(host="127.0.0.1", port=9, secret=bytes(range(32))), "process 5")
 NAMES = ("g", "a/b", "..", "group-g", "ü" * 20, "x" * 1000, "x" * 999 + "y", "ü" * 300)
 
 
@@ -53,8 +53,10 @@ def test_no_descriptor_stays_open(path: Path) -> None:
         board = DirectoryBulletin(path)
         board.post("g", b"one")
         board.read("g")
-        board.replace("g", b"two")
-        board.remove("g", b"two")
+        assert board.post("g", b"two", replace=True)
+        assert not board.post("g", b"three")
+        assert board.read("g") == b"two"
+        board.remove("g")
     del board
     path.chmod(0o755)
     for _ in range(5):
@@ -77,11 +79,10 @@ def test_a_directory_that_is_a_link_or_none_is_refused(board: DirectoryBulletin,
 
 def test_system_errors_become_invalid_group_error(board: DirectoryBulletin, path: Path) -> None:
     path.rmdir()
-    for act in (board.post, board.replace):
+    for replace in (False, True):
         with pytest.raises(InvalidGroupError, match="No such file") as caught:
-            act("g", b"one")
+            board.post("g", b"one", replace=replace)
         assert str(path) in str(caught.value)
-    board.remove("g", b"one")
 
 
 def _link(path: Path) -> None:
@@ -121,8 +122,8 @@ def test_a_file_of_another_user_is_no_record(
 
 
 def _packed(*more: Any, host: Any = "h", port: Any = 9, secret: Any = bytes(32), who: Any = "w") -> bytes:
-    packed: bytes = msgpack.packb([[host, port, secret], who, *more])
-    return b"\x01" + packed
+    packed: bytes = msgpack.packb([host, port, secret, who, *more])
+    return b"\x02" + packed
 
 
 MALFORMED = {
@@ -131,9 +132,9 @@ MALFORMED = {
     "text": b'{"host": "h"}',
     "deep": b"\x91" * 4000,
     "long": RECORD.to_bytes() + b" " * MOST_RECORD_NBYTES,
-    "nothing in it": b"\x01\x90",
-    "another version": b"\x02" + _packed()[1:],
-    "a field is missing": b"\x01" + msgpack.packb([["h", 9, bytes(32)]]),
+    "nothing in it": b"\x02\x90",
+    "another version": b"\x01" + _packed()[1:],
+    "a field is missing": b"\x02" + msgpack.packb(["h", 9, bytes(32)]),
     "a field too many": _packed(1),
     "no host": _packed(host=""),
     "host is long": _packed(host="h" * 256),
@@ -145,7 +146,7 @@ MALFORMED = {
 
 
 def test_what_is_changed_below_is_a_record() -> None:
-    assert Record.from_bytes(_packed()) == Record(address=Address(host="h", port=9, secret=bytes(32)), who="w")
+    assert Record.from_bytes(_packed()) == Record.of(Address(host="h", port=9, secret=bytes(32)), "w")
 
 
 @pytest.mark.parametrize("case", MALFORMED)

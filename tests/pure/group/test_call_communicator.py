@@ -12,7 +12,7 @@ from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from raycollect.errors import KernelError
 from raycollect.group.call_communicator import CallCommunicator
-from raycollect.group.hub_client import HubClient
+from raycollect.group.coordinator_client import CoordinatorClient
 
 
 class Failing:
@@ -26,8 +26,8 @@ class Failing:
 
 
 def test_an_error_of_a_kernel_names_the_rank_of_the_group() -> None:
-    hub = SimpleNamespace(ranks=(2, 5), generation="1")
-    call = CallCommunicator(cast(HubClient, hub), cast(Communicator, Failing()))
+    client = SimpleNamespace(ranks=(2, 5), epoch="1")
+    call = CallCommunicator(cast(CoordinatorClient, client), cast(Communicator, Failing()))
     with pytest.raises(KernelError, match="after 7 s") as caught:
         call.launch(Launch(seq=1, ranks=(2, 5), timeout_s=7.0), (Kernel(kind=OpKind.RECV, peer=2),))
     assert caught.value.rank == 5

@@ -26,25 +26,25 @@ def backend(request):
 # ---------------------------------------------------------------------------------------------- the threads
 
 
-def test_a_second_thread_begins_a_contest_that_lasts_until_all_have_ended():
+def test_a_second_thread_begins_a_conflict_that_lasts_until_all_have_ended():
     callers = Callers(3)
     me = threading.get_ident()
-    callers.come("allreduce")
+    callers.enter("allreduce")
     with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
-        assert pool.submit(callers.come, "barrier").result(WAIT_S) is True
+        assert pool.submit(callers.enter, "barrier").result(WAIT_S) is True
         other = pool.submit(threading.get_ident).result(WAIT_S)
-    found = callers.contest
+    found = callers.conflict
     assert (found.kind, found.rank) == ("concurrent", 3)
     assert "'other_0', which calls barrier while a call of 'MainThread'" in str(found)
-    assert callers.come("broadcast") is False
-    callers.go(me)
-    callers.go(me)
-    assert callers.contest is found
-    assert callers.come("reduce") is False, "it goes on, as another thread's has not ended"
-    callers.go(other)
-    assert callers.contest is found
-    callers.go(me)
-    assert callers.contest is None
+    assert callers.enter("broadcast") is False
+    callers.leave(me)
+    callers.leave(me)
+    assert callers.conflict is found
+    assert callers.enter("reduce") is False, "it goes on, as another thread's has not ended"
+    callers.leave(other)
+    assert callers.conflict is found
+    callers.leave(me)
+    assert callers.conflict is None
 
 
 # ---------------------------------------------------------------------------------------------- in groups
@@ -55,7 +55,7 @@ def _communicator(name, ranks="all"):
 
 
 def _is_at_check(name):
-    return lambda: _communicator(name).call and _communicator(name).hub.place.startswith("check")
+    return lambda: (call := _communicator(name).client.call) and call.place.startswith("check")
 
 
 def _summed(name, value, **options):
@@ -123,7 +123,7 @@ def _second_past_the_check(name, rank, barrier=None):
     col.barrier(name)
     if rank:
         return [_summed(name, 10), _summed(name, 20)]
-    communicator = _communicator(name)._communicator
+    communicator = _communicator(name).communicator
     begun, go_on, launch = threading.Event(), threading.Event(), communicator.launch
 
     def held(*args):
@@ -135,7 +135,7 @@ def _second_past_the_check(name, rank, barrier=None):
     first = _in_thread(name, "first", _summed, 1)
     assert begun.wait(WAIT_S)
     second = _in_thread(name, "second", _summed, 2)
-    assert wait_until(lambda: _communicator(name)._callers.contest is not None)
+    assert wait_until(lambda: _communicator(name)._callers.conflict is not None)
     del communicator.launch
     go_on.set()
     return [first.result(WAIT_S), second.result(WAIT_S)]
@@ -155,20 +155,20 @@ def _second_in_the_moment(name, rank):
     col.barrier(name)
     if rank:
         return [_summed_or_failed(name, 10), _summed(name, 20)]
-    hub = _communicator(name).hub
-    passed, go_on, note = threading.Event(), threading.Event(), hub.note_agreed
+    client = _communicator(name).client
+    passed, go_on, note = threading.Event(), threading.Event(), client.note_agreed
 
-    def held():
+    def held(call):
         passed.set()
         assert go_on.wait(WAIT_S)
-        note()
+        note(call)
 
-    hub.note_agreed = held
+    client.note_agreed = held
     first = _in_thread(name, "first", _summed_or_failed, 1)
     assert passed.wait(WAIT_S)
     second = _in_thread(name, "second", _summed, 2)
-    assert wait_until(lambda: hub.recalled)
-    del hub.note_agreed
+    assert wait_until(lambda: client.call.recalled)
+    del client.note_agreed
     go_on.set()
     return [first.result(WAIT_S), second.result(WAIT_S)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.channel.messages import Gone, Meet, Message, Met, Withdraw
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,
@@ -22,7 +22,7 @@ from raycollect.errors import (
     ParticipantDiedError,
 )
 from raycollect.group import communicator_init
-from raycollect.group.hub_client import HubClient
+from raycollect.group.coordinator_client import CoordinatorClient
 from tests.pure.group.tables import WORLD, Call, Table, assert_set, error_of
 from tests.pure.watched import WAIT_S
 from tests.support.waiting import wait_until
@@ -100,7 +100,7 @@ def test_a_rank_that_is_interrupted_as_it_waits_for_the_others_is_not_met(
 ) -> None:
     """Ctrl-C in a notebook: the others wait for its next call, also where they had come at that moment."""
     here = table()
-    changed = here.process_groups[0].communicator("all").hub.changed
+    changed = here.process_groups[0].communicator("all").client.changed
     real, there = changed.wait_for, threading.Semaphore(0)
 
     def interrupted(*_: Any) -> bool:
@@ -120,17 +120,17 @@ def test_a_rank_that_is_interrupted_as_it_waits_for_the_others_is_not_met(
     assert [one.exception(WAIT_S) for one in (here.start(first), *running)] == [None] * WORLD
 
 
-def test_a_signal_stays_one_where_the_hub_is_gone(table: Callable[..., Table]) -> None:
+def test_a_signal_stays_one_where_the_coordinator_is_gone(table: Callable[..., Table]) -> None:
     here = table()
-    hub = here.process_groups[0].communicator("all").hub
+    client = here.process_groups[0].communicator("all").client
     sent: list[Message] = []
 
     def send(message: Message) -> None:
         sent.append(message)
         raise KeyboardInterrupt if isinstance(message, Meet) else ConnectionLostError(detail="gone")
 
-    with patch.object(hub, "send", send), pytest.raises(KeyboardInterrupt):
-        hub.meet("form", b"", WAIT_S)
+    with patch.object(client, "send", send), pytest.raises(KeyboardInterrupt):
+        client.meet(client.begin(), "form", b"", WAIT_S)
     assert [type(one) for one in sent] == [Meet, Withdraw]  # the bytes may be on their way
 
 
@@ -138,14 +138,14 @@ def test_who_does_not_join_a_communicator_of_two_has_the_groups_number(monkeypat
     def absent(*_: Any) -> Any:
         raise CollectiveTimeoutError(missing=(0,))
 
-    def wait_made(generation: str, is_made: Callable[[], bool], deadline_s: float) -> bool:
+    def wait_made(epoch: str, is_made: Callable[[], bool], deadline_s: float) -> bool:
         wait_until(is_made)
         return True
 
     monkeypatch.setattr(communicator_init, "_make", absent)
-    hub: Any = SimpleNamespace(generation="1", ranks=(2, 3), values={}, notify=lambda: None, wait_made=wait_made)
+    client: Any = SimpleNamespace(epoch="1", ranks=(2, 3), values={}, notify=lambda: None, wait_made=wait_made)
     with pytest.raises(CollectiveTimeoutError) as caught:
-        communicator_init.form(hub, WAIT_S)
+        communicator_init.form(client, WAIT_S)
     assert caught.value.missing == (2,)
 
 
@@ -154,10 +154,10 @@ def test_a_rank_that_can_not_form_the_group_tells_the_others(
 ) -> None:
     here, real = table(), communicator_init.form
 
-    def form(hub: HubClient, deadline_s: float) -> Any:
-        if hub.owner.rank == 1:
+    def form(client: CoordinatorClient, deadline_s: float) -> Any:
+        if client.member.rank == 1:
             raise RuntimeError("can't start new thread")
-        return real(hub, deadline_s)
+        return real(client, deadline_s)
 
     monkeypatch.setattr(communicator_init, "form", form)
     for one in [here.start(process_group.form) for process_group in here.process_groups]:

@@ -16,7 +16,7 @@ import pytest
 from raycollect.channel import Hub
 from raycollect.core import timers
 from raycollect.core.model import GroupSpec
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import InternalError
 from raycollect.group import communicator_init, watchdog
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
@@ -68,7 +68,7 @@ def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
     two: tuple[ProcessGroup, ProcessGroup],
 ) -> None:
     for slot in two:
-        slot.communicator("all")._give_up()
+        slot.communicator("all")._leave()
     with fail_at(communicator_init, "make_communicator", thread="raycollect-apart"):
         errors = both(two, ProcessGroup.form)
     assert {type(error) for error in errors} == {InternalError}

@@ -11,7 +11,7 @@ import pytest
 from raycollect.channel.messages import Answer, Ask, Message
 from raycollect.errors import ConnectionLostError
 from raycollect.group import watchdog
-from raycollect.group.member_communicator import Standing
+from raycollect.group.coordinator_client import Position
 from raycollect.group.watchdog import Watchdog
 from tests.pure.group.watchdog_desk import HERE, Desk
 from tests.pure.watched import WAIT_S
@@ -28,8 +28,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", WAIT_S)
 
 
-def answer(rank: int, standing: Standing, what: str = "W.train (t.py:3)") -> Answer:
-    place, seq = standing
+def answer(rank: int, position: Position, what: str = "W.train (t.py:3)") -> Answer:
+    place, seq = position
     stack = ["t.py:3 in W.train: go()"]
     return Answer(group_id="id", communicator="all", rank=rank, place=place, seq=seq, doing=what, stack=stack)
 
@@ -41,7 +41,7 @@ def test_late_ranks_are_queried_and_reported() -> None:
 
     def all_answer(question: Ask) -> None:
         assert question == Ask(group_id="id", communicator="all", ranks=[1, 2])
-        for one in (answer(2, HERE, ""), answer(1, Standing("generation", 3))):
+        for one in (answer(2, HERE, ""), answer(1, Position("generation", 3))):
             threading.Thread(target=desk.watchdog.received, args=(one,)).start()
 
     desk.on_send = all_answer
@@ -71,13 +71,13 @@ def test_rank_without_an_answer_is_reported_as_silent(monkeypatch: pytest.Monkey
 def test_no_query_is_sent_without_a_queryable_rank(case: str) -> None:
     desk = Desk()
     if case == "joining":
-        desk.members = ()
+        desk.member.members = ()
     late = {"nobody": [], "itself": [0], "strangers": [3, -1], "joining": [1]}[case]
     assert desk.asked(late) == ()
     assert desk.sent == []
 
 
-def test_where_the_hub_is_gone_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_coordinator_is_gone_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", math.inf)  # a wait would raise
 
     def gone(message: Message) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from raycollect.errors import (
     CollectiveTimeoutError,
+    FaultError,
     GroupBrokenError,
+    KernelError,
     ParticipantDiedError,
 )
 from raycollect.member import init
@@ -63,10 +65,10 @@ def _receive(name, rank, timeout_s):
 
 def _sum_and_tell(name, rank, folder):
     """Makes a file once the call is under way."""
-    hub = this_runtime().process_groups.find(name).communicator("all").hub
+    client = this_runtime().process_groups.find(name).communicator("all").client
 
     def tell():
-        assert wait_until(lambda: hub.place == "check")
+        assert wait_until(lambda: client.call is not None and client.call.place == "check")
         (folder / str(rank)).touch()
 
     threading.Thread(target=tell, daemon=True).start()
@@ -113,3 +115,34 @@ def _sum_and_leave(name, rank):
     x = summed(name, rank, 1 << 20)
     init.destroy_collective_group(name)
     assert (x == 6).all()
+
+
+def _fails_in_its_kernel(name, rank, failing):
+    """What each rank gets where the kernel of one fails, and by the call after that."""
+    x, communicator = np.full(1 << 16, rank + 1.0), this_runtime().process_groups.find(name).communicator("all")
+    backend, error = communicator.communicator, None
+
+    def launch(*_):
+        raise KernelError(detail="no memory")
+
+    if rank == failing:
+        backend.launch = launch
+    try:
+        col.allreduce(x, name)
+    except FaultError as exc:
+        error = exc
+    if rank == failing:
+        del backend.launch
+    return error, summed(name, rank), communicator.communicator is backend
+
+
+def test_a_kernel_that_fails_on_one_rank_leaves_a_group_that_works(crew, backend):
+    """`shm` and `tcp` keep their connections."""
+    group = crew.group(3, backend)
+    group.must(summed)
+    for failing in (0, 2, 1):
+        results = group.must(_fails_in_its_kernel, failing)
+        assert isinstance(results[failing][0], KernelError)
+        assert all("no memory" in str(error) for error, _, _ in results), results
+        assert all((total == 6).all() for _, total, _ in results)
+        assert [kept for _, _, kept in results] == [backend != "gloo"] * 3

@@ -12,10 +12,10 @@ import msgpack
 import pytest
 
 from raycollect import backends
-from raycollect.channel.messages import Depart, Done, Gone, Joined, Leave, Message
+from raycollect.channel.messages import Done, Gone, Joined, Leave, Message
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import timers
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
     GroupBrokenError,
     MismatchError,
@@ -42,7 +42,7 @@ __all__ = ["premises"]  # a fixture
 
 
 class Run:
-    """An `Execution` that runs nothing."""
+    """A run that runs nothing."""
 
     made: Sequence[dict[str, Any]] = ()
 
@@ -60,7 +60,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[[Sequenc
 
     Gives what the program does where an operand is not there: None, or how it tells that it waits.
     """
-    monkeypatch.setattr(lease, "Execution", Run)
+    monkeypatch.setattr(lease, "Run", Run)
 
     def run(ordered: Sequence[bool]) -> Any:
         groups = [group(f"group {at}", (5, 6 + at)) for at in range(len(ordered))]
@@ -126,7 +126,7 @@ def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.Monk
     made.received(join(group_id="the next", world_size=2, rank=1, replaces="id of g"))
     new = groups.find("g")
     assert (new.spec.group_id, new.rank) == ("the next", 1)
-    assert "members of the group have changed" in str(old.why_not([1]))
+    assert "members of the group have changed" in str(old.broken())
     assert set(made._groups.by_id) == {"the next"}
     assert not [one for one in heard.messages if getattr(one, "error", None)]
     made.end("the test is over")
@@ -191,7 +191,8 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
     told: list[Any] = []
 
     def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
-        made = SimpleNamespace(close=lambda: told.append("closed"), abort=lambda seq: None, **methods)
+        given = {"close": lambda: told.append("closed"), "abort": lambda seq: None, "lost": lambda rank: False}
+        made = SimpleNamespace(**{**given, **methods})
         monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
         before = apart()
         here, heard = leased(premises)
@@ -208,7 +209,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
             def abort(self) -> None:
                 told.append("aborted")
 
-        monkeypatch.setattr(lease, "Execution", Interrupted)
+        monkeypatch.setattr(lease, "Run", Interrupted)
         tracker = flying(asked(both, (0, 1)))
         order = encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0)))
         assert here.run_program(order, None) is None
@@ -258,7 +259,7 @@ def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -
         assert member.told == [1], "its communicator has heard which rank has died, and nothing else has happened"
         return Outcome()
 
-    assert member(run, lost=member.told.append) is None
+    assert member(run, lost=lambda rank: not member.told.append(rank)) is None
     assert member.told[:2] == [1, "closed"]
 
 
@@ -320,11 +321,11 @@ def test_who_leaves_as_its_controller_ends_the_group_waits_for_no_answer(
 
     def send(message: Message) -> None:
         departs(message)
-        if isinstance(message, Depart):
+        if isinstance(message, Gone):
             here.end("the controller is gone") if how is None else here.received(how)
 
     joined = premises.runtime.process_groups.find("g")
-    joined.send = send
+    joined.member.send = send
     leaving = threading.Thread(target=joined.part, daemon=True)
     leaving.start()
     leaving.join(WAIT_S)
@@ -339,7 +340,7 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
     closed = list[bool]()
 
     def create(*_: Any, **__: Any) -> Any:
-        premises.runtime.process_groups.by_id["id of g"].plans.give_up("a value of rank 1 is lost")
+        premises.runtime.process_groups.by_id["id of g"].plans.refuse("a value of rank 1 is lost")
         return SimpleNamespace(close=lambda: closed.append(True))
 
     monkeypatch.setattr(backends, "load", lambda *_: create)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raycollect.channel.messages import Abort, Done, Order
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import PlanAbortedError, from_wire
 from raycollect.member import lease
 from raycollect.member.participant import Participant
@@ -30,14 +30,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     class Run:
-        def __init__(self, program: Any, *_: Any, seq: int, **__: Any) -> None:
+        def __init__(self, program: Any, seq: int, *_: Any, **__: Any) -> None:
             self.program, self.seq = program, seq
 
         def run(self) -> Outcome:
             found.append(self.seq)
             return Outcome()
 
-    monkeypatch.setattr(lease, "Execution", Run)
+    monkeypatch.setattr(lease, "Run", Run)
     return found
 
 

@@ -58,6 +58,7 @@ def _strange(name, rank):
     ):
         with pytest.raises(NotATensorError) as caught:
             call()
+        assert caught.value.op.endswith("_object")
         errors.append(str(caught.value))
     x = np.ones(1)
     operations.allreduce(x, name)  # the group works on

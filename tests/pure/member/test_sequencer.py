@@ -130,7 +130,7 @@ def test_story_records_arrivals_at_checks() -> None:
         ("check", 3),
         ("check", 3),
         ("agreed", 3),
-        ("again", 4),
+        ("check", 4),
         ("start", 5),
         ("failed", 5),
     ]:

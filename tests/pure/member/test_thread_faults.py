@@ -16,7 +16,7 @@ from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, 
 from raycollect.core.model import Key
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import from_wire
-from raycollect.group.plan_communicator import PlanCommunicator
+from raycollect.group.communicator import GroupCommunicator
 from raycollect.member import lease, token_lenders
 from raycollect.member.lease import Lease
 from raycollect.member.methods import Methods
@@ -46,11 +46,11 @@ def leased(premises: Participant) -> tuple[Lease, Heard]:
 @fault_in("raycollect-apart")
 def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
-    with fail_at(PlanCommunicator, "connect", thread="raycollect-apart"):
+    with fail_at(GroupCommunicator, "connect", thread="raycollect-apart"):
         here.received(join())
         joined = heard.next(Joined)
     assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
-    monkeypatch.setattr(PlanCommunicator, "connect", lambda plans: None)
+    monkeypatch.setattr(GroupCommunicator, "connect", lambda *_: None)
     here.received(join(name="h", group_id="id of h"))
     assert heard.next(Joined) == Joined(request=1, error=None)
 
@@ -60,7 +60,9 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
     monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]
 ) -> None:
     monkeypatch.setattr(lease, "LAST_S", 0.0)
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int))
+    monkeypatch.setattr(
+        backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int, lost=lambda _: False)
+    )
     here, heard = leased
     here.received(join())
     assert heard.next(Joined).error is None

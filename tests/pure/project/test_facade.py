@@ -80,7 +80,7 @@ for call in (
 
 
 def test_the_pure_rooms_import_without_ray() -> None:
-    rooms = "backends, backends.local, channel, engine.execution, errors, member.sequencer, observe, planner, pos"
+    rooms = "backends, backends.local, channel, engine.run, errors, member.sequencer, observe, planner, pos"
     imports = "\n".join(f"import raycollect.{room.strip()}" for room in rooms.split(","))
     assert _python(f"import raycollect\n{imports}\nprint('ray' in sys.modules)", "ray") == "False"
 
@@ -148,7 +148,7 @@ SHOWN = {
     "Capture": "argument call close explain plan returns run",
     "CapturedRun": "cancel done progress wait",
     "CollectiveParticipant": "",
-    "DirectoryBulletin": "post read remove replace where",
+    "DirectoryBulletin": "post read remove where",
     "Group": "actors add backend call destroy epoch get_rank name rank_table rebuild remove replace "
     "statistics status world_size",
     "Pending": "actor_id key ref request step",

@@ -1,9 +1,13 @@
-"""All tasks of one program on this participant: their operands, checks, and what they bring to the agreement."""
+"""What a run finds out where no earlier run has: its operands, their checks, what they bring to the agreement.
+
+Everything that can fail on one participant alone happens here, before the agreement, and is brought there as a
+violation (P3).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace as replace_violation
 from functools import lru_cache
 from typing import Any
 
@@ -13,90 +17,136 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.core.model import PIECES, Kernel, Key, OpKind
 from raycollect.engine.agreement import Arrival, Side, Spec, Verdict, encode_arrival
-from raycollect.engine.batch_agreement import encode_arrivals, is_batch
+from raycollect.engine.batch_agreement import BatchAgreement, encode_arrivals, is_batch
 from raycollect.engine.device_staging import CUDA, StagingBuffers
-from raycollect.engine.fusion_buffer import Item, room
+from raycollect.engine.fusion_buffer import FusionBuffer, Item, room
+from raycollect.engine.instruments import Instruments
+from raycollect.engine.missing_operand import MissingOperand
 from raycollect.engine.operands import TaskBuffers
+from raycollect.engine.prepared import Prepared, places_of
 from raycollect.engine.reshard_operands import ReshardBuffers
-from raycollect.errors import RaycollectError, Violation
+from raycollect.engine.run_cache import single
+from raycollect.engine.schedule import Scheduler
+from raycollect.errors import KernelError, RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
-from raycollect.pos import Absence, Container, Range, State, Store
+from raycollect.pos import Container, Range
 from raycollect.pos.extents import Extents
 
 _EVERYWHERE = [(0, 1 << 64)]
 
 
-@dataclass(frozen=True, slots=True)
-class MissingOperand:
-    """Why there is no operand: the fields of the violation."""
+class Preparation:
+    """All tasks of one run of a program, from their operands to the steps of the run.
 
-    kind: str
-    found: str
-    expected: str
-
-
-# State of the store -> (kind of violation, what was found, what was expected).
-_ABSENCES: dict[State, tuple[str, str, str]] = {
-    State.ABSENT: (
-        "lost",
-        "not there: its method never ran here, in this process (a restarted actor has lost what it held)",
-        "a value that its method returned",
-    ),
-    State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
-    State.BY_VALUE: ("not_tensor", "{}, returned by value", "a tensor, or a list, tuple or dict of tensors"),
-    State.FREED: ("freed", "freed", "a tensor that is still held"),
-    State.REPLACED: ("replaced", "changed: {}", "tensors of the names, shapes and types that the ref stands for"),
-}
-
-
-def missing(found: Absence) -> MissingOperand:
-    """Why a store has no operand."""
-    kind, text, expected = _ABSENCES[found.state]
-    return MissingOperand(kind, text.format(found.detail or "a value that is not kept"), expected)
-
-
-class ProgramOperands:
-    """The tasks of one run of a program.
-
-    `allocate` is as in `Instruments`; `given`: an imperative call gave the operands; `home_of` returns where a group
-    works, see `device_staging.home_of`.
+    Args:
+        program: The program.
+        operands: What each of its keys stands for, in order.
+        keys: The keys, for messages; empty where a member's call gave the operands.
+        home_of: Returns where a group works, see `device_staging.home_of`.
     """
 
     def __init__(
-        self, program: Program, allocate: Any, keys: Sequence[Key], *, given: bool, home_of: Callable[[Domain], str]
+        self,
+        program: Program,
+        operands: Sequence[Container | MissingOperand],
+        keys: Sequence[Key],
+        instruments: Instruments,
+        home_of: Callable[[Domain], str],
+        *,
+        is_call: bool,
     ) -> None:
         self.program = program
-        self._home_of = home_of
-        self._batch = is_batch(program)
-        self._whole: dict[int, list[Range]] = {}  # what each task writes whole; only where anything is dirty
-        self.operands: list[TaskBuffers] = []  # of each task
+        self.arrival: bytes = b""  # what was brought to the latest round
+        self.first: Kernel | None = None  # that the backend may prepare before the agreement
+        self.buffer: FusionBuffer | None = None  # that was taken
         self.staging_buffers: StagingBuffers | None = None  # None: no stand-ins are needed
+        self.tasks: list[TaskBuffers] = []  # of each task
+        self._operands = operands
+        self._instruments = instruments
+        self._home_of = home_of
+        self._is_batch = is_batch(program)
+        self._whole: dict[int, list[Range]] = {}  # what each task writes whole; only where anything is dirty
         for task in program.tasks:
-            refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
+            refs = () if is_call else tuple(keys[n] if n >= 0 else None for n in task.inputs)
             share = program.shares[task.share]
-            if share.template.boxes:
-                self.operands.append(ReshardBuffers(share, allocate, given=given, keys=refs))
-            else:
-                self.operands.append(TaskBuffers(share, allocate, given=given, keys=refs))
+            of_task = ReshardBuffers if share.template.boxes else TaskBuffers
+            self.tasks.append(of_task(share, instruments.allocate, given=is_call, keys=refs))
+        self.places = self._places(is_call=is_call)  # before the agreement: later changes must be noticed
+        self._bind(0)
+
+    def complete(self) -> None:
+        """Before the last round: makes what kernels need besides operands and outputs, unless the run is refused."""
+        if self.has_violations:
+            return
+        self._make_stand_ins()
+        self._take_buffer()
+        self.first = None if self.has_violations else self._first()
+
+    def refuse(self, violations: Sequence[Violation]) -> None:
+        """Notes for the agreement what is wrong besides the operands."""
+        rank = self.program.shares[self.program.tasks[0].share].rank
+        self.first = None
+        self.tasks[0].violations += [replace_violation(v, rank=rank) if v.rank < 0 else v for v in violations]
+
+    def go_on(self, round_index: int, verdicts: Mapping[int, Verdict]) -> None:
+        """After one round of the agreement: makes the outputs that follow from it, and prepares the next one."""
+        for task, operands in zip(self.program.tasks, self.tasks, strict=True):
+            if task.round == round_index and operands.share.template.is_learned:
+                _learn(operands, verdicts[task.request].specs)
+        self._bind(round_index + 1)
+
+    def prepared(self, agreement: BatchAgreement, blobs: Sequence[bytes]) -> Prepared:
+        """Makes the steps of the run from what all have agreed on; `blobs` are those of the last round."""
+        scheduler = Scheduler(self.program, self.tasks, self.buffer, self.first, self.staging_buffers)
+        bundles = scheduler.bundles(agreement.verdicts, alone=agreement.conflict)
+        return Prepared(
+            program=self.program,
+            places=() if self.staging_buffers is not None else self.places,  # stand-ins are too large to keep
+            ranges=self.ranges,
+            arrival=self.arrival,
+            first=self.first,
+            blobs=tuple(blobs),
+            bundles=bundles,
+            writes=[span for bundle in bundles for span in bundle.ranges],
+            buffer=self.buffer,
+        )
+
+    def check_unchanged(self, known: Prepared) -> None:
+        """After the agreement, to which this rank brought what an earlier run had found out: is it still so?
+
+        Raises:
+            KernelError: The operands no longer are what the others have agreed to.
+        """
+        wrong = [str(violation) for operands in self.tasks for violation in operands.violations]
+        if wrong or self.places != known.places:
+            found = "; ".join(wrong) or "other memory, or another layout of it"
+            raise KernelError(detail=f"an operand changed while the plan was in the consistency check: {found}")
+        self.first, self.buffer, self.arrival = known.first, known.buffer, known.arrival
+
+    def _places(self, *, is_call: bool) -> tuple[Any, ...]:
+        operands = [one for one in self._operands if isinstance(one, Container)]
+        if len(operands) < len(self._operands) or not self._is_repeatable or (is_call and single(operands) is None):
+            return ()
+        try:
+            return places_of(operands)
+        except TypeError:  # a tensor has no memory any more, which the agreement hears of
+            return ()
 
     @property
     def has_violations(self) -> bool:
         """Whether anything is wrong so far."""
-        return any(operands.violations for operands in self.operands)
-
-    def violate(self, violations: Sequence[Violation]) -> None:
-        """Notes violations with the first task."""
-        self.operands[0].violations += violations
+        return any(operands.violations for operands in self.tasks)
 
     def made(self) -> tuple[Container, ...]:
         """Returns the outputs, in the order of the tasks."""
-        return tuple([one for operands in self.operands for one in operands.made()])
+        return tuple([one for operands in self.tasks for one in operands.made()])
 
-    def ready(self, round_index: int, found: Sequence[Container | MissingOperand], store: Store) -> None:
-        """Binds, makes and checks the buffers of the tasks of a round of the agreement."""
-        dirt = self._batch and store.is_dirty(_EVERYWHERE)
-        for at, (task, operands) in enumerate(zip(self.program.tasks, self.operands, strict=True)):
+    def _bind(self, round_index: int) -> None:
+        # Binds, makes and checks the buffers of the tasks of a round of the agreement.
+        found, store = self._operands, self._instruments.store
+        dirt = self._is_batch and store.is_dirty(_EVERYWHERE)
+        for at, (task, operands) in enumerate(zip(self.program.tasks, self.tasks, strict=True)):
             if task.round != round_index:
                 continue
             inputs = iter(task.inputs)
@@ -105,7 +155,7 @@ class ProgramOperands:
                     operands.make(index)
                     continue
                 n = next(inputs)
-                one = found[n] if n >= 0 else next(iter(self.operands[-1 - n].made()), None)
+                one = found[n] if n >= 0 else next(iter(self.tasks[-1 - n].made()), None)
                 if isinstance(one, MissingOperand):
                     operands.violate(one.kind, "operand", one.found, one.expected, index)
                     one = None
@@ -120,32 +170,25 @@ class ProgramOperands:
         # By the order of the calls, which is not that of the rounds.
         return Extents(*(span for other, spans in self._whole.items() if other < at for span in spans))
 
-    def learn(self, round_index: int, verdicts: Mapping[int, Verdict]) -> None:
-        """Makes the outputs that follow from what all brought to a round."""
-        for task, operands in zip(self.program.tasks, self.operands, strict=True):
-            if task.round == round_index and operands.share.template.is_learned:
-                _learn(operands, verdicts[task.request].specs)
-
-    def arrival(self, round_index: int) -> bytes:
+    def bring(self, round_index: int) -> bytes:
         """Returns what this participant brings to a round."""
-        if not self._batch:
-            return _arrival(self.operands[0])
         brought = {
             task.request: _arrival(operands)
-            for task, operands in zip(self.program.tasks, self.operands, strict=True)
+            for task, operands in zip(self.program.tasks, self.tasks, strict=True)
             if task.round == round_index
             or (task.round == round_index - 1 and operands.share.template.is_learned)
             or operands.violations  # found between the rounds
         }
-        return encode_arrivals(brought, conflict=self._conflict())
+        self.arrival = encode_arrivals(brought, conflict=self._conflict())
+        return self.arrival
 
     def _conflict(self) -> bool:
         """Whether keys that the plan took for different memory are not, and tasks of them could be reordered."""
-        if len(self.operands) < 2:
+        if len(self.tasks) < 2:
             return False
         users: dict[int, list[tuple[int, bool]]] = {}  # key -> who uses it, and whether it is written there
         spans = []
-        for number, (task, operands) in enumerate(zip(self.program.tasks, self.operands, strict=True)):
+        for number, (task, operands) in enumerate(zip(self.program.tasks, self.tasks, strict=True)):
             inputs = iter(task.inputs)
             for index, bound, written in operands.uses:
                 if operands.share.template.buffers[index].role is not Role.OPERAND:
@@ -180,20 +223,39 @@ class ProgramOperands:
         return any(key in shared for at in (first, second) for key in self._written_by(at))
 
     def _written_by(self, at: int) -> list[int]:
-        operands, buffers = self.operands[at], self.program.shares[self.program.tasks[at].share].template.buffers
+        operands, buffers = self.tasks[at], self.program.shares[self.program.tasks[at].share].template.buffers
         indices = [index for index, buffer in enumerate(buffers) if buffer.role is Role.OPERAND]
         written = {index for index, _, is_written in operands.uses if is_written}
         return [n for n, index in zip(self.program.tasks[at].inputs, indices, strict=True) if index in written]
 
-    def lift(self) -> None:
-        """Makes stand-ins for tensors that lie elsewhere than the backends work; raises MemoryError."""
-        if not any(map(_may_be_elsewhere, self.operands)):
+    def _make_stand_ins(self) -> None:
+        try:
+            self._lift()
+        except RaycollectError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - of the library that makes memory on a device
+            self.refuse([_no_memory(exc, "room for tensors that lie elsewhere than the backend works")])
+
+    def _take_buffer(self) -> None:
+        # Which tensors are packed follows from all ranks' sizes; what this rank stages of them, from its own sizes,
+        # which are known before the last round. The others' sizes only bound it.
+        nbytes, instruments = self._room(), self._instruments
+        if not nbytes:
+            return
+        try:
+            self.buffer = instruments.staging.take(nbytes, self.program.staging, instruments.allocate)
+        except MemoryError as exc:
+            self.refuse([_no_memory(exc, f"{nbytes} bytes")])
+
+    def _lift(self) -> None:
+        # Makes stand-ins for tensors that lie elsewhere than the backends work; raises MemoryError.
+        if not any(map(_may_be_elsewhere, self.tasks)):
             return
         domains = {share.domain for share in self.program.shares if share.domain.memory}
         if not domains:
             return
         staging_buffers = StagingBuffers({domain: self._home_of(domain) for domain in domains})
-        for operands in self.operands:
+        for operands in self.tasks:
             share = operands.share
             for step in (step for way in share.template.ways for step in way):
                 domain = share.domain
@@ -203,12 +265,12 @@ class ProgramOperands:
                         staging_buffers.side(dst, domain)
         self.staging_buffers = staging_buffers if len(staging_buffers) else None
 
-    def first(self) -> Kernel | None:
-        """The kernel that runs first whatever the others bring, so that the backend may prepare it; None: not known."""
+    def _first(self) -> Kernel | None:
+        # The kernel that runs first whatever the others bring; None: not known.
         program = self.program
-        if self._batch or program.rounds > 1 or len(program.bundles[0].base) > 1 or program.bundles[0].base[0]:
+        if self._is_batch or program.rounds > 1 or len(program.bundles[0].base) > 1 or program.bundles[0].base[0]:
             return None
-        (operands,) = self.operands
+        (operands,) = self.tasks
         steps = operands.share.template.steps
         if not steps or steps[0].at:
             return None
@@ -223,19 +285,17 @@ class ProgramOperands:
             src, dst = self.staging_buffers.side(src, domain), self.staging_buffers.side(dst, domain)
         return Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer)
 
-    def room(self) -> int:
-        """The bytes of fusion buffer that the tasks may need here at a time, by their own sizes; 0: none is packed.
-
-        Boxes of a reshard always travel packed; their rounds have a bound of their own.
-        """
-        boxes = max((one.staging_nbytes for one in self.operands if isinstance(one, ReshardBuffers)), default=0)
+    def _room(self) -> int:
+        # The bytes of fusion buffer that the tasks may need here at a time, by their own sizes; 0: none is packed.
+        # Boxes of a reshard always travel packed; their rounds have a bound of their own.
+        boxes = max((one.staging_nbytes for one in self.tasks if isinstance(one, ReshardBuffers)), default=0)
         if not self.program.staging or (
-            not self._batch and all(bound is None or len(bound.leaves) == 1 for bound in self.operands[0].buffers)
+            not self._is_batch and all(bound is None or len(bound.leaves) == 1 for bound in self.tasks[0].buffers)
         ):
             return boxes
         most = 0
         for bundle in self.program.bundles:
-            tasks = [self.operands[at] for at in bundle.tasks]
+            tasks = [self.tasks[at] for at in bundle.tasks]
             for step in (step for way in tasks[0].share.template.ways for step in way):
                 kind, pairs = step.kind, [pair for operands in tasks for pair in operands.pairs(step)]
                 if len(pairs) < 2 or not isinstance(kind, OpKind):
@@ -249,12 +309,12 @@ class ProgramOperands:
     @property
     def ranges(self) -> list[Range]:
         """The addresses of all that the tasks use."""
-        bounds = [bound for operands in self.operands for _, bound, _ in operands.uses]
+        bounds = [bound for operands in self.tasks for _, bound, _ in operands.uses]
         return [arrays.byte_range(array) for bound in bounds for array in bound.arrays]
 
     @property
-    def is_repeatable(self) -> bool:
-        """Whether nothing is made, so that a run on the same operands does the same again."""
+    def _is_repeatable(self) -> bool:
+        # Whether nothing is made, so that a run on the same operands does the same again.
         shares = self.program.shares
         return self.program.rounds == 1 and all(
             buffer.role is Role.OPERAND for share in shares for buffer in share.template.buffers
@@ -294,6 +354,10 @@ def _arrival(operands: TaskBuffers) -> bytes:
 @lru_cache(maxsize=256)
 def _ready_arrival(spec: Spec) -> bytes:
     return encode_arrival(Arrival(spec=spec))
+
+
+def _no_memory(exc: BaseException, expected: str) -> Violation:
+    return Violation(kind="allocation", rank=-1, field="staging", found=too_large(exc), expected=expected)
 
 
 def _may_be_elsewhere(operands: TaskBuffers) -> bool:

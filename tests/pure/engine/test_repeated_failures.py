@@ -1,7 +1,8 @@
-"""Failures of programs that are run again: all ranks hear what they hear of an `Execution`."""
+"""Failures of programs that are run again: all ranks hear what they hear in a first run."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,20 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from tests.pure.engine.repeated_loops import MakeLoop, loop, repeats, same, told
+from tests.pure.engine.repeated_loops import MakeLoop, loop, same, told
 from tests.pure.fleet import FailAt
 from tests.pure.watched import WAIT_S, WatchedCondition
 
-__all__ = ["loop", "repeats"]  # fixtures
+__all__ = ["loop"]  # a fixture
 
 
-def test_a_kernel_that_is_refused_now_is_told_to_all(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_refused_now_is_told_to_all(loop: MakeLoop) -> None:
     violation = Violation(kind="unsupported", rank=-1, field="operand", found="this", expected="that")
 
     def refuse() -> None:
         raise refusal("", "", (violation,))
 
-    def scenario(backend: str) -> Any:
+    def scenario(loop: MakeLoop, backend: str) -> Any:
         one = loop(backend, [np.ones(5) for _ in range(3)])
         one.must()
         one.odd[1].hooks = {"kernel": refuse}
@@ -41,16 +42,16 @@ def test_a_kernel_that_is_refused_now_is_told_to_all(loop: MakeLoop, monkeypatch
         return [told(error) for error in errors]
 
     for backend in ("local", "shm"):
-        same(monkeypatch, lambda backend=backend: scenario(backend))
+        same(loop, partial(scenario, backend=backend))
 
 
-def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop) -> None:
     """A rank's communicator is closed, or can't be found any more. It says so, and the others hear that it left."""
 
     def gone() -> None:
         raise GroupBrokenError(group_name="team", detail="no more")
 
-    def scenario(closed: bool) -> Any:
+    def scenario(loop: MakeLoop, closed: bool) -> Any:
         one = loop("shm", [np.ones(5) for _ in range(2)])
         one.must()
         if closed:
@@ -64,7 +65,7 @@ def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop, monkeypa
         return [told(error) for error in errors], [told(error) for error in one.run()]
 
     for closed in (False, True):
-        first, second = same(monkeypatch, lambda closed=closed: scenario(closed))
+        first, second = same(loop, partial(scenario, closed=closed))
         assert [error[0] for error in first] == [GroupBrokenError, PlanAbortedError]
         assert [error[0] for error in second] == [GroupBrokenError] * 2
 
@@ -88,12 +89,10 @@ class Told:
 
 @pytest.mark.parametrize("point", ["start", "before_check", "after_check", "before_kernel", "after_kernel", "end"])
 @pytest.mark.parametrize("backend", ["local", "shm", "tcp"])
-def test_a_fault_does_the_same_in_first_and_repeated_runs(
-    loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, repeats: list[int], point: str, backend: str
-) -> None:
+def test_a_fault_does_the_same_in_first_and_repeated_runs(loop: MakeLoop, point: str, backend: str) -> None:
     """The backend hears once how the launch ended, and of a kernel for which others may wait."""
 
-    def scenario() -> Any:
+    def scenario(loop: MakeLoop) -> Any:
         one = loop(backend, [np.ones(5) for _ in range(2)])
         one.must()
         heard = Told(one.odd[1])
@@ -106,19 +105,16 @@ def test_a_fault_does_the_same_in_first_and_repeated_runs(
         one.must(2)
         return told(errors[1]), heard.ends, one.dirty
 
-    _, ends, _ = same(monkeypatch, scenario)
+    _, ends, _ = same(loop, scenario)
     assert ends[0] == (int(point in ("after_check", "before_kernel")), False)
     assert ends[1:] == [(0, True)] * 2
-    assert repeats
 
 
 @pytest.mark.parametrize("backend", ["local", "shm", "tcp"])
-def test_a_run_that_is_aborted_after_the_agreement_tells_the_backend(
-    loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, repeats: list[int], backend: str
-) -> None:
+def test_a_run_that_is_aborted_after_the_agreement_tells_the_backend(loop: MakeLoop, backend: str) -> None:
     """The others are in a kernel in which this rank will not join them, and may not be able to look for an abort."""
 
-    def scenario() -> Any:
+    def scenario(loop: MakeLoop) -> Any:
         one = loop(backend, [np.ones(5) for _ in range(2)])
         one.must()
         heard, tidy = Told(one.odd[0]), one.team.stores[0]
@@ -135,6 +131,5 @@ def test_a_run_that_is_aborted_after_the_agreement_tells_the_backend(
         one.must(2)
         return told(error), heard.ends
 
-    _, ends = same(monkeypatch, scenario)
+    _, ends = same(loop, scenario)
     assert ends == [(1, False), (0, True), (0, True)]
-    assert repeats

@@ -9,9 +9,11 @@ import pytest
 
 from raycollect.channel.messages import Drop
 from raycollect.core import timers
-from raycollect.engine.execution import Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import (
+    CollectiveTimeoutError,
     GroupBrokenError,
+    InternalError,
     KernelError,
     ParticipantDiedError,
     PlanAbortedError,
@@ -23,7 +25,7 @@ from tests.pure.watched import WAIT_S
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
-@pytest.mark.parametrize("how", ["member", "hub"])
+@pytest.mark.parametrize("how", ["member", "coordinator"])
 def test_a_call_for_which_the_dead_did_their_part_ends_well(
     table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch, kind: type[Plain], how: str
 ) -> None:
@@ -114,7 +116,7 @@ def test_who_sees_a_rank_leave_before_its_word_comes_waits_for_that(
     here = table()
     here.form()
     here.holds = lambda rank, message: rank == 1 and isinstance(message, Drop)
-    here.process_groups[0].communicator("all")._give_up(error)
+    here.process_groups[0].communicator("all")._leave(error)
     call = Broken(here.process_groups[1])
     outcome = here.start(call)
     assert_set(call.passed)
@@ -136,3 +138,50 @@ def test_a_connection_that_ends_without_a_word_breaks_the_call_for_all(
     others = [here.start(Call(here.process_groups[rank])) for rank in (0, 2)]
     for one in (here.start(Broken(here.process_groups[1])), *others):
         assert isinstance(error_of(one), GroupBrokenError)
+
+
+def _all_call(here: Table) -> list[int]:
+    """A call of all ranks that goes well; gives the numbers of its launch."""
+    calls = [Call(process_group) for process_group in here.process_groups]
+    for call in calls:
+        call.go.set()
+    for future in [here.start(call) for call in calls]:
+        future.result(WAIT_S)
+    return [call.seq for call in calls]
+
+
+@pytest.mark.parametrize("kind", [Plain, Seeing])
+def test_ranks_out_of_step_meet_and_go_on(table: Callable[..., Table], kind: type[Plain]) -> None:
+    """Where the backend can, with what they have, above all numbers that a rank has seen; else with new ones."""
+    here = table(kind)
+    assert _all_call(here) == [1] * WORLD
+    made = [here.made[rank] for rank in range(WORLD)]
+    early = [here.start(Call(here.process_groups[rank], timeout_s=0.1)) for rank in (0, 1)]
+    for future in early:
+        error = error_of(future)
+        assert isinstance(error, CollectiveTimeoutError)
+        assert error.missing == (2,)
+    resumes = kind is Seeing
+    assert _all_call(here) == [3 if resumes else 1] * WORLD
+    assert [here.made[rank] is made[rank] for rank in range(WORLD)] == [resumes] * WORLD
+    assert ["close" in one.told for one in made] == [not resumes] * WORLD
+    assert _all_call(here) == [4 if resumes else 2] * WORLD
+
+
+@pytest.mark.parametrize(
+    "error", [InternalError(detail="odd"), GroupBrokenError(group_name="g", detail="a connection has ended")]
+)
+def test_all_make_new_communicators_where_one_rank_has_none_left(
+    table: Callable[..., Table], error: RaycollectError
+) -> None:
+    here = table(Seeing)
+    calls = start_calls(here)
+    made = [here.made[rank] for rank in range(WORLD)]
+    calls[1][0]._ends = lambda: Outcome(error=error)
+    for call, _ in calls:
+        call.go.set()
+    outcomes = [future.exception(WAIT_S) for _, future in calls]
+    assert [type(one) for one in outcomes] == [type(None), type(error), type(None)]
+    assert _all_call(here) == [1] * WORLD
+    assert not any(here.made[rank] is made[rank] for rank in range(WORLD))
+    assert all("close" in one.told for one in made)

@@ -12,7 +12,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind
-from raycollect.engine.execution import Execution, Outcome
+from raycollect.engine.run import Outcome
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
 from tests.pure.fleet import Fleet
 
@@ -36,18 +36,9 @@ def run(fleet: Fleet, request: pytest.FixtureRequest) -> Run:
     return fleet.call
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Each time that a rank had to look at its operands."""
-    found: list[Any] = []
-    look = Execution._look
-
-    def noted(self: Execution) -> Any:
-        found.append(self.program)
-        return look(self)
-
-    monkeypatch.setattr(Execution, "_look", noted)
-    return found
+def looks(fleet: Fleet) -> int:
+    """How many runs had to look at their operands."""
+    return sum(event.what == "agreed" for recorder in fleet.recorders for event in recorder.story())
 
 
 def fresh(seed: int, shape: Any = (7,), dtype: str = "float32") -> list[Any]:
@@ -61,17 +52,17 @@ def ran(outcomes: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (1025,)])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "complex128", ">f8"])
-def test_fresh_tensors_of_a_known_shape_are_not_looked_at_again(run: Run, looks: list[Any], shape: Any, dtype: str):
+def test_fresh_tensors_of_a_known_shape_are_not_looked_at_again(fleet: Fleet, run: Run, shape: Any, dtype: str):
     for seed in range(4):
         values = fresh(seed, shape, dtype)
         expected = values[0] + values[1] + values[2]
         ran(run(OpKind.ALLREDUCE, values))
         for value in values:
             np.testing.assert_array_equal(value, expected)
-    assert len(looks) == WORLD, "each rank looks in the first run"
+    assert looks(fleet) == WORLD, "each rank looks in the first run"
 
 
-def test_each_root_has_its_own(fleet: Fleet, looks: list[Any]):
+def test_each_root_has_its_own(fleet: Fleet):
     for seed in range(3):
         for root in range(WORLD):
             values = fresh(seed)
@@ -79,7 +70,7 @@ def test_each_root_has_its_own(fleet: Fleet, looks: list[Any]):
             ran(fleet.run(OpKind.BROADCAST, fleet.keep_all(values), root=root))
             for value in values:
                 np.testing.assert_array_equal(value, expected)
-    assert len(looks) == WORLD * WORLD
+    assert looks(fleet) == WORLD * WORLD
 
 
 @pytest.mark.parametrize("shape", [(8,), ()])
@@ -131,13 +122,13 @@ def test_no_memory_is_kept(fleet: Fleet):
     assert [one() for one in known] == [None] * WORLD
 
 
-def test_a_group_that_has_ended_is_forgotten(fleet: Fleet, looks: list[Any]):
+def test_a_group_that_has_ended_is_forgotten(fleet: Fleet):
     ran(fleet.call(OpKind.ALLREDUCE, fresh(0)))
-    for shapes in fleet.shapes:
-        shapes.forget("another")
+    for cache in fleet.caches:
+        cache.forget("another")
     ran(fleet.call(OpKind.ALLREDUCE, fresh(1)))
-    assert len(looks) == WORLD
-    for shapes in fleet.shapes:
-        shapes.forget(fleet.spec.group_id)
+    assert looks(fleet) == WORLD
+    for cache in fleet.caches:
+        cache.forget(fleet.spec.group_id)
     ran(fleet.call(OpKind.ALLREDUCE, fresh(2)))
-    assert len(looks) == 2 * WORLD
+    assert looks(fleet) == 2 * WORLD

@@ -1,4 +1,4 @@
-"""Programs that are run again on the same memory do what an `Execution` does."""
+"""Programs that are run again on the same memory do what their first run does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raycollect.backends import arrays
 from raycollect.core.model import OpKind
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
 from raycollect.pos import tensors
-from tests.pure.engine.repeated_loops import Loop, MakeLoop, Rebound, array, loop, repeats, same, told
+from tests.pure.engine.repeated_loops import Loop, MakeLoop, Rebound, array, loop, same, told
 
-__all__ = ["loop", "repeats"]  # fixtures
+__all__ = ["loop"]  # a fixture
 
 
 KINDS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.SEND)
@@ -36,15 +36,12 @@ def _arguments(kind: OpKind, world: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "world"), [(kind, world) for kind in KINDS for world in ((2,) if kind is OpKind.SEND else (1, 3))]
 )
-def test_every_run_gives_what_is_meant(
-    loop: MakeLoop, repeats: list[int], kind: OpKind, world: int, make: Callable[..., Any]
-) -> None:
+def test_every_run_gives_what_is_meant(loop: MakeLoop, kind: OpKind, world: int, make: Callable[..., Any]) -> None:
     for nbytes, backend in itertools.product(SIZES, ("shm", "local")):
         if backend == "shm" or nbytes < 100:
             one = loop(backend, [make(-(-nbytes // 8)) for _ in range(world)], kind, **_arguments(kind, world))
-            repeats.clear()
             one.must(5)
-            assert len(repeats) == 4 * world, "all but the first"
+            assert one.repeats == 4 * world, "all but the first"
             one.close()
 
 
@@ -98,20 +95,14 @@ CHANGES: dict[str, tuple[Callable[[], Any], Change, Change, type | None]] = {
 @pytest.mark.parametrize(("world", "backend"), [(1, "shm"), (3, "local"), (3, "shm")])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_on_one_rank_is_noticed_by_all(
-    loop: MakeLoop,
-    repeats: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    world: int,
-    backend: str,
-    forgotten: bool,
+    loop: MakeLoop, name: str, world: int, backend: str, forgotten: bool
 ) -> None:
     """This holds also where other plans on these tensors have taken the place of what was remembered with them."""
     make, change, undo, error = CHANGES[name]
     if error is MismatchError and world == 1:
         error = None
 
-    def scenario() -> Any:
+    def scenario(loop: MakeLoop) -> Any:
         one, trace = loop(backend, [make(), *(np.zeros(3) for _ in range(world - 1))]), []
         for step in (None, None, None, change, undo, None, None):
             if forgotten and step is change:
@@ -123,11 +114,7 @@ def test_what_changes_on_one_rank_is_noticed_by_all(
         one.close()
         return trace
 
-    trace = same(monkeypatch, scenario)
+    trace = same(loop, scenario)
     failed = [[found[0] if found else None for found in errors] for errors, _ in trace]
     assert failed[:3] + failed[4:] == [[None] * world] * 6
     assert all((found is None) if error is None else issubclass(found, error) for found in failed[3])
-    assert repeats
-
-
-# ---------------------------------------------------------------------------------------------- failures

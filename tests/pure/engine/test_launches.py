@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
+import numpy as np
 
-from raycollect.core.model import GroupSpec, Launch, OpKind, ReduceOp
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.engine.launch_sequence import LaunchSequence
+from raycollect.engine.instruments import Instruments
+from raycollect.engine.run import Run
 from raycollect.errors import GroupBrokenError
+from raycollect.observe import Recorder
 from raycollect.planner import Membership, Request, plan
+from raycollect.pos import Store
+from tests.pure.fleet import contain
 from tests.support.values import replace
 
 TIMEOUT_S = 3.0
@@ -27,6 +32,9 @@ class Noted:
         self.story.append(("agree", launch.seq, launch.timeout_s, arrival))
         return [arrival] * len(launch.ranks)
 
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        self.story.append(("launch", launch.seq, launch.timeout_s))
+
     def end(self, launch: Launch, ok: bool, owed: Any = ()) -> tuple[int, ...]:
         self.story.append(("end", launch.seq, ok))
         return launch.ranks if ok else ()
@@ -35,72 +43,67 @@ class Noted:
         self.story.append(("abort", seq))
 
 
-def _program(groups: int, position: int = 0) -> Any:
+def _program(groups: int, **arguments: Any) -> Any:
     """Allreduces on several groups of two, all of which have participant 0; the others are different ones."""
     requests, memberships = [], []
     for at in range(groups):
         spec = GroupSpec(name=f"g{at}", group_id=f"g{at}", backend="local", world_size=2)
         memberships.append(replace(Membership.alone(spec), participants=("hub", f"other {at}")))
         operands = ((0, f"a{at}", None), (1, f"b{at}", None))
-        requests.append(
-            Request(kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM, timeout_s=TIMEOUT_S)
-        )
-    return plan(requests, memberships).program(position)
+        given = {"op": ReduceOp.SUM, "timeout_s": TIMEOUT_S, **arguments}
+        requests.append(Request(kind=OpKind.ALLREDUCE, group=spec, operands=operands, **given))
+    return plan(requests, memberships).program(0)
 
 
-def _launches(program: Any, aborted: list[str], exchange: Any = None) -> tuple[LaunchSequence, dict[str, Noted]]:
+def _run(program: Any, exchange: Any = None) -> tuple[Run, dict[str, Noted]]:
     communicators: dict[str, Noted] = {}
 
     def find(group_id: str) -> Communicator:
         return communicators.setdefault(group_id, Noted())  # type: ignore[return-value]
 
-    unused: Any = None
-    made = LaunchSequence(
-        program,
-        find,
-        exchange,
-        seq=50,
-        aborted=lambda: aborted[0] if aborted else None,
-        instruments=unused,
-        spans=unused,
-    )
-    return made, communicators
+    instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic)
+    operands = [contain(np.ones(1)) for _ in range(program.keys)]
+    keys = [b""] * program.keys
+    return Run(program, 50, find, instruments, operands=operands, keys=keys, exchange=exchange), communicators
 
 
 def test_who_waits_for_a_later_launch_leaves_time_for_all_that_comes_before() -> None:
-    program = _program(3)
-    launches, communicators = _launches(program, [], exchange=_Star())
-    launches.begin()
-    launches.meet(b"")
-    _, launch = launches.at(3, "g2", (0, 1))
-    assert launch.timeout_s == TIMEOUT_S, "for the kernels themselves"
-    assert communicators["g2"].story == [("agree", 53, TIMEOUT_S * (1 + 3 + 3), b"")]
+    run, communicators = _run(_program(3), exchange=_Star())
+    assert run.run().error is None
+    for at in range(3):
+        launch = 51 + at
+        assert communicators[f"g{at}"].story == [
+            ("agree", launch, TIMEOUT_S * (1 + 1 + at + 3), b""),
+            ("launch", launch, TIMEOUT_S),  # for the kernels themselves
+            ("end", launch, True),
+        ]
 
 
-def test_an_abort_reaches_a_commit_after_several_launches() -> None:
+def test_an_abort_reaches_a_commit_and_what_comes_after_it() -> None:
     class Waiting(_Star):
         aborted: Sequence[int] = ()
 
         def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-            launches.abort()
+            run.abort()
             assert self.aborted == [launch.seq]
             return super().__call__(launch, arrival)
 
         def abort(self, seq: int) -> None:
             self.aborted = [seq]
 
-    launches, communicators = _launches(_program(1), [], exchange=Waiting())
-    launches.begin()
-    launches.at(2, "g0", (0, 1))
-    launches.commit()
-    launches.abort()
-    assert communicators["g0"].story[-1] == ("abort", 52), "of the launch that is open"
+    run, communicators = _run(_program(1, snapshot=True), exchange=Waiting())
+    assert run.run().error is None
+    story = communicators["g0"].story
+    assert [what for what, *_ in story] == ["agree", "launch", "abort", "end"]
+    assert story[2] == ("abort", 50), "of the launch that is open"
+    before = list(story)
+    run.abort()
+    assert story == before, "nothing is open any more"
 
 
 def test_a_check_that_nobody_keeps_is_said_at_once() -> None:
-    launches, _ = _launches(_program(2), [])
-    with pytest.raises(GroupBrokenError):
-        launches.begin()
+    run, _ = _run(_program(2))
+    assert isinstance(run.run().error, GroupBrokenError)
 
 
 class _Star:

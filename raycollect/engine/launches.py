@@ -1,0 +1,144 @@
+"""The launches of one run of a program: which one is open, how an abort reaches it, and what it still owes.
+
+A program begins its launches in ascending order; the first is that of the agreement. One is open at a time: it is ended
+when the next one begins, or when the run ends, whatever happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from raycollect.core.model import Kernel, Launch
+from raycollect.core.protocols import Communicator, Exchange
+from raycollect.engine.instruments import Instruments
+from raycollect.engine.observer import Observer
+from raycollect.engine.steps import Boxes, Kernels, Packed, parts_of
+from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.planner import Program
+
+
+@dataclass(eq=False)  # without slots, so that fields which most runs leave as they are take no time
+class Launches:
+    """The launches of one run. Any thread may call `abort`; the others are for the run's own.
+
+    Attributes:
+        program: What is run.
+        seq: The plan's number in its controller's order; its launches take the numbers from there on.
+        communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
+        instruments: The environment.
+        aborted: Why the run was aborted, or None; asked before each launch, and after `abort` in each wait. None: it
+            never is.
+        exchange: How the participants meet where they have no group in common, and commit.
+        observer: What the run tells of itself, from its beginning on.
+        here: The open launch and its communicator; None before the first, where the controller carries the agreement,
+            and at the end.
+    """
+
+    program: Program
+    seq: int
+    communicators: Callable[[str], Communicator]
+    instruments: Instruments
+    aborted: Callable[[], str | None] | None = None
+    exchange: Exchange | None = None
+    observer: Observer = field(init=False)
+    here: tuple[Communicator, Launch] | None = field(init=False, default=None)
+    _exchanging: Exchange | None = field(init=False, default=None)  # that it may wait in
+    _number: int = field(init=False, default=0)  # of the latest launch, counted from the first
+
+    def abort(self) -> None:
+        """Ends the waits of the run, once `aborted` says why."""
+        here, exchange = self.here, self._exchanging
+        if exchange is not None:
+            exchange.abort(self.seq)
+        if here is not None:
+            communicator, launch = here
+            communicator.abort(launch.seq)
+        self.instruments.store.wake()
+
+    def open(self) -> None:
+        """Opens the launch of the agreement; raises GroupBrokenError where this participant has no such group."""
+        agreement = self.program.agreement
+        if agreement.group_id:
+            launch = Launch(seq=self.seq, ranks=agreement.ranks, timeout_s=self.program.timeout_s)
+            self.here = self.communicators(agreement.group_id), launch
+        elif self.exchange is not None:
+            self._exchanging = self.exchange
+        else:
+            raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
+        # An abort comes either before, and is seen here, or after, and finds what is open.
+        if self.aborted is not None and (reason := self.aborted()) is not None:
+            raise PlanAbortedError(detail=reason)
+
+    def bring(
+        self, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
+    ) -> Sequence[bytes]:
+        """Brings an arrival to the agreement, and waits for those of all; see `Communicator.agree`."""
+        if self.here is not None:
+            communicator, launch = self.here
+            return communicator.agree(launch, arrival, kernel, expected)
+        assert self.exchange is not None  # `open` has checked it
+        program = self.program
+        launch = Launch(seq=self.seq, ranks=program.agreement.ranks, timeout_s=program.timeout_s)
+        blobs = tuple(map(bytes, self.exchange(launch, arrival)))
+        return expected if expected is not None and blobs == expected else blobs
+
+    def enter(self, step: Kernels | Packed | Boxes) -> None:
+        """Begins a step: opens its launch, unless that is open, after all have begun it.
+
+        Raises:
+            PlanAbortedError: The plan was aborted.
+            GroupBrokenError: This participant has no such group.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        if step.number != self._number or self.here is None:
+            self._open_next(step)
+        self.observer.begin(step)
+
+    def _open_next(self, step: Kernels | Packed | Boxes) -> None:
+        communicator, program, number = self.communicators(step.group_id), self.program, step.number
+        launch = Launch(seq=self.seq + number, ranks=step.ranks, timeout_s=program.timeout_s)
+        # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
+        # is found there, and the controller ends the plan for all.
+        parts = number + (len(program.everyone) or len(program.tasks))
+        before_it, self.here = self.here, None
+        if before_it is not None:
+            before_it[0].end(before_it[1], True)
+        self.here, self._number = (communicator, launch), number
+        self._check()
+        communicator.agree(replace(launch, timeout_s=program.timeout_s * (1 + parts)), b"")
+
+    def wait_for_all(self) -> None:
+        """Waits until the controller has heard that all have come so far.
+
+        The controller alone decides: once it has told one of them to go on it tells all, and aborts none.
+
+        Raises:
+            PlanAbortedError: The plan was aborted; so it is for all.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        exchange, program = self.exchange, self.program
+        assert exchange is not None  # whoever runs a program that commits has given it
+        ranks = tuple(range(len(program.agreement.ranks)))
+        patient = program.timeout_s * (2 + self._number)  # the others may be busy with what comes before
+        self._exchanging = exchange
+        self._check()
+        exchange(Launch(seq=self.seq, ranks=ranks, timeout_s=patient), b"")
+        self._exchanging = None
+
+    def _check(self) -> None:
+        # After what may wait was noted: an abort comes either before, and is seen here, or after, and finds it.
+        if self.aborted is not None and (reason := self.aborted()) is not None:
+            raise PlanAbortedError(detail=reason)
+
+    def _owed(self) -> Sequence[Kernel]:
+        """The kernels of the open launch on which all have agreed and that this rank has not ended."""
+        observer = self.observer
+        prepared, latest = observer.prepared, observer.step
+        if prepared is None:
+            return ()
+        steps = [each for bundle in prepared.bundles for step in bundle.steps for each in parts_of(step, latest)]
+        at = next((at for at, step in enumerate(steps) if step is latest), -1)
+        begun = () if latest is None else latest.kernels[len(latest.kernels) - observer.left :]
+        later = (step.kernels for step in steps[at + 1 :] if step.number == self._number)
+        return [*begun, *(kernel for kernels in later for kernel in kernels)]

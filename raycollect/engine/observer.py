@@ -1,0 +1,230 @@
+"""What a run tells of itself while it is under way.
+
+One object serves four: the recorder, whose last events errors show; the timeline, if one is recorded; the status, which
+says for each run where it is (`observe.run_steps`); and progress in bytes. The run notes its position by assignments;
+whoever asks, in any thread, makes words or numbers of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from raycollect.engine.prepared import Prepared
+from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone, agreed_nbytes, nbytes_of_bundle, nbytes_read
+from raycollect.engine.steps import Boxes, Bundle, Direct, Kernels, Packed
+from raycollect.observe import Label, Recorder, Ring, run_steps
+from raycollect.observe.run_steps import RunStep, calls
+from raycollect.observe.trace import AGAIN, CHECK, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
+from raycollect.planner import Program
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+_CHECK = "consistency check"
+
+_PLACES = {
+    "waiting": run_steps.FOR_AN_OPERAND,
+    "prepare": "looks at its operands",
+    "check": run_steps.IN_CHECK,
+}
+"""Event -> where the run is from then on."""
+
+
+@dataclass(eq=False)  # without slots, so that fields which most runs leave as they are take no time
+class Observer:
+    """The observer of one run. Any thread may call `bytes_done` and `words`; the others are for the run's own."""
+
+    program: Program
+    seq: int
+    label: str  # the name of a member's own call in timelines; empty: it is a plan
+    recorder: Recorder
+    ring: Ring | None  # of the timeline; None: none is recorded
+    slot: RunStep  # of the thread of the run
+    known: Prepared | None = field(init=False, default=None)  # what an earlier run has prepared
+    prepared: Prepared | None = field(init=False, default=None)  # once all have agreed
+    bundle: Bundle | None = field(init=False, default=None)  # that is under way
+    step: Kernels | Packed | Boxes | None = field(init=False, default=None)  # the latest that was begun
+    left: int = field(init=False, default=0)  # how many of its kernels have not ended
+    began_s: float = field(init=False, default=0.0)  # the times are noted where a timeline is recorded
+    check_s: float = field(init=False, default=0.0)  # when the agreement began; 0: not yet
+    agreed_s: float = field(init=False, default=0.0)  # 0: not yet
+    ended_s: float = field(init=False, default=0.0)
+    _byte_map: ByteMap | None = field(init=False, default=None)  # once somebody has asked how far it is
+
+    def event(self, what: str, detail: str = "") -> None:
+        """Notes an event for error reports, and where the run is from now on."""
+        self.recorder.add(what, self.seq, detail)
+        at = _PLACES.get(what)
+        if at is not None:
+            self.slot.at = at
+
+    def begin(self, step: Kernels | Packed | Boxes) -> None:
+        """Notes that a step begins."""
+        self.left = len(step.kernels)
+        self.step = step
+
+    def ended(self) -> None:
+        """Notes that the kernels of the step have ended."""
+        self.slot.kernels.cover()
+        self.left = 0
+
+    # ------------------------------------------------------------------------------------------ status, progress
+
+    def bytes_done(self) -> BytesDone:
+        """Returns the run's progress."""
+        prepared = self.prepared
+        if prepared is None:
+            return NOWHERE
+        if self._byte_map is None:
+            self._byte_map = ByteMap(prepared.bundles)
+        step = self.step  # before how many are left: the other way round, a step would seem done as it begins
+        return self._byte_map.at(step, self.left, self.slot.kernels.part)
+
+    def words(self, first: int, is_named: bool) -> str:
+        """Says where the run is, for a person; `first` is the number of the program's first call."""
+        prepared, bundle, program = self.prepared, self.bundle, self.program
+        if prepared is None or bundle is None:
+            return "waits for readers of what it writes"
+        bundles = prepared.bundles
+        if len(program.tasks) == 1 and is_named and not program.tasks[0].request:
+            return f"in its kernels ({bundle.share.op})"
+        if len(bundles) == 1 and not is_named:
+            return "in its kernels"
+        at = next(at for at, one in enumerate(bundles) if one is bundle)
+        planned = [one.tasks for one in program.bundles]
+        is_planned = (
+            len(planned) == len(bundles) and bundle.share is program.shares[program.tasks[planned[at][0]].share]
+        )
+        tasks = planned[at] if is_planned else (at,)  # else one after the other
+        which = f"bundle {at + 1} of {len(bundles)}: " if len(bundles) > 1 else ""
+        return f"in {which}{bundle.share.op} of {calls([first + program.tasks[one].request for one in tasks])}"
+
+    # ------------------------------------------------------------------------------------------ timeline
+
+    def agreed(self, *, is_repeated: bool = False) -> None:
+        """Notes that all have agreed; the agreement of a repeated run of one kernel is noted with its end."""
+        ring = self.ring
+        if ring is not None:
+            self.agreed_s = ring.clock()
+            if not is_repeated:
+                ring.put(CHECK, _CHECK, self.check_s, self.agreed_s, self.seq, self._number(ring))
+
+    def note(self, failed: str) -> None:
+        """Notes the end of the run; `failed`: the name of its error, or empty."""
+        ring, program, prepared, known = self.ring, self.program, self.prepared, self.known
+        assert ring is not None  # as the caller has seen
+        until_s, agreed_s = ring.clock(), self.agreed_s
+        if known is not None and type(known.bundles[0]) is Direct and prepared in (None, known):
+            # All in one entry, for loops whose runs take some 100 us.
+            at, number = next(ring.numbers), self._number_of_bundle(ring, known.bundles[0])
+            until_s, thread = self.ended_s or until_s, ring.meet()
+            ring.entries.append(
+                (at, AGAIN, program.name, self.began_s, until_s, thread, self.seq, number, failed, agreed_s)
+            )
+            return
+        if self.check_s and not agreed_s:
+            ring.put(CHECK, _CHECK, self.check_s, until_s, self.seq, self._number(ring), failed)
+        if prepared is not None and agreed_s:
+            ended_s, bundles = self.ended_s or until_s, prepared.bundles
+            if type(bundles[0]) is Direct:
+                number = self._number_of_bundle(ring, bundles[0])
+                ring.put(KERNEL, bundles[0].share.op, agreed_s, ended_s, self.seq, number, failed)
+            elif len(program.tasks) > 1:
+                nbytes = sum(agreed_nbytes(one.share.op, verdict) for one in bundles for verdict in one.verdicts)
+                label = _label_of_batch(program, self.label)._replace(nbytes=nbytes, calls=1)
+                ring.add(COLLECTIVE, program.name, agreed_s, ended_s, self.seq, label, failed)
+        ring.put(PART, program.name, self.began_s, until_s, self.seq, self._number(ring), failed)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A wait for an operand, recorded if it lasts."""
+        ring = self.ring
+        began_s = 0.0 if ring is None else ring.clock()
+        yield
+        if ring is not None:
+            ring.waited("an operand", began_s, self.seq)
+
+    def collective(self, bundle: Bundle) -> AbstractContextManager[None]:
+        """A bundle, recorded unless it is the same as its one kernel."""
+        self.bundle, prepared, ring = bundle, self.prepared, self.ring
+        if prepared is not None and len(prepared.bundles) > 1:
+            self.event("bundle", f"{bundle.share.op} of {bundle.tasks}")
+        if ring is None or bundle.is_one_kernel:
+            return _NOTHING
+        return self._span(ring, COLLECTIVE, bundle.share.op, label_of_bundle(bundle, self.label))
+
+    def staging(self, what: str) -> AbstractContextManager[None]:
+        """Copies before and behind kernels."""
+        return _NOTHING if self.ring is None else self._span(self.ring, STAGING, what)
+
+    def kernels(self, step: Kernels | Packed | Boxes) -> AbstractContextManager[None]:
+        """The kernels of a step."""
+        ring, bundle = self.ring, self.bundle
+        if ring is None or bundle is None:
+            return _NOTHING
+        if bundle.is_one_kernel:
+            return _Span(ring, KERNEL, bundle.share.op, self.seq, self._number_of_bundle(ring, bundle))
+        rank = next((share.rank for share in self.program.shares if share.group_id == step.group_id), -1)
+        label = _label_of_step(step, rank, self.label)
+        return self._span(ring, KERNEL, label.op, label)
+
+    def _number(self, ring: Ring) -> int:
+        # Of the label of the program.
+        program, label = self.program, self.label
+        return ring.label_of(lambda: _label_of_program(program, label), program, label)
+
+    def _number_of_bundle(self, ring: Ring, bundle: Bundle) -> int:
+        # Of the label of a bundle, of which later runs have the same share and verdicts.
+        label = self.label
+        known = (bundle.share, label, *bundle.verdicts)  # which tell all of it, and hold no tensor
+        return ring.label_of(lambda: label_of_bundle(bundle, label), *known)
+
+    def _span(self, ring: Ring, kind: str, name: str, label: Label = NO_LABEL) -> AbstractContextManager[None]:
+        return _Span(ring, kind, name, self.seq, ring.label(label))
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    # A class: as a generator it takes twice as long.
+
+    _ring: Ring
+    _kind: str
+    _name: str
+    _seq: int
+    _label: int
+    _began_s: float = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = self._ring.clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        ring, failed = self._ring, "" if kind is None else kind.__name__
+        ring.put(self._kind, self._name, self._began_s, ring.clock(), self._seq, self._label, failed)
+
+
+def _label_of_program(program: Program, meeting: str) -> Label:
+    if len(program.tasks) > 1:
+        return _label_of_batch(program, meeting)
+    share = program.shares[program.tasks[0].share]
+    return Label(share.op, share.group_id, share.rank, len(share.ranks), 0, 0, meeting)
+
+
+def _label_of_batch(program: Program, meeting: str) -> Label:
+    agreement, groups = program.agreement, dict.fromkeys(share.group_id for share in program.shares)
+    group_id = agreement.group_id or ",".join(groups)
+    return Label(program.name, group_id, agreement.rank, len(agreement.ranks), 0, 0, meeting)
+
+
+def label_of_bundle(bundle: Bundle, meeting: str = "") -> Label:
+    """Returns the label of one bundle."""
+    share = bundle.share
+    return Label(
+        share.op, share.group_id, share.rank, len(share.ranks), nbytes_of_bundle(bundle), bundle.tasks, meeting
+    )
+
+
+def _label_of_step(step: Kernels | Packed | Boxes, rank: int, meeting: str) -> Label:
+    # A part of a collective, with the bytes that it reads.
+    nbytes = sum(map(nbytes_read, step.kernels))
+    return Label(step.kernels[0].kind.value, step.group_id, rank, len(step.ranks), nbytes, 0, meeting)

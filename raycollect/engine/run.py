@@ -1,0 +1,370 @@
+"""One run of a program on a participant: the first one, and each that repeats it, on one path.
+
+The order keeps P3 and P4. The run finds what it needs in the cache, or prepares itself, where everything that can fail
+locally becomes a violation. All ranks agree. Then the steps run, and a failure among them leaves exactly the tensors
+being written dirty. However the run goes, each launch that was opened is ended once (`launches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from raycollect.core.model import Key
+from raycollect.core.protocols import Communicator, Reaching
+from raycollect.engine.batch_agreement import BatchAgreement, is_batch
+from raycollect.engine.device_staging import Patience, home_of
+from raycollect.engine.fusion_buffer import FusionBuffer
+from raycollect.engine.launches import Launches
+from raycollect.engine.missing_operand import MissingOperand, missing
+from raycollect.engine.observer import Observer
+from raycollect.engine.preparation import Preparation
+from raycollect.engine.prepared import Prepared
+from raycollect.engine.progress import NOWHERE, BytesDone
+from raycollect.engine.steps import Boxes, Direct, Kernels, Packed
+from raycollect.errors import (
+    FaultError,
+    KernelError,
+    PlanAbortedError,
+    RaycollectError,
+    RefusedError,
+    kept,
+    refusal,
+)
+from raycollect.observe import run_steps
+from raycollect.observe.run_steps import RunStep
+from raycollect.planner import Domain
+from raycollect.pos import Absence, Container, State
+
+Operands = Sequence[Container | MissingOperand]
+
+Keep = Callable[[Sequence[Container]], None]
+"""Takes the outputs of a program, before another participant can report that this one has ended; may raise
+RaycollectError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The end of a program on this participant."""
+
+    error: RaycollectError | None = None  # None: it ran to its end
+    outputs: tuple[Container, ...] = ()  # that it made, in the order of the requests
+    ended: tuple[int, ...] = ()  # places of those known to have run all of the plan; see `Communicator.end`
+
+
+OK = Outcome()
+"""Of most runs, which have nothing to tell."""
+
+
+@dataclass(eq=False)
+class Run(Launches):
+    """One run of a program. Any thread may call `abort` and `bytes_done`; the others are for its own.
+
+    Attributes:
+        operands: What each key stands for, in order; None: the operands are in the store.
+        keys: The keys; empty where a member's call gave the operands.
+        is_call: Whether a member's call gave the operands.
+        waiting: Called when an operand's method has not ended yet; None: it never will, since ordered actors run
+            methods in order.
+        keep: What takes its outputs; None: the caller takes them from the outcome.
+        succeeded: Called once all has gone well, and the launch has not ended yet.
+        label: The name of a member's own call in timelines; see `Label`.
+        slot: Where the run notes its place; None: the slot of this thread.
+        has_touched: Whether the bundle under way may have changed what it writes.
+        has_committed: Whether all ranks have come to the commit of the bundle under way.
+        is_loaded: Whether the stand-ins of the first kernel hold what it reads.
+        packs: Whether a kernel has worked in the fusion buffer.
+    """
+
+    operands: Operands | None = None
+    keys: Sequence[Key] = ()
+    is_call: bool = False
+    waiting: Callable[[Key], None] | None = None
+    keep: Keep | None = None
+    succeeded: Callable[[], None] | None = None
+    label: str = ""
+    slot: RunStep | None = None
+    has_touched: bool = field(init=False, default=False)
+    has_committed: bool = field(init=False, default=False)
+    is_loaded: bool = field(init=False, default=False)
+    packs: bool = field(init=False, default=False)
+    _buffer: FusionBuffer | None = field(init=False, default=None)  # that it has taken
+
+    def run(self) -> Outcome:
+        """Runs it. A RaycollectError, or a lack of memory, is an outcome; anything else, a bug, is raised."""
+        instruments, slot = self.instruments, self.slot or run_steps.here()
+        ring = instruments.tracer.ring
+        observer = self.observer = Observer(self.program, self.seq, self.label, instruments.recorder, ring, slot)
+        slot.kernels.cover()
+        if ring is not None:
+            observer.began_s = ring.clock()
+        failed = "unknown"  # the name of what has been raised; empty: nothing
+        outputs: tuple[Container, ...] = ()
+        ended: tuple[int, ...] = ()
+        try:
+            outputs = self._run_all(observer)
+            failed = ""
+        except (RaycollectError, MemoryError) as exc:
+            error = exc if isinstance(exc, RaycollectError) else KernelError(detail=f"out of memory: {exc}")
+            failed = type(error).__name__
+            return Outcome(error=self._located(error))
+        except BaseException as exc:
+            failed = type(exc).__name__
+            raise
+        finally:
+            slot.at = ""  # else it would keep what this object holds
+            try:
+                ended = self._end(is_ok=not failed)
+            finally:
+                if ring is not None:
+                    observer.note(failed)
+        return Outcome(outputs=outputs, ended=ended) if outputs or ended else OK
+
+    def _run_all(self, observer: Observer) -> tuple[Container, ...]:
+        """Does all but to end the launch; returns the outputs."""
+        program, seq, instruments = self.program, self.seq, self.instruments
+        faults, rank = instruments.faults, program.agreement.rank
+        self.open()
+        if faults is not None:
+            faults.at("start", seq, rank)
+        operands = self._look_up() if self.operands is None else self.operands
+        known = instruments.cache.find(program, operands, instruments.store, is_call=self.is_call)
+        preparation: Preparation | None = None
+        if known is None:
+            preparation = self._prepare(operands)
+        else:
+            observer.known, self._buffer = known, known.buffer
+        if faults is not None:
+            faults.at("before_check", seq, rank)
+        prepared = observer.prepared = self._agree(known, preparation, operands)
+        observer.slot.at = observer.words
+        if faults is not None:
+            faults.at("after_check", seq, rank)
+        with instruments.store.writing(prepared.writes, self.aborted or _never, program.timeout_s):
+            for bundle in prepared.bundles:
+                bundle.run(self)
+        if faults is not None:
+            faults.at("end", seq, rank)
+        if observer.ring is not None:
+            observer.ended_s = observer.ring.clock()
+        outputs = () if preparation is None else self._keep(preparation)
+        if self.succeeded is not None:
+            self.succeeded()
+        return outputs
+
+    def bytes_done(self) -> BytesDone:
+        """Returns its progress."""
+        observer: Observer | None = getattr(self, "observer", None)  # None: it has not begun
+        return NOWHERE if observer is None else observer.bytes_done()
+
+    # ------------------------------------------------------------------------------------------ before the agreement
+
+    def _look_up(self) -> Operands:
+        found = list(map(self.instruments.store.current, self.keys))
+        if Absence not in map(type, found):
+            return found  # type: ignore[return-value]  # of containers alone
+        return [
+            one if isinstance(one, Container) else self._wait_for(key, one)
+            for key, one in zip(self.keys, found, strict=True)
+        ]
+
+    def _wait_for(self, key: Key, absence: Absence) -> Container | MissingOperand:
+        # For an operand whose method has not ended, where it may come later.
+        found: Container | Absence = absence
+        if absence.state is State.ABSENT and self.waiting is not None:
+            self.waiting(key)
+            observer, aborted = self.observer, self.aborted or _never
+            observer.event("waiting", key.hex())
+            with observer.waiting():
+                found = self.instruments.store.wait(key, lambda: aborted() is not None)
+            if isinstance(found, Absence) and found.state is State.ABSENT:
+                raise PlanAbortedError(detail=aborted() or "aborted while waiting for an operand")
+        return found if isinstance(found, Container) else missing(found)
+
+    def _prepare(self, operands: Operands) -> Preparation:
+        self.observer.event("prepare")
+        preparation = self._look_at(operands)
+        if self.program.rounds == 1:
+            self._complete(preparation)
+        return preparation
+
+    def _look_at(self, operands: Operands) -> Preparation:
+        home = partial(_home_of, self.communicators)  # a method would be a cycle, which keeps tensors
+        return Preparation(self.program, operands, self.keys, self.instruments, home, is_call=self.is_call)
+
+    def _complete(self, preparation: Preparation) -> None:
+        # Before the last round of the agreement.
+        preparation.complete()
+        self._buffer = preparation.buffer
+        first, buffers = preparation.first, preparation.staging_buffers
+        if first is None or buffers is None or self.here is None:
+            return
+        copies = buffers.staging_copies([(first.src, first.dst)])
+        if copies is not None:
+            with self.observer.staging("load stand-ins"):
+                copies.load(self.patience())
+            self.is_loaded = True
+
+    # ------------------------------------------------------------------------------------------ the agreement
+
+    def _agree(self, known: Prepared | None, preparation: Preparation | None, operands: Operands) -> Prepared:
+        """Brings all ranks together; returns what follows from what all have brought."""
+        observer, ring = self.observer, self.observer.ring
+        if self.program.shares[0].template.boxes and not is_batch(self.program):  # alike on all ranks
+            self._show_boxes(known)
+        observer.slot.at = run_steps.IN_CHECK
+        observer.recorder.add("check", self.seq, self.program.name)
+        if ring is not None:
+            observer.check_s = ring.clock()
+        blobs: Sequence[bytes] | None = None
+        if known is not None:
+            try:
+                blobs = self.bring(known.arrival, known.first, known.blobs)
+            except RefusedError as exc:
+                preparation = self._look_at(operands)
+                preparation.refuse(exc.violations)
+            else:
+                if blobs is known.blobs:
+                    if ring is not None:
+                        observer.agreed(is_repeated=type(known.bundles[0]) is Direct)
+                    return known
+        agreement = BatchAgreement(self.program)
+        if blobs is None:
+            assert preparation is not None  # nothing is known
+            blobs = self._meet(agreement, preparation)
+        else:  # of which an earlier run knows but what this rank has brought
+            assert known is not None
+            self._judge(agreement, blobs)
+            observer.prepared = known  # the others may wait for this rank in its kernels
+            preparation = self._look_at(operands)
+            preparation.check_unchanged(known)
+        prepared = preparation.prepared(agreement, blobs)
+        observer.event("agreed")
+        observer.agreed()
+        if prepared.places:
+            self.instruments.cache.keep(prepared, operands, is_call=self.is_call)  # type: ignore[arg-type]
+        return prepared
+
+    def _meet(self, agreement: BatchAgreement, preparation: Preparation) -> Sequence[bytes]:
+        """Does all rounds of the agreement; returns what all have brought to the last one."""
+        rounds = self.program.rounds
+        for round_index in range(rounds):
+            if round_index:
+                preparation.go_on(round_index - 1, agreement.verdicts)
+                if round_index == rounds - 1:
+                    self._complete(preparation)
+                self.observer.event("check")
+            try:
+                blobs = self.bring(preparation.bring(round_index), preparation.first)
+            except RefusedError as exc:  # nothing was brought: all ranks hear why
+                preparation.refuse(exc.violations)
+                blobs = self.bring(preparation.bring(round_index))
+            self._judge(agreement, blobs)
+        return blobs
+
+    def _judge(self, agreement: BatchAgreement, blobs: Sequence[bytes]) -> None:
+        violations = agreement.meet(blobs)
+        if violations:
+            raise refusal(self.program.name, "", violations)
+
+    def _show_boxes(self, known: Prepared | None) -> None:
+        # Tells the others where the boxes of a reshard lie, if an earlier run has found out.
+        if self.here is None:
+            return
+        communicator, launch = self.here
+        if isinstance(communicator, Reaching):
+            steps = known.bundles[0].steps if known is not None else ()
+            communicator.show_boxes(launch, next((step.exchange for step in steps if isinstance(step, Boxes)), None))
+
+    # ------------------------------------------------------------------------------------------ for its steps
+
+    def launch(self, step: Kernels | Packed) -> None:
+        """Runs the kernels of a step in the open launch."""
+        assert self.here is not None  # `enter` has opened it
+        communicator, launch = self.here
+        with self.observer.kernels(step):
+            communicator.launch(launch, step.kernels)
+        self.observer.ended()
+
+    def launch_boxes(self, step: Boxes) -> bool:
+        """Moves boxes without messages, if the backend can; False: on no rank, and nothing was written."""
+        assert self.here is not None  # `enter` has opened it
+        communicator, launch = self.here
+        if not isinstance(communicator, Reaching):
+            return False
+        self.reach("before_kernel")
+        self.packs = True
+        with self.observer.kernels(step):
+            if not communicator.launch_boxes(launch, step.exchange):
+                return False
+        self.observer.ended()
+        self.reach("after_kernel")
+        return True
+
+    def touch(self) -> None:
+        """Notes that what the bundle writes may change from now on; before a commit, only memory made for the plan."""
+        if self.has_committed or not self.program.commits:
+            self.has_touched = True
+
+    def commit(self) -> None:
+        """Waits until all ranks have come to the commit; raises as `wait_for_all`."""
+        self.wait_for_all()
+        self.has_committed = self.has_touched = True
+
+    def patience(self) -> Patience:
+        """What ends a wait for a device."""
+        return Patience(self.aborted or _never, self.program.timeout_s)
+
+    def reach(self, point: str) -> None:
+        """The run has come to a place where tests inject faults."""
+        faults = self.instruments.faults
+        if faults is not None:
+            faults.at(point, self.seq, self.program.agreement.rank)
+
+    # ------------------------------------------------------------------------------------------ its end
+
+    def _end(self, *, is_ok: bool) -> tuple[int, ...]:
+        """Ends the open launch; returns the places of those who are known to have run all of their programs.
+
+        Empty where others may have more to do, or where this participant answers for itself, as nobody asks then.
+        """
+        here, self.here, self._exchanging = self.here, None, None
+        ranks: tuple[int, ...] = ()
+        try:
+            if here is not None:
+                communicator, launch = here
+                ranks = communicator.end(launch, is_ok, () if is_ok else self._owed())
+        finally:
+            # After a failure a slow rank may still write in the fusion buffer.
+            if self._buffer is not None and (is_ok or not self.packs):
+                self._buffer.give()
+        return self.program.places_of(ranks) if ranks and not self._number and self.succeeded is None else ()
+
+    def _keep(self, preparation: Preparation) -> tuple[Container, ...]:
+        outputs = preparation.made()
+        if outputs and self.keep is not None:
+            self.observer.slot.at = "keeps its outputs"
+            self.keep(outputs)
+        self.observer.event("done")
+        return outputs
+
+    def _located(self, error: RaycollectError) -> RaycollectError:
+        """Records a failure, and adds where in the program it happened, which only this participant knows."""
+        program, bundle = self.program, self.observer.bundle
+        self.observer.event("failed", type(error).__name__)
+        if isinstance(error, FaultError):
+            share = bundle.share if bundle else program.shares[0] if len(program.shares) == 1 else None
+            error.op = error.op or (share.op if share else program.name)
+            error.group_name = error.group_name or (share.group_id if share else program.agreement.group_id)
+            if share and error.rank < 0 and isinstance(error, KernelError):
+                error.rank = share.rank
+        return kept(error)  # its frames would keep the tensors alive
+
+
+def _home_of(communicators: Callable[[str], Communicator], domain: Domain) -> str:
+    return home_of(domain.memory, communicators(domain.group_id))
+
+
+def _never() -> None:
+    """Says of a run that nobody aborts it."""

@@ -1,0 +1,367 @@
+"""A communicator's end of its coordinator: meetings, rendezvous values, and the state that messages change.
+
+Ranks are in step while they number launches alike. The state says whether they are, and what has to come first:
+
+===========  =========================================================  ==============================================
+state        meaning                                                    left by
+===========  =========================================================  ==============================================
+OUT_OF_STEP  the ranks have to meet before the next launch: no launch   the call that meets the others begins forming
+             has begun yet, or one of them has left one early
+FORMING      they meet, and make the backend's communicators            all have met: OK; a rank leaves: OUT_OF_STEP
+OK           launches are numbered from the last meeting on             a rank leaves a launch early: OUT_OF_STEP
+BROKEN       a rank is gone, or the group has ended here                nothing
+===========  =========================================================  ==============================================
+
+The meeting begins an *epoch*, which is named by the nonce of the lowest rank. Messages of another epoch are ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from raycollect.channel.messages import Drop, Meet, Message, Met, Publish, Withdraw
+from raycollect.core.codec import Codec
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    ConnectionLostError,
+    KernelError,
+    PlanAbortedError,
+    RaycollectError,
+    anew,
+    from_wire,
+)
+from raycollect.group.coordinator import PLANS, ranks_of
+from raycollect.group.group_member import GroupMember
+
+_ANSWER_S = 5.0
+"""How long the coordinator may take to answer, in seconds. After that it counts as gone."""
+CAUSE_S = 2.0
+"""How long to wait for the coordinator to tell why something failed, in seconds."""
+
+FORM, MADE, CHECK = "form", "made", "check"
+"""Where a call is: it forms the communicator; it has one, and waits until all have (followed by the epoch); it is in a
+launch."""
+
+
+class State(enum.Enum):
+    """The state of a communicator; see the module."""
+
+    OUT_OF_STEP = "out of step"
+    FORMING = "forming"
+    OK = "ok"
+    BROKEN = "broken"
+
+
+class Position(NamedTuple):
+    """How far a rank is: the epoch, or where it waits at the coordinator; and the last launch that it has begun."""
+
+    place: str
+    seq: int
+
+    def has_reached(self, other: Position) -> bool:
+        """Whether it is where another rank waits, or further."""
+        return self.place == other.place and self.seq >= other.seq
+
+
+class Presence(NamedTuple):
+    """What a rank brings to the meeting that begins an epoch."""
+
+    nonce: str
+    made_in: str  # the epoch in which it made the backend's communicator that it still has; empty: it has none
+    seq: int  # the last launch that this one has seen
+
+
+PRESENCES = Codec[Presence](Presence, "presence of a rank")
+
+
+class Call:
+    """What happens to the call under way."""
+
+    __slots__ = ("agreed", "final", "number", "place", "recalled", "stop")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.place: str = ""  # `FORM`, `MADE` with the epoch, `CHECK`; or another meeting; empty: nowhere
+        self.agreed: bool = False  # whether all ranks have come to the agreement of the launch under way
+        self.recalled: bool = False  # whether the attempt under way has to be given up and begun again
+        self.stop: RaycollectError | None = None  # what the call has to raise
+        self.final: bool = False  # whether the coordinator will not answer any more
+
+
+class CoordinatorClient:
+    """The state of one communicator and its messages. `lock` guards all attributes, and `changed` tells of changes.
+
+    The coordinator's thread calls `answered`, `left`, `published`, `stop` and `fail`; the call's thread the rest.
+    """
+
+    def __init__(self, member: GroupMember, name: str) -> None:
+        self.name = name
+        self.member = member
+        self.ranks: tuple[int, ...] = ranks_of(name, member.spec.world_size)
+        self.lock: threading.RLock = threading.RLock()
+        self.changed: threading.Condition = threading.Condition(self.lock)
+        self.state: State = State.OUT_OF_STEP
+        self.broken: RaycollectError | None = None  # why it is BROKEN
+        self.epoch: str = ""
+        self.made_in: str = ""  # the epoch in which this rank made the backend's communicator; empty: there is none
+        self.seq: int = 0  # the last launch of the epoch
+        self.formed: bool = False  # whether all ranks have had a communicator in this epoch, and this rank has not left
+        self.cause: tuple[int, RaycollectError] | None = None  # which rank has left the epoch, and why
+        self.call: Call | None = None  # the call under way
+        self.values: dict[str, bytes] = {}  # of the rendezvous of this epoch
+        if name == PLANS:  # the controller has all members join at once, and once
+            self.state, self.epoch = State.FORMING, member.spec.group_id
+        self._numbers = itertools.count(1)  # of calls and meetings
+        self._meeting = 0
+        self._answer: Met | None = None
+
+    def begin(self) -> Call:
+        """Begins a call; the caller holds the lock."""
+        self.call = call = Call(next(self._numbers))
+        return call
+
+    @property
+    def position(self) -> Position:
+        """How far this rank is."""
+        with self.lock:
+            if self.formed:
+                return Position(self.epoch, self.seq)
+            return Position(self.call.place if self.call is not None else "", 0)
+
+    def is_off(self, call: Call) -> bool:
+        """Whether a launch that waits for its agreement has to stop."""
+        return self.state is not State.OK or call.recalled or call.stop is not None
+
+    def note_agreed(self, call: Call) -> None:
+        """Notes that all ranks have come; from then on the attempt is not recalled any more.
+
+        Raises:
+            PlanAbortedError: It was recalled just before. No kernel may begin.
+        """
+        with self.lock:
+            call.agreed = True
+            if call.recalled:
+                raise PlanAbortedError(detail="it was recalled in the moment in which all had come")
+
+    def notify(self) -> None:
+        """Wakes all waits of this communicator."""
+        with self.lock:
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ meetings
+
+    def meet(
+        self, call: Call, place: str, blob: bytes, timeout_s: float, halted: Callable[[], bool] = lambda: False
+    ) -> Sequence[bytes]:
+        """Waits at a place of the coordinator for all ranks; all name the same place. Returns what all brought.
+
+        `halted` says whether to stop waiting; it is asked under the lock.
+
+        Raises:
+            CollectiveTimeoutError: This rank's time, or another's, is over; it names who is missing.
+            PlanAbortedError: It was halted.
+            RaycollectError: What the call has to raise.
+        """
+        number = self._begin_meeting(call, place)
+
+        def over() -> bool:
+            return self._answer is not None or call.stop is not None or halted()
+
+        meet = Meet(group_id=self.member.spec.group_id, communicator=self.name, place=place, call=number, blob=blob)
+        try:
+            self.send(meet)
+            with self.lock:
+                timed_out = not self.changed.wait_for(over, max(timeout_s, 0))
+                pending = self._answer is None
+            if pending:
+                self._withdraw(call, number, timed_out=timed_out)
+        except RaycollectError:  # the coordinator is gone
+            raise
+        except BaseException:  # a signal: the others must not meet a rank that does not come
+            with suppress(RaycollectError):
+                self._withdraw(call, number, timed_out=False)
+            raise
+        finally:
+            with self.lock:
+                self._meeting, answer, stop = 0, self._answer, call.stop
+        if answer is not None and answer.blobs:
+            self.member.flush()
+            return answer.blobs
+        if stop is not None:
+            raise anew(stop)
+        if answer is None:
+            raise CollectiveTimeoutError(detail="the coordinator (the driver, or rank 0) does not answer")
+        if timed_out or not halted():
+            raise CollectiveTimeoutError(missing=tuple(answer.missing))
+        raise PlanAbortedError(detail="the other ranks have left the call")
+
+    def _begin_meeting(self, call: Call, place: str) -> int:
+        with self.lock:
+            self._meeting = next(self._numbers)
+            call.place, self._answer = place, None
+            return self._meeting
+
+    def _withdraw(self, call: Call, number: int, *, timed_out: bool) -> None:
+        group_id = self.member.spec.group_id
+        self.send(Withdraw(group_id=group_id, communicator=self.name, call=number, timed_out=timed_out))
+        with self.lock:
+            self.changed.wait_for(lambda: self._answer is not None or call.final, _ANSWER_S)
+
+    def answered(self, message: Met) -> None:
+        """The coordinator answers `Meet`."""
+        with self.lock:
+            call = self.call
+            if message.call != self._meeting or call is None:
+                return
+            self._answer = message
+            # Here and not in the call's thread, so that the messages that follow find the epoch.
+            if message.blobs and call.place == FORM:
+                self._enter([PRESENCES.decode(blob) for blob in message.blobs])
+            elif message.blobs and call.place.startswith(MADE):
+                self._in_step()
+            self.changed.notify_all()
+
+    def _enter(self, ranks: Sequence[Presence]) -> None:
+        """All ranks have met: they go on with the communicators that they have, or have to make new ones."""
+        self.epoch, self.cause, self.values = ranks[0].nonce, None, {}
+        self.seq = max([one.seq for one in ranks])
+        if ranks[0].made_in and len({one.made_in for one in ranks}) == 1:
+            self._in_step()
+        else:
+            self.made_in, self.seq = "", 0
+
+    def _in_step(self) -> None:
+        if self.state is State.FORMING:
+            self.state, self.formed = State.OK, True
+
+    def send(self, message: Message) -> None:
+        """Sends a message to the coordinator; raises what the call has to, if that is gone."""
+        try:
+            self.member.send(message)
+        except ConnectionLostError as exc:
+            with self.lock:
+                call = self.call
+                if call is None:
+                    raise
+                self.changed.wait_for(lambda: call.stop is not None, CAUSE_S)  # which says more than this error
+                raise anew(call.stop or exc) from None
+
+    # ------------------------------------------------------------------------------------------ what others do
+
+    def left(self, message: Drop, *, sees: bool) -> bool:
+        """Another rank has left a launch; returns whether that of this rank has to be aborted.
+
+        A rank that is ahead has ended this launch well; one that is behind never came to it. Where the backend `sees`
+        what the other rank has not done, what that one did counts.
+        """
+        error = from_wire(message.error)
+        if isinstance(error, KernelError) and error.rank < 0:
+            error.rank = message.rank
+        with self.lock:
+            if message.epoch != self.epoch:
+                return False
+            self.cause = message.rank, error
+            if self.state is not State.BROKEN:
+                self.state = State.OUT_OF_STEP
+            self.changed.notify_all()
+            call = self.call
+            if call is None:
+                return False
+            # A rank that has heard that all are ready is about to begin its first launch, as the other one was.
+            mine = self.seq + call.place.startswith(MADE)
+            same = not self.formed or message.seq in (0, mine)
+            waits = bool(call.place) and not call.agreed
+            begins_again = isinstance(error, PlanAbortedError)  # and meets this rank again
+            if waits and same and not begins_again and self.member.rank not in getattr(error, "missing", ()):
+                call.stop = call.stop or error
+            return (same or (waits and message.seq < self.seq)) and not (call.agreed and sees)
+
+    def stop(self, error: RaycollectError, number: int = 0) -> bool:
+        """Ends the call under way with an error; `number`: only that one, and only before all have agreed.
+
+        Returns whether there is one to end. Without a number, the coordinator will not answer any more.
+        """
+        with self.lock:
+            call = self.call
+            if call is None or (number and (number != call.number or call.agreed)):
+                return False
+            if self._meeting and self._answer is not None and not self._answer.blobs:
+                return False  # the call ends by that answer, of which this error is a consequence
+            call.stop, call.final = call.stop or error, call.final or not number
+            self.changed.notify_all()
+            return True
+
+    def fail(self, error: RaycollectError) -> None:
+        """Breaks the communicator for good: no call begins any more. The first error counts."""
+        with self.lock:
+            self.state, self.broken = State.BROKEN, self.broken or error
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ the rendezvous
+
+    def published(self, message: Publish) -> None:
+        """Another rank has published a value of the rendezvous."""
+        with self.lock:
+            if message.epoch == self.epoch:
+                self.values[message.name] = message.value
+                self.changed.notify_all()
+
+    def wait_made(self, epoch: str, is_made: Callable[[], bool], deadline_s: float) -> bool:
+        """Waits for the backend's factory; False if another rank gave up meanwhile."""
+        with self.lock:
+            self.changed.wait_for(lambda: is_made() or self.why_over(epoch), max(deadline_s - time.monotonic(), 0))
+            if is_made():
+                return True
+            if self.call is not None and self.call.stop is not None:
+                raise anew(self.call.stop)
+            if self.why_over(epoch):
+                return False
+        raise CollectiveTimeoutError(op="join", detail="the members could not connect to each other in time")
+
+    def why_over(self, epoch: str) -> str:
+        """Why nothing of an epoch is awaited any more, or an empty text; under the lock."""
+        stop = self.call.stop if self.call is not None else None
+        error = self.broken or stop
+        if epoch == self.epoch and error is None and self.state is not State.OUT_OF_STEP:
+            return ""
+        return getattr(error, "detail", "") or "this forming of the group was given up"
+
+
+class CoordinatorRendezvous:
+    """The `Rendezvous` of one epoch: the coordinator relays values to the other ranks.
+
+    `deadline_s` is until when values are awaited at most, by `time.monotonic`.
+    """
+
+    def __init__(self, client: CoordinatorClient, deadline_s: float = math.inf) -> None:
+        self.deadline_s = deadline_s
+        self._client = client
+        self._epoch = client.epoch
+        self._values = client.values
+
+    def put(self, name: str, value: bytes) -> None:
+        """Publishes a value to all ranks."""
+        client = self._client
+        with client.lock:
+            self._values[name] = value
+        group_id = client.member.spec.group_id
+        client.send(Publish(group_id=group_id, communicator=client.name, epoch=self._epoch, name=name, value=value))
+
+    def get(self, name: str, timeout_s: float) -> bytes:
+        """Waits for a value."""
+        limit_s, client = min(timeout_s, self.deadline_s - time.monotonic()), self._client
+        with client.lock:
+            client.changed.wait_for(lambda: name in self._values or client.why_over(self._epoch), max(limit_s, 0))
+            if name in self._values:
+                return self._values[name]
+            why = client.why_over(self._epoch)
+        if why:
+            raise PlanAbortedError(op="join", detail=why)
+        raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=limit_s)
