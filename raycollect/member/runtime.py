@@ -76,10 +76,6 @@ class Runtime:
                     found = self._parts[kind] = make(self)
         return found
 
-    def find(self, kind: type[_Part]) -> _Part | None:
-        """A part that was made; None: there is none yet."""
-        return self._parts.get(kind)
-
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Calls of this thread inside the block are made with this runtime, and not with that of the process."""
