@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import raycollect
 from raycollect import backends
 from raycollect.backends.capabilities import Capabilities
 from raycollect.channel import Hub, Link
@@ -97,6 +99,25 @@ def test_a_forked_child_begins_with_a_runtime_of_its_own() -> None:
         os._exit(int(this_runtime() is mine or this_runtime() is not this_runtime()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert this_runtime() is mine
+
+
+ENTRIES = {
+    "driver/controller.py",
+    "driver/timeline.py",
+    "member/call.py",
+    "member/init.py",
+    "member/mixin.py",
+    "member/participant.py",
+    "member/runtime.py",
+    "weights/agent.py",
+}
+"""What Ray, or a user, calls: from there on the runtime is passed. This may only shrink."""
+
+
+def test_only_what_ray_or_a_user_calls_looks_for_the_runtime() -> None:
+    home = Path(raycollect.__file__).parent
+    texts = {path.relative_to(home).as_posix(): path.read_text() for path in home.rglob("*.py")}
+    assert {name for name, text in texts.items() if re.search(r"\bthis_(runtime|participant)\(", text)} <= ENTRIES
 
 
 # ---------------------------------------------------------------------------------------------- plans
