@@ -27,6 +27,7 @@ from raycollect.channel.messages import (
     Leave,
     Measure,
     Measured,
+    Meet,
     Message,
     Order,
     Publish,
@@ -187,7 +188,7 @@ class Driver:
             self.ends.put((rank, message))
         else:
             self.told[rank].put(message)
-        if isinstance(message, Publish):
+        if isinstance(message, Meet | Publish):
             with self._lock:
                 for to, answer in self.coordinator.receive(rank, message):
                     self.links[to].send(answer)
@@ -316,16 +317,19 @@ def slow(gate: Gate) -> Iterator[str]:
     del backends.BACKENDS[name]
 
 
+@pytest.mark.parametrize("has_calls", [False, True])
 @pytest.mark.parametrize(
     "ends",
     [Leave(group_id="id of g"), Gone(group_id="id of g", rank=1, died=True, detail="killed")],
     ids=str,
 )
 def test_a_backend_that_takes_its_time_to_close_holds_up_no_message(
-    driver: Callable[[str], tuple[Driver, list[Participant]]], slow: str, gate: Gate, ends: Message
+    driver: Callable[[str], tuple[Driver, list[Participant]]], slow: str, gate: Gate, ends: Message, has_calls: bool
 ) -> None:
-    drives, _ = driver(slow)
+    drives, made = driver(slow)
     drives.join()
+    if has_calls:
+        at_once([one.runtime for one in made], lambda rank: init.get_group_handle("g").form())
     drives.links[0].send(ends)
     drives.links[0].send(Survey(request=7))
     assert drives.hear(0, Surveyed).request == 7
