@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from raycollect import backends
 from raycollect.group import link_costs
 from raycollect.planner import Cluster, Prediction, predict
 from raycollect.planner.wording import nbytes_words, seconds_words
@@ -42,7 +43,7 @@ class Kind:
             ranks_per_host=RANKS_PER_HOST,
             inside=known.inside,
             between=known.between,
-            backend=self.backend,
+            backend=backends.get(self.backend),
             bitwise=self.bitwise,
         )
         return predict("allreduce", nbytes, cluster)

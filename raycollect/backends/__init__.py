@@ -18,7 +18,7 @@ from raycollect.backends.capabilities import BUILT_IN, OF_NCCL, TORCH_PREFIX, Ca
 from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, Pricing, ReduceOp, TensorInfo
 from raycollect.core.protocols import Communicator, CommunicatorFactory, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError
 from raycollect.errors.text import shown
@@ -35,6 +35,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "OpKind",
+    "Pricing",
     "ReduceOp",
     "Rendezvous",
     "SegmentSource",

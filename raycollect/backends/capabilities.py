@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from raycollect.core.model import PREFIXES, RANK_ORDER, GroupSpec, OpKind, ReduceOp
+from raycollect.core.model import BY_RINGS, PREFIXES, RANK_ORDER, GroupSpec, OpKind, Pricing, ReduceOp
 from raycollect.core.protocols import CommunicatorFactory
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import listed, shown
@@ -16,8 +16,6 @@ from raycollect.errors.text import listed, shown
 TORCH_PREFIX = "torch:"  # The prefix of `torch.distributed` backends
 USUAL = frozenset(OpKind) - frozenset(PREFIXES)
 """The operations that a backend runs which does not say."""
-PRICED = ("local", "shm", "tcp", "gloo", "torch:gloo")
-"""The backends whose costs are known; see `raycollect.planner.cost`."""
 _NAME = re.compile(r"(torch:)?[a-z0-9][a-z0-9_.-]*")
 
 
@@ -44,13 +42,14 @@ class Capabilities:
         resumes: Whether its communicator works on after a launch that has failed on some ranks, once all begin the next
             one with a number above those that any of them has seen; else the ranks make a new one.
         pairs: The backend of communicators of two ranks for point-to-point calls; empty: itself.
-        costs_like: The built-in backend whose costs it has, for the choice of algorithms and predicted times; empty: it
-            has its own where it is built in, else those of rings, as most libraries have.
+        pricing: How it moves data, for the choice of algorithms and predicted times; by default by rings, as most
+            libraries do.
+        own_tensors: Whether, on devices, it takes no tensors but those of its library, so that others can't be staged.
+        chip_map: Whether it takes the option ``chip_map`` of a rank table.
         tested: Whether this project's own tests run it.
 
     Raises:
-        ValueError: The name is invalid, not exactly one of module and factory is given, or the costs that `costs_like`
-            names are not known.
+        ValueError: The name is invalid, or not exactly one of module and factory is given.
     """
 
     name: str
@@ -70,13 +69,22 @@ class Capabilities:
     chunk_nbytes: int = -1
     resumes: bool = False
     pairs: str = ""
-    costs_like: str = ""
+    pricing: Pricing = BY_RINGS
+    own_tensors: bool = False
+    chip_map: bool = False
     tested: bool = False
 
     @property
     def is_experimental(self) -> bool:
         """Whether it works on devices on which this project has never run it."""
         return not self.tested and "cpu" not in self.devices
+
+    @property
+    def memory(self) -> str:
+        """Where its kernels work, as in `GroupSpec.memory`."""
+        if len(self.devices) > 1 or (self.own_tensors and self.devices != _CPU):
+            return ""
+        return next((kind for kind in ("cpu", "cuda") if kind in self.devices), "")
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == "auto":
@@ -85,8 +93,6 @@ class Capabilities:
             )
         if bool(self.module) == (self.factory is not None):
             raise ValueError(f"backend {self.name!r} has a module, or a factory")
-        if self.costs_like not in ("", *PRICED):
-            raise ValueError(f"costs_like is one of {', '.join(PRICED)}, not {self.costs_like!r}")
 
 
 def torch_line(name: str) -> Capabilities:
@@ -106,6 +112,7 @@ def _torch(name: str, *, devices: frozenset[str], library: str = "torch", **othe
         bitwise=False,
         cross_host=True,
         chunk_nbytes=32 << 20,
+        own_tensors=True,
         **{"interruptible": False, **others},
     )
 
@@ -137,6 +144,13 @@ def no_gpu() -> str:
 
 _ALL = frozenset(OpKind)
 _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+_MEMORY = Pricing(transport="memory")
+
+RINGS_OF_GLOO = frozenset({OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST})
+"""The operations that the library runs on large arrays in CPU memory, of backend `gloo`."""
+
+RINGS_OF_TORCH = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST})
+"""The same of backends of torch."""
 
 _LINES = (
     Capabilities(
@@ -146,6 +160,7 @@ _LINES = (
         interruptible=True,
         bitwise=True,
         cross_host=False,
+        pricing=_MEMORY,
         one_process=True,
         chunk_nbytes=0,
         tested=True,
@@ -157,6 +172,7 @@ _LINES = (
         interruptible=True,
         bitwise=True,
         cross_host=False,
+        pricing=_MEMORY,
         coalesces=True,
         chunk_nbytes=2 << 20,
         resumes=True,
@@ -169,6 +185,7 @@ _LINES = (
         interruptible=True,
         bitwise=True,
         cross_host=True,
+        pricing=Pricing(transport="mesh", by_host=True),
         chunk_nbytes=12 << 20,
         resumes=True,
         tested=True,
@@ -183,8 +200,9 @@ _LINES = (
         interruptible=False,
         bitwise=False,
         cross_host=True,
-        chunk_nbytes=12 << 20,
+        pricing=Pricing(transport="mesh", rings=RINGS_OF_GLOO, by_host=True),
         pairs="tcp",  # between two ranks it uses plain sockets anyway
+        chunk_nbytes=12 << 20,
         tested=True,
     ),
     Capabilities(
@@ -205,6 +223,7 @@ _LINES = (
         devices=_CPU,
         ops=_ALL,
         interruptible=True,
+        pricing=Pricing(transport="mesh", rings=RINGS_OF_TORCH, by_host=True),
         pairs="tcp",
         tested=True,
     ),
@@ -232,6 +251,7 @@ _LINES = (
         install="the torch_tpu wheel of SOPHGO's SDK",
         devices=frozenset({"tpu"}),
         ops=USUAL - {OpKind.SEND, OpKind.RECV, OpKind.REDUCESCATTER},
+        chip_map=True,
     ),
 )
 

@@ -272,6 +272,36 @@ class BufferRef(Wire, frozen=True):
     nbytes: int  # how long it is
 
 
+TRANSPORTS = ("memory", "mesh", "ring")
+"""How a backend moves data; see `Pricing`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """How a backend moves data, as far as prices depend on it.
+
+    Attributes:
+        transport: ``"memory"``: each rank copies from the memory of the others. ``"mesh"``: data goes directly from
+            sender to receiver. ``"ring"``: by the rings and trees of a library.
+        rings: On a mesh, the operations that a library runs by its rings and trees.
+        by_host: On a mesh, whether data enters each host once, so that the backend needs `GroupSpec.hosts`.
+    """
+
+    transport: str = "ring"
+    rings: frozenset[OpKind] = frozenset()
+    by_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport is one of {', '.join(TRANSPORTS)}, not {self.transport!r}")
+        if (self.rings or self.by_host) and self.transport != "mesh":
+            raise ValueError(f"rings and by_host belong to a mesh, not to {self.transport!r}")
+
+
+BY_RINGS = Pricing()
+"""Of most libraries."""
+
+
 class GroupSpec(Wire, frozen=True, kw_only=True):
     """A group as the planner sees it.
 
@@ -287,8 +317,8 @@ class GroupSpec(Wire, frozen=True, kw_only=True):
         options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
             strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
         timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
-        hosts: For each rank the number of its host, where the backend reckons with it; else empty. On `tcp`, where
-            hosts have several ranks: reductions are left folds over the hosts then, in rank order inside each (P7).
+        hosts: For each rank the number of its host, where the backend needs it (`Pricing.by_host`); else empty. On
+            `tcp`, reductions are left folds over the hosts then, in rank order inside each (P7).
     """
 
     name: str
@@ -318,7 +348,7 @@ class GroupSpec(Wire, frozen=True, kw_only=True):
     @property
     def in_rank_order(self) -> bool:
         """Whether reductions are left folds in rank order, as far as the backend makes such."""
-        return not self.hosts or self.backend != "tcp" or RANK_ORDER in self.options
+        return not self.hosts or RANK_ORDER in self.options
 
 
 RANK_ORDER = ("deterministic", "rank_order")

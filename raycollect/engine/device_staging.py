@@ -21,10 +21,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from raycollect import backends
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, native
-from raycollect.backends.capabilities import TORCH_PREFIX
 from raycollect.backends.device_arrays import bits_view, device_id
 from raycollect.backends.elements import convert
 from raycollect.backends.experimental import warn_once
@@ -55,14 +53,6 @@ class Patience:
         if now_s > self._until_s:
             detail = f"a device has not finished within {self.limit_s:g} s the work before a copy from or to it"
             raise CollectiveTimeoutError(timeout_s=self.limit_s, detail=detail)
-
-
-def memory_of(backend: str) -> str:
-    """Where a backend works, as in `GroupSpec.memory`; raises UnknownBackendError."""
-    line = backends.get(backend)
-    (only,) = line.devices if len(line.devices) == 1 else ("",)
-    # On the devices of its own torch takes tensors of its own alone, so that stand-ins would not serve all.
-    return only if only == CPU or (only == CUDA and not line.name.startswith(TORCH_PREFIX)) else ""
 
 
 def home_of(memory: str, communicator: object) -> str:

@@ -18,9 +18,6 @@ from raycollect.group import pg_options as options
 from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, on_backend
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
 
-_WITH_CHIP_MAP = ("torch:sccl",)
-"""The backends that take the devices of a rank table as their option ``chip_map``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
@@ -116,7 +113,7 @@ class Declaration:
     def spec(self, group_id: str, backend: str) -> GroupSpec:
         """The group, once its backend is chosen."""
         given = dict(self.options)
-        if self.rank_table is not None and backend in _WITH_CHIP_MAP:
+        if self.rank_table is not None and backends.get(backend).chip_map:
             given.setdefault("chip_map", self.rank_table.chip_map)
         spec = GroupSpec(
             name=self.name,

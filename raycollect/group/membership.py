@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from raycollect import backends
 from raycollect.core.model import GroupSpec, Member, ReduceOp
-from raycollect.engine import device_staging
 from raycollect.errors import UnknownGroupError
 from raycollect.errors.text import a_type, as_name
 from raycollect.group.link_costs import Costs
@@ -23,9 +22,6 @@ DEFAULT_TIMEOUT_S = 60.0
 MEMBERS_TIMEOUT_S = 30.0
 """The same for calls that members make themselves; as in `ray.util.collective`."""
 
-BY_HOST = ("tcp", "gloo", "torch:gloo")
-"""The backends whose own kernels go host by host, those of libraries in what travels on their mesh (`meshed`)."""
-
 
 def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | None = None, **more: Any) -> Membership:
     """A group with these members, by rank; `more` are other fields of `Membership`."""
@@ -38,26 +34,23 @@ def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | Non
         topology=topology,
         bitwise=capabilities.bitwise and spec.in_rank_order,
         chunk_nbytes=capabilities.chunk_nbytes,
-        costs_like=capabilities.costs_like,
+        pricing=capabilities.pricing,
         **more,
     )
 
 
 def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
     """The group on another backend, or on the one that was chosen for it."""
-    return replace(
-        spec,
-        backend=backend,
-        ops=backends.ops_of(backend),
-        coalesces=backends.get(backend).coalesces,
-        memory=device_staging.memory_of(backend),
-    )
+    line = backends.get(backend)
+    ops = backends.ops_of(backend)
+    return replace(spec, backend=backend, ops=ops, coalesces=line.coalesces, memory=line.memory)
 
 
 def placed(spec: GroupSpec, machines: Sequence[str]) -> GroupSpec:
     """The group with the hosts of its ranks (`GroupSpec.hosts`); `machines` are as in `Member.machine`, by rank."""
-    topology = Topology.of(machines)
-    counts = spec.backend in BY_HOST and 1 < topology.host_count < spec.world_size + (spec.backend != "tcp")
+    topology, pricing = Topology.of(machines), backends.get(spec.backend).pricing
+    # A library's broadcast does not go by host, also where each rank has a host of its own.
+    counts = pricing.by_host and 1 < topology.host_count < spec.world_size + bool(pricing.rings)
     return replace(spec, hosts=topology.hosts if counts else ())
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from raycollect.core.model import OpKind
+from raycollect.core.model import OpKind, Pricing
 from raycollect.planner import pairs
 from raycollect.planner.cost import Cost, Layout, Line, priced
 from raycollect.planner.ir import Part
@@ -29,7 +29,7 @@ class Algorithm:
     name: str
     kinds: frozenset[OpKind]
     needs: tuple[OpKind, ...] = ()  # the operations that the backend must have
-    cost: Callable[[OpKind, str, Layout], Cost]  # by operation, backend and layout
+    cost: Callable[[OpKind, Pricing, Layout], Cost]  # by operation, how the backend moves data, and layout
     # Writes the steps of each rank; None: the backend's own kernel
     write: Callable[[Part, Membership], Written] | None = None
     scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()  # the buffers that a rank needs in addition

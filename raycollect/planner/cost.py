@@ -16,7 +16,7 @@ SCAN, EXSCAN    each folds from all before  each to all behind it               
 others          the receiver copies         directly from sender to receiver       the same
 ==============  ==========================  =====================================  =====================================
 
-gloo is a ring in reductions, and a mesh in all else, but for a broadcast inside a host: `backends.meshed`.
+A library beside a mesh runs some operations by rings, and the mesh all else (`Pricing.rings`, `backends.meshed`).
 
 Between hosts of which one has several ranks, the mesh goes host by host: `backends.tcp.by_host` has the bytes. What
 goes on inside the hosts happens meanwhile.
@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from raycollect.core.model import OpKind
+from raycollect.core.model import OpKind, Pricing
 from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology
 
 MESSAGE_S = 3e-6
@@ -325,45 +325,31 @@ _RING: dict[OpKind, _Price] = _DIRECT | {
     OpKind.ALLGATHER: lambda at: _ring(at.world - 1, at.world - 1, at),
 }
 
-_GLOO: dict[OpKind, _Price] = _RING | {
-    OpKind.BROADCAST: lambda at: (_mesh_broadcast if at.host_count > 1 else _tree)(at),
-    OpKind.ALLGATHER: _MESH[OpKind.ALLGATHER],
-}
-
-_FAMILIES: dict[str, dict[OpKind, _Price]] = {
-    "local": _SHARED,
-    "shm": _SHARED,
-    "tcp": _MESH,
-    "gloo": _GLOO,
-    "torch:gloo": _GLOO | {OpKind.REDUCE: _mesh_reduce},
-}
-"""Backend -> its costs; others have those of rings, unless they say whose they have (`Capabilities.costs_like`)."""
+_TRANSPORTS: dict[str, dict[OpKind, _Price]] = {"memory": _SHARED, "mesh": _MESH, "ring": _RING}
 
 
-ONE_HOST = frozenset(backend for backend, family in _FAMILIES.items() if family is _SHARED)
-"""The backends whose ranks share memory."""
-
-
-def priced(kind: OpKind, backend: str, place: Topology | Layout) -> Cost:
+def priced(kind: OpKind, pricing: Pricing, place: Topology | Layout) -> Cost:
     """The cost of a backend's own kernel, from the beginning of its launch; in a `Topology` rank 0 is the root."""
     layout = Layout.of(place) if isinstance(place, Topology) else place
     if layout.world == 1:
         return FREE
-    family = _FAMILIES.get(backend, _RING)
-    goes_by_host = family not in (_SHARED, _RING) and 1 < layout.host_count < layout.world
-    if goes_by_host and kind in _BY_HOST and (kind not in _FOLDS or (family is _MESH and not layout.rank_order)):
+    goes_by_host = pricing.by_host and 1 < layout.host_count < layout.world
+    in_rank_order = layout.rank_order or bool(pricing.rings)  # the mesh beside a library folds so on all hosts
+    if goes_by_host and kind in _BY_HOST and (kind not in _FOLDS or not in_rank_order):
         return _BY_HOST[kind](layout)
-    return family[OpKind.SEND if kind is OpKind.RECV else kind](layout)
+    prices = _TRANSPORTS[pricing.transport]
+    if kind in pricing.rings and not (kind is OpKind.BROADCAST and pricing.by_host and layout.host_count > 1):
+        prices = _RING
+    return prices[OpKind.SEND if kind is OpKind.RECV else kind](layout)
 
 
-def launch(backend: str, layout: Layout) -> Cost:
+def launch(pricing: Pricing, layout: Layout) -> Cost:
     """The cost of beginning one more launch, at which all ranks of the layout meet."""
-    family = _FAMILIES.get(backend)
     if layout.world == 1:
         seconds = 0.0
-    elif family is _SHARED:
+    elif pricing.transport == "memory":
         seconds = 2 * layout.inside.latency_s
-    elif family is _MESH:
+    elif pricing.transport == "mesh" and not pricing.rings:
         seconds = layout.farthest.latency_s + (layout.world - 1) * MESSAGE_S
     else:
         seconds = EXCHANGE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raycollect.core.model import GroupSpec, Member
+from raycollect.core.model import BY_RINGS, GroupSpec, Member, Pricing
 from raycollect.planner.topology import Topology
 
 
@@ -18,7 +18,7 @@ class Membership:
     # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
     bitwise: bool = True
     chunk_nbytes: int = -1  # as in `Capabilities` of its backend, as the next
-    costs_like: str = ""
+    pricing: Pricing = BY_RINGS
     chosen: str = ""  # why "auto" has picked its backend; empty if the user did
     members: tuple[Member, ...] = ()  # by rank, as its controller knows them; empty where it only plans
     is_derived: bool = False  # whether it was derived from refs, so that nobody gave its name
@@ -37,11 +37,6 @@ class Membership:
         """A group of which only the size is known: as if on one host, participants named by rank."""
         count = spec.world_size
         return cls(spec=spec, participants=tuple(map(str, range(count))), topology=Topology(hosts=(0,) * count))
-
-    @property
-    def pricing(self) -> str:
-        """The backend whose costs its own has; see `cost`."""
-        return self.costs_like or self.spec.backend
 
     @property
     def has_gpus(self) -> bool:

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from raycollect.core.model import OpKind
+from raycollect.core.model import OpKind, Pricing
 from raycollect.planner.cost import FREE, Cost, Layout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
@@ -96,10 +96,10 @@ def _binomial(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield at, ranks[giver], ranks[giver + (1 << at)]
 
 
-def tree_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
+def tree_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
     """The cost of a tree."""
-    line = _hops(backend, layout.one_host(2), depth(layout.largest))
-    line += _hops(backend, layout.pair(layout.between), depth(layout.host_count))
+    line = _hops(pricing, layout.one_host(2), depth(layout.largest))
+    line += _hops(pricing, layout.pair(layout.between), depth(layout.host_count))
     return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
 
 
@@ -126,14 +126,14 @@ def _phases(world: int) -> tuple[range, ...]:
     return range(0, world - 1, 2), range(1, world, 2), range(world - 1, world)
 
 
-def ring_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
+def ring_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
     """The cost of a ring."""
     world = layout.world
     if world == 1:
         return FREE
     far = layout.host_count if layout.host_count > 1 else 0
     pair = layout.pair(layout.between) if far else layout.one_host(2)
-    line = _hops(backend, pair, len(_phases(world)) * (world - 1))
+    line = _hops(pricing, pair, len(_phases(world)) * (world - 1))
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
 
 
@@ -202,7 +202,7 @@ _PAIRWISE: dict[OpKind, Callable[[Part, _StepWriter], None]] = {
 }
 
 
-def pairwise_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
+def pairwise_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
     """The cost of pairwise exchange."""
     world = layout.world
     if world == 1:
@@ -210,11 +210,11 @@ def pairwise_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
     share = 1 if kind is OpKind.GATHER else 1 / world
     if kind is not OpKind.ALLTOALL:
         near, far = layout.root_size - 1, world - layout.root_size
-        line = _hops(backend, layout.one_host(2), near, share) + _hops(backend, layout.pair(layout.between), far, share)
+        line = _hops(pricing, layout.one_host(2), near, share) + _hops(pricing, layout.pair(layout.between), far, share)
         return Cost(line=line, inside=near * share, between=far * share)
     far_pair = layout.pair(layout.between) if layout.host_count > 1 else layout.one_host(2)
     rounds = world - 1 + world % 2
-    begun = launch(backend, far_pair) + priced(OpKind.SEND, backend, far_pair).times(2)
+    begun = launch(pricing, far_pair) + priced(OpKind.SEND, pricing, far_pair).times(2)
     busiest = max(ranks * (world - ranks) for ranks, _ in layout.sizes)
     per_byte_s = (layout.largest - 1) / layout.inside.bandwidth + busiest / layout.between.bandwidth
     return Cost(
@@ -224,6 +224,6 @@ def pairwise_cost(kind: OpKind, backend: str, layout: Layout) -> Cost:
     )
 
 
-def _hops(backend: str, pair: Layout, count: int, share: float = 1) -> Line:
-    begun, sent = launch(backend, pair).line, priced(OpKind.SEND, backend, pair).line
+def _hops(pricing: Pricing, pair: Layout, count: int, share: float = 1) -> Line:
+    begun, sent = launch(pricing, pair).line, priced(OpKind.SEND, pricing, pair).line
     return Line(count * (begun.fixed_s + sent.fixed_s), count * share * sent.per_byte_s)

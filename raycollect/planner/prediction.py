@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from raycollect.core.model import OpKind
+from raycollect.core.model import OpKind, Pricing
 from raycollect.planner.algorithms import ALGORITHMS
-from raycollect.planner.cost import ONE_HOST, Layout
+from raycollect.planner.cost import Layout
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
+
+
+class Backend(Protocol):
+    """What a prediction depends on: `Capabilities`, as `raycollect.backends.get` returns it."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for messages."""
+        ...
+
+    @property
+    def pricing(self) -> Pricing:
+        """How it moves data."""
+        ...
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether it folds elements in rank order."""
+        ...
+
+    @property
+    def cross_host(self) -> bool:
+        """Whether it serves several hosts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +43,7 @@ class Cluster:
     ranks_per_host: int  # how many ranks on each
     inside: Link = INSIDE  # the link inside a host
     between: Link = BETWEEN  # the link between hosts, shared by the ranks of one host
-    backend: str = "tcp"
+    backend: Backend  # such as ``raycollect.backends.get("tcp")``
     # Whether elements have to be folded in rank order; None: where the backend promises it (`shm`; `tcp` on request,
     # and where each rank has a host of its own or all have one)
     bitwise: bool | None = None
@@ -26,15 +51,16 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
             raise ValueError(f"no such cluster: {self.hosts} hosts with {self.ranks_per_host} ranks each")
-        if self.hosts > 1 and self.backend in ONE_HOST:
-            raise ValueError(f"backend {self.backend!r} serves one host, not {self.hosts}")
+        if self.hosts > 1 and not self.backend.cross_host:
+            raise ValueError(f"backend {self.backend.name!r} serves one host, not {self.hosts}")
 
     @property
     def in_rank_order(self) -> bool:
         """Whether elements are folded in rank order."""
         if self.bitwise is not None:
             return self.bitwise
-        return self.backend in ONE_HOST or (self.backend == "tcp" and 1 in (self.hosts, self.ranks_per_host))
+        by_host = self.backend.pricing.by_host and 1 not in (self.hosts, self.ranks_per_host)
+        return self.backend.bitwise and not by_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +93,7 @@ def predict(kind: OpKind | str, nbytes: int, cluster: Cluster) -> tuple[Predicti
     layout, found = replace(layout, rank_order=bitwise), []
     for name, algorithm in ALGORITHMS.items():
         if OpKind(kind) in algorithm.kinds:
-            cost = algorithm.cost(OpKind(kind), cluster.backend, layout)
+            cost = algorithm.cost(OpKind(kind), cluster.backend.pricing, layout)
             inside, between = cost.traffic(nbytes)
             found.append(
                 Prediction(name=name, time_s=cost.line.time_s(nbytes), nbytes_inside=inside, nbytes_between=between)

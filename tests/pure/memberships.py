@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raycollect.core.model import GroupSpec, OpKind, ReduceOp
+from raycollect import backends
+from raycollect.core.model import GroupSpec, OpKind, Pricing, ReduceOp
 from raycollect.planner import Membership, Request, Topology, brought
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
@@ -40,6 +41,7 @@ def membership(
         participants=tuple(members) or tuple(map(str, range(len(places)))),
         topology=topology,
         bitwise=bitwise,
+        pricing=backends.get(backend).pricing if backends.is_known(backend) else Pricing(),
     )
 
 

@@ -13,13 +13,14 @@ import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import numpy as np
 import pytest
 
+from raycollect import backends
 from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine import device_staging
-from raycollect.engine.device_staging import StagingBuffers, memory_of
+from raycollect.engine.device_staging import StagingBuffers
 from raycollect.planner import Domain
 from tests.fake_cupy import Fake, installed
 from tests.pure.closing import closing_all
@@ -67,7 +68,7 @@ class Mixed:
     def __init__(self, fake: Fake, backend: str) -> None:
         self.cupy = fake.cupy
         self.fleet = Fleet(WORLD)
-        self.fleet.spec = replace(self.fleet.spec, backend=backend, memory=memory_of(backend))
+        self.fleet.spec = replace(self.fleet.spec, backend=backend, memory=backends.get(backend).memory)
         self._team: ThreadTeam | None = None
         if backend == "nccl":
             team = self._team = ThreadTeam("local", WORLD)

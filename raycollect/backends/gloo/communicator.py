@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
+from raycollect.backends.capabilities import RINGS_OF_GLOO
 from raycollect.backends.completion import chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
@@ -47,7 +48,6 @@ CHUNK_NBYTES = 4 << 20  # The bytes that one call of the library moves: it holds
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 LIBRARY = "raycollect.backends.gloo.library"
 _NAME = Codec[str](str, "name of a library")
-_NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST})  # What the library does
 # Where gloo reduces as well as numpy. float16 is left out: gloo rounds at each step of the ring (seen at 8 ranks: up to
 # 2.4 units in the last place, 0.5 by a fold in float32) and is slower.
 _DTYPES = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64"})
@@ -105,7 +105,7 @@ class GlooCommunicator(Meshed):
     """One rank's membership. A library kernel notices an abort between two chunks; the group is broken then."""
 
     def __init__(self, link: GlooLink | None, spec: GroupSpec, mesh: TcpCommunicator) -> None:
-        super().__init__(spec, mesh, _NATIVE if link else frozenset(), is_native)
+        super().__init__(spec, mesh, RINGS_OF_GLOO if link else frozenset(), is_native)
         self._use = InUse(link, methodcaller("close"), spec.name) if link else None
 
     def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:

@@ -72,14 +72,19 @@ def create(
         CollectiveTimeoutError: Naming the members that did not come.
     """
     _check_options(spec)
-    return connect(spec, rank, rendezvous, host)
+    return connect(spec, rank, rendezvous, host, in_rank_order=spec.in_rank_order)
 
 
-def connect(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str) -> TcpCommunicator:
-    """Joins a group, also for backends that have their own options; see `create`."""
+def connect(
+    spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, *, in_rank_order: bool = True
+) -> TcpCommunicator:
+    """Joins a group, also for backends that have their own options; see `create`.
+
+    `in_rank_order`: whether reductions are left folds in rank order, also between hosts with several ranks.
+    """
     check_descriptors(spec, rank, spec.world_size + _BESIDE)
     socks = join(spec, rank, rendezvous, host, JOIN_TIMEOUT_S) if spec.world_size > 1 else {}
-    return TcpCommunicator(spec, rank, Link(rank, spec.name, socks))
+    return TcpCommunicator(spec, rank, Link(rank, spec.name, socks), in_rank_order=in_rank_order)
 
 
 def check_descriptors(spec: GroupSpec, rank: int, needed: int) -> None:
@@ -106,12 +111,12 @@ class TcpCommunicator:
 
     sees_departures: bool = True
 
-    def __init__(self, spec: GroupSpec, rank: int, link: Link) -> None:
+    def __init__(self, spec: GroupSpec, rank: int, link: Link, *, in_rank_order: bool) -> None:
         self.rank = rank
         self.world_size: int = spec.world_size
         self._group_name = spec.name
         self._link = link
-        self._hosts, self._in_rank_order = spec.hosts, spec.in_rank_order
+        self._hosts, self._in_rank_order = spec.hosts, in_rank_order
         self._staging, self._between = Staging(), Staging(by_host.SLOTS)
         self._begun: Run | None = None  # the next kernel, if it has gone ahead
         self._use = InUse(link, partial(_release, self._staging, self._between), spec.name)

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from raycollect.backends.capabilities import RINGS_OF_TORCH
 from raycollect.backends.completion import translated
 from raycollect.backends.in_use import InUse
 from raycollect.backends.meshed import Meshed, descriptors
@@ -43,7 +44,6 @@ JOIN_TIMEOUT_S = 60.0
 # Here a wait that is too short leaves the collective running; elsewhere it may end the whole group
 PATIENT = frozenset({"torch:gloo", "torch:mpi", "torch:ucc"})
 CLOSE_TIMEOUT_S = 1.0  # How long to wait until the library has shut down
-_NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST})  # What the library does in CPU memory
 _LACKING = re.compile(r"(not|n't) (yet )?(support|implement)(ed)?", re.IGNORECASE)
 
 
@@ -89,7 +89,7 @@ class TorchCommunicator(Meshed):
     """One rank's membership. An abort also wakes a rank inside a kernel; a library kernel then breaks the group."""
 
     def __init__(self, library: Library, spec: GroupSpec, mesh: TcpCommunicator) -> None:
-        super().__init__(spec, mesh, _NATIVE, is_native)
+        super().__init__(spec, mesh, RINGS_OF_TORCH, is_native)
         self._backend = spec.backend
         self._use = InUse(library, _shut_down, spec.name)
 

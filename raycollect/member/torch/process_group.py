@@ -17,6 +17,7 @@ from importlib import import_module
 from time import monotonic
 from typing import Any
 
+from raycollect import backends
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
 from raycollect.engine.run import Outcome
@@ -163,7 +164,7 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
     @property
     def shares_memory(self) -> bool:
         """Whether its ranks work on each other's tensors in shared memory."""
-        return self._place.backend == "shm"
+        return backends.get(self._place.backend).pricing.transport == "memory"
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long later calls wait for the other ranks."""

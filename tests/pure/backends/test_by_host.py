@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycollect import backends
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import run as _tcp_run
@@ -50,10 +51,11 @@ class HostsTeam(ThreadTeam):
     """Ranks in threads, on hosts by their numbers."""
 
     def __init__(self, hosts: tuple[int, ...], *options: tuple[str, Any], backend: str = "tcp") -> None:
+        self.in_rank_order = backend != "tcp" or RANK_ORDER in options
         super().__init__(backend, len(hosts), hosts=hosts, options=options)
 
     def _create(self, rank: int) -> tcp.TcpCommunicator:
-        return tcp.connect(self.spec, rank, self.rendezvous, "127.0.0.1")
+        return tcp.connect(self.spec, rank, self.rendezvous, "127.0.0.1", in_rank_order=self.in_rank_order)
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def team_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HostsTeam
             monkeypatch.setattr(module, "CHUNK_NBYTES", CHUNK_NBYTES)
         hosts = PLACES[place]
         made.append(HostsTeam(hosts, *options, backend=backend))
-        if not made[-1].spec.in_rank_order:
+        if not made[-1].in_rank_order:
             monkeypatch.setattr(conformance, "_folded", lambda *case: folded(hosts, *case))
         return made[-1]
 
@@ -134,7 +136,7 @@ def test_rank_order_is_kept_on_request(team_of, place):
 def test_beside_a_library_only_what_is_not_folded_goes_by_host(team_of):
     """As `meshed` says: reductions are in rank order there."""
     team = team_of("3 x 2", backend="gloo")
-    assert team.spec.in_rank_order
+    assert team.in_rank_order
     check_cases(team, [Case(kind=kind, dtype="float32", size=40_001, op=ReduceOp.SUM) for kind in FOLDING])
 
 
@@ -174,7 +176,7 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, ho
     check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])
     assert max(sent.values()) <= 1.001 * MINIMUM[kind](hosts, ranks) * 4 * size
     given = size * 4 // (team.world_size if kind is OpKind.ALLGATHER else 1)
-    told = priced(kind, backend, Topology.of(places)).traffic(given)
+    told = priced(kind, backends.get(backend).pricing, Topology.of(places)).traffic(given)
     assert sum(sent.values()) == pytest.approx(told[1], rel=0.001), "as the planner tells"
     assert inside == pytest.approx(told[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
 

@@ -11,7 +11,7 @@ import pytest
 import raycollect as col
 from raycollect import backends
 from raycollect.backends import arrays
-from raycollect.engine.device_staging import StagingBuffers, StagingCopies, memory_of, transfer
+from raycollect.engine.device_staging import StagingBuffers, StagingCopies, transfer
 from raycollect.member.init import get_group_handle
 from raycollect.planner import Domain
 from tests.fake_cupy import Fake
@@ -41,7 +41,7 @@ def test_where_each_backend_works(name: str) -> None:
     hosts = ("local", "shm", "tcp", "gloo", "torch:gloo", "torch:mpi")
     expected = {**dict.fromkeys(hosts, "cpu"), "nccl": "cuda"}
     if name in expected or name.startswith("torch:"):
-        assert memory_of(name) == expected.get(name, "")
+        assert backends.get(name).memory == expected.get(name, "")
 
 
 def _stand_ins(home: str) -> tuple[StagingBuffers, Domain]:

@@ -29,7 +29,7 @@ def membership(hosts, *, name="default", backend="shm", bitwise=True, ops=None, 
     spec = group(name, len(hosts), backend, ops)
     participants = tuple(f"member {first + rank}" for rank in range(len(hosts)))
     known = BUILT_IN.get(backend)
-    told = {} if known is None else {"chunk_nbytes": known.chunk_nbytes}
+    told = {} if known is None else {"chunk_nbytes": known.chunk_nbytes, "pricing": known.pricing}
     return Membership(spec=spec, participants=participants, topology=topology, bitwise=bitwise, **told)
 
 

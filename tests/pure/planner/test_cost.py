@@ -6,16 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.core.model import OpKind
+from raycollect import backends
+from raycollect.core.model import OpKind, Pricing
 from raycollect.planner import Cluster, Link, Topology, predict
 from raycollect.planner.algorithms import envelope
 from raycollect.planner.cost import CONTENTION, FREE, Layout, Line, launch, priced
+from raycollect.planner.pairs import pairwise_cost
 from raycollect.planner.topology import BETWEEN, INSIDE
 from tests.pure.counting import counted
 from tests.support.values import replace
 
 COLLECTIVES = tuple(kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV))
+TCP = backends.get("tcp")
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+
+
+def pricing_of(backend: str) -> Pricing:
+    return backends.get(backend).pricing if backends.is_known(backend) else Pricing()
 
 
 # ---------------------------------------------------------------------------------------------- lines
@@ -78,7 +85,7 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
         by_host = backend != "torch:nccl" and 1 < topology.host_count < len(places)
         if by_host and kind in (OpKind.BROADCAST, OpKind.ALLGATHER):
             continue  # `test_by_host` counts it
-        cost = priced(kind, backend, Layout.of(topology, root, rank_order=True))
+        cost = priced(kind, pricing_of(backend), Layout.of(topology, root, rank_order=True))
         inside, between = counted(kind, backend, topology.hosts, root)
         assert (cost.inside, cost.between) == pytest.approx((inside, between))
 
@@ -86,15 +93,15 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
 @pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
 def test_a_broadcast_of_gloo_enters_each_host_once_too(backend: str) -> None:
     """Its own tree has the ranks of a host get it from another one: 4 times over these links."""
-    cost = priced(OpKind.BROADCAST, backend, Layout.uniform(3, 2))
-    assert cost == priced(OpKind.BROADCAST, "tcp", Layout.uniform(3, 2))
+    cost = priced(OpKind.BROADCAST, pricing_of(backend), Layout.uniform(3, 2))
+    assert cost == priced(OpKind.BROADCAST, pricing_of("tcp"), Layout.uniform(3, 2))
     assert (cost.inside, cost.between) == (3, 2)
 
 
 @pytest.mark.parametrize("world", range(1, 9))
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_the_bytes_of_shared_memory_are_those_counted_pair_by_pair(kind: OpKind, world: int) -> None:
-    cost = priced(kind, "shm", Topology(hosts=(0,) * world))
+    cost = priced(kind, pricing_of("shm"), Topology(hosts=(0,) * world))
     assert (cost.inside, cost.between) == pytest.approx(counted(kind, "shm", (0,) * world, 0))
 
 
@@ -102,26 +109,35 @@ def test_the_bytes_of_shared_memory_are_those_counted_pair_by_pair(kind: OpKind,
 def test_one_rank_moves_nothing_and_waits_for_nobody(backend: str) -> None:
     alone = Layout.uniform(1, 1)
     for kind in OpKind:
-        assert priced(kind, backend, alone) == FREE
-    assert launch(backend, alone) == FREE
+        assert priced(kind, pricing_of(backend), alone) == FREE
+    assert launch(pricing_of(backend), alone) == FREE
 
 
 @pytest.mark.parametrize("backend", ["tcp", "gloo"])
 @pytest.mark.parametrize("kind", [kind for kind in COLLECTIVES if kind is not OpKind.BARRIER])
 def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> None:
     layout = Layout.uniform(3, 4)
-    line = priced(kind, backend, layout).line
+    line = priced(kind, pricing_of(backend), layout).line
     assert line.per_byte_s > 0
     slow = replace(layout, between=Link(latency_s=1, bandwidth=BETWEEN.bandwidth / 10))
-    slower = priced(kind, backend, slow).line
+    slower = priced(kind, pricing_of(backend), slow).line
     assert slower.per_byte_s > line.per_byte_s
     assert slower.fixed_s > line.fixed_s
+
+
+def test_on_one_host_the_links_between_hosts_cost_nothing() -> None:
+    near = Layout.uniform(1, 4)
+    slow = replace(near, between=Link(latency_s=1, bandwidth=1))
+    for kind in COLLECTIVES:
+        assert priced(kind, "tcp", near) == priced(kind, "tcp", slow)
+        if kind in (OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER):
+            assert pairwise_cost(kind, "tcp", near) == pairwise_cost(kind, "tcp", slow)
 
 
 def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
     """Two hosts: all that each rank of one has for the ranks of the other goes over one link."""
     for ranks in (1, 2, 4, 8):
-        line = priced(OpKind.ALLTOALL, "tcp", Layout.uniform(2, ranks)).line
+        line = priced(OpKind.ALLTOALL, pricing_of("tcp"), Layout.uniform(2, ranks)).line
         contention = CONTENTION if ranks > 1 else 1
         assert line.per_byte_s == pytest.approx(ranks / 2 * contention / BETWEEN.bandwidth)
 
@@ -134,12 +150,12 @@ def _names(kind: OpKind | str, cluster: Cluster, nbytes: int = 1 << 20) -> set[s
 
 
 def test_predictions_name_the_algorithms_that_there_are_the_fastest_first() -> None:
-    cluster = Cluster(hosts=64, ranks_per_host=8)
+    cluster = Cluster(hosts=64, ranks_per_host=8, backend=TCP)
     assert _names("allreduce", cluster) == {"native"}, "which goes host by host"
     assert _names("allreduce", replace(cluster, bitwise=True)) == {"native"}
-    assert _names("allreduce", replace(cluster, backend="gloo")) == {"native"}
+    assert _names("allreduce", replace(cluster, backend=backends.get("gloo"))) == {"native"}
     assert _names(OpKind.BROADCAST, cluster) == {"native", "tree"}
-    assert _names(OpKind.BROADCAST, replace(cluster, backend="gloo")) == {"native", "tree"}
+    assert _names(OpKind.BROADCAST, replace(cluster, backend=backends.get("gloo"))) == {"native", "tree"}
     assert _names("allgather", cluster) == {"native", "ring"}
     for kind in ("alltoall", "gather", "scatter"):
         assert _names(kind, cluster) == {"native", "pairwise"}
@@ -151,7 +167,7 @@ def test_predictions_name_the_algorithms_that_there_are_the_fastest_first() -> N
 
 
 def test_a_cluster_folds_as_its_backend_does_unless_it_is_told() -> None:
-    cluster = Cluster(hosts=64, ranks_per_host=8, backend="tcp")
+    cluster = Cluster(hosts=64, ranks_per_host=8, backend=TCP)
     by_host, in_order = (replace(cluster, bitwise=bitwise) for bitwise in (False, True))
     by_default = predict("allreduce", 4 << 20, cluster)
     assert by_default == predict("allreduce", 4 << 20, by_host) != predict("allreduce", 4 << 20, in_order)
@@ -159,17 +175,17 @@ def test_a_cluster_folds_as_its_backend_does_unless_it_is_told() -> None:
 
 def test_an_unknown_operation_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"no operation 'allredcue'.* allreduce"):
-        predict("allredcue", 8, Cluster(hosts=2, ranks_per_host=2))
+        predict("allredcue", 8, Cluster(hosts=2, ranks_per_host=2, backend=TCP))
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="0 hosts"):
-        Cluster(hosts=0, ranks_per_host=8)
+        Cluster(hosts=0, ranks_per_host=8, backend=TCP)
     with pytest.raises(ValueError, match="one host"):
-        Cluster(hosts=2, ranks_per_host=8, backend="shm")
+        Cluster(hosts=2, ranks_per_host=8, backend=backends.get("shm"))
     with pytest.raises(ValueError, match="nothing"):
-        predict("nothing", 1, Cluster(hosts=1, ranks_per_host=1))
+        predict("nothing", 1, Cluster(hosts=1, ranks_per_host=1, backend=TCP))
     with pytest.raises(ValueError, match="-1 bytes"):
-        predict("allreduce", -1, Cluster(hosts=1, ranks_per_host=1))
+        predict("allreduce", -1, Cluster(hosts=1, ranks_per_host=1, backend=TCP))
     with pytest.raises(ValueError, match="no such link"):
         replace(INSIDE, bandwidth=0.0)
