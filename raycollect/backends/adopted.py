@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import new_class
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from raycollect import backends
 from raycollect.backends.arrays import Array, native
 from raycollect.backends.capabilities import Capabilities
-from raycollect.backends.completion import translated
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
+from raycollect.backends.kernels import translated
 from raycollect.backends.options import (
     AllGatherOptions,
     AllReduceOptions,
@@ -37,8 +37,8 @@ from raycollect.backends.options import (
     SendOptions,
 )
 from raycollect.core import threads
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import CommunicatorFactory, Exchange, Rendezvous, SegmentSource
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import CommunicatorFactory, Joining
 from raycollect.errors import BackendUnavailableError
 from raycollect.errors.text import shown
 
@@ -79,7 +79,7 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
         )
     return Capabilities(
         name=backends.canonical(name),
-        factory=_factories.setdefault(group_cls, cast("CommunicatorFactory", partial(_create, group_cls))),
+        factory=_factories.setdefault(group_cls, partial(_create, group_cls)),
         probe=partial(_missing, group_cls),
         ops=ops,
         reduce_ops=REDUCE_OPS,
@@ -110,17 +110,9 @@ def _missing(group_cls: type[Any]) -> str:
         return f"{asked}: {type(exc).__name__}: {exc}"
 
 
-def _create(
-    group_cls: type[Any],
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "",
-    segments: SegmentSource | None = None,
-) -> AdoptedCommunicator:
+def _create(group_cls: type[Any], joining: Joining) -> AdoptedCommunicator:
     """Builds the class's group, as a `CommunicatorFactory`; `spec.options` are its further keyword arguments."""
+    spec, rank = joining.spec, joining.rank
     # Several communicators of one group live at once, and later groups may have its name: a nonce keeps them apart.
     name = re.sub(r"[^\w.-]+", "-", f"{spec.name}.{spec.group_id}")
     made = group_cls
@@ -133,16 +125,16 @@ def _create(
         call = f"{group_cls.__name__}({spec.world_size}, {rank}, {name!r})"
         detail = f"backend {spec.backend!r}: {call} failed: {type(exc).__name__}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-    return AdoptedCommunicator(group, spec, rank, exchange)
+    return AdoptedCommunicator(group, joining)
 
 
 class AdoptedCommunicator(Exchanged):
     """One rank's membership. An abort wakes it during the agreement only; a kernel runs to its end."""
 
-    def __init__(self, group: Any, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
-        super().__init__(spec, rank, exchange)
-        self._use = InUse(group, _destroy, spec.name)
-        self._backend = spec.backend
+    def __init__(self, group: Any, joining: Joining) -> None:
+        super().__init__(joining)
+        self._use = InUse(group, _destroy, self._group_name)
+        self._backend = joining.spec.backend
         self._ops = _ops(type(group))
         self._reduce_ops = _reduce_ops(type(group))
 

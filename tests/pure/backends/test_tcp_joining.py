@@ -18,6 +18,7 @@ from raycollect.channel.protocol import Connection
 from raycollect.channel.stream import open_stream
 from raycollect.core import sockets
 from raycollect.core.model import Address, Launch
+from raycollect.core.protocols import Joining
 from raycollect.errors import BackendUnavailableError, ChannelError, CollectiveTimeoutError
 from tests.pure.backends.tcp_teams import NO_EXCHANGE, join_all, spec_of
 from tests.pure.communicators import MemoryRendezvous, ThreadTeam
@@ -47,7 +48,7 @@ def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch
         rendezvous = MemoryRendezvous()
         rendezvous.put("tcp.at.0", _PLACES.encode(_Place("127.0.0.1", server.getsockname()[1], "", b"k" * 32)))
         with pytest.raises(CollectiveTimeoutError) as caught:
-            tcp.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
+            tcp.create(Joining(spec_of(2), 1, rendezvous, NO_EXCHANGE))
         assert caught.value.missing == (0,)
         server.shutdown(socket.SHUT_RDWR)
         thread.join(5)
@@ -81,7 +82,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "203.0.113.7"])
 def test_a_host_that_is_not_this_one_is_refused(host: str) -> None:
     with pytest.raises(BackendUnavailableError, match="can't listen"):
-        tcp.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host)
+        tcp.create(Joining(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host))
 
 
 def test_the_connections_find_out_about_dead_hosts() -> None:
