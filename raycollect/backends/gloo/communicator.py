@@ -117,7 +117,8 @@ class GlooCommunicator(Meshed):
             try:
                 with translated(kernel.kind, self._group_name, self.rank):
                     _RUNS[kernel.kind](self, link, launch, kernel)
-            except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means: a failed kernel leaves the library's context unusable
+            except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
+                # A failed kernel leaves the library's context unusable.
                 self._break(link, f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
                 raise self._failed(exc, launch, kernel) from exc.__cause__
 
