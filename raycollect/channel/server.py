@@ -118,26 +118,31 @@ class Server:
             host: The address.
             secret: What clients have to know.
             handler: What takes their connections.
-            local: A listening Unix socket; the server takes it over.
+            local: A listening Unix socket, which the server closes.
             expected: How many clients may come at once, beside strangers.
 
         Raises:
             ValueError: The host means all interfaces, or the secret is too short.
             OSError: The host is no address of this machine.
+            ResourceLimitError: No more threads can be started.
         """
         Connection("server", secret, nonce=bytes(NONCE_NBYTES))  # judges the secret now rather than at the first client
         self._secret = secret
         self._handler: ServerHandler | MeshHandler | None = handler  # None: it has ended
-        self._listeners = [sockets.listen(host)]
+        self._listeners = [] if local is None else [local]
         self._most = MAX_HALF_OPEN + expected
         self._paused = self._sweeping = False
         self.trouble: str = ""  # the last reason for accepting nobody
         self._half_open: dict[_HalfOpen, None] = {}  # a set that remembers who came first
         self._data: dict[Stream, threading.Thread] = {}
         self._data_lock = threading.Lock()
-        self.address: Address = Address(host=host, port=self._listeners[0].getsockname()[1], secret=secret)
-        self._listeners += [] if local is None else [local]
-        self._loop = Loop("raycollect-server")
+        try:
+            self._listeners.insert(0, sockets.listen(host))
+            self.address: Address = Address(host=host, port=self._listeners[0].getsockname()[1], secret=secret)
+            self._loop = Loop("raycollect-server")
+        except BaseException:
+            sockets.close(self._listeners)
+            raise
         self._refusals = Refusals(self._loop.call_later)
         self._loop.call_soon(self._begin)
 

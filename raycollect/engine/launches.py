@@ -13,7 +13,7 @@ from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator, Exchange
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.observer import Observer
-from raycollect.engine.steps import Boxes, Kernels, Packed, parts_of
+from raycollect.engine.steps import Boxes, Kernels
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.planner import Program
 
@@ -31,7 +31,7 @@ class Launches:
             never is.
         exchange: How the participants meet where they have no group in common, and commit.
         observer: What the run tells of itself, from its beginning on.
-        here: The open launch and its communicator; None before the first, where the controller carries the agreement,
+        opened: The open launch and its communicator; None before the first, where the controller carries the agreement,
             and at the end.
     """
 
@@ -42,17 +42,17 @@ class Launches:
     aborted: Callable[[], str | None] | None = None
     exchange: Exchange | None = None
     observer: Observer = field(init=False)
-    here: tuple[Communicator, Launch] | None = field(init=False, default=None)
+    opened: tuple[Communicator, Launch] | None = field(init=False, default=None)
     _exchanging: Exchange | None = field(init=False, default=None)  # that it may wait in
     _number: int = field(init=False, default=0)  # of the latest launch, counted from the first
 
     def abort(self) -> None:
         """Ends the waits of the run, once `aborted` says why."""
-        here, exchange = self.here, self._exchanging
+        opened, exchange = self.opened, self._exchanging
         if exchange is not None:
             exchange.abort(self.seq)
-        if here is not None:
-            communicator, launch = here
+        if opened is not None:
+            communicator, launch = opened
             communicator.abort(launch.seq)
         self.instruments.store.wake()
 
@@ -61,7 +61,7 @@ class Launches:
         agreement = self.program.agreement
         if agreement.group_id:
             launch = Launch(seq=self.seq, ranks=agreement.ranks, timeout_s=self.program.timeout_s)
-            self.here = self.communicators(agreement.group_id), launch
+            self.opened = self.communicators(agreement.group_id), launch
         elif self.exchange is not None:
             self._exchanging = self.exchange
         else:
@@ -74,8 +74,8 @@ class Launches:
         self, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
     ) -> Sequence[bytes]:
         """Brings an arrival to the agreement, and waits for those of all; see `Communicator.agree`."""
-        if self.here is not None:
-            communicator, launch = self.here
+        if self.opened is not None:
+            communicator, launch = self.opened
             return communicator.agree(launch, arrival, kernel, expected)
         assert self.exchange is not None  # `open` has checked it
         program = self.program
@@ -83,7 +83,7 @@ class Launches:
         blobs = tuple(map(bytes, self.exchange(launch, arrival)))
         return expected if expected is not None and blobs == expected else blobs
 
-    def enter(self, step: Kernels | Packed | Boxes) -> None:
+    def enter(self, step: Kernels) -> None:
         """Begins a step: opens its launch, unless that is open, after all have begun it.
 
         Raises:
@@ -91,20 +91,20 @@ class Launches:
             GroupBrokenError: This participant has no such group.
             CollectiveTimeoutError: Not all came in time.
         """
-        if step.number != self._number or self.here is None:
+        if step.number != self._number or self.opened is None:
             self._open_next(step)
         self.observer.begin(step)
 
-    def _open_next(self, step: Kernels | Packed | Boxes) -> None:
+    def _open_next(self, step: Kernels) -> None:
         communicator, program, number = self.communicators(step.group_id), self.program, step.number
         launch = Launch(seq=self.seq + number, ranks=step.ranks, timeout_s=program.timeout_s)
         # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
         # is found there, and the controller ends the plan for all.
         parts = number + (len(program.everyone) or len(program.tasks))
-        before_it, self.here = self.here, None
+        before_it, self.opened = self.opened, None
         if before_it is not None:
             before_it[0].end(before_it[1], True)
-        self.here, self._number = (communicator, launch), number
+        self.opened, self._number = (communicator, launch), number
         self._check()
         communicator.agree(replace(launch, timeout_s=program.timeout_s * (1 + parts)), b"")
 
@@ -137,7 +137,10 @@ class Launches:
         prepared, latest = observer.prepared, observer.step
         if prepared is None:
             return ()
-        steps = [each for bundle in prepared.bundles for step in bundle.steps for each in parts_of(step, latest)]
+        steps = list[Kernels]()
+        for step in (step for bundle in prepared.bundles for step in bundle.launched):
+            in_messages = isinstance(step, Boxes) and any(one is latest for one in step.otherwise)
+            steps += step.otherwise if isinstance(step, Boxes) and in_messages else (step,)
         at = next((at for at, step in enumerate(steps) if step is latest), -1)
         begun = () if latest is None else latest.kernels[len(latest.kernels) - observer.left :]
         later = (step.kernels for step in steps[at + 1 :] if step.number == self._number)

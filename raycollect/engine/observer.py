@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone, agreed_nbytes, nbytes_of_bundle, nbytes_read
-from raycollect.engine.steps import Boxes, Bundle, Direct, Kernels, Packed
+from raycollect.engine.steps import Bundle, Direct, Kernels
 from raycollect.observe import Label, Recorder, Ring, run_steps
 from raycollect.observe.run_steps import RunStep, calls
 from raycollect.observe.trace import AGAIN, CHECK, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
@@ -44,7 +44,7 @@ class Observer:
     known: Prepared | None = field(init=False, default=None)  # what an earlier run has prepared
     prepared: Prepared | None = field(init=False, default=None)  # once all have agreed
     bundle: Bundle | None = field(init=False, default=None)  # that is under way
-    step: Kernels | Packed | Boxes | None = field(init=False, default=None)  # the latest that was begun
+    step: Kernels | None = field(init=False, default=None)  # the latest that was begun
     left: int = field(init=False, default=0)  # how many of its kernels have not ended
     began_s: float = field(init=False, default=0.0)  # the times are noted where a timeline is recorded
     check_s: float = field(init=False, default=0.0)  # when the agreement began; 0: not yet
@@ -59,7 +59,7 @@ class Observer:
         if at is not None:
             self.slot.at = at
 
-    def begin(self, step: Kernels | Packed | Boxes) -> None:
+    def begin(self, step: Kernels) -> None:
         """Notes that a step begins."""
         self.left = len(step.kernels)
         self.step = step
@@ -158,7 +158,7 @@ class Observer:
         """Copies before and behind kernels."""
         return _NOTHING if self.ring is None else self._span(self.ring, STAGING, what)
 
-    def kernels(self, step: Kernels | Packed | Boxes) -> AbstractContextManager[None]:
+    def kernels(self, step: Kernels) -> AbstractContextManager[None]:
         """The kernels of a step."""
         ring, bundle = self.ring, self.bundle
         if ring is None or bundle is None:
@@ -224,7 +224,7 @@ def label_of_bundle(bundle: Bundle, meeting: str = "") -> Label:
     )
 
 
-def _label_of_step(step: Kernels | Packed | Boxes, rank: int, meeting: str) -> Label:
+def _label_of_step(step: Kernels, rank: int, meeting: str) -> Label:
     # A part of a collective, with the bytes that it reads.
     nbytes = sum(map(nbytes_read, step.kernels))
     return Label(step.kernels[0].kind.value, step.group_id, rank, len(step.ranks), nbytes, 0, meeting)

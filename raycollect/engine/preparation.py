@@ -6,8 +6,8 @@ violation (P3).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace as replace_violation
 from functools import lru_cache
 from typing import Any
 
@@ -87,7 +87,7 @@ class Preparation:
         """Notes for the agreement what is wrong besides the operands."""
         rank = self.program.shares[self.program.tasks[0].share].rank
         self.first = None
-        self.tasks[0].violations += [replace_violation(v, rank=rank) if v.rank < 0 else v for v in violations]
+        self.tasks[0].violations += [dataclasses.replace(v, rank=rank) if v.rank < 0 else v for v in violations]
 
     def go_on(self, round_index: int, verdicts: Mapping[int, Verdict]) -> None:
         """After one round of the agreement: makes the outputs that follow from it, and prepares the next one."""

@@ -10,7 +10,7 @@ from raycollect.backends import arrays
 from raycollect.core.kernel_progress import LENT
 from raycollect.core.model import Kernel, OpKind
 from raycollect.engine.agreement import Verdict
-from raycollect.engine.steps import Boxes, Bundle, Staged, Step
+from raycollect.engine.steps import Boxes, Bundle, Kernels
 
 # The operations whose bytes are those that all ranks give together; of others what one rank holds in full.
 _SUMMED = frozenset({OpKind.ALLGATHER.value, OpKind.GATHER.value})
@@ -39,7 +39,7 @@ class ByteMap:
         self._sizes: dict[int, Sequence[int]] = {}
         done = 0.0
         for bundle in bundles:
-            steps = [step for step in bundle.steps if step.kernels]
+            steps = bundle.launched
             read = [sum(map(nbytes_read, step.kernels)) for step in steps]
             weight = nbytes_of_bundle(bundle) if any(read) else 0
             scale = weight / sum(read) if weight else 0.0
@@ -49,15 +49,14 @@ class ByteMap:
         self._bundles = bundles  # so that nothing else gets an id of its steps
         self.total: int = int(done)
 
-    def _place(self, step: Step, before: float, scale: float) -> None:
-        step = step.inner if isinstance(step, Staged) else step
+    def _place(self, step: Kernels, before: float, scale: float) -> None:
         self._before[id(step)], self._scale[id(step)] = before, scale
         if isinstance(step, Boxes):
             for other in step.otherwise:
                 self._place(other, before, scale)
                 before += sum(map(nbytes_read, other.kernels)) * scale
 
-    def at(self, step: Step | None, left: int, part: float) -> BytesDone:
+    def at(self, step: Kernels | None, left: int, part: float) -> BytesDone:
         """Returns the progress, of the latest step begun and those of its kernels that have not ended.
 
         `part`: how many of these are done, see `KernelProgress.part`.
@@ -83,7 +82,7 @@ def nbytes_of_bundle(bundle: Bundle) -> int:
     """The bytes of the collectives of a bundle, as timelines count them."""
     nbytes = sum(agreed_nbytes(bundle.share.op, one) for one in bundle.verdicts)
     if not nbytes:  # a reshard, of whose bytes the agreement does not hear: what this rank sends
-        nbytes = sum(_nbytes(one.src) for step in bundle.steps for one in step.kernels)
+        nbytes = sum(_nbytes(one.src) for step in bundle.launched for one in step.kernels)
     return nbytes
 
 

@@ -22,7 +22,7 @@ from raycollect.engine.observer import Observer
 from raycollect.engine.preparation import Preparation
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, BytesDone
-from raycollect.engine.steps import Boxes, Direct, Kernels, Packed
+from raycollect.engine.steps import Boxes, Direct, Kernels
 from raycollect.errors import (
     FaultError,
     KernelError,
@@ -198,7 +198,7 @@ class Run(Launches):
         preparation.complete()
         self._buffer = preparation.buffer
         first, buffers = preparation.first, preparation.staging_buffers
-        if first is None or buffers is None or self.here is None:
+        if first is None or buffers is None or self.opened is None:
             return
         copies = buffers.staging_copies([(first.src, first.dst)])
         if copies is not None:
@@ -270,27 +270,27 @@ class Run(Launches):
 
     def _show_boxes(self, known: Prepared | None) -> None:
         # Tells the others where the boxes of a reshard lie, if an earlier run has found out.
-        if self.here is None:
+        if self.opened is None:
             return
-        communicator, launch = self.here
+        communicator, launch = self.opened
         if isinstance(communicator, Reaching):
             steps = known.bundles[0].steps if known is not None else ()
             communicator.show_boxes(launch, next((step.exchange for step in steps if isinstance(step, Boxes)), None))
 
     # ------------------------------------------------------------------------------------------ for its steps
 
-    def launch(self, step: Kernels | Packed) -> None:
+    def launch(self, step: Kernels) -> None:
         """Runs the kernels of a step in the open launch."""
-        assert self.here is not None  # `enter` has opened it
-        communicator, launch = self.here
+        assert self.opened is not None  # `enter` has opened it
+        communicator, launch = self.opened
         with self.observer.kernels(step):
             communicator.launch(launch, step.kernels)
         self.observer.ended()
 
     def launch_boxes(self, step: Boxes) -> bool:
         """Moves boxes without messages, if the backend can; False: on no rank, and nothing was written."""
-        assert self.here is not None  # `enter` has opened it
-        communicator, launch = self.here
+        assert self.opened is not None  # `enter` has opened it
+        communicator, launch = self.opened
         if not isinstance(communicator, Reaching):
             return False
         self.reach("before_kernel")
@@ -329,11 +329,11 @@ class Run(Launches):
 
         Empty where others may have more to do, or where this participant answers for itself, as nobody asks then.
         """
-        here, self.here, self._exchanging = self.here, None, None
+        opened, self.opened, self._exchanging = self.opened, None, None
         ranks: tuple[int, ...] = ()
         try:
-            if here is not None:
-                communicator, launch = here
+            if opened is not None:
+                communicator, launch = opened
                 ranks = communicator.end(launch, is_ok, () if is_ok else self._owed())
         finally:
             # After a failure a slow rank may still write in the fusion buffer.

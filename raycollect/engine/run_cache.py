@@ -109,17 +109,17 @@ class RunCache:
         if tensor is None or type(bundle) is not Direct:
             return
         (step,) = bundle.steps
+        assert type(step) is Kernels  # as a direct bundle has it
         (kernel,), array = step.kernels, arrays.memory(tensor)
         sides = [side for side in (kernel.src, kernel.dst) if side is not None]
         if not _is_plain(array) or not all(_is_whole(side, array) for side in sides):
             return
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.clear()
-        assert type(step) is Kernels  # as a direct bundle has it
         self._layouts[id(prepared.program), is_call, type(tensor), tensor.shape, tensor.dtype] = _Layout(
             prepared=replace(prepared, places=(), ranges=(), first=None, bundles=(), writes=()),
             bundle=bundle._replace(steps=(), ranges=(), owners=(), dense=(), versioned=()),
-            step=step._replace(kernels=()),
+            step=replace(step, kernels=()),
             kernel=replace(kernel, src=None, dst=None),
             reads=kernel.src is not None,
             writes=kernel.dst is not None,

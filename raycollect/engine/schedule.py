@@ -137,7 +137,7 @@ class Scheduler:
             else:
                 yield self._staged(chosen, Kernels(*launch, (self._kernel(kind, step, chosen[0]),)))
 
-    def _staged(self, items: Sequence[Item], step: Kernels | Packed) -> PreparedStep:
+    def _staged(self, items: Sequence[Item], step: Kernels) -> PreparedStep:
         buffers = self.staging_buffers
         copies = None if buffers is None else buffers.staging_copies([(item.src, item.dst) for item in items])
         return step if copies is None else Staged(step, copies)

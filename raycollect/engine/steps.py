@@ -1,13 +1,10 @@
-"""The steps of a prepared run. Each runs itself, and tells the run where it is.
-
-A step of kernels belongs to one launch, which its run opens: `number` counts the launches of the plan, and `group_id`
-and `ranks` say who takes part.
-"""
+"""The steps of a prepared run. Each runs itself, and tells the run where it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from raycollect.backends import arrays
@@ -26,10 +23,10 @@ class Position(Protocol):
     """Where a run is, as its steps note it."""
 
     bundle: Bundle | None
-    step: Kernels | Packed | Boxes | None
+    step: Kernels | None
     left: int
 
-    def begin(self, step: Kernels | Packed | Boxes) -> None:
+    def begin(self, step: Kernels) -> None:
         """A step begins."""
 
     def collective(self, bundle: Bundle) -> AbstractContextManager[None]:
@@ -58,7 +55,7 @@ class Environment(Protocol):
 class Run(Protocol):
     """What steps need of the run that they are part of; see `run.Run`."""
 
-    here: tuple[Communicator, Launch] | None
+    opened: tuple[Communicator, Launch] | None
     has_touched: bool
     has_committed: bool
     is_loaded: bool
@@ -74,10 +71,10 @@ class Run(Protocol):
         """Where the run is."""
         ...
 
-    def enter(self, step: Kernels | Packed | Boxes) -> None:
+    def enter(self, step: Kernels) -> None:
         """Opens the launch of a step, unless it is open."""
 
-    def launch(self, step: Kernels | Packed) -> None:
+    def launch(self, step: Kernels) -> None:
         """Runs the kernels of a step in the open launch."""
 
     def launch_boxes(self, step: Boxes) -> bool:
@@ -98,8 +95,16 @@ class Run(Protocol):
         """Comes to a place where tests inject faults."""
 
 
-class Kernels(NamedTuple):
-    """Kernels on the operands themselves, or on stand-ins for them: one, or several that the backend coalesces."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """Kernels on the operands themselves, or on stand-ins for them: one, or several that the backend coalesces.
+
+    Attributes:
+        number: Its launch, counted over the plan.
+        group_id: The group of the launch.
+        ranks: Who takes part in it.
+        kernels: What they run.
+    """
 
     number: int
     group_id: str
@@ -113,55 +118,36 @@ class Kernels(NamedTuple):
         self.launch(run)
 
     def launch(self, run: Run) -> None:
-        """Runs the kernels in the open launch."""
+        """Runs the step in the open launch."""
         run.reach("before_kernel")
         run.launch(self)
         run.reach("after_kernel")
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed(Kernels):
     """A kernel on a fusion buffer, between the copies into and out of it."""
 
-    number: int
-    group_id: str
-    ranks: tuple[int, ...]
-    kernels: tuple[Kernel, ...]  # one
     packed: FusedKernel | PackedBoxes
-
-    def run(self, run: Run) -> None:
-        """Opens the launch and runs the step there."""
-        run.enter(self)
-        run.touch()
-        self.launch(run)
 
     def launch(self, run: Run) -> None:
         """Packs, runs the kernel in the open launch, and unpacks."""
-        spans = run.observer
         run.reach("before_kernel")
         run.packs = True
-        with spans.staging("pack"):
+        with run.observer.staging("pack"):
             self.packed.load()
         run.launch(self)
-        with spans.staging("unpack"):
+        with run.observer.staging("unpack"):
             self.packed.unload()
         run.reach("after_kernel")
 
 
-class Boxes(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes(Kernels):
     """The rounds of a reshard: without messages, where the backend's ranks reach each other's memory; else packed."""
 
-    number: int
-    group_id: str
-    ranks: tuple[int, ...]
-    kernels: tuple[Kernel, ...]
     otherwise: tuple[Packed, ...]
     exchange: BoxExchange
-
-    def run(self, run: Run) -> None:
-        """Opens the launch and runs the step there."""
-        run.enter(self)
-        run.touch()
-        self.launch(run)
 
     def launch(self, run: Run) -> None:
         """Moves the boxes in the open launch."""
@@ -178,23 +164,8 @@ class Staged(NamedTuple):
     Until all of its kernels have ended, tensors that have a stand-in are unchanged.
     """
 
-    inner: Kernels | Packed
+    inner: Kernels
     copies: StagingCopies
-
-    @property
-    def number(self) -> int:
-        """The number of its launch."""
-        return self.inner.number
-
-    @property
-    def group_id(self) -> str:
-        """The group of its launch."""
-        return self.inner.group_id
-
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """Its kernels."""
-        return self.inner.kernels
 
     def run(self, run: Run) -> None:
         """Loads the stand-ins, runs the step on them, and copies back what it wrote."""
@@ -216,11 +187,6 @@ class Copies(NamedTuple):
 
     copies: tuple[tuple[Any, Any], ...]  # (to, from)
 
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """None."""
-        return ()
-
     def run(self, run: Run) -> None:
         """Makes the copies."""
         if self.copies:
@@ -234,11 +200,6 @@ class Copies(NamedTuple):
 class Commit(NamedTuple):
     """All ranks wait for each other before anything that they gave is overwritten."""
 
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """None."""
-        return ()
-
     def run(self, run: Run) -> None:
         """Waits for the controller's word."""
         run.reach("before_commit")
@@ -246,18 +207,7 @@ class Commit(NamedTuple):
         run.reach("after_commit")
 
 
-Step = Kernels | Packed | Boxes | Staged | Copies | Commit
-
-
-def parts_of(step: Step, latest: Kernels | Packed | Boxes | None) -> Sequence[Kernels | Packed | Boxes]:
-    """The steps of kernels of which a step is made, in order; `latest`: the one that was begun last."""
-    if isinstance(step, Copies | Commit):
-        return ()
-    if isinstance(step, Staged):
-        return (step.inner,)
-    if isinstance(step, Boxes) and any(one is latest for one in step.otherwise):
-        return step.otherwise
-    return (step,)
+Step = Kernels | Staged | Copies | Commit
 
 
 class Bundle(NamedTuple):
@@ -275,7 +225,14 @@ class Bundle(NamedTuple):
     @property
     def is_one_kernel(self) -> bool:
         """Whether it is one kernel on one call's tensors, so that the bundle and its kernel are the same."""
-        return self.tasks == 1 and len(self.steps) == 1 and type(self.steps[0]) is Kernels
+        steps = self.steps
+        return self.tasks == 1 and len(steps) == 1 and type(steps[0]) is Kernels and len(steps[0].kernels) == 1
+
+    @property
+    def launched(self) -> list[Kernels]:
+        """Its steps that run kernels, in order."""
+        inner = [step.inner if isinstance(step, Staged) else step for step in self.steps]
+        return [step for step in inner if isinstance(step, Kernels)]
 
     def run(self, run: Run) -> None:
         """Runs the steps."""
@@ -307,9 +264,9 @@ class Direct(Bundle):
     def run(self, run: Run) -> None:
         """Runs the kernel."""
         observer, faults, store = run.observer, run.instruments.faults, run.instruments.store
-        (step,), here = self.steps, run.here
-        assert type(step) is Kernels and here is not None  # noqa: PT018 - as the schedule has made it
-        communicator, launch = here
+        (step,), opened = self.steps, run.opened
+        assert type(step) is Kernels and opened is not None  # noqa: PT018 - as the schedule has made it
+        communicator, launch = opened
         observer.bundle, observer.step, observer.left = self, step, 1
         try:
             if faults is not None:

@@ -92,13 +92,7 @@ def lead(
             server.close()
             raise
     process_group = ProcessGroup(
-        server.spec,
-        0,
-        server.send,
-        host=store.host,
-        leave=server.leave,
-        flush=server.flush,
-        tracer=request.tracer,
+        server.spec, 0, server.send, host=store.host, leave=server.leave, flush=server.flush, tracer=request.tracer
     )
     server.attach(process_group)
     retract = partial(_retract, store, name, record)

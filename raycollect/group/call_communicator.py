@@ -17,8 +17,7 @@ class CallCommunicator:
     """A backend's communicator by the group's ranks, within the time of a call. Methods are those of `Communicator`.
 
     Attributes:
-        call: The call under way.
-        deadline_s: Until when it may last, by `time.monotonic`.
+        call: The call under way; set before each.
         meeting: What tells its launches from those of other communicators in timelines.
     """
 
@@ -28,8 +27,7 @@ class CallCommunicator:
         self.world_size: int = communicator.world_size
         self.device: Any = getattr(communicator, "device", "")  # where it says on which one it works
         self.meeting: str = client.epoch
-        self.call: Call = Call(0)
-        self.deadline_s: float = 0.0
+        self.call: Call
         self._client = client
         self._communicator = communicator
         self._everyone = tuple(range(len(ranks)))  # of the communicator's own ranks
@@ -86,7 +84,7 @@ class CallCommunicator:
         # Within the time that the call has left, unless the others have left the call.
         if self._client.is_off(self.call):
             raise PlanAbortedError(detail="the other ranks have left the call")
-        left_s = min(launch.timeout_s, max(self.deadline_s - time.monotonic(), 0))
+        left_s = min(launch.timeout_s, max(self.call.deadline_s - time.monotonic(), 0))
         return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=left_s)
 
     def _mapped(self, kernel: Kernel) -> Kernel:

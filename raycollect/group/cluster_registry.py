@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import time
 from typing import Any
 
@@ -181,10 +181,8 @@ class ClusterReader:
 
     def alive_nodes(self) -> int:
         """Counts the nodes that live; ConnectionError: the cluster does not answer."""
-        try:
+        with self._answering():
             return sum(bool(node["Alive"]) for node in self._state.node_table())
-        except (RayError, RuntimeError) as exc:
-            raise self._lost(exc) from exc
 
     def groups(self, name: str | None = None) -> tuple[GroupRecord, ...]:
         """The groups that are declared now, or those of one name; the oldest first, with their actors' states.
@@ -193,19 +191,22 @@ class ClusterReader:
             UnknownGroupError: There is none of that name.
             ConnectionError: The cluster does not answer.
         """
+        with self._answering():
+            posted = sorted(self._posted(), key=lambda one: one.since)
+            chosen = [one for one in posted if name in (None, one.name)]
+            found = tuple(replace(one, members=tuple(map(self._as_it_is, one.members))) for one in chosen)
+        if name is not None and not found:
+            there = listed(map(shown, sorted({one.name for one in posted})))
+            detail = f"no process of {self.address} has declared it; there are {f'[{there}]' if there else 'none'}"
+            raise UnknownGroupError(group_name=name, detail=detail)
+        return found
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
         try:
-            posted = self._posted()
-            if name is not None and all(one.name != name for one in posted):
-                there = listed(map(shown, sorted({one.name for one in posted})))
-                detail = f"no process of {self.address} has declared it; there are {f'[{there}]' if there else 'none'}"
-                raise UnknownGroupError(group_name=name, detail=detail)
-            chosen = (one for one in posted if name is None or one.name == name)
-            oldest_first = sorted(chosen, key=lambda one: one.since)
-            return tuple(replace(one, members=tuple(map(self._as_it_is, one.members))) for one in oldest_first)
+            yield
         except (RayError, RuntimeError) as exc:
-            if isinstance(exc, UnknownGroupError):
-                raise
-            raise self._lost(exc) from exc
+            raise ConnectionError(f"the Ray cluster at {self.address} does not answer: {exc}") from exc
 
     def _posted(self) -> list[GroupRecord]:
         found = []
@@ -227,9 +228,6 @@ class ClusterReader:
     def _as_it_is(self, member: MemberRecord) -> MemberRecord:
         actor = self._state.actor_table(member.actor_id)
         return replace(member, state=_state_of(actor, member.pid), restarts=int(actor.get("NumRestarts", 0)))
-
-    def _lost(self, exc: Exception) -> ConnectionError:
-        return ConnectionError(f"the Ray cluster at {self.address} does not answer: {exc}")
 
 
 def _state_of(actor: Mapping[str, Any], pid: int) -> str:

@@ -73,24 +73,13 @@ class GroupCommunicator:
         self._stood = Position("", 0)  # how far this rank was when its last attempt failed
 
     @property
-    def call(self) -> int:
-        """The number of the call under way; 0: none."""
-        call = self.client.call
-        return 0 if call is None else call.number
-
-    @property
-    def position(self) -> Position:
-        """How far this rank is."""
-        return self.client.position
-
-    @property
     def communicator(self) -> Communicator | None:
         """The backend's communicator; None: there is none now."""
         return self._backend
 
     # ------------------------------------------------------------------------------------------ in step, out of step
 
-    def _get_in_step(self, call: Call, deadline_s: float) -> bool:
+    def _get_in_step(self, call: Call) -> bool:
         """Meets the other ranks, and makes the communicator; False: one gave up, so that all have to begin again."""
         client = self.client
         self._leave(keep=self._resumes)
@@ -100,39 +89,38 @@ class GroupCommunicator:
             client.epoch, client.cause, call.agreed = "", None, False
             self._stood = Position(FORM, 0)
             presence = Presence(secrets.token_hex(8), client.made_in, client.seq)
-        client.meet(call, FORM, PRESENCES.encode(presence), deadline_s - time.monotonic())
-        if not client.made_in and not self._make(call, deadline_s):
+        client.meet(call, FORM, PRESENCES.encode(presence), call.deadline_s - time.monotonic())
+        backend = self._backend if client.made_in else self._make(call)
+        if backend is None:
             return False
         with self._lock:
-            if self._backend is None:
-                return False  # a rank has died meanwhile
-            self._within = CallCommunicator(client, self._backend)
+            self._within = CallCommunicator(client, backend)
             dead = tuple(self._dead)
         for rank in dead:
             self._tell_lost(rank)
         return True
 
-    def _make(self, call: Call, deadline_s: float) -> bool:
-        """Has the backend make a communicator, and waits until all ranks have one; False as in `_get_in_step`."""
+    def _make(self, call: Call) -> Communicator | None:
+        """Has the backend make a communicator, and waits until all ranks have one; None: one gave up."""
         client = self.client
         self._close(CLOSE_S)
         spec = communicator_init.spec_of(self._member.spec, self.name)
         capabilities = backends.get(spec.backend, spec.name)
-        made = communicator_init.form(client, deadline_s)
+        made = communicator_init.form(client, call.deadline_s)
         if made is None:
-            return False
+            return None
         try:
-            place, left_s = f"{MADE} {client.epoch}", deadline_s - time.monotonic()
+            place, left_s = f"{MADE} {client.epoch}", call.deadline_s - time.monotonic()
             client.meet(call, place, b"", left_s, lambda: client.state is State.OUT_OF_STEP)
         except BaseException as exc:
             threads.bounded(made.close, CLOSE_S)
             if isinstance(exc, PlanAbortedError):
-                return False
+                return None
             raise
         with self._lock:
             self._backend, client.made_in = made, client.epoch
             self._resumes = capabilities.resumes
-        return True
+        return made
 
     def _leave(
         self,

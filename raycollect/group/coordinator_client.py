@@ -82,12 +82,15 @@ PRESENCES = Codec[Presence](Presence, "presence of a rank")
 
 
 class Call:
-    """What happens to the call under way."""
+    """A call under way: what it is, by when it has to end (by `time.monotonic`), and what happens to it."""
 
-    __slots__ = ("agreed", "final", "number", "place", "recalled", "stop")
+    __slots__ = ("agreed", "deadline_s", "final", "number", "op", "place", "recalled", "since_s", "stop")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, op: str, since_s: float, timeout_s: float) -> None:
         self.number = number
+        self.op = op
+        self.since_s = since_s
+        self.deadline_s: float = since_s + timeout_s
         self.place: str = ""  # `FORM`, `MADE` with the epoch, `CHECK`; or another meeting; empty: nowhere
         self.agreed: bool = False  # whether all ranks have come to the agreement of the launch under way
         self.recalled: bool = False  # whether the attempt under way has to be given up and begun again
@@ -122,10 +125,16 @@ class CoordinatorClient:
         self._meeting = 0
         self._answer: Met | None = None
 
-    def begin(self) -> Call:
+    def begin(self, op: str, since_s: float, timeout_s: float) -> Call:
         """Begins a call; the caller holds the lock."""
-        self.call = call = Call(next(self._numbers))
+        self.call = call = Call(next(self._numbers), op, since_s, timeout_s)
         return call
+
+    @property
+    def number(self) -> int:
+        """The number of the call under way; 0: none."""
+        call = self.call
+        return 0 if call is None else call.number
 
     @property
     def position(self) -> Position:

@@ -64,15 +64,10 @@ WatchWait = Callable[["MemberCommunicator", str], AbstractContextManager[Any]]
 
 
 class MemberCommunicator(GroupCommunicator):
-    """One with the calls that run on it. Any thread may call `run` and `start`, one call at a time.
-
-    `since_s` is when `op`, the last call, was made, by `time.monotonic`.
-    """
+    """One with the calls that run on it. Any thread may call `run` and `start`, one call at a time."""
 
     def __init__(self, member: GroupMember, name: str, watchdog: Watchdog, watch: WatchWait) -> None:
         super().__init__(member, name)
-        self.op: str = ""
-        self.since_s: float = 0.0
         self._watchdog = watchdog
         self._watch = watch
         self._callers = Callers(member.rank)
@@ -140,28 +135,25 @@ class MemberCommunicator(GroupCommunicator):
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
         """Exchanges a blob with all ranks, in rank order, before anything is formed; raises as `run`."""
 
-        def meet(call: Call, deadline_s: float) -> Sequence[bytes]:
+        def meet(call: Call) -> Sequence[bytes]:
             self._stood = Position(op, 0)
             return self.client.meet(call, op, blob, timeout_s)
 
         return self._under_way(op, timeout_s, time.monotonic(), meet)
 
-    def _under_way(
-        self, op: str, timeout_s: float, since_s: float, run: Callable[[Call, float], _Result | None]
-    ) -> _Result:
-        """Runs a call, with its deadline, until it gives a result."""
+    def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[Call], _Result | None]) -> _Result:
+        """Runs a call until it gives a result."""
         client = self.client
         with self._in_use:
             with self._lock:
                 self._objecting = None
-                self.op, self.since_s = op, since_s
-                call = client.begin()
+                call = client.begin(op, since_s, timeout_s)
             self._watchdog.begun()
             try:
                 while True:
                     if client.broken is not None:
                         raise anew(call.stop or client.broken)
-                    if (found := run(call, since_s + timeout_s)) is not None:
+                    if (found := run(call)) is not None:
                         return found
             except RaycollectError as exc:
                 raise self._located(exc, op, timeout_s) from exc.__cause__
@@ -171,14 +163,14 @@ class MemberCommunicator(GroupCommunicator):
                 if client.broken is not None:
                     self._leave()  # for good: keep no memory of the dead
 
-    def _attempt(self, attempt: Attempt, object_to: Objection | None, call: Call, deadline_s: float) -> Outcome | None:
+    def _attempt(self, attempt: Attempt, object_to: Objection | None, call: Call) -> Outcome | None:
         """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
         client = self.client
         try:
             with self._lock:
                 in_step = client.state is State.OK
                 self._objecting = self._callers.conflict if object_to is not None else None
-            if not in_step and not self._get_in_step(call, deadline_s):
+            if not in_step and not self._get_in_step(call):
                 return None
             with self._lock:
                 client.seq += 1
@@ -189,7 +181,7 @@ class MemberCommunicator(GroupCommunicator):
                 within = self._within
             if within is None:
                 raise InternalError(detail="a communicator whose ranks are in step has none of the backend")
-            within.call, within.deadline_s = call, deadline_s
+            within.call = call
             outcome = attempt(within, client.seq)
         except RaycollectError as exc:
             self._leave(exc)
@@ -217,7 +209,7 @@ class MemberCommunicator(GroupCommunicator):
         if call.recalled:
             leave(raised or PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.conflict}"))
         # Denied, or the connection to a rank that has said nothing: only this rank knows of it
-        leave(raised if isinstance(raised, RefusedError | GroupBrokenError) else None)
+        leave(raised if isinstance(raised, RefusedError | GroupBrokenError | PlanAbortedError) else None)
         if raised is not None:
             raise anew(raised)
 
@@ -239,7 +231,7 @@ class MemberCommunicator(GroupCommunicator):
             if not agreed:
                 return None
             if call.recalled and (wrong := self._callers.conflict) is not None:
-                return refusal(self.op, "", (wrong,))  # the others do not meet this call again
+                return refusal(call.op, "", (wrong,))  # the others do not meet this call again
             if client.cause is not None:
                 rank, cause = client.cause
                 if isinstance(cause, CollectiveTimeoutError) and self._member.rank not in cause.missing:
@@ -264,5 +256,5 @@ class MemberCommunicator(GroupCommunicator):
             error.timeout_s = error.timeout_s or timeout_s
             error.detail = error.told(*(list(map(member.describe, side)) for side in (error.missing, error.within)))
             if error.missing:
-                error.reports = error.reports or self._watchdog.reports(self, error.missing, self._stood)
+                error.reports = error.reports or self._watchdog.reports(self.client, error.missing, self._stood)
         return error

@@ -82,7 +82,7 @@ class ProcessGroup:
                 member.send(message)
 
         self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, tell)
-        self.watchdog: Watchdog = Watchdog(member, self)
+        self.watchdog: Watchdog = Watchdog(member)
         self._watch: WatchWait = watch or (lambda communicator, op: nullcontext())
         self.plans: GroupCommunicator = GroupCommunicator(member, PLANS)
         self._leave = leave
@@ -131,12 +131,6 @@ class ProcessGroup:
         """Forms the communicator of all ranks now rather than at its first call; raises as `confer`."""
         self.communicator(ALL).run("join", lambda communicator, seq: Outcome(), self.timeout_s)
 
-    @property
-    def communicators(self) -> Sequence[MemberCommunicator]:
-        """The communicators of calls that there are."""
-        with self._lock:
-            return list(self._communicators.values())
-
     def communicator(self, name: str) -> MemberCommunicator:
         """The communicator of that name, which is made where there is none."""
         with self._lock:
@@ -148,6 +142,7 @@ class ProcessGroup:
                     there.end(broken)
                 if not self._is_left:
                     self._communicators[name] = there
+                    self.watchdog.clients[name] = there.client
             return there
 
     def broken(self) -> RaycollectError | None:

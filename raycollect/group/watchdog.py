@@ -12,17 +12,16 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from raycollect.channel.messages import Answer, Ask, Seen
 from raycollect.core import threads
 from raycollect.core.timers import Watcher
 from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, RankReport
 from raycollect.errors.text import listed, shown
-from raycollect.group.coordinator_client import Position
+from raycollect.group.coordinator_client import Call, CoordinatorClient, Position
 from raycollect.group.group_member import GroupMember
 from raycollect.observe.stacks import Doing, what_runs
 
@@ -91,48 +90,19 @@ class _Inquiry:
         return all(rank in self.answers for rank in self.ranks)
 
 
-class Watched(Protocol):
-    """What the watchdog reads of a communicator."""
-
-    name: str
-    ranks: tuple[int, ...]
-    op: str
-    since_s: float
-
-    @property
-    def call(self) -> int:
-        """The number of the call under way; 0: none."""
-        ...
-
-    @property
-    def position(self) -> Position:
-        """How far this rank is."""
-        ...
-
-
-class Communicators(Protocol):
-    """The communicators of a group."""
-
-    @property
-    def communicators(self) -> Sequence[Watched]:
-        """Those that there are."""
-        ...
-
-    def communicator(self, name: str) -> Watched:
-        """The one of that name."""
-        ...
-
-
 class Watchdog(Watcher):
     """What is asked and answered for one member of a group.
 
     Any thread calls `begun` and `reports`, the coordinator's `received`.
+
+    Attributes:
+        clients: The communicators, by name.
     """
 
-    def __init__(self, member: GroupMember, communicators: Communicators) -> None:
+    def __init__(self, member: GroupMember) -> None:
         super().__init__()
+        self.clients: dict[str, CoordinatorClient] = {}
         self._member = member
-        self._reference = weakref.ref(communicators)  # whose owner holds this
         self._asked: set[str] = set()  # the communicators that others ask about
         self._inquiries: dict[str, _Inquiry] = {}  # communicator -> the last question about a call under way
         self._late: dict[str, _Inquiry] = {}  # communicator -> the question about a call whose time is over
@@ -157,30 +127,32 @@ class Watchdog(Watcher):
         # Answered there, as this thread may be the coordinator's.
         threads.survives(self.look_after, 0.0, place="looking at calls under way")
 
-    def reports(self, communicator: Watched, ranks: Sequence[int], mine: Position) -> tuple[RankReport, ...]:
+    def reports(self, client: CoordinatorClient, ranks: Sequence[int], mine: Position) -> tuple[RankReport, ...]:
         """Asks ranks that have not come in time what they do; waits `LATE_ANSWER_S` at most.
 
         `mine` is how far this rank has come. None while the group is being joined: nobody can be asked.
         """
-        asked = [rank for rank in ranks if rank in communicator.ranks and rank != self._member.rank]
+        asked = [rank for rank in ranks if rank in client.ranks and rank != self._member.rank]
         if not asked or not self._member.members:
             return ()
         try:
-            return self._reports(communicator, asked, mine)
+            return self._reports(client, asked, mine)
         except Exception as exc:  # noqa: BLE001 - any: the error that they are for matters more
             threads.failed("asking members what they do", exc)
             return ()
 
-    def _reports(self, communicator: Watched, asked: Sequence[int], mine: Position) -> tuple[RankReport, ...]:
-        awaited_s = time.monotonic() - communicator.since_s
-        inquiry = _Inquiry(communicator.call, asked, math.inf)
+    def _reports(self, client: CoordinatorClient, asked: Sequence[int], mine: Position) -> tuple[RankReport, ...]:
+        call = client.call
+        if call is None:
+            return ()
+        awaited_s, inquiry = time.monotonic() - call.since_s, _Inquiry(call.number, asked, math.inf)
         with self._changed:
-            self._late[communicator.name] = inquiry
-        if self._ask(communicator, asked):
+            self._late[client.name] = inquiry
+        if self._ask(client, asked):
             with self._changed:
                 self._changed.wait_for(lambda: inquiry.is_complete, LATE_ANSWER_S)
         with self._changed:
-            del self._late[communicator.name]  # one call at a time is under way
+            del self._late[client.name]  # one call at a time is under way
             return tuple(self._report(rank, inquiry.answers.get(rank), mine, awaited_s) for rank in asked)
 
     def _report(self, rank: int, answer: Answer | None, mine: Position, awaited_s: float) -> RankReport:
@@ -194,20 +166,17 @@ class Watchdog(Watcher):
 
     def look(self) -> float:
         """Answers, asks and warns."""
-        communicators = self._reference()
-        if communicators is None:
-            return math.inf
         with self._changed:
             asked, self._asked = self._asked, set()
         for name in asked:
-            threads.survives(self._answer, communicators, name)
+            threads.survives(self._answer, name)
         now_s = time.monotonic()
-        return min((self._look_at(one, now_s) for one in communicators.communicators), default=math.inf) - now_s
+        return min((self._look_at(one, now_s) for one in list(self.clients.values())), default=math.inf) - now_s
 
-    def _answer(self, communicators: Communicators, name: str) -> None:
-        communicator = communicators.communicator(name)
+    def _answer(self, name: str) -> None:
+        client = self.clients.get(name)  # None: no call has been made on it
         try:
-            position, doing = communicator.position, what_runs()
+            position, doing = Position("", 0) if client is None else client.position, what_runs()
         except Exception as exc:  # noqa: BLE001 - who asks hears why
             error = threads.failed("looking at a communicator", exc)
             position, doing = Position("", 0), Doing(f"{COULD_NOT_LOOK}{error.detail}", ())
@@ -224,28 +193,28 @@ class Watchdog(Watcher):
             )
         )
 
-    def _look_at(self, communicator: Watched, now_s: float) -> float:
+    def _look_at(self, client: CoordinatorClient, now_s: float) -> float:
         """Returns when to look again, by `time.monotonic`."""
-        call, due_s, inquiry = communicator.call, communicator.since_s + QUIET_S, self._inquiries.get(communicator.name)
-        if not call:
+        call, inquiry = client.call, self._inquiries.get(client.name)
+        if call is None:
             return math.inf
-        if inquiry is None or inquiry.call != call:
-            if now_s < due_s:
-                return due_s
-            others = [rank for rank in communicator.ranks if rank != self._member.rank]
-            inquiry = self._inquiries[communicator.name] = _Inquiry(call, others, now_s + ANSWER_S)
-            self._ask(communicator, others)
+        if inquiry is None or inquiry.call != call.number:
+            if now_s < call.since_s + QUIET_S:
+                return call.since_s + QUIET_S
+            others = [rank for rank in client.ranks if rank != self._member.rank]
+            inquiry = self._inquiries[client.name] = _Inquiry(call.number, others, now_s + ANSWER_S)
+            self._ask(client, others)
         if inquiry.told:
             return math.inf
         if now_s < inquiry.until_s and not inquiry.is_complete:
             return inquiry.until_s
         inquiry.told = True
-        if communicator.call == call:
-            self._warn(communicator, inquiry)
+        if client.call is call:
+            self._warn(client, call, inquiry)
         return math.inf
 
-    def _warn(self, communicator: Watched, inquiry: _Inquiry) -> None:
-        member, mine, awaited_s = self._member, communicator.position, time.monotonic() - communicator.since_s
+    def _warn(self, client: CoordinatorClient, call: Call, inquiry: _Inquiry) -> None:
+        member, mine, awaited_s = self._member, client.position, time.monotonic() - call.since_s
         late = []
         for rank in inquiry.ranks:
             report = self._report(rank, inquiry.answers.get(rank), mine, awaited_s)
@@ -255,10 +224,10 @@ class Watchdog(Watcher):
                 late.append(str(report))
         said = f"these have not come to it:\n  - {listed(late, _NEXT)}" if late else "all have come to it"
         text = "%s on group %r, here rank %d, is still under way after %g s; %s"
-        _log.warning(text, communicator.op, member.spec.name, member.rank, QUIET_S, said)
+        _log.warning(text, call.op, member.spec.name, member.rank, QUIET_S, said)
 
-    def _ask(self, communicator: Watched, ranks: Sequence[int]) -> bool:
-        return self._send(Ask(group_id=self._member.spec.group_id, communicator=communicator.name, ranks=list(ranks)))
+    def _ask(self, client: CoordinatorClient, ranks: Sequence[int]) -> bool:
+        return self._send(Ask(group_id=self._member.spec.group_id, communicator=client.name, ranks=list(ranks)))
 
     def _send(self, message: Answer | Ask) -> bool:
         try:

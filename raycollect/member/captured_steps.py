@@ -27,17 +27,14 @@ from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (
     CaptureError,
     ConnectionLostError,
-    GroupBrokenError,
     PlanAbortedError,
     RaycollectError,
     Violation,
-    kept,
     refusal,
 )
 from raycollect.group.channel_exchange import ChannelExchange
+from raycollect.member.executor import Executor
 from raycollect.member.methods import Methods
-from raycollect.member.sequencer import PlanSequencer
-from raycollect.observe import run_steps
 from raycollect.observe.run_steps import RunStep
 from raycollect.observe.trace import PART
 from raycollect.planner import Program
@@ -90,34 +87,29 @@ class CapturedStep:
     Args:
         runner: What is done in a run.
         doorbell: Where runs come; None: over the channel.
-        shared: The thread that does runs that come over the channel, in the order in which they come.
-        sequencer: The order of the controller's plans and runs here.
+        executor: What carries out runs, in their turn.
         methods: Those that no run may run beside; None if methods overlap anyway.
         send: Sends to the controller; raises ConnectionLostError.
-        tell_failure: Tells the controller that a run, by its number, failed.
-        wait_for_call: Waits until a method call, by its task, and all before it have ended, or a run was aborted.
+        shared: The thread that does runs that come over the channel, in the order in which they come.
     """
 
     def __init__(
         self,
         runner: StepRunner,
         doorbell: DoorbellClient | None,
-        sequencer: PlanSequencer,
+        executor: Executor,
         methods: Methods | None,
         send: Callable[[Message], None],
-        tell_failure: Callable[[int, RaycollectError], None],
-        wait_for_call: Callable[[bytes, int], None],
         shared: ThreadPoolExecutor,
     ) -> None:
         self.runner = runner
         self.has_doorbell: bool = doorbell is not None
         self._shared = shared
         self._doorbell = doorbell
-        self._sequencer = sequencer
+        self._executor = executor
+        self._sequencer = executor.sequencer
         self._methods = Methods() if methods is None else methods
         self._send_or_raise = send
-        self._tell_failure = tell_failure
-        self._wait_for_call = wait_for_call
         self._tracer = runner.tracer
         self._changed = threading.Condition()  # guards what follows
         self._came: deque[Run] = deque()
@@ -237,34 +229,23 @@ class CapturedStep:
         ring = self._tracer.ring
         if ring is not None and self.runner.is_single:  # the plan notes all
             ring = None
-        error: RaycollectError | None = None
-        came_s, step = 0.0, run_steps.here()
-        step.at, step.number = "", seq
-        try:
-            if after:
-                self._wait_for_call(after, seq)
-            reason = self._sequencer.start(seq, predecessor)
+        came_s = 0.0
+        self._count += 1
+
+        def run(step: RunStep) -> None:
+            nonlocal came_s
             came_s = 0.0 if ring is None else ring.clock()
-            self._count += 1
-            if reason is not None:
-                raise PlanAbortedError(detail=reason)
             self._run(seq, payload, number, step)
-        except RaycollectError as exc:
-            error = kept(exc)  # its frames would keep values alive
-            if isinstance(error, GroupBrokenError) and (reason := self._sequencer.reason(seq)):
-                error = PlanAbortedError(detail=reason)  # the cause, not what came of it
-        except Exception as exc:  # noqa: BLE001 - a bug
-            error = threads.failed(f"run {seq} of a captured step", exc)
-        finally:
-            self._exchange, step.number = None, 0
-            if ring is not None:
+
+        def ended(error: RaycollectError | None) -> None:
+            self._exchange = None
+            if ring is not None and came_s:
                 name = "" if error is None else type(error).__name__
                 threads.survives(partial(ring.add, PART, "captured step", came_s, ring.clock(), seq, error=name))
-            if error is not None:  # before the next one may begin
+            if error is not None:
                 self._broken = self._broken or f"run {self._count} of this captured step failed before"
-            self._sequencer.end(seq)  # whatever happened, what comes after goes on
-        if error is not None:
-            self._tell_failure(seq, error)
+
+        self._executor.carry_out(seq, predecessor, run, what="run {} of a captured step", after=after, ended=ended)
 
     def _run(self, seq: int, payload: bytes, number: int, step: RunStep) -> None:
         lock = self._methods.lock

@@ -48,27 +48,27 @@ def init_collective_group(
     pg_options: Any = None,
     rendezvous: BootstrapStore | str | None = None,
 ) -> None:
-    """Joins a group; every member calls it, and it returns when all have joined.
+    """Joins a group. Every member calls it; it returns when all members have joined.
 
     Args:
         world_size: The number of members.
         rank: This member's rank, from 0.
-        backend: ``"auto"`` takes `nccl` where each of several members has a GPU and cupy, else shared memory where all
-            members share a machine and sockets otherwise; or a name.
-        group_name: What to call it.
-        gloo_timeout: How long members wait for each other, here and in every later call that does not say, in
-            milliseconds; on every backend.
-        pg_options: What is passed through to the backend.
-        rendezvous: How members find each other. By default those do that the same process made as actors of its Ray
-            job; ``"job"``: any of the job, whoever made them. Without Ray: ``"file:///path"`` or a `DirectoryBulletin`.
+        backend: A backend's name, or ``"auto"``: `nccl` if each of several members has a GPU and cupy, else shared
+            memory if all members are on one machine, else sockets.
+        group_name: The name of the group.
+        gloo_timeout: How long members wait for each other, here and by default in later calls, in milliseconds; for
+            every backend.
+        pg_options: Options of the backend.
+        rendezvous: How members find each other. By default the members are actors that one process of the Ray job
+            created; ``"job"``: any actors of the job. Without Ray: ``"file:///path"`` or a `DirectoryBulletin`.
 
     Raises:
-        InvalidGroupError: The arguments make no sense, or the members disagree about them; or this process is neither
-            an actor nor a task and no rendezvous is given.
-        GroupExistsError: This process is a member of a group of that name.
+        InvalidGroupError: The arguments are invalid or differ between members; or this process is neither an actor nor
+            a task, and `rendezvous` is missing.
+        GroupExistsError: This process is already a member of a group of that name.
         UnknownBackendError, BackendNotInstalledError, BackendUnavailableError: The backend can't be used.
-        CollectiveTimeoutError: Not all members came in time; it names who is missing.
-        ParticipantDiedError: One died meanwhile.
+        CollectiveTimeoutError: Not all members joined in time; the error names the missing ranks.
+        ParticipantDiedError: A member died while the group formed.
     """
     given, strange = options.read(pg_options)
     problems = [*_problems(world_size, rank, group_name, gloo_timeout), *strange]
@@ -163,10 +163,10 @@ def _who() -> str:
 
 
 def destroy_collective_group(group_name: GroupLike = "default") -> None:
-    """Leaves a group; the others hear of it when they next call this rank, and so does the driver that declared it.
+    """Leaves a group; the next call of a member or the driver that involves this rank fails.
 
     Raises:
-        UnknownGroupError: This process is no member of a group of that name.
+        UnknownGroupError: This process is not a member of a group of that name.
     """
     process_group = _find(group_name)
     if process_group is None:
@@ -184,25 +184,25 @@ def is_group_initialized(group_name: GroupLike = "default") -> bool:
 
 
 def get_rank(group_name: GroupLike = "default") -> int:
-    """This process's rank; -1 where it is no member."""
+    """The rank of this process; -1 if it is not a member."""
     process_group = _find(group_name)
     return -1 if process_group is None else process_group.rank
 
 
 def get_collective_group_size(group_name: GroupLike = "default") -> int:
-    """The number of members; -1 where this process is none."""
+    """The number of members; -1 if this process is not a member."""
     process_group = _find(group_name)
     return -1 if process_group is None else process_group.world_size
 
 
 def get_group_handle(group_name: Any = "default") -> ProcessGroup:
-    """This process's place in a group.
+    """The `ProcessGroup` of this process in a group.
 
-    It waits for nobody, unless only the environment names the group (`collective_group_name`, `collective_rank`,
+    It doesn't wait, unless only the environment names the group (`collective_group_name`, `collective_rank`,
     `collective_world_size`, `collective_backend`): then this process joins it now.
 
     Raises:
-        UnknownGroupError: This process is no member of it.
+        UnknownGroupError: This process is not a member of the group.
     """
     process_group = _find(group_name)
     if process_group is not None:
@@ -243,7 +243,7 @@ def _init_from_environment(group_name: str) -> None:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether a backend is there and its library can be imported here."""
+    """Whether a backend is known and its library can be imported in this process."""
     try:
         return backends.is_available(backend)
     except (UnknownBackendError, BackendNotInstalledError):

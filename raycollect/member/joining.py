@@ -57,7 +57,7 @@ def _made(
 
     def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
         name, ranks = communicator.name, communicator.ranks
-        return reporter.waiting(spec.group_id, name, op, ranks, seq=0, call=lambda: communicator.call)
+        return reporter.waiting(spec.group_id, name, op, ranks, seq=0, call=lambda: communicator.client.number)
 
     return ProcessGroup(
         spec,

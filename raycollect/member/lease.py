@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,19 +27,19 @@ from raycollect.errors import (
     RaycollectError,
     ResourceLimitError,
     anew,
-    kept,
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator import LAST_S
 from raycollect.group.process_group import ProcessGroup
 from raycollect.member import introspection, joining
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
+from raycollect.member.executor import Executor
 from raycollect.member.methods import Methods
 from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.reporter import Reporter
 from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer
-from raycollect.observe import run_steps
+from raycollect.observe.run_steps import RunStep
 from raycollect.planner import Program, decode_order
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
@@ -94,6 +93,7 @@ class Lease:
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
         self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, order_bell)
+        self._executor = Executor(self._sequencer, self._reporter, self.plan_queue.wait_for_call)
 
     def end(self, reason: str) -> None:
         """Ends all that the controller drives, even if a part of that fails. Never waits."""
@@ -135,47 +135,46 @@ class Lease:
         """
         came = Came(*decode_order(payload), order=None)
         self.plan_queue.reached(came.ticket.seq)
-        return self._carry_out(came, task)
+        try:
+            return self._carry_out(came, task)
+        except SystemExit:
+            self._holder.exits()
+            raise
 
     def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
         ticket, keys, program, order = came
-        handles, step = list[Handle | None](), run_steps.here()
-        step.at, step.number = "", ticket.seq
+        seq = ticket.seq
+        is_in_turn = order is not None and order.in_order
+        handles, outcome = list[Handle | None](), Outcome()
 
         def keep(outputs: Sequence[Container]) -> None:
-            by = task or self._holder.task_of(ticket.seq)
+            by = task or self._holder.task_of(seq)
             assert by is not None  # a program with outputs is an actor task, or the driver's own
             handles.extend(self._holder.keep_output(task_key(by, at), one) for at, one in enumerate(outputs, 1))
 
-        try:
+        def run(_: RunStep) -> RaycollectError | None:
+            nonlocal outcome
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
             is_ordered, by_id = True, self._groups.by_id
             for group_id in program.group_ids:
                 group = by_id.get(group_id)
                 is_ordered = is_ordered and (group is None or group.ordered)
-            is_in_turn = order is not None and order.in_order
-            if order is not None and is_in_turn:
-                self.plan_queue.wait_for_call(order.after, ticket.seq)
-            reason = self._sequencer.start(ticket.seq, ticket.predecessor)
-            if reason is not None:
-                raise PlanAbortedError(detail=reason)
             if order is not None and not is_in_turn:
-                self.plan_queue.wait_for_operands(ticket.seq, keys)
+                self.plan_queue.wait_for_operands(seq, keys)
             is_apart = is_in_turn or (order is not None and is_ordered)
-            with self.plan_queue.without_methods(ticket.seq) if is_apart else nullcontext():
+            with self._methods.without(seq, partial(self._sequencer.reason, seq)) if is_apart else nullcontext():
                 outcome = self._run(came, is_ordered, keep)
-        except RaycollectError as exc:  # aborted before it came
-            outcome = Outcome(error=kept(exc))
-        except Exception as exc:  # noqa: BLE001 - a bug
-            outcome = Outcome(error=threads.failed(f"plan {ticket.seq}", exc))
-        finally:
-            step.number = 0
-            was_aborted = self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
-        self._tell_done(ticket.seq, program, outcome, rings=order is not None and order.rings, was_aborted=was_aborted)
-        if outcome.error is not None and program.makes:
-            if isinstance(outcome.error, GroupBrokenError):  # by a death, before this plan was aborted for it
-                raise PlanAbortedError(detail=outcome.error.detail)
-            raise anew(outcome.error)
+            return outcome.error
+
+        after = order.after if order is not None and is_in_turn else b""
+        error, was_aborted = self._executor.carry_out(seq, ticket.predecessor, run, what="plan {}", after=after)
+        if error is None:
+            rings = order is not None and order.rings
+            self._tell_well(seq, program, outcome.ended, rings=rings, was_aborted=was_aborted)
+        elif program.makes:
+            if isinstance(error, GroupBrokenError):  # by a death, before this plan was aborted for it
+                raise PlanAbortedError(detail=error.detail)
+            raise anew(error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
     def run_ordered(self, came: Came) -> None:
@@ -191,7 +190,7 @@ class Lease:
             self.not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
 
     def _run(self, came: Came, is_ordered: bool, keep: Keep) -> Outcome:
-        seq, program, order, sequencer = came.ticket.seq, came.program, came.order, self._sequencer
+        seq, program, order = came.ticket.seq, came.program, came.order
         place, exchange = program.agreement, None
         if program.commits or not place.group_id:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
@@ -203,31 +202,26 @@ class Lease:
                 self._groups.communicator,
                 self._runtime.instruments,
                 keys=came.keys,
-                aborted=partial(sequencer.reason, seq),
+                aborted=partial(self._sequencer.reason, seq),
                 waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
                 exchange=exchange,
                 keep=keep,
             )
             holds_up = order is not None and order.in_order
             with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=holds_up):
-                outcome = running.run()
+                return running.run()
         finally:
             self._running.pop(seq, None)
             if exchange is not None:
                 self._exchanges.pop(seq, None)
-        if isinstance(outcome.error, GroupBrokenError) and (reason := sequencer.reason(seq)):
-            return replace(outcome, error=PlanAbortedError(detail=reason))  # the cause, not what came of it
-        return outcome
 
-    def _tell_done(self, seq: int, program: Program, outcome: Outcome, *, rings: bool, was_aborted: bool) -> None:
+    def _tell_well(self, seq: int, program: Program, ended: Sequence[int], *, rings: bool, was_aborted: bool) -> None:
         # If all see each other, the last one tells for all that it went well. Who was told to abort answers for itself.
-        is_last = len(outcome.ended) == len(program.agreement.ranks)
-        if outcome.error is not None:
-            self._reporter.tell_failure(seq, outcome.error)
-        elif rings and self._bell is not None and is_last and not was_aborted:
+        is_last = len(ended) == len(program.agreement.ranks)
+        if rings and self._bell is not None and is_last and not was_aborted:
             self._bell.ring(seq)
-        elif was_aborted or is_last or not outcome.ended:
-            self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
+        elif was_aborted or is_last or not ended:
+            self._reporter.tell(messages.Done(seq=seq, ranks=list(ended), error=None, story=[]))
 
     # ------------------------------------------------------------------------------------------ captured steps
 
@@ -252,10 +246,11 @@ class Lease:
         runner = StepRunner(step_program, refs, invoke, self._runtime.instruments, self._groups.communicator)
         segment = segment if self._captures.takes_doorbell else None
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
-        methods_apart = self._methods if self._methods.is_ordered else None
-        tell = self.link.send, self._reporter.tell_failure, self.plan_queue.wait_for_call
+        guarded = self._methods if self._methods.is_ordered else None
         try:
-            make = partial(CapturedStep, runner, doorbell, self._sequencer, methods_apart, *tell, self._captures.shared)
+            make = partial(
+                CapturedStep, runner, doorbell, self._executor, guarded, self.link.send, self._captures.shared
+            )
             self._captures.add(step_program.capture, make)
         except RaycollectError:
             if doorbell is not None:

@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raycollect.errors import PlanAbortedError, RaycollectError, Violation, anew, refusal
-from raycollect.member.finished_calls import FinishedCalls
 from raycollect.observe import Tracer, run_steps
+
+KEPT = 4096
+"""How many ended calls are remembered. Who waits for an earlier one has to ask (`Behind`)."""
 
 _LOOK_S = 0.1
 """How often a plan or run that waits for a method looks whether it was aborted, in seconds."""
@@ -30,18 +32,20 @@ class Methods:
     Attributes:
         is_ordered: Whether they come one by one; known when the actor is described to a controller.
         lock: If they come one by one, held by a method that Ray calls, or by what must not run beside one.
-        finished_calls: Those that have ended.
         refusals: Why methods can't run now, by what says so.
     """
 
     def __init__(self, actor: str = "", tracer: Tracer | None = None) -> None:
         self.is_ordered: bool = False
         self.lock: threading.Lock = threading.Lock()
-        self.finished_calls: FinishedCalls = FinishedCalls()
         self.refusals: dict[object, RaycollectError] = {}
         self._actor = actor
         self._tracer = tracer or Tracer()
         self._thread = 0  # in which Ray runs them, if they come one by one
+        self._noting = threading.Lock()  # a plan's thread notes what a fence has told, beside that of the methods
+        self._ended: dict[bytes, bool] = {}  # by task: whether Ray needs nothing more of the call
+        self._changed = threading.Condition()
+        self._waiting = 0
 
     def described(self, *, is_ordered: bool) -> None:
         """Notes whether they come one by one, which is then in the calling thread."""
@@ -66,10 +70,42 @@ class Methods:
             wrong = Violation(kind="unsupported", field="method", found=found, expected=expected, actor=self._actor)
             raise refusal(called_by_ray, "", (wrong,))
 
+    # ------------------------------------------------------------------------------------------ their ends
+
     def note_end(self, task: bytes, *, is_over: bool) -> None:
-        """`FinishedCalls.note`, where plans may wait for it."""
+        """`note`, where plans wait for methods (P2)."""
         if self.is_ordered:
-            self.finished_calls.note(task, is_over=is_over)
+            self.note(task, is_over=is_over)
+
+    def note(self, task: bytes, *, is_over: bool) -> None:
+        """A method has ended; `is_over`: Ray does not read a tensor any more to tell its result."""
+        ended = self._ended
+        with self._noting:
+            ended[task] = is_over
+            if len(ended) > KEPT:
+                del ended[next(iter(ended))]
+        if self._waiting:
+            self.wake()
+
+    def is_over(self, task: bytes) -> bool | None:
+        """What `note` was told of a call; None: nothing yet."""
+        return self._ended.get(task)
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, is_met: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Waits until a condition is met, which depends on what is noted here; False: it was not in time."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(is_met, timeout_s)
+            finally:
+                self._waiting -= 1
+
+    # ------------------------------------------------------------------------------------------ kept apart
 
     def without(self, seq: int, aborted: Callable[[], str | None]) -> AbstractContextManager[None]:
         """Around a plan, beside which no method may run; the arguments and errors are those of `keep_out`."""

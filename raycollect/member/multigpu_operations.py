@@ -1,13 +1,13 @@
-"""`ray.util.collective`'s operations for processes with several GPUs: a rank gives a tensor of each of its GPUs.
+"""The operations of `ray.util.collective` for processes with several GPUs: one tensor per GPU of each rank.
 
 Before the agreement, the call combines the rank's tensors on the GPU of the group (GPU 0, or the option ``device``).
-Then one collective of the group runs there, over the ranks; then the result is copied to the other GPUs. A tensor on
-that GPU is used in place. Ranks send each other no more than with one GPU each; the folded tensors take memory there,
-and as much again while they are made. AVG is over the tensors of all GPUs of all ranks.
+Then one collective over the ranks runs on that GPU, and the result is copied to the other GPUs. A tensor on the GPU of
+the group is used in place. Traffic between ranks is that of one GPU per rank; the reduced tensors take memory on the
+GPU of the group, and as much again while they are computed. AVG is over the tensors of all GPUs of all ranks.
 
-The group's backend is ``"nccl"``; a rank's tensors have one shape and dtype, each on another GPU; all ranks give as
-many. If not, the agreement refuses all ranks, and no tensor was touched. An operation returns when all its GPUs have
-finished. For the other errors that it raises see `allreduce`.
+The backend of the group is ``"nccl"``. The tensors of a rank have the same shape and dtype, and each is on another GPU;
+all ranks pass the same number. Otherwise the agreement refuses the call on all ranks, and no tensor was changed. An
+operation returns when all its GPUs have finished. See `allreduce` for the other errors.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _Given = tuple[str, Structure, _Tensors]
 def allreduce_multigpu(
     tensor_list: list[Any], group_name: GroupLike = "default", op: ReduceOp | str = ReduceOp.SUM
 ) -> None:
-    """Reduces the tensors of all GPUs of all ranks elementwise; afterwards all hold the result, in place.
+    """Reduces the tensors of all GPUs of all ranks elementwise, in place; all GPUs get the result.
 
     Args:
-        tensor_list: One of each GPU of this rank.
+        tensor_list: One tensor per GPU of this rank.
         group_name: The group.
         op: See `allreduce`.
 
     Raises:
-        UnsupportedError: There is no GPU, the group's backend is another one, or cupy can't fold tensors of that dtype.
-        RefusedError: The ranks disagree, or the tensors of one don't fit together; raised on all.
+        UnsupportedError: There is no GPU, the group has another backend, or cupy can't reduce tensors of that dtype.
+        RefusedError: Arguments differ between ranks, or the tensors of one don't fit together. Raised on all ranks.
     """
     call = _Call(OpKind.ALLREDUCE, group_name, op=op)
 
@@ -66,10 +66,10 @@ def reduce_multigpu(
     group_name: GroupLike = "default",
     op: ReduceOp | str = ReduceOp.SUM,
 ) -> None:
-    """Reduces the tensors of all GPUs of all ranks into one of one rank; the others stay as they are.
+    """Reduces the tensors of all GPUs of all ranks into one tensor; the other tensors stay unchanged.
 
-    As `allreduce_multigpu`, but `dst_rank` alone gets the result, in the tensor at place `dst_tensor` of its list; all
-    ranks name the same.
+    The result is in ``tensor_list[dst_tensor]`` of `dst_rank`; `dst_tensor` is the same on all ranks. See
+    `allreduce_multigpu` for the other arguments and errors.
     """
     call = _Call(OpKind.REDUCE, group_name, op=op, root=dst_rank)
 
@@ -85,9 +85,9 @@ def reduce_multigpu(
 def broadcast_multigpu(
     tensor_list: list[Any], src_rank: int = 0, src_tensor: int = 0, group_name: GroupLike = "default"
 ) -> None:
-    """Overwrites the tensors of all GPUs of all ranks with one of one rank.
+    """Overwrites the tensors of all GPUs of all ranks with ``tensor_list[src_tensor]`` of `src_rank`.
 
-    As `allreduce_multigpu`; `src_rank` gives the tensor at place `src_tensor` of its list; all ranks name the same.
+    `src_tensor` is the same on all ranks. See `allreduce_multigpu` for the other arguments and errors.
     """
     call = _Call(OpKind.BROADCAST, group_name, root=src_rank)
 
@@ -104,11 +104,10 @@ def broadcast_multigpu(
 def allgather_multigpu(
     output_tensor_lists: list[list[Any]], input_tensor_list: list[Any], group_name: GroupLike = "default"
 ) -> None:
-    """Gives each GPU of each rank the tensors of all GPUs of all ranks.
+    """Gathers the tensors of all GPUs of all ranks on every GPU.
 
-    `output_tensor_lists` has for each GPU a list with as many tensors on it as there are ranks times GPUs per rank, in
-    the order of ranks, and of the GPUs of a rank. `input_tensor_list` is what each GPU gives, in the same order of the
-    GPUs. What is not said here is as in `allreduce_multigpu`, errors too.
+    `input_tensor_list` has one input per GPU. `output_tensor_lists` has, in the same order of the GPUs, one list per
+    GPU: one output for each GPU of each rank, by rank and then by GPU. See `allreduce_multigpu` for the errors.
     """
     call = _Call(OpKind.ALLGATHER, group_name)
 
@@ -131,11 +130,11 @@ def reducescatter_multigpu(
     group_name: GroupLike = "default",
     op: ReduceOp | str = ReduceOp.SUM,
 ) -> None:
-    """Reduces lists of tensors elementwise over all GPUs of all ranks, and gives each GPU its item of the result.
+    """Reduces lists of tensors elementwise over all GPUs of all ranks, and scatters the results over the GPUs.
 
-    `output_tensor_list` is where the item of each GPU goes: GPU `g` of `d` on rank `r` gets item ``r * d + g``.
-    `input_tensor_lists` has for each GPU, in the same order, a list with one tensor on it for each GPU of each rank;
-    they stay as they are. What is not said here is as in `allreduce_multigpu`, errors too.
+    `output_tensor_list` has one output per GPU: GPU `g` of `d` on rank `r` gets item ``r * d + g``.
+    `input_tensor_lists` has, in the same order of the GPUs, one list per GPU: one input for each GPU of each rank; they
+    stay unchanged. See `allreduce_multigpu` for the other arguments and errors.
     """
     call = _Call(OpKind.REDUCESCATTER, group_name, op=op)
 
@@ -154,14 +153,14 @@ def reducescatter_multigpu(
 def send_multigpu(
     tensor: Any, dst_rank: int, dst_gpu_index: int, group_name: GroupLike = "default", n_elements: int = 0
 ) -> None:
-    """Sends a tensor of one of this rank's GPUs to one of another's, which receives it.
+    """Sends a tensor on a GPU of this rank to a GPU of `dst_rank`, which calls `recv_multigpu`.
 
     Args:
-        tensor: What to send.
-        dst_rank: To whom.
-        dst_gpu_index: The number of the GPU, in the process of that rank, on which that has its tensor.
-        group_name: See `allreduce_multigpu`, also for what it raises.
-        n_elements: How many elements to send, from the first one on; 0: all.
+        tensor: The tensor.
+        dst_rank: The destination.
+        dst_gpu_index: The index of the receiving GPU in the process of `dst_rank`.
+        group_name: See `allreduce_multigpu`, also for the errors.
+        n_elements: Send only the first `n_elements` elements; 0: all.
     """
     call = _Call(OpKind.SEND, group_name, root=ME, peer=dst_rank)
 
@@ -175,9 +174,9 @@ def send_multigpu(
 def recv_multigpu(
     tensor: Any, src_rank: int, src_gpu_index: int, group_name: GroupLike = "default", n_elements: int = 0
 ) -> None:
-    """Overwrites a tensor of one of this rank's GPUs with what another rank sends.
+    """Receives a tensor on a GPU of this rank, in place.
 
-    As `send_multigpu`: `src_rank` sends, from the GPU of number `src_gpu_index` in its process, the first `n_elements`.
+    `src_gpu_index` is the index of the sending GPU in the process of `src_rank`. See `send_multigpu`.
     """
     call = _Call(OpKind.SEND, group_name, root=src_rank, peer=ME)
 

@@ -33,22 +33,22 @@ def broadcast_object(
     pickle: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Gives every rank the value of one rank.
+    """Sends the value of one rank to all ranks.
 
     Args:
         value: None, a bool, number, string or bytes, a numpy array or a tensor in CPU memory; a list, tuple or dict of
-            these. Of ranks other than `src_rank` it is not looked at.
-        src_rank: The rank that gives.
+            these. Ranks other than `src_rank` ignore it.
+        src_rank: The rank whose value is sent.
         group_name: The group.
-        pickle: True: any object that can be pickled; only where all members are trusted.
-        timeout_s: How long to wait for the others, in seconds; by default what the group was made with.
+        pickle: True: any object that can be pickled; only if all members are trusted.
+        timeout_s: How long to wait for the other ranks, in seconds; None: the timeout of the group.
 
     Returns:
-        The value; on `src_rank` the very object.
+        The value; on `src_rank` the same object.
 
     Raises:
-        NotATensorError: It can't travel; raised on all ranks.
-        MismatchError: The ranks have different `pickle`.
+        NotATensorError: The value can't be sent. Raised on all ranks.
+        MismatchError: `pickle` differs between ranks.
         RaycollectError: As `raycollect.allreduce`.
     """
     mine = [value] if _is_here(src_rank, group_name) else []
@@ -61,7 +61,7 @@ def broadcast_object(
 def allgather_object(
     value: Any, group_name: GroupLike = "default", *, pickle: bool = False, timeout_s: float | None = None
 ) -> list[Any]:
-    """Gives every rank the values of all ranks, by rank. See `broadcast_object`."""
+    """Gathers the values of all ranks on every rank, by rank. See `broadcast_object`."""
     exchange = _Exchange("allgather_object", [value], group_name, pickle, timeout_s)
     rooms = list(map(exchange.room, range(len(exchange.lengths))))
     operations.allgather(rooms, exchange.parts[0], group_name, timeout_s=timeout_s)
@@ -76,7 +76,7 @@ def gather_object(
     pickle: bool = False,
     timeout_s: float | None = None,
 ) -> list[Any] | None:
-    """Gives one rank the values of all ranks, by rank; the others get None. See `broadcast_object`."""
+    """Gathers the values of all ranks on `dst_rank`, by rank; other ranks get None. See `broadcast_object`."""
     exchange = _Exchange("gather_object", [value], group_name, pickle, timeout_s)
     rooms = list(map(exchange.room, range(len(exchange.lengths))))
     operations.gather(rooms, exchange.parts[0], dst_rank, group_name, timeout_s=timeout_s)
@@ -91,7 +91,7 @@ def scatter_object(
     pickle: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Gives each rank its item of one rank's list, which other ranks leave out. See `broadcast_object`."""
+    """Scatters the values of `src_rank`, one to each rank; other ranks ignore `values`. See `broadcast_object`."""
     mine = _is_here(src_rank, group_name)
     given = values if mine and values is not None else ()
     count = get_group_handle(group_name).world_size if mine else None

@@ -1,13 +1,14 @@
 """The members' operations: each member calls its part of a collective itself, as with `ray.util.collective`.
 
-They work inside an actor or task, with or without the mixin; with ``rendezvous=`` in any process. The driver declares
-the group, or every member calls `init_collective_group`. All members of a collective must call it. Before any data
-moves they agree on op, reduce op, root, dtypes and shapes: a mismatch raises on all of them, leaves all tensors as they
-are, and the group stays usable. A call that failed is withdrawn: a late rank's call meets the others' next one.
+They work inside an actor or task, with or without the mixin, and with ``rendezvous=`` in any process. The driver
+declares the group, or every member calls `init_collective_group`. All members of a collective must call it. Before any
+data moves, the ranks agree on operation, reduce op, root, dtypes and shapes: a mismatch raises on all ranks, no tensor
+is changed, and the group stays usable. A failed call is withdrawn: a late rank's call then matches the next call of the
+others.
 
-A tensor is a numpy array, a torch tensor, anything with DLPack or the array interface; or a list, tuple or dict of
-them, which counts as one. Instead of a list with one tensor per rank, one contiguous tensor may be given that the
-number of ranks divides.
+A tensor is a numpy array, a torch tensor, any object with DLPack or the array interface, or a list, tuple or dict of
+these, which counts as one. A list with one tensor per rank may also be one contiguous tensor whose size the number of
+ranks divides.
 
 An operation returns None, or a `MemberWork` with ``async_op=True``.
 """
@@ -37,20 +38,20 @@ def allreduce(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Reduces a tensor elementwise over all ranks; afterwards all hold the result, in place.
+    """Reduces a tensor elementwise over all ranks, in place; all ranks get the result.
 
     Args:
-        tensor: This rank's; of one shape and dtype on all.
+        tensor: This rank's tensor; shape and dtype are the same on all ranks.
         group_name: The group.
         op: SUM, PRODUCT, MIN, MAX, AVG (of floats), BAND, BOR, BXOR (of integers and bool).
         async_op: True: returns a `MemberWork` at once, and the call runs on a communication thread.
-        timeout_s: How long to wait for the others, in seconds; by default what the group was made with.
+        timeout_s: How long to wait for the other ranks, in seconds; None: the timeout of the group.
 
     Raises:
-        RefusedError: The ranks disagree, or one of them can't; raised on all. No tensor was touched.
-        CollectiveTimeoutError: A rank did not come.
-        ParticipantDiedError, GroupBrokenError: A rank died, now or before.
-        UnknownGroupError: This process is no member.
+        RefusedError: Arguments differ between ranks, or are invalid on one. Raised on all ranks; no tensor was changed.
+        CollectiveTimeoutError: A rank did not make the call in time.
+        ParticipantDiedError, GroupBrokenError: A rank has died, during the call or before.
+        UnknownGroupError: This process is not a member of the group.
     """
     call = MemberCall.of(OpKind.ALLREDUCE, group_name, op=op)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -73,7 +74,7 @@ def reduce(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Reduces a tensor elementwise over all ranks into that of one rank; the others' stay as they are.
+    """Reduces a tensor elementwise over all ranks into the tensor of `dst_rank`; the other tensors stay unchanged.
 
     See `allreduce`.
     """
@@ -97,7 +98,7 @@ def broadcast(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
+    """Overwrites the tensors of all ranks with the tensor of `src_rank`. See `allreduce`."""
     call = MemberCall.of(OpKind.BROADCAST, group_name, root=src_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
@@ -118,10 +119,10 @@ def allgather(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Gives every rank the tensors of all ranks, whose sizes may differ.
+    """Gathers the tensors of all ranks on every rank; sizes may differ between ranks.
 
-    `tensor` is what this rank gives, and `tensor_list` where they go, by rank; of the shapes that the ranks give. What
-    is not said here is as in `allreduce`, errors too.
+    `tensor` is this rank's input. `tensor_list` has the outputs by rank, each of the shape of that rank's input. See
+    `allreduce` for the other arguments and errors.
     """
     call = MemberCall.of(OpKind.ALLGATHER, group_name)
     return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
@@ -144,10 +145,10 @@ def reducescatter(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
+    """Reduces lists of tensors elementwise over all ranks, and scatters the results.
 
-    `tensor_list` has one tensor for each rank, which stay as they are; `tensor` is where this rank's item of the result
-    goes. What is not said here is as in `allreduce`, errors too.
+    `tensor_list` has one input for each rank, and stays unchanged; `tensor` is the output: this rank's item of the
+    result. See `allreduce` for the other arguments and errors.
     """
     call = MemberCall.of(OpKind.REDUCESCATTER, group_name, op=op)
     return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -170,10 +171,10 @@ def gather(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Gives one rank the tensors of all ranks, whose sizes may differ.
+    """Gathers the tensors of all ranks on `dst_rank`; sizes may differ between ranks.
 
-    `tensor` is what this rank gives; `dst_rank` gets them. `tensor_list` is there where they go, by rank; it is not
-    looked at elsewhere. What is not said here is as in `allreduce`, errors too.
+    `tensor` is this rank's input. On `dst_rank`, `tensor_list` has the outputs by rank; the other ranks ignore it. See
+    `allreduce` for the other arguments and errors.
     """
     call = MemberCall.of(OpKind.GATHER, group_name, root=dst_rank)
     values = [("tensor", tensor), *([("tensor_list", tensor_list)] if call.is_root else [])]
@@ -197,10 +198,10 @@ def scatter(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Gives each rank its item of one rank's list, whose sizes may differ.
+    """Scatters a list of tensors from `src_rank` to all ranks; sizes may differ between ranks.
 
-    `src_rank` gives them: `tensor_list` is one tensor for each rank there, and not looked at elsewhere. `tensor` is
-    where this rank's item goes. What is not said here is as in `allreduce`, errors too.
+    On `src_rank`, `tensor_list` has one input for each rank; the other ranks ignore it. `tensor` is the output. See
+    `allreduce` for the other arguments and errors.
     """
     call = MemberCall.of(OpKind.SCATTER, group_name, root=src_rank)
     values = [*([("tensor_list", tensor_list)] if call.is_root else []), ("tensor", tensor)]
@@ -223,10 +224,10 @@ def alltoall(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
+    """Sends one tensor to every rank and receives one from every rank; sizes may differ between pairs.
 
-    `tensor_list_in` is what this rank gives to each, and `tensor_list_out` where what each rank gives to this one goes,
-    by rank. What is not said here is as in `allreduce`, errors too.
+    `tensor_list_in` has the inputs by destination rank, `tensor_list_out` the outputs by source rank. See `allreduce`
+    for the other arguments and errors.
     """
     call = MemberCall.of(OpKind.ALLTOALL, group_name)
     values = [("tensor_list_in", tensor_list_in), ("tensor_list_out", tensor_list_out)]
@@ -248,8 +249,8 @@ def scan(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
-    """Gives every rank the reduction of the tensors of ranks 0 to its own, in place, as MPI_Scan. See `allreduce`."""
+) -> MemberWork | None:
+    """Computes an inclusive prefix reduction over ranks, in place, as MPI_Scan. See `allreduce`."""
     call = MemberCall.of(OpKind.SCAN, group_name, op=op)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
@@ -269,10 +270,10 @@ def exscan(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
-    """Gives every rank the reduction of the tensors of the ranks before it, in place, as MPI_Exscan.
+) -> MemberWork | None:
+    """Computes an exclusive prefix reduction over ranks, in place, as MPI_Exscan.
 
-    Rank 0's tensor, which MPI leaves undefined, stays as it is. See `allreduce`.
+    The tensor of rank 0, which MPI leaves undefined, stays unchanged. See `allreduce`.
     """
     call = MemberCall.of(OpKind.EXSCAN, group_name, op=op)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -294,7 +295,7 @@ def send(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Sends a tensor to one rank, which receives it. See `allreduce`."""
+    """Sends a tensor to `dst_rank`, which calls `recv`. See `allreduce`."""
     call = MemberCall.of(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
@@ -315,7 +316,7 @@ def recv(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> MemberWork | None:
-    """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
+    """Receives a tensor of the same shape and dtype from `src_rank`, in place. See `allreduce`."""
     call = MemberCall.of(OpKind.SEND, group_name, root=src_rank, peer=ME)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 

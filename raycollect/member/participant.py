@@ -272,7 +272,7 @@ class Participant:
         return lease is not None and lease.hand_over(payload, self._in_thread)
 
     def _in_thread(self, seq: int, do: Callable[..., object], *args: Any) -> None:
-        run = partial(threads.survives, self._aside, do, *args, place="a plan, or a run")
+        run = partial(threads.survives, _aside, do, *args, place="a plan, or a run")
         with suppress(InternalError, ResourceLimitError):  # the controller was told
             _submitted(self.plan_threads, self._lease, seq, 0, run)
 
@@ -282,24 +282,13 @@ class Participant:
         if lease is None:
             group_id = next(iter(decode_order(payload)[2].group_ids))
             raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
-        return self._until_exit(lease.run_program, payload, task)
+        return lease.run_program(payload, task)
 
     def run_in_thread(self, payload: bytes, task: bytes | None) -> Future[Any]:
         """`run_program` in a thread of ours, where it may wait; ResourceLimitError: none can be started."""
         ticket, _, _ = decode_order(payload)
         run = self.run_program, payload, task
         return _submitted(self.kernel_threads, self._lease, ticket.seq, ticket.predecessor, *run)
-
-    def _aside(self, do: Callable[..., object], *args: Any) -> None:
-        with suppress(RaycollectError):  # the controller was told
-            self._until_exit(do, *args)
-
-    def _until_exit(self, do: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return do(*args)
-        except SystemExit:
-            self.exits()
-            raise
 
     def pass_fence(self, controller: str, seq: int) -> None:
         """`PlanQueue.pass_fence`, if that controller still has the lease."""
@@ -376,6 +365,11 @@ def _submitted(workers: ThreadPoolExecutor, lease: Lease | None, seq: int, prede
         if lease is not None:
             lease.not_begun(seq, error, predecessor)
         raise anew(error) from exc
+
+
+def _aside(do: Callable[..., object], *args: Any) -> None:
+    with suppress(RaycollectError):  # the controller was told
+        do(*args)
 
 
 def _within_reach(end: Callable[[], _Bell]) -> _Bell | None:

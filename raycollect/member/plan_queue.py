@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -65,7 +64,6 @@ class PlanQueue:
     ) -> None:
         self._store = store
         self._methods = methods
-        self._finished_calls = methods.finished_calls
         self._sequencer = sequencer
         self._reporter = reporter
         self._bell = bell
@@ -93,7 +91,7 @@ class PlanQueue:
     def reached(self, seq: int) -> None:
         """All calls before a plan in program order have ended."""
         self._reached = max(self._reached, seq)
-        self._finished_calls.wake()
+        self._methods.wake()
 
     def pass_fence(self, seq: int) -> None:
         """An actor task came that is behind all calls before a plan, and keeps those after it behind the plan."""
@@ -102,7 +100,7 @@ class PlanQueue:
 
     def wake(self) -> None:
         """A plan was aborted: whoever waits looks whether it is the one."""
-        self._finished_calls.wake()
+        self._methods.wake()
 
     def close(self) -> None:
         """Ends the thread after what has come, which the sequencer has refused by now."""
@@ -111,8 +109,8 @@ class PlanQueue:
 
     def wait_for_call(self, task: bytes, seq: int) -> None:
         """Waits until a call and all before it have ended, or a plan was aborted that is behind them."""
-        finished_calls = self._finished_calls
-        if not task or finished_calls.is_over(task):
+        methods = self._methods
+        if not task or methods.is_over(task):
             return
         run_steps.here().at = run_steps.BEHIND_METHODS
 
@@ -120,25 +118,21 @@ class PlanQueue:
             return self._reached >= seq or self._sequencer.reason(seq) is not None
 
         if task == UNKNOWN_TASK:  # an actor task is on its way
-            finished_calls.wait_for(goes_on, None)
+            methods.wait_for(goes_on, None)
             return
 
         def is_told() -> bool:
-            return finished_calls.is_over(task) is not None or goes_on()
+            return methods.is_over(task) is not None or goes_on()
 
-        while not finished_calls.wait_for(is_told, ASK_S):
-            if not self._methods.lock.locked():
+        while not methods.wait_for(is_told, ASK_S):
+            if not methods.lock.locked():
                 break
-        if not goes_on() and not finished_calls.is_over(task):
+        if not goes_on() and not methods.is_over(task):
             # Ray may be pickling the result, or never begins the call: it was cancelled, or its arguments have failed.
             self._reporter.tell(Behind(seq=seq))
-            finished_calls.wait_for(lambda: bool(finished_calls.is_over(task)) or goes_on(), None)
+            methods.wait_for(lambda: bool(methods.is_over(task)) or goes_on(), None)
         if self._reached >= seq:  # what is behind the call as well need not ask again
-            finished_calls.note(task, is_over=True)
-
-    def without_methods(self, seq: int) -> AbstractContextManager[None]:
-        """Keeps the methods that Ray calls from running; PlanAbortedError: the plan was aborted while one ran."""
-        return self._methods.without(seq, partial(self._sequencer.reason, seq))
+            methods.note(task, is_over=True)
 
     def wait_for_operands(self, seq: int, keys: Sequence[Key]) -> None:
         """Waits for the operands of a plan; PlanAbortedError: it was aborted meanwhile."""

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from raycollect.backends import arrays
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.errors.text import a_type
-from raycollect.member.finished_calls import is_inert
 from raycollect.member.participant import Participant
 from raycollect.pos import Container, unkept
 from raycollect.pos.handle import Handle
 
 BY_VALUE = "__raycollect_by_value__"
 """The attribute of methods whose returns are never kept."""
+
+_INERT = frozenset({type(None), bool, int, float, complex, str, bytes, Handle})
+_MOST_ITEMS = 64  # of a list, tuple or dict that is looked into
 
 UNKNOWN = 0
 """In place of an index: the caller chose a `num_returns` of its own, which can't be known here."""
@@ -101,7 +105,17 @@ class Returns:
 
 def needs_nothing(found: Any) -> bool:
     """Whether Ray reads no tensor here to tell what a method has returned."""
-    return type(found) is direct_transport.Returned or is_inert(found)
+    return type(found) is direct_transport.Returned or _is_inert(found)
+
+
+def _is_inert(value: Any) -> bool:
+    """Whether a value certainly has no part that a plan could write: Ray may still be about to pickle it."""
+    kind = type(value)
+    if kind in _INERT or isinstance(value, np.generic):
+        return True
+    if kind in (list, tuple):
+        return len(value) <= _MOST_ITEMS and all(map(_is_inert, value))
+    return kind is dict and len(value) <= _MOST_ITEMS and all(map(_is_inert, (*value, *value.values())))
 
 
 def _same(value: Any) -> Any:

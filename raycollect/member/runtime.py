@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from raycollect.core.model import TensorInfo
-from raycollect.core.protocols import Faults, NoFaults
+from raycollect.core.protocols import Faults
 from raycollect.engine.instruments import Instruments
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.wait_monitor import WaitMonitor
@@ -56,7 +56,7 @@ class Runtime:
             store=Store(),
             recorder=Recorder(clock),
             clock=clock,
-            faults=faults or NoFaults(),
+            faults=faults,
             allocate=allocate,
             tracer=self.tracer,
         )
@@ -75,10 +75,6 @@ class Runtime:
                 if found is None:
                     found = self._parts[kind] = make(self)
         return found
-
-    def find(self, kind: type[_Part]) -> _Part | None:
-        """A part that was made; None: there is none yet."""
-        return self._parts.get(kind)
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -12,11 +12,16 @@ class Extents:
     __slots__ = ("_his", "_los", "total")
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
-        self._los: list[int] = []
-        self._his: list[int] = []
-        self.total: int = 0
-        for lo, hi in ranges:
-            self.add(lo, hi)
+        los: list[int] = []
+        his: list[int] = []
+        for lo, hi in sorted(ranges):
+            if his and lo <= his[-1]:
+                his[-1] = max(his[-1], hi)
+            elif lo < hi:
+                los.append(lo)
+                his.append(hi)
+        self._los, self._his = los, his
+        self.total: int = sum(his) - sum(los)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self._los, self._his, strict=True)
@@ -43,6 +48,11 @@ class Extents:
             return
         edges = ((self._los[first], lo), (hi, self._his[last - 1]))
         self._put(first, last, [(start, stop) for start, stop in edges if start < stop])
+
+    def has_some(self, lo: int, hi: int) -> bool:
+        """Whether any integer of [lo, hi) is in the set."""
+        at = bisect_left(self._los, hi) - 1  # the last range that begins before `hi`
+        return lo < hi and at >= 0 and self._his[at] > lo
 
     def within(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """The ranges of the set inside [lo, hi), ascending."""

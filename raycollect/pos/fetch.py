@@ -3,10 +3,10 @@
 Tensors have connections of their own, so that an abort never waits behind one. A process keeps idle connections and
 uses each from one thread at a time.
 
-Where both ends are on one machine, no bytes are sent: the holder tells where they lie in its arena, and holds off plans
-that would write them; the client copies them once, and says so. It has `lending_s` for that. The holder counts from its
-answer and the client from its question, so that a client that was in time has read what was lent. Tensors outside the
-arena are copied to it first.
+If both ends are on one machine, no bytes are sent: the holder describes their position in its arena, and blocks plans
+that would write them; the client copies them once, and answers `Copied`. It has `lending_s` for that. The holder counts
+from its answer and the client from its request, so a client that finished in time has read valid data. Tensors outside
+the arena are copied to it first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """The pause before an unreachable holder is asked again; it doubles each time."""
 
 FULL_S = 3.0
-"""How long to wait while this process can't open another connection."""
+"""How long to retry while this process can't open another connection."""
 
 FREE_S = 30.0
 """How long a holder may take to free values."""
@@ -80,7 +80,7 @@ _Read = Callable[[DataClient, Any, float], Any]
 
 
 class _OutOfReach(Exception):
-    """What was lent could not be read, or not in time."""
+    """Shared memory could not be read, or not in time."""
 
 
 class _Clients:
@@ -170,8 +170,8 @@ def close_idle() -> None:
 def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", timeout_s: float = 60.0) -> Any:
     """Fetches the value of a key from its holder; any thread may call it.
 
-    In the holder's own process this is the very object, anywhere else a copy. `actor` and `incarnation` name the holder
-    and its process in messages.
+    In the holder's process this is the object itself, in any other a copy. `actor` and `incarnation` name the holder
+    and its process in error messages.
 
     Raises:
         TensorFreedError: It was freed.
@@ -188,7 +188,7 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
 def _asked(
     op: str, address: Address, message: Any, read: _Read, timeout_s: float, key: Key, actor: str, incarnation: str
 ) -> Any:
-    """Asks for what is lent if it can be, else sent; raises as `fetch`."""
+    """Requests values in shared memory if possible, else by the connection; raises as `fetch`."""
     until_s = time.monotonic() + timeout_s
     try:
         for domain in (memory_domain(), ""):
@@ -211,8 +211,9 @@ def read(
 ) -> None:
     """Reads boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
 
-    `take` gets the place of each in `wanted`, and the elements, which are there until it returns. It may get one again.
-    On one machine they are the holder's own, which may write them if this takes longer than `lending_s`.
+    `take` is called with the index of each box in `wanted` and its elements, which are valid until it returns; a box
+    may be passed twice. On one machine the elements lie in the holder's memory, and the holder may write them if this
+    takes longer than `lending_s`.
     """
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
@@ -317,7 +318,7 @@ def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelEr
 def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
     """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`.
 
-    A client that gets no answer asks again until its time is up, so a request that fails is answered with the reason.
+    A client that gets no answer retries until its timeout, so a request that fails is answered with the reason.
     """
     while True:
         message = link.receive()

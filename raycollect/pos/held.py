@@ -46,18 +46,18 @@ def reading(
     has_left: Callable[[], bool] = lambda: False,
     limit_s: float = math.inf,
 ) -> Iterator[Container]:
-    """Holds off plans that write the tensors of a key; entering waits for those that do, as long as the key is held.
+    """Blocks plans that write the tensors of a key; entering waits for running ones, as long as the key is held.
 
     Args:
         store: The store.
-        key: The key, which may be freed or come to stand for other tensors meanwhile.
-        has_left: Whether whoever asked for the tensors does not wait any more.
+        key: The key; it may be freed or replaced meanwhile.
+        has_left: Returns whether the client has disconnected.
         limit_s: How long to wait, in seconds.
 
     Raises:
-        ConnectionLostError: `has_left` says so.
-        CollectiveTimeoutError: The limit is over.
-        RefusedError: As `find`.
+        ConnectionLostError: `has_left` returned True.
+        CollectiveTimeoutError: Timed out after `limit_s`.
+        RefusedError: See `find`.
     """
     while True:
         container = find(store, key)
@@ -74,7 +74,7 @@ def reading(
                 raise ConnectionLostError(detail="the client has ended the connection") from None
             continue
         try:
-            # Once more: the plan that was waited for may have failed, or the key may have been freed to be written.
+            # Again, as the plan may have failed meanwhile, or the key may have been freed.
             if find(store, key) is container:
                 yield container
                 return

@@ -11,7 +11,6 @@ import math
 import threading
 import time
 import weakref
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from raycollect.channel.messages import StoreStatistics
 from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, StoreFullError
 from raycollect.pos.container import Container
+from raycollect.pos.extents import Extents
 
 Range = tuple[int, int]
 """Addresses in memory: first byte, one past the last."""
@@ -244,8 +244,8 @@ class Store:
         if not self.dirty:
             return
         with self._changed:
-            whole = _joined(ranges)
-            for span in [d for d in self.dirty if any(r[0] <= d[0] and d[1] <= r[1] for r in whole)]:
+            whole = Extents(*ranges)
+            for span in [one for one in self.dirty if not whole.gaps(*one)]:
                 del self.dirty[span]
 
     def is_dirty(self, ranges: Sequence[Range]) -> bool:
@@ -320,16 +320,6 @@ def _drop(claims: list[Sequence[Range]], ranges: Sequence[Range]) -> None:
     del claims[next(i for i, held in enumerate(claims) if held is ranges)]
 
 
-def _joined(ranges: Sequence[Range]) -> list[Range]:
-    joined: list[Range] = []
-    for start, stop in sorted(ranges):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((start, stop))
-    return joined
-
-
 def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> bool:
     return any(_overlap(ranges, other) for other in others)
 
@@ -337,13 +327,8 @@ def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> 
 def _overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
     if len(some) * len(others) <= _FEW:
         return any(max(a[0], b[0]) < min(a[1], b[1]) for b in others for a in some)
-    joined = _joined([one for one in others if one[0] < one[1]])
-    starts = [start for start, _ in joined]
-    for start, stop in some:
-        at = bisect_left(starts, stop) - 1  # the last that begins before this one ends
-        if start < stop and at >= 0 and joined[at][1] > start:
-            return True
-    return False
+    whole = Extents(*others)
+    return any(whole.has_some(start, stop) for start, stop in some)
 
 
 def weak(owner: Any) -> Callable[[], Any]:

@@ -24,6 +24,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.member.participant import describe, this_participant
+from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holders, Member
@@ -40,13 +41,18 @@ TOLD_NBYTES, TOLD_S = 8 << 20, 0.1
 class _Agents:
     """What this process has of publications and subscriptions."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.lock = threading.Lock()
         self.sources: dict[str, tuple[int, dict[int, Source]]] = {}  # by name: the epoch, and by rank
         self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
 
 
-_agents = _Agents()
+@contextmanager
+def _locked() -> Iterator[_Agents]:
+    agents = this_runtime().part(_Agents, _Agents)
+    with agents.lock:
+        yield agents
+
 
 Attached = tuple[Member, Version | None]
 """Who a rank is, and the version that it shows already, of an earlier subscription of the same tensors."""
@@ -66,13 +72,13 @@ def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> li
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
     """This process has a rank of a publisher; those of earlier epochs end."""
     member, made = _member(actor, "publish"), Source(this_participant(), _held(key), layouts, rank, actor)
-    with _agents.lock:
-        known, sources = _sources(name)
+    with _locked() as agents:
+        known, sources = _sources(agents, name)
         if known > epoch:
             raise PublisherReplacedError(name=name, rank=rank, detail=f"epoch {known} has begun")
         if known < epoch:
             _close(sources)
-            _agents.sources[name] = epoch, sources
+            agents.sources[name] = epoch, sources
         elif rank in sources:  # of a publisher whose records are lost
             sources[rank].close()
         sources[rank] = made
@@ -147,10 +153,10 @@ def _failing(source: Source, version: Version, attempt: bytes, what: str) -> Ite
 
 def detach_source(actor: Any, name: str, epoch: int) -> None:
     """Ends what `attach_source` began."""
-    with _agents.lock:
-        known, sources = _sources(name)
+    with _locked() as agents:
+        known, sources = _sources(agents, name)
         if known == epoch:
-            del _agents.sources[name]
+            del agents.sources[name]
             _close(sources)
 
 
@@ -169,8 +175,8 @@ def attach_receiver(
     """
     member = _member(actor, "subscribe")
     made = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
-    with _agents.lock:
-        for of, known in _agents.receivers.items():
+    with _locked() as agents:
+        for of, known in agents.receivers.items():
             for at, one in list(known.items()):
                 if of == subscription or not made.where or one.where_now() != made.where:
                     continue
@@ -179,7 +185,7 @@ def attach_receiver(
                     made = one
                 else:
                     one.withdraw()
-        _agents.receivers.setdefault(subscription, {})[rank] = made
+        agents.receivers.setdefault(subscription, {})[rank] = made
     return member, made.state.shown
 
 
@@ -223,27 +229,27 @@ def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: fl
 
 def detach_receiver(actor: Any, subscription: str) -> None:
     """Ends what `attach_receiver` began; the tensors stay as they are."""
-    with _agents.lock:
-        _close(_agents.receivers.pop(subscription, {}))
+    with _locked() as agents:
+        _close(agents.receivers.pop(subscription, {}))
 
 
 def drop_receiver(actor: Any, subscription: str) -> None:
     """Ends an `attach_receiver` that came to nothing, as another rank refused: who is dirty stays so."""
-    with _agents.lock:
-        for one in _agents.receivers.pop(subscription, {}).values():
+    with _locked() as agents:
+        for one in agents.receivers.pop(subscription, {}).values():
             one.withdraw()
 
 
 def shown(subscription: str) -> tuple[bool, Version | None]:
     """Whether this process has a rank of a subscription, and the version that its methods see."""
-    with _agents.lock:
-        ranks = list(_agents.receivers.get(subscription, {}).values())
+    with _locked() as agents:
+        ranks = list(agents.receivers.get(subscription, {}).values())
     return bool(ranks), shown_by_all(one.state.shown for one in ranks)
 
 
 def _source(name: str, rank: int, version: Version) -> Source:
-    with _agents.lock:
-        known, sources = _sources(name)
+    with _locked() as agents:
+        known, sources = _sources(agents, name)
         source = sources.get(rank)
     where: dict[str, Any] = {"name": name, "version": str(version), "rank": rank}
     if known > version.epoch:
@@ -253,14 +259,14 @@ def _source(name: str, rank: int, version: Version) -> Source:
     return source
 
 
-def _sources(name: str) -> tuple[int, dict[int, Source]]:
+def _sources(agents: _Agents, name: str) -> tuple[int, dict[int, Source]]:
     """The epoch of a name here, and its ranks; the caller holds the lock."""
-    return _agents.sources.get(name, (0, {}))
+    return agents.sources.get(name, (0, {}))
 
 
 def _receiver(subscription: str, rank: int) -> Receiver:
-    with _agents.lock:
-        found = _agents.receivers.get(subscription, {}).get(rank)
+    with _locked() as agents:
+        found = agents.receivers.get(subscription, {}).get(rank)
     if found is None:
         raise VersionNotWholeError(
             name="", rank=rank, detail="its process was started anew, or others subscribed its tensors"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import ray
 
@@ -11,32 +10,6 @@ from raycollect import errors
 from tests.faults import inject
 from tests.faults.groups import assert_works
 from tests.support.actors import Plain, Worker, buffers
-
-BACKENDS = ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tensor_half_written_is_dirty_until_it_is_whole_again(actors, backend):
-    workers = actors(Worker, 2)
-    col.declare_collective_group(workers, backend=backend)
-    ray.get(workers[1].call.remote(inject.put, "after_kernel", "raise"))
-    refs = buffers(workers)
-    with pytest.raises(errors.KernelError):
-        col.allreduce_refs(refs)
-    with pytest.raises(errors.TensorDirtyError, match="rank 1"):
-        col.allreduce_refs(refs)
-    with pytest.raises(errors.TensorDirtyError):
-        col.get(refs[1])
-    with pytest.raises(errors.TensorDirtyError):  # by storage: another ref to the same memory
-        col.get(workers[1].get_buffer.remote())
-
-    def mend(self):
-        self.buffer[:] = 1
-        col.mark_written(self.buffer)
-
-    ray.get([worker.call.remote(mend) for worker in workers])
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 2))
 
 
 @pytest.mark.full

@@ -168,7 +168,6 @@ class Site:
         self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, holder), None, client)
         self.queue = Line(lambda task: task())
         info = {"participant": True, "actor": holder.actor, "actor_id": holder.actor_id, "incarnation": "i"}
-        self.finished_calls = self.methods.finished_calls
         self.fences = 0  # how many came
         self.calls = SubmittedCalls()
         actor = SimpleNamespace(_raycollect_run=self, _raycollect_fence=SimpleNamespace(options=self._fence_options))
@@ -269,7 +268,7 @@ class Site:
 
     def _end(self, ref: Ref, end: str) -> None:
         if end:
-            self.finished_calls.note(ref.binary()[:24], is_over=end == "sure")
+            self.methods.note(ref.binary()[:24], is_over=end == "sure")
 
     def _enter(self, came: Came, run: Callable[[], None]) -> None:
         with self._entering:  # what is noted is the order of the queue

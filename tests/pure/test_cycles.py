@@ -51,9 +51,9 @@ class Knot:
 def test_a_cycle_that_holds_what_matters_is_told_of():
     [told] = cycles.left(lambda: Knot([np.ones(1)]))
     assert "Knot" in told
-    assert told.endswith("HOLDS numpy.ndarray")
+    assert told.startswith("numpy.ndarray WITH ")
     [told] = cycles.left(lambda: Knot(kept(KernelError(detail="x"))))
-    assert told.endswith("HOLDS raycollect.errors.KernelError")
+    assert told.startswith("raycollect.errors.KernelError WITH ")
     assert cycles.left(lambda: Knot("nothing")) == []
     assert gc.isenabled()
     assert gc.garbage == []

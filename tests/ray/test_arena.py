@@ -1,4 +1,4 @@
-"""Tensors in shared memory, in real actors: every operation, one-sided reads, limits, and who may write what."""
+"""Tensors in shared memory, in real actors: one-sided reads, limits, and who may write what."""
 
 from __future__ import annotations
 
@@ -16,28 +16,8 @@ from raycollect.errors import ArenaFullError
 from raycollect.pos.segments import Segments
 from tests.support.actors import Plain, Worker
 
-torch = pytest.importorskip("torch")
-
-SIZES = (8191, 8192, 8193, 262_145)
-"""Elements of float32: around 32 KiB, from where on kernels work in place, and about a megabyte, odd."""
-
-GROUPS = ((2, "all", "numpy"), (3, "all", "torch"), (2, "last", "torch"), (3, "first", "numpy"))
-"""The number of ranks, whose tensors lie in an arena, and of which library they are."""
-
-COVERED = [
-    pytest.param(group, size, marks=[pytest.mark.full] * ((at + turn) % 2), id="-".join(map(str, (*group, size))))
-    for turn, group in enumerate(GROUPS)
-    for at, size in enumerate(SIZES)
-]
-"""Each group with every other size."""
-
+SIZE = 262_144  # elements of a megabyte
 ARENA, ORDINARY = "arena", "ordinary"
-PLACES = {"all": (ARENA,) * 3, "first": (ARENA, ORDINARY, ORDINARY), "last": (ORDINARY, ORDINARY, ARENA)}
-
-
-def values(giver, taker, size):
-    """What one rank gives another: small integers, so that sums are exact in float32; no two are alike."""
-    return (np.arange(size) % 251 + 1000 * giver + 100_000 * taker).astype(np.float32)
 
 
 def lies_in_arena(tensor):
@@ -46,17 +26,11 @@ def lies_in_arena(tensor):
     return Segments.current().locate(memory.ctypes.data, memory.nbytes) is not None
 
 
-def hold(self, place, library, given):
-    """Makes an array, or a list of them, where and as it is wanted. Runs inside the actor."""
-    if isinstance(given, list):
-        return [hold(self, place, library, one) for one in given]
-    if place == ARENA:
-        made = col.array(given, library=library)
-        assert lies_in_arena(made)
-        return made
-    made = np.array(given)
-    assert not lies_in_arena(made)
-    return torch.from_numpy(made) if library == "torch" else made
+def hold(place, given):
+    """Makes an array where it is wanted. Runs inside the actor."""
+    made = col.array(given) if place == ARENA else np.array(given)
+    assert lies_in_arena(made) == (place == ARENA)
+    return made
 
 
 def limited(text):
@@ -71,40 +45,6 @@ def crew(cluster):
     yield made
     for actor in made:
         ray.kill(actor)
-
-
-def lie_in_arena(self, value):
-    return all(map(lies_in_arena, value if isinstance(value, list) else [value]))
-
-
-@pytest.mark.parametrize(("group", "size"), COVERED)
-def test_collectives_of_tensors_in_arenas_and_outside(crew, tidy, group, size):
-    world, places, library = group
-    workers, places = crew[:world], (*PLACES[places][: world - 1], PLACES[places][-1])
-    col.declare_collective_group(workers)
-
-    def keep(given):
-        triples = zip(workers, places, given, strict=True)
-        return [actor.make.remote(hold, place, library, value) for actor, place, value in triples]
-
-    def check(refs, expected):
-        for found, wanted in zip(col.get(refs), expected, strict=True):
-            for tensor, array in zip(found, wanted, strict=True) if isinstance(wanted, list) else [(found, wanted)]:
-                assert torch.is_tensor(tensor) == (library == "torch")
-                np.testing.assert_array_equal(np.asarray(tensor), array)
-
-    given = [values(rank, 0, size) for rank in range(world)]
-    pieces = [[values(rank, taker, size) for taker in range(world)] for rank in range(world)]
-    refs, lists = keep(given), keep(pieces)
-    for made, expected in (
-        (col.allreduce_refs(refs, op="max", inplace=False), [given[-1]] * world),
-        (col.allgather_refs(None, refs), [given] * world),
-        (col.reducescatter_refs(None, lists), list(np.sum(pieces, axis=0))),
-    ):
-        check(made, expected)
-        assert all(ray.get([actor.call.remote(lie_in_arena, one) for actor, one in zip(workers, made, strict=True)]))
-    check(refs, given)
-    check(col.allreduce_refs(refs), [np.sum(given, axis=0)] * world)
 
 
 # ---------------------------------------------------------------------------------------------- reads
@@ -126,10 +66,10 @@ VIEWS = {"whole": lambda array: array, "gaps": stride, "turned": turn}
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("place", [ARENA, ORDINARY])
 def test_get_returns_a_copy(crew, tidy, place, view):
-    expected = VIEWS[view](values(0, 0, SIZES[-1] - 1))
+    expected = VIEWS[view](np.arange(SIZE, dtype=np.float32))
 
     def keep(self, place, array, view):
-        self.held = VIEWS[view](hold(self, place, "numpy", array))
+        self.held = VIEWS[view](hold(place, array))
         return self.held
 
     def scribble(self, read):
@@ -137,7 +77,7 @@ def test_get_returns_a_copy(crew, tidy, place, view):
         read[...] = -1
         return found, read
 
-    ref = crew[0].make.remote(keep, place, values(0, 0, SIZES[-1] - 1), view)
+    ref = crew[0].make.remote(keep, place, np.arange(SIZE, dtype=np.float32), view)
     found = col.get(ref)
     np.testing.assert_array_equal(found, expected)
     found[...] = -1
@@ -194,7 +134,7 @@ def test_readers_see_whole_tensors_while_they_are_reduced(crew, actors, seed):
     (other,) = actors(Worker, 1)
 
     def keep(self, place, view):
-        return VIEWS[view](hold(self, place, "numpy", np.full(size, begin, np.uint64)))
+        return VIEWS[view](hold(place, np.full(size, begin, np.uint64)))
 
     kinds = [(place, view) for place in (ARENA, ORDINARY) for view in ("whole", "gaps")]
     refs = {kind: [actor.make.remote(keep, *kind) for actor in crew] for kind in kinds}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.support.actors import Plain, Worker, found, hold, spread
+from tests.support.actors import Plain, Worker, found, spread
 from tests.support.checks import nothing_sent
 from tests.support.waiting import wait_until
 
@@ -52,40 +51,6 @@ def test_outputs_of_a_batched_call_are_operands_of_later_ones(trio, submits):
     assert found(lists) == [[[rank, 10 * rank] for rank in range(3)]] * 3
     assert found(scattered) == [[rank, 10 * rank] for rank in range(3)]
     assert batch.refs[2] == batch.refs[1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_batches_over_overlapping_groups_are_program_order(actors, seed):
-    """Groups without a member in common, with one, and one in the other; the consistency check may be nobody's."""
-    rng = random.Random(seed)
-    workers = actors(Worker, 5)
-    groups = {"left": (0, 1, 2), "right": (2, 3), "far": (4, 3), "all": (3, 1, 0, 2)}
-    for name, members in groups.items():
-        col.declare_collective_group([workers[at] for at in members], group_name=name)
-    values = {(at, i): np.array([at + 1.0, i, at * i], np.float32) for at in range(5) for i in range(3)}
-    refs = {place: hold(workers[place[0]], value) for place, value in values.items()}
-    for _ in range(3):
-        with col.batch(staging_nbytes=rng.choice([0, 32 << 20])):
-            for _ in range(rng.randint(1, 12)):
-                name = rng.choice(sorted(groups))
-                members = groups[name]
-                places = [(at, rng.randrange(3)) for at in members]
-                used = [refs[place] for place in places]
-                kind = rng.choice(["allreduce", "broadcast", "send"])
-                if kind == "allreduce":
-                    col.allreduce_refs(used, name, "max")
-                    top = np.maximum.reduce([values[place] for place in places])
-                    values.update((place, top) for place in places)
-                elif kind == "broadcast":
-                    root = rng.randrange(len(members))
-                    col.broadcast_refs(used, root, name)
-                    values.update((place, values[places[root]]) for place in places)
-                else:
-                    source, target = rng.sample(places, 2)
-                    col.send_ref(refs[source], refs[target], name)
-                    values[target] = values[source]
-        for place, value in values.items():
-            np.testing.assert_array_equal(col.get(refs[place]), value)
 
 
 def test_groups_are_derived_in_the_block(actors):

@@ -206,16 +206,13 @@ def test_blocks_in_blocks(learners, submits):
 
 
 class Odd(Learning):
-    """Methods that a step can't call, or whose values it can't give back."""
+    """Methods that a step can't call so."""
 
     def items(self):
         yield np.zeros(1)
 
     def named(self, first, *, second=2):
         return first, second
-
-    def strange(self):
-        return {1, 2}
 
 
 Odd_ = reusable(ray.remote(Odd))
@@ -254,41 +251,6 @@ def test_methods_are_checked_when_they_are_recorded(pair, submits):
             assert error.violations[0].expected == "named(first, *, second=2)"
             assert "the call: list of arguments is not what named of Odd(" in str(error)
         refused(errors.InvalidArgumentError, "called already", lambda step: step.call(ref))
-
-
-# ---------------------------------------------------------------------------------------------- results
-
-
-def test_runs_return_arguments_and_constants_too(pair):
-    array = np.arange(5.0)
-    with col.capture() as step:
-        rate = step.argument("rate", 1)
-        loss = step.call(pair[0].loss)
-        step.returns({"loss": loss, "rate": rate, "name": "a", "none": None, "more": (1, [array, 2j])})
-    for given, expected in (({}, 1), ({"rate": [2]}, [2])):
-        run = step.run(async_op=True, **given).wait()
-        for got in (step.run(**given), run):
-            assert (got["loss"], got["rate"], got["name"], got["none"]) == (5.0, expected, "a", None)
-            one, (copy, number) = got["more"]
-            assert (one, number) == (1, 2j)
-            np.testing.assert_array_equal(copy, array)
-            assert copy is not array
-    with col.capture() as other:
-        other.returns(None)
-        other.call(pair[0].loss)
-    assert other.run() is None
-
-
-def test_results_that_can_not_travel(pair):
-    with col.capture() as step:
-        step.returns([step.call(pair[1].loss), step.call(pair[0].strange)])
-    with pytest.raises(errors.MethodError, match="returned a value of type set") as caught:
-        step.run()
-    assert (caught.value.op, caught.value.call, caught.value.raised) == ("strange", 1, "")
-    assert "ordinary method" in str(caught.value)
-    with pytest.raises(errors.CaptureBrokenError) as broken:
-        step.run()
-    assert repr(broken.value.__cause__) == repr(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------- errors

@@ -15,17 +15,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.support.actors import Worker, block, filled
+from tests.support.actors import Worker, block
 from tests.support.checks import refused
-
-
-def test_output_refs_chain(trio):
-    outs = col.allreduce_refs(filled(trio, (1, 2, 4)), inplace=False)
-    again = col.allreduce_refs(outs)
-    np.testing.assert_array_equal(col.get(again[0]), np.full(7, 21))
-    for out in (outs[0], outs[2]):  # the last is a copy from another participant
-        ray.get(trio[0].set_buffer.remote(out))
-        np.testing.assert_array_equal(ray.get(trio[0].read.remote()), np.full(7, 21))
 
 
 def test_one_rank_alone(actors):
@@ -39,28 +30,6 @@ def test_one_rank_alone(actors):
 
 
 # ---------------------------------------------------------------------------------------------- groups
-
-
-def test_ranks_come_from_the_declaration(actors):
-    a, b, c = actors(Worker, 3)
-    group = col.declare_collective_group([a, b, c], world_size=3, ranks=[2, 0, 1], backend="shm", group_name="g")
-    assert group.actors == (b, c, a)
-    refs = filled([a, b, c], (1, 2, 4))
-    assert col.broadcast_refs(refs, src_rank=2, group_name="g") == [refs[1], refs[2], refs[0]]
-    np.testing.assert_array_equal(col.get(refs[1]), np.full(7, 1))
-
-
-def test_destroying_leaves_the_actors_and_frees_the_name(actors):
-    a, b = actors(Worker, 2)
-    group = col.declare_collective_group([a, b])
-    assert group.status().state == "alive"
-    assert "alive" in repr(group)
-    col.destroy_collective_group()
-    assert group.status().state == "destroyed"
-    col.declare_collective_group([b, a])
-    refs = [a.get_buffer.remote(), b.get_buffer.remote()]
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
 
 
 def part(giver, taker=0, size=5):
@@ -124,20 +93,6 @@ def test_nothing_is_left_behind(actors, own_folder):
 
 
 # ---------------------------------------------------------------------------------------------- order, async
-
-
-def test_await(actors):
-    a, b = actors(Worker, 2)
-    col.declare_collective_group([a, b])
-    refs = [a.get_buffer.remote(), b.get_buffer.remote()]
-
-    async def both():
-        first = col.allreduce_refs(refs, async_op=True)
-        second = col.allreduce_refs(refs, async_op=True)
-        return await asyncio.gather(first, second)
-
-    assert asyncio.run(both()) == [refs, refs]
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 4))
 
 
 def test_await_needs_no_thread_of_the_default_pool_of_the_loop(actors):

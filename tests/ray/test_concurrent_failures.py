@@ -63,21 +63,6 @@ def test_a_participant_that_dies_while_one_waits(make_group, gate, victim):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_call_waits_for_the_methods_that_return_its_operands(make_group, gate, threads):
-    workers, refs = make_group(3, threads)
-    late = workers[1].make.remote(wait_in, gate)
-    work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)
-    behind = col.allreduce_refs(refs, async_op=True)
-    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
-        behind.wait(timeout_s=0.3)
-    assert not work.done()
-    ray.get(gate.open.remote())
-    work.wait()
-    behind.wait()
-    np.testing.assert_array_equal(col.get(late), np.full(10, 9))
-
-
-@pytest.mark.parametrize("threads", [1, 4])
 def test_get_waits_for_the_calls_that_write_a_tensor_and_no_longer_than_it_may(make_group, gate, threads):
     workers, refs = make_group(2, threads)
     handle = ray.get(refs[0])

@@ -218,7 +218,7 @@ def _begin(actor):
 
 def _end(actor):
     """What a participant leaves to the collector, once its lease has ended and the connection is closed."""
-    here = this_runtime().find(Participant)
+    here = this_runtime()._parts.get(Participant)
     if here is not None:
         assert wait_until(lambda: here._lease is None and len(here._server._loop.owned) <= 1)  # the server's own
     return cycles.end()

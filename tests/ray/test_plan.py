@@ -39,21 +39,6 @@ def unchanged(refs):
     return all(np.all(array == 1) for array in col.get(refs))
 
 
-def test_an_operation_is_explained_and_not_run(pair):
-    refs = [made(worker, 1000) for worker in pair]
-
-    found = col.plan(col.allreduce_refs, refs, op="max")
-
-    (row,) = found.rows
-    assert (row.op, row.group, row.backend, row.ranks) == ("allreduce max", "default", "shm", (0, 1))
-    assert (row.tensors, row.dtypes, row.nbytes) == (1, ("float32",), 4000)
-    assert (found.participants, found.launches, found.agreement) == (2, 1, "default")
-    assert "allreduce max" in found.explain()
-    assert unchanged(refs)
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(1000, 2, np.float32))
-
-
 def test_a_function_is_explained_as_one_batch(pair):
     refs = [made(worker, 10) for worker in pair]
     others = [made(worker, 20) for worker in pair]

@@ -1,4 +1,4 @@
-"""Plans of the driver, and what ends them early: calls of the members that are out of step, and a caller's cancel."""
+"""Plans of the driver beside calls of the members that are out of step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import time
 
 import numpy as np
 import pytest
-import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.support.actors import Worker, block, told
+from tests.support.actors import Worker, told
 
 WORLD, ODD = 3, 1
 
@@ -34,25 +33,6 @@ def summed(self):
     tensor = np.ones(3)
     col.allreduce(tensor)
     return list(tensor)
-
-
-def test_a_cancelled_plan_ends_the_wait_of_its_ranks(trio, actors, gate):
-    """The wait ends with the cancel, not with the time limit. The rank that was awaited finds nothing to do."""
-    busy = block(trio[ODD], gate)
-    refs = [worker.make.remote(lambda self: np.ones(5)) for worker in trio]
-    work = col.allreduce_refs(refs, async_op=True, timeout_s=60)
-    ray.wait([refs[0], refs[2]], num_returns=2)
-
-    began_s = time.monotonic()
-    assert work.cancel()
-    with pytest.raises(errors.PlanAbortedError):
-        work.wait()
-    ray.get([trio[rank].read.remote() for rank in (0, 2)])  # behind the plan, which they abandon when they hear of it
-
-    assert time.monotonic() - began_s < 30
-    ray.get([gate.open.remote(), busy])
-    for found in col.get(refs):
-        np.testing.assert_array_equal(found, np.ones(5))
 
 
 @pytest.mark.parametrize("callers", [(ODD,), (0, 2)], ids=["one", "two"])

@@ -18,7 +18,7 @@ import raycollect as col
 from raycollect.driver import dispatch
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.member import plan_queue
-from raycollect.member.finished_calls import KEPT
+from raycollect.member.methods import KEPT
 from tests.support.actor_pool import reusable
 
 SLOW_S = 0.02  # how long a method takes: whoever does not wait for it sees what was before

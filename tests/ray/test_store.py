@@ -249,7 +249,7 @@ def test_store_is_bounded_without_reference_counts_of_ray(actors):
         from raycollect.member import participant
         from raycollect.member.runtime import this_runtime
 
-        assert this_runtime().find(participant.Participant) is None
+        assert this_runtime()._parts.get(participant.Participant) is None
         ray_internals.on_last_ref = lambda ref, callback: False
         participant.STORE_LIMIT_WITHOUT_TOKENS = 3
 

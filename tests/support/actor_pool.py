@@ -86,7 +86,7 @@ def _reset(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     if not wait_until(lambda: not _is_busy(), METHOD_TIMEOUT_S):
         return False
     runtime = of_process._process.runtime
-    participant = None if runtime is None else runtime.find(Participant)
+    participant = None if runtime is None else runtime._parts.get(Participant)
     if participant is not None:
         if not wait_until(lambda: participant._lease is None, timeout_s):  # its controller's goodbye is on its way
             return False

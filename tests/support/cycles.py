@@ -7,7 +7,7 @@ import mmap
 import socket
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +41,22 @@ def begin() -> None:
 
 
 def end() -> list[str]:
-    """The cycles that have been left meanwhile, of those that hold what is ours or what matters."""
+    """What was left meanwhile to the collector of what is ours or what matters, and what it was left with."""
     before = gc.get_debug()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
-        return sorted(_told(gc.garbage))
+        garbage = list(gc.garbage)
+        # Arrays and refs can't be in cycles themselves, and are no garbage of their own
+        garbage += [to for one in garbage for to in gc.get_referents(one) if not gc.is_tracked(to)]
+        held = {_name(one) for one in garbage if _matters(one)}
+        others = {_name(one) for one in garbage} - held
+        return [f"{one} WITH {', '.join(sorted(others))}" for one in sorted(held)]
     finally:
         gc.set_debug(before)
         gc.garbage.clear()
         gc.enable()
         gc.collect()
-
-
-def _told(garbage: list[Any]) -> Iterator[str]:
-    known = {id(one): one for one in garbage}
-    edges = {id(one): [id(to) for to in gc.get_referents(one) if id(to) in known] for one in garbage}
-    for one in garbage:  # arrays and refs can't be in cycles themselves, and are no garbage of their own
-        for to in gc.get_referents(one):
-            if not gc.is_tracked(to) and _matters(to):
-                known[id(to)] = to
-                edges[id(to)] = []
-                edges[id(one)].append(id(to))
-    for cycle in _cycles(edges):
-        held = sorted({_name(known[one]) for one in _reach(edges, cycle) if _matters(known[one])})
-        if held:
-            yield f"{', '.join(sorted({_name(known[one]) for one in cycle}))} HOLDS {', '.join(held)}"
 
 
 def _matters(one: Any) -> bool:
@@ -85,53 +75,6 @@ def _name(one: Any) -> str:
     if isinstance(one, (types.FunctionType, types.MethodType)):
         return f"function {one.__qualname__}"
     return f"{type(one).__module__}.{type(one).__qualname__}"
-
-
-_Edges = dict[int, list[int]]
-
-
-def _reach(edges: _Edges, start: list[int]) -> set[int]:
-    seen, left = set(start), list(start)
-    while left:
-        new = [to for to in edges[left.pop()] if to not in seen]
-        seen.update(new)
-        left += new
-    return seen
-
-
-def _cycles(edges: _Edges) -> Iterator[list[int]]:
-    """The strongly connected parts, by Tarjan's algorithm."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    work: list[tuple[int, Iterator[int]]] = []
-
-    def enter(node: int) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        work.append((node, iter(edges[node])))
-
-    for root in edges:
-        if root not in index:
-            enter(root)
-        while work:
-            node, rest = work[-1]
-            to = next(rest, None)
-            if to is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    at = stack.index(node)
-                    part = stack[at:]
-                    del stack[at:]
-                    low.update(dict.fromkeys(part, len(edges)))  # of no cycle that is still looked at
-                    if len(part) > 1 or node in edges[node]:
-                        yield part
-            elif to not in index:
-                enter(to)
-            else:
-                low[node] = min(low[node], low[to])
 
 
 def fails(kinds: Any, call: Callable[..., object], *args: Any, **options: Any) -> None:

@@ -74,7 +74,6 @@ def _listen(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, arriv
     try:
         server = Server(host, secret, arrivals, local=local, expected=spec.world_size)
     except (OSError, ValueError) as exc:
-        sockets.close([] if local is None else [local])
         detail = f"backend 'tcp': rank {rank} can't listen on {host!r}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
     try:

@@ -2,7 +2,7 @@
 
 A message on the wire is an array in msgpack's format: its name, and its fields in order. To add one, derive a class
 from `Message`: it is exported here, and the tests take it from `MESSAGES`. `Broken` may come from either end; `Drop`,
-`Publish`, `Ask` and `Answer` go from a member to the coordinator, and from there to other members.
+`Publish`, `Ask`, `Answer` and `Gone` go from a member to the coordinator, and from there to other members.
 
 `seq` is a plan's number in its controller's order; in `Arrive` and `Arrivals` it is that of one launch. `error` is what
 `raycollect.errors.to_wire` made. The coordinator of a group is its controller, or rank 0 where the members formed the

@@ -81,8 +81,10 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "203.0.113.7"])
 def test_a_host_that_is_not_this_one_is_refused(host: str) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(BackendUnavailableError, match="can't listen"):
         tcp.create(Joining(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_the_connections_find_out_about_dead_hosts() -> None:

@@ -398,7 +398,7 @@ def end(peer: ParticipantLink, why: str) -> None:
 
 
 TO_CONTROLLER = (
-    *("Arrive", "Done", "Waiting", "Joined", "Publish", "Meet", "Stuck", "Drop", "Ran", "Behind", "Keeps"),
+    *("Arrive", "Done", "Waiting", "Joined", "Publish", "Meet", "Stuck", "Drop", "Gone", "Ran", "Behind", "Keeps"),
     *("Surveyed", "Ticked", "Collected", "Measured"),
 )
 

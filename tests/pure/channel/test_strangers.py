@@ -274,6 +274,3 @@ def test_one_that_finds_no_more_descriptors_is_told_of_once(
     rig.close()
     assert len(warnings_in(caplog)) == 2
     assert "Too many open files" in warnings_in(caplog)[0]
-
-
-# ---------------------------------------------------------------------------------------------- the data plane

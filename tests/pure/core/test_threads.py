@@ -159,6 +159,18 @@ def test_a_socket_that_was_closed_meanwhile_is_not_looked_at_again(monkeypatch: 
     theirs.close()
 
 
+def test_a_loop_that_does_not_end_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    Loop("raycollect-test").close()
+    assert told(caplog) == []
+    monkeypatch.setattr(loop, "_JOIN_TIMEOUT_S", 0.05)
+    made, go_on = Loop("raycollect-test"), threading.Event()
+    made.call_soon(lambda: go_on.wait(WAIT_S) and None)
+    made.close()
+    assert told(caplog) == ["raycollect-test does not end: one of its callbacks blocks"]
+    go_on.set()
+    made.close()
+
+
 # ---------------------------------------------------------------------------------------------- diagnostics
 
 

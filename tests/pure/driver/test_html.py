@@ -207,5 +207,6 @@ def test_many_tensors_are_counted(count):
     shown = handle(Structure("list", (), (TENSOR,) * count), *(tensor(3) for _ in range(count)))._repr_html_()
     read(shown)
     assert shown.count("float32") == min(count, 20)
+    assert "[0]" in read(shown), "where it is in the list"
     assert (f"... {count - 20} more" in shown) == (count > 20)
     assert len(shown) < 12_000

@@ -132,7 +132,7 @@ def test_a_bundle_counts_with_its_collectives_and_kernels_share_that() -> None:
 
 def test_rounds_in_messages_count_for_the_exchange_and_a_barrier_has_no_bytes() -> None:
     rounds = [move(30), move(70)]
-    packed = tuple(Packed(*one, cast(Any, None)) for one in rounds)
+    packed = tuple(Packed(0, "g", (0, 1), one.kernels, cast(Any, None)) for one in rounds)
     exchange = Boxes(0, "g", (0, 1), tuple(one.kernels[0] for one in rounds), packed, cast(Any, None))
     extent = ByteMap(script((100, (exchange,)), (50, (move(50),))))
     assert [extent.at(one, 1, 0.5).done for one in packed] == [15, 65]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from raycollect.backends import arrays
 from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.core.model import OpKind
 from raycollect.driver.plan_tracker import PlanTracker
@@ -16,6 +18,8 @@ from raycollect.planner.passes import plan_part
 from raycollect.planner.template import Role
 from raycollect.planner.verify import verify
 from tests.pure.driver.tracked_plans import SEQ, asked, flying, group
+from tests.pure.engine.convoys import allreduces, convoy_of
+from tests.pure.fleet import WAIT_S, FailAt
 from tests.support.values import replace
 
 
@@ -157,3 +161,26 @@ def test_who_comes_twice_or_to_another_round_is_refused():
     plain = flying(asked(group("team", (0, 1)), (0, 1)))
     with pytest.raises(ProtocolError, match="no round 0"):
         come(plain, 0)
+
+
+# ---------------------------------------------------------------------------------------------- what a failure leaves
+
+
+@pytest.mark.parametrize("turn", ["first", "repeated"])
+@pytest.mark.parametrize("point", ["before_kernel", "after_kernel", "before_commit", "after_commit"])
+def test_an_operand_is_half_written_only_after_the_commit(point: str, turn: str) -> None:
+    with convoy_of(2) as convoy:
+        values = [np.full(3, rank + 1.0) for rank in range(2)]
+        (request,) = allreduces(convoy, [values])
+        planned = plan([replace(request, snapshot=True)], convoy.memberships)
+        if turn == "repeated":
+            assert all(future.result(WAIT_S).error is None for future in convoy.start(planned).values())
+        before = [value.copy() for value in values]
+        convoy.faults = fault = FailAt(point=point, rank=1)
+        outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
+        assert fault.consumed == 1
+        assert isinstance(outcomes[1].error, KernelError)
+        is_over = point == "after_commit"
+        assert convoy.stores[1].is_dirty([arrays.byte_range(values[1])]) == is_over
+        for value, was in zip(values, before, strict=True):
+            assert is_over or np.array_equal(value, was)

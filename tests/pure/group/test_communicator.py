@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from raycollect.errors import (
     RaycollectError,
 )
 from raycollect.group import member_communicator
+from raycollect.group.coordinator_client import State
 from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
 
@@ -185,3 +187,34 @@ def test_all_make_new_communicators_where_one_rank_has_none_left(
     assert _all_call(here) == [1] * WORLD
     assert not any(here.made[rank] is made[rank] for rank in range(WORLD))
     assert all("close" in one.told for one in made)
+
+
+@pytest.mark.parametrize("kind", [Plain, Seeing])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_ranks_do_in_their_calls_they_meet_in_the_next_one(
+    table: Callable[..., Table], kind: type[Plain], seed: int
+) -> None:
+    """Some are late, some fail before or after the agreement, each at its own time."""
+    rng, here = random.Random(seed), table(kind)
+    ends: list[Callable[[], Outcome]] = [
+        Outcome,
+        Outcome,
+        lambda: Outcome(error=KernelError(detail="no memory")),
+        lambda: Outcome(error=InternalError(detail="odd")),
+        lambda: Outcome(error=PlanAbortedError(detail="a rank has left")),
+        lambda: _raise(KeyboardInterrupt()),
+    ]
+    for _ in range(4):
+        calls = []
+        for rank in rng.sample(range(WORLD), rng.randint(1, WORLD)):
+            call = Call(here.process_groups[rank], rng.choice(ends), timeout_s=0.1)
+            call.go.set()
+            calls.append(here.start(call))
+        for future in calls:
+            future.exception(WAIT_S)
+        assert len(set(_all_call(here))) == 1
+    assert {communicator.communicator("all").client.state for communicator in here.process_groups} == {State.OK}
+
+
+def _raise(error: BaseException) -> Outcome:
+    raise error

@@ -130,7 +130,7 @@ def test_a_signal_stays_one_where_the_coordinator_is_gone(table: Callable[..., T
         raise KeyboardInterrupt if isinstance(message, Meet) else ConnectionLostError(detail="gone")
 
     with patch.object(client, "send", send), pytest.raises(KeyboardInterrupt):
-        client.meet(client.begin(), "form", b"", WAIT_S)
+        client.meet(client.begin("join", 0.0, WAIT_S), "form", b"", WAIT_S)
     assert [type(one) for one in sent] == [Meet, Withdraw]  # the bytes may be on their way
 
 

@@ -20,9 +20,30 @@ def declare(*, world_size: Any = None, **how: Any) -> Declaration:
 
 def test_the_world_size_may_be_a_number_of_numpy() -> None:
     assert len(declare(world_size=np.int64(1)).actors) == 1
-    for wrong in (np.int64(2), True, 1.0, np.ones(2)):
+    for wrong in (np.int64(2), 0, -1, 3, True, 1.0, np.ones(2), [2]):
         with pytest.raises(InvalidGroupError, match=r"world_size is .*, but there are 1 actors"):
             declare(world_size=wrong)
+
+
+def test_all_that_is_wrong_is_told() -> None:
+    pair = [DriverHandle(SimpleNamespace(hex=lambda name=name: name), name, dict, object) for name in "ab"]
+    assert Declaration.of(pair, 2, [1, 0], "tcp", "g", environ={}).actors == (pair[1], pair[0])
+    for ranks in ([0, 2], [0, -1], [0, 0], [0], [0, 1, 2], [0, None], "01", 7):
+        with pytest.raises(InvalidGroupError, match="permutation of 0 to 1"):
+            Declaration.of(pair, 2, ranks, "tcp", "g", environ={})
+    for actors, said in (
+        ([], "empty"),
+        ([pair[0]] * 2, "more than once"),
+        ([object], "handle"),
+        (pair[0], "not a list"),
+    ):
+        with pytest.raises(InvalidGroupError, match=said):
+            Declaration.of(actors, None, None, "tcp", "g", environ={})
+    for name in ("", "\ud800", "x" * 1001, b"x", None, 3):
+        with pytest.raises(InvalidGroupError, match="group_name is"):
+            Declaration.of(pair, None, None, "tcp", name, environ={})
+    with pytest.raises(InvalidGroupError, match=r"world_size.*permutation.*group_name.*backend is 3.*gloo_timeout"):
+        Declaration.of(pair, 4, [1, 1], 3, "", gloo_timeout=0, environ={})
 
 
 def test_a_time_limit_that_is_too_long_is_told_how_long_it_may_be() -> None:

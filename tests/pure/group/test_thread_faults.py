@@ -105,7 +105,7 @@ def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: py
     """If all looking fails, it is done again. If only the look at the process fails, the answer says so."""
     monkeypatch.setattr(timers, "AGAIN_S", 0.01)
     desk, answered = Desk(1), threading.Event()
-    desk.the_communicator.call = 0
+    desk.client.call = None
     desk.on_send = lambda message: answered.set()
     with fail_at(holder, "look" if holder is watchdog.Watchdog else "what_runs", thread="raycollect-timer"):
         desk.watchdog.received(QUESTION)

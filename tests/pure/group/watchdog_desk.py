@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from raycollect.channel.messages import Answer, Ask, Message
-from raycollect.group.coordinator_client import Position
+from raycollect.group.coordinator_client import Call, Position
 from raycollect.group.group_member import GroupMember
 from raycollect.group.watchdog import Watchdog
 
@@ -16,7 +16,7 @@ HERE = Position("generation", 4)
 
 
 class Desk:
-    """The communicators of rank 0 of three, or of another one."""
+    """The watchdog of rank 0 of three, or of another one."""
 
     def __init__(self, rank: int = 0) -> None:
         spec: Any = SimpleNamespace(name="g", group_id="id", world_size=3)
@@ -24,27 +24,19 @@ class Desk:
         self.sent: list[Any] = []
         self.on_send: Callable[[Any], None] = lambda message: None
         ranks = (0, 1, 2)
-        self.the_communicator: Any = SimpleNamespace(
-            name="all", ranks=ranks, op="allreduce", call=5, since_s=time.monotonic() - 2.5, position=HERE
-        )
-        self.watchdog = Watchdog(self.member, self)
+        call = Call(5, "allreduce", time.monotonic() - 2.5, 30.0)
+        self.client: Any = SimpleNamespace(name="all", ranks=ranks, call=call, position=HERE)
+        self.watchdog = Watchdog(self.member)
+        self.watchdog.clients["all"] = self.client
 
     def send(self, message: Message) -> None:
         assert isinstance(message, Ask | Answer)
         self.sent.append(message)
         self.on_send(message)
 
-    def communicator(self, name: str) -> Any:
-        assert name == "all"
-        return self.the_communicator
-
-    @property
-    def communicators(self) -> list[Any]:
-        return [self.the_communicator]
-
     def asked(self, ranks: list[int]) -> tuple[Any, ...]:
         """What `reports` gives where these are late."""
-        return self.watchdog.reports(self.the_communicator, ranks, HERE)
+        return self.watchdog.reports(self.client, ranks, HERE)
 
 
 QUESTION = Ask(group_id="id", communicator="all", ranks=[1])

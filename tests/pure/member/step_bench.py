@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,6 +24,7 @@ from raycollect.errors import (
 from raycollect.member.captured_steps import (
     CapturedStep,
 )
+from raycollect.member.executor import Executor
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Recorder
 from raycollect.pos import Store
@@ -99,9 +101,10 @@ class Bench:
         replay = StepRunner(
             script.step_program, script.values, self.actor.invoke, instruments, communicators or no_group
         )
-        tell = self.send, self.fail, self.wait_for_call
+        reporter = SimpleNamespace(tell_failure=self.fail)
+        executor = Executor(self.sequencer, cast(Any, reporter), self.wait_for_call)
         shared = threads.pool("raycollect-capture", 1)
-        self.captured = CapturedStep(replay, cast(Any, post), self.sequencer, turn, *tell, shared)
+        self.captured = CapturedStep(replay, cast(Any, post), executor, turn, self.send, shared)
         self.runner = replay
 
     def wait_for_call(self, task: bytes, seq: int) -> None:

@@ -18,6 +18,7 @@ from raycollect.core import timers
 from raycollect.engine.run import Outcome
 from raycollect.errors import (
     GroupBrokenError,
+    GroupExistsError,
     MismatchError,
     PlanAbortedError,
     ProtocolError,
@@ -129,6 +130,9 @@ def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.Monk
     assert "members of the group have changed" in str(old.broken())
     assert set(made._groups.by_id) == {"the next"}
     assert not [one for one in heard.messages if getattr(one, "error", None)]
+    made.received(join(group_id="another"))
+    taken = next(one.error for one in heard.messages if isinstance(one, Joined) and one.error)
+    assert isinstance(from_wire(taken), GroupExistsError), "which is none of the two"
     made.end("the test is over")
     assert groups.find("g") is None
 

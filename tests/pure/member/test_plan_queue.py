@@ -17,8 +17,7 @@ from raycollect.channel.messages import Listens, Order
 from raycollect.core import threads
 from raycollect.core.model import UNKNOWN_TASK
 from raycollect.errors import ProtocolError
-from raycollect.member import finished_calls, plan_queue
-from raycollect.member.finished_calls import FinishedCalls
+from raycollect.member import methods, plan_queue
 from raycollect.member.methods import Methods
 from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.sequencer import PlanSequencer
@@ -135,7 +134,7 @@ def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:
 
 
 def test_a_run_behind_an_unknown_call_waits_for_the_actor_task_and_asks_nobody(desk: Desk) -> None:
-    desk.queue._finished_calls._changed = watched = WatchedCondition()  # type: ignore[assignment]
+    desk.queue._methods._changed = watched = WatchedCondition()  # type: ignore[assignment]
     for seq in (3, 4):  # to know one tells nothing of the next
         waits = threads.apart(desk.queue.wait_for_call, UNKNOWN_TASK, seq)
         assert watched.someone_waits()
@@ -148,8 +147,8 @@ def test_a_run_behind_an_unknown_call_waits_for_the_actor_task_and_asks_nobody(d
 
 def test_threads_that_note_the_ends_of_calls_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that has ended would raise what comes of it."""
-    monkeypatch.setattr(finished_calls, "KEPT", 16)
-    made, begin = FinishedCalls(), threading.Barrier(3)
+    monkeypatch.setattr(methods, "KEPT", 16)
+    made, begin = Methods(), threading.Barrier(3)
 
     def note(who: int) -> None:
         begin.wait(WAIT_S)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -20,9 +19,12 @@ from raycollect.channel import Hub, Link
 from raycollect.channel.messages import (
     Abort,
     Done,
+    Gone,
     Join,
     Joined,
     Leave,
+    Measure,
+    Measured,
     Message,
     Order,
     Publish,
@@ -31,7 +33,8 @@ from raycollect.channel.messages import (
     Welcome,
 )
 from raycollect.core.model import GroupSpec, Member
-from raycollect.errors import ChannelError, PlanAbortedError, from_wire
+from raycollect.errors import ChannelError, CollectiveTimeoutError, PlanAbortedError, from_wire
+from raycollect.group.bootstrap_store import DirectoryBulletin
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.membership import membership_of
 from raycollect.member import init
@@ -110,12 +113,16 @@ class Driver:
         self.coordinator = Coordinator(spec.group_id, spec.world_size)
         self.told: list[SimpleQueue[Any]] = [SimpleQueue() for _ in participants]
         self.ends: SimpleQueue[tuple[int, Done]] = SimpleQueue()
-        self.links: list[Link] = []
         self._lock = threading.Lock()
-        for rank, info in enumerate(infos):
-            hello = {"controller": "me", "description": "a test"}
-            self.links.append(hub.connect(info["address"], hello, _End(self, rank), WAIT_S))
-            self.hear(rank, Welcome)
+        self._hub = hub
+        self.links: list[Link] = [self.connect(rank) for rank in range(len(members))]
+
+    def connect(self, rank: int) -> Link:
+        """Leases a participant."""
+        hello = {"controller": "me", "description": "a test"}
+        link = self._hub.connect(self.group.members[rank].address, hello, _End(self, rank), WAIT_S)
+        self.hear(rank, Welcome)
+        return link
 
     def join(self) -> None:
         for rank, link in enumerate(self.links):
@@ -134,6 +141,13 @@ class Driver:
             rank, done = self.ends.get(timeout=WAIT_S)
             assert (done.seq, done.error) == (seq, None)
             missing.difference_update(done.ranks or [rank])
+
+    def wait_for_begin(self, seq: int, rank: int) -> None:
+        """Waits until a plan has its turn on a rank."""
+        has_begun = False
+        while not has_begun:
+            self.links[rank].send(Measure(request=1, seq=seq))
+            has_begun = self.hear(rank, Measured).has_begun
 
     def error(self, seq: int, rank: int) -> Any:
         """The error with which a plan has ended on a rank."""
@@ -208,6 +222,7 @@ def test_a_plan_that_waits_for_a_method_of_another_process_ends_in_time_and_what
     drives.join()
     with made[0].methods.lock:
         drives.send_plan(1, 0)
+        drives.wait_for_begin(1, 0)
         drives.links[0].send(Abort(seq=1, reason="it took too long"))
         error = drives.error(1, 0)
         assert isinstance(error, PlanAbortedError)
@@ -220,63 +235,100 @@ def test_a_plan_that_waits_for_a_method_of_another_process_ends_in_time_and_what
     drives.wait_for_end(2)
     with made[0].methods.lock:
         drives.send_plan(3, 0)
+        drives.wait_for_begin(3, 0)
         drives.links[0].close()
-        _lease_again(drives, made[0])
-
-
-def _lease_again(drives: Driver, one: Participant) -> None:
-    hub, told = Hub(), Future[Any]()
-
-    class Next:
-        def received(self, link: Link, message: Message) -> None:
-            told.set_result(message)
-
-        def closed(self, link: Link, reason: ChannelError) -> None:
-            pass
-
-    with closing(hub):
-        address = one.describe(ordered=True)["address"]
-        hub.connect(address, {"controller": "me", "description": "the next"}, Next(), WAIT_S)
-        assert isinstance(told.result(WAIT_S), Welcome)
+        drives.connect(0)
 
 
 class Slow:
     """A communicator that takes its time to close."""
 
-    closing, may_close, closed = threading.Event(), threading.Event(), threading.Event()
     world_size = 2
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, gate: Gate) -> None:
+        self.rank, self.gate = rank, gate
+
+    def lost(self, rank: int) -> None:
+        """Sees that by itself."""
+
+    def abort(self, seq: int) -> None:
+        """Nothing runs."""
 
     def close(self) -> None:
-        Slow.closing.set()
-        assert Slow.may_close.wait(WAIT_S)
-        Slow.closed.set()
+        self.gate.wait()
 
 
-def _make_slow(spec: GroupSpec, rank: int, *_: Any, **__: Any) -> Slow:
-    return Slow(rank)
+class Gate:
+    """What somebody waits at until a test opens it."""
+
+    def __init__(self) -> None:
+        self.came, self.may_go, self.gone = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.came.set()
+        assert self.may_go.wait(WAIT_S)
+        self.gone.set()
+
+    def check_waits(self) -> None:
+        """Somebody waits; lets that go on."""
+        assert self.came.wait(WAIT_S)
+        assert not self.gone.is_set()
+        self.may_go.set()
+        assert self.gone.wait(WAIT_S)
 
 
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def slow(gate: Gate) -> Iterator[str]:
+    """The name of a backend of them."""
+    name = "slow-to-close"
+
+    def make(spec: GroupSpec, rank: int, *_: Any, **__: Any) -> Any:
+        return Slow(rank, gate)
+
+    backends.register(Capabilities(name=name, factory=make, interruptible=True, bitwise=True, cross_host=True))
+    yield name
+    del backends.BACKENDS[name]
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [Leave(group_id="id of g"), Gone(group_id="id of g", rank=1, died=True, detail="killed")],
+    ids=str,
+)
 def test_a_backend_that_takes_its_time_to_close_holds_up_no_message(
-    driver: Callable[[str], tuple[Driver, list[Participant]]],
+    driver: Callable[[str], tuple[Driver, list[Participant]]], slow: str, gate: Gate, ends: Message
 ) -> None:
-    backends.register(
-        Capabilities(
-            name="slow-to-close",
-            factory=_make_slow,
-            interruptible=True,
-            bitwise=True,
-            cross_host=True,
-        )
-    )
-    drives, _ = driver("slow-to-close")
+    drives, _ = driver(slow)
     drives.join()
-    drives.links[0].send(Leave(group_id="id of g"))
+    drives.links[0].send(ends)
     drives.links[0].send(Survey(request=7))
     assert drives.hear(0, Surveyed).request == 7
-    assert Slow.closing.wait(WAIT_S)
-    assert not Slow.closed.is_set()
-    Slow.may_close.set()
-    assert Slow.closed.wait(WAIT_S)
+    gate.check_waits()
+
+
+class SlowBulletin(DirectoryBulletin):
+    """A rendezvous that takes its time to take back where rank 0 was."""
+
+    def __init__(self, path: Path, gate: Gate) -> None:
+        super().__init__(path)
+        self.gate = gate
+
+    def remove(self, name: str, record: bytes) -> None:
+        self.gate.wait()
+        super().remove(name, record)
+
+
+def test_the_end_of_a_group_that_could_not_be_formed_holds_up_no_declared_one(
+    driver: Callable[[str], tuple[Driver, list[Participant]]], tmp_path: Path, gate: Gate
+) -> None:
+    tmp_path.chmod(0o700)
+    drives, made = driver("tcp")
+    with made[0].runtime.entered(), pytest.raises(CollectiveTimeoutError):
+        init.init_collective_group(2, 0, "tcp", "g", 100, rendezvous=SlowBulletin(tmp_path, gate))
+    drives.join()
+    gate.may_go.set()

@@ -11,6 +11,7 @@ from raycollect.core.model import OpKind, Pricing
 from raycollect.planner import Cluster, Link, Topology, predict
 from raycollect.planner.algorithms import envelope
 from raycollect.planner.cost import CONTENTION, FREE, Layout, Line, launch, priced
+from raycollect.planner.pairs import pairwise_cost
 from raycollect.planner.topology import BETWEEN, INSIDE
 from tests.pure.counting import counted
 from tests.support.values import replace
@@ -122,6 +123,15 @@ def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> 
     slower = priced(kind, pricing_of(backend), slow).line
     assert slower.per_byte_s > line.per_byte_s
     assert slower.fixed_s > line.fixed_s
+
+
+def test_on_one_host_the_links_between_hosts_cost_nothing() -> None:
+    near = Layout.uniform(1, 4)
+    slow = replace(near, between=Link(latency_s=1, bandwidth=1))
+    for kind in COLLECTIVES:
+        assert priced(kind, "tcp", near) == priced(kind, "tcp", slow)
+        if kind in (OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER):
+            assert pairwise_cost(kind, "tcp", near) == pairwise_cost(kind, "tcp", slow)
 
 
 def test_ranks_of_one_host_share_the_link_between_hosts() -> None:

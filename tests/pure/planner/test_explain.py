@@ -71,6 +71,11 @@ def test_copies_of_tensors_that_lie_elsewhere_count_as_memory():
     assert found.memory.stand_ins == (4 << 20) + 32 + 4 * 32
     assert "stand-ins" in found.explain()
     assert "stand-ins" not in native().explain()
+    made_of = membership([0] * 2, backend="half", ops=[OpKind.REDUCE, OpKind.SCATTER])
+    made_of = replace(made_of, spec=replace(made_of.spec, memory="cpu"))
+    asked = replace(gathering(OpKind.REDUCESCATTER, made_of), op=ReduceOp.SUM)
+    found = explain(plan([asked], [made_of]), {("x", rank): on("cuda:0", 8) for rank in range(2)})
+    assert found.memory.stand_ins == 32 + 32 + 16, "of the root: what it gives, the sums, and its own"
 
 
 def test_what_can_not_be_cut_is_refused():

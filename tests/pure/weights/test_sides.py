@@ -188,7 +188,6 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
 def held_here(here, monkeypatch):
     """What this process, as an actor, holds under `KEY`."""
     monkeypatch.setattr(agent, "_member", lambda actor, op: HERE)
-    monkeypatch.setattr(agent, "_agents", agent._Agents())
     here.methods.is_ordered = False
     held = tensors(0)
     here.store.put(KEY, Container.of(held, arrays.is_tensor))

@@ -1,0 +1,77 @@
+"""Carries out what a controller sends: plans, and runs of captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raycollect.core import threads
+from raycollect.errors import GroupBrokenError, PlanAbortedError, RaycollectError, kept
+from raycollect.member.reporter import Reporter
+from raycollect.member.sequencer import PlanSequencer
+from raycollect.observe import run_steps
+from raycollect.observe.run_steps import RunStep
+
+
+class Executor:
+    """Carries out each plan and run in its turn (P2). Any thread may call it.
+
+    Args:
+        sequencer: The order of the controller's plans and runs here.
+        reporter: Tells the controller of failures.
+        wait_for_call: Waits until a method call, by its task, and all before it have ended, or a plan was aborted.
+    """
+
+    def __init__(
+        self, sequencer: PlanSequencer, reporter: Reporter, wait_for_call: Callable[[bytes, int], None]
+    ) -> None:
+        self.sequencer = sequencer
+        self._reporter = reporter
+        self._wait_for_call = wait_for_call
+
+    def carry_out(
+        self,
+        seq: int,
+        predecessor: int,
+        run: Callable[[RunStep], RaycollectError | None],
+        *,
+        what: str,
+        after: bytes = b"",
+        ended: Callable[[RaycollectError | None], None] | None = None,
+    ) -> tuple[RaycollectError | None, bool]:
+        """Carries out a plan or run after its predecessor, and tells the controller if it fails.
+
+        Args:
+            seq: Its number.
+            predecessor: That of the one before it.
+            run: Does it; returns the error with which it has ended, or raises that.
+            what: What to call it in messages, with a place for its number.
+            after: The task of the method call behind which it comes; empty: none.
+            ended: Called when it has ended, before the next one may begin.
+
+        Returns:
+            The error with which it has ended, and whether it was aborted.
+        """
+        sequencer, step = self.sequencer, run_steps.here()
+        step.at, step.number = "", seq
+        error: RaycollectError | None = None
+        try:
+            if after:
+                self._wait_for_call(after, seq)
+            reason = sequencer.start(seq, predecessor)
+            if reason is not None:
+                raise PlanAbortedError(detail=reason)
+            error = run(step)
+        except RaycollectError as exc:
+            error = kept(exc)  # its frames would keep values alive
+        except Exception as exc:  # noqa: BLE001 - a bug
+            error = threads.failed(what.format(seq), exc)
+        finally:
+            step.number = 0
+            if isinstance(error, GroupBrokenError) and (reason := sequencer.reason(seq)):
+                error = PlanAbortedError(detail=reason)  # the cause, not what came of it
+            if ended is not None:
+                ended(error)
+            was_aborted = sequencer.end(seq)  # whatever happened, what comes after goes on
+        if error is not None:
+            self._reporter.tell_failure(seq, error)
+        return error, was_aborted
