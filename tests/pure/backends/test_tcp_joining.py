@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from raycollect.backends.tcp import communicator as tcp
-from raycollect.backends.tcp.join import _PLACES, _Arrivals, _Place
+from raycollect.backends.tcp.join import _PLACES, _Arrivals, _Place, join
 from raycollect.channel import Server
 from raycollect.channel.protocol import Connection
 from raycollect.channel.stream import open_stream
 from raycollect.core import sockets
 from raycollect.core.model import Address, Launch
+from raycollect.core.protocols import Joining
 from raycollect.errors import BackendUnavailableError, ChannelError, CollectiveTimeoutError
 from tests.pure.backends.tcp_teams import NO_EXCHANGE, join_all, spec_of
 from tests.pure.communicators import MemoryRendezvous, ThreadTeam
@@ -25,9 +26,8 @@ from tests.pure.conformance import run_launch
 from tests.pure.watched import warnings_in
 
 
-def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_without_the_key_is_no_member() -> None:
     """Somebody who has taken a member's place in the rendezvous, and answers whatever is asked."""
-    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -47,7 +47,7 @@ def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch
         rendezvous = MemoryRendezvous()
         rendezvous.put("tcp.at.0", _PLACES.encode(_Place("127.0.0.1", server.getsockname()[1], "", b"k" * 32)))
         with pytest.raises(CollectiveTimeoutError) as caught:
-            tcp.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
+            join(spec_of(2), 1, rendezvous, "127.0.0.1", 0.5)
         assert caught.value.missing == (0,)
         server.shutdown(socket.SHUT_RDWR)
         thread.join(5)
@@ -82,7 +82,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
 def test_a_host_that_is_not_this_one_is_refused(host: str) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(BackendUnavailableError, match="can't listen"):
-        tcp.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host)
+        tcp.create(Joining(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
