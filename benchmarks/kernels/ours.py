@@ -14,7 +14,7 @@ from benchmarks.report import Skipped
 from raycollect import backends
 from raycollect.backends import arrays
 from raycollect.core.model import TENSOR, GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import NoSegments, SegmentSource
+from raycollect.core.protocols import Joining, NoSegments, SegmentSource
 from raycollect.engine.agreement import Arrival, Side, Spec, encode_arrival
 from raycollect.errors import BackendNotInstalledError, UnknownBackendError
 
@@ -55,14 +55,8 @@ class RaycollectPlayer:
             world_size=place.ranks,
             ops=backends.ops_of(backend),
         )
-        self._communicator = create(
-            spec,
-            place.rank,
-            FileRendezvous(place.directory),
-            UnixStar(place),
-            host="127.0.0.1",
-            segments=_segments(),
-        )
+        rendezvous, star = FileRendezvous(place.directory), UnixStar(place)
+        self._communicator = create(Joining(spec, place.rank, rendezvous, star, segments=_segments()))
 
     def empty(self, size: int) -> Array:
         """An array in ordinary memory, or in the arena."""

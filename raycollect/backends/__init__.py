@@ -19,7 +19,14 @@ from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, Pricing, ReduceOp, TensorInfo
-from raycollect.core.protocols import Communicator, CommunicatorFactory, Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import (
+    Communicator,
+    CommunicatorFactory,
+    Exchange,
+    Joining,
+    Rendezvous,
+    SegmentSource,
+)
 from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError
 from raycollect.errors.text import shown
 
@@ -32,6 +39,7 @@ __all__ = [
     "Exchange",
     "Gpu",
     "GroupSpec",
+    "Joining",
     "Kernel",
     "Launch",
     "OpKind",

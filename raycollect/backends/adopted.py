@@ -12,20 +12,21 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import new_class
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from raycollect import backends
 from raycollect.backends.arrays import Array, native
 from raycollect.backends.capabilities import Capabilities
-from raycollect.backends.completion import translated
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
+from raycollect.backends.kernels import translated
 from raycollect.backends.options import (
     AllGatherOptions,
     AllReduceOptions,
@@ -37,8 +38,8 @@ from raycollect.backends.options import (
     SendOptions,
 )
 from raycollect.core import threads
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import CommunicatorFactory, Exchange, Rendezvous, SegmentSource
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Joining
 from raycollect.errors import BackendUnavailableError
 from raycollect.errors.text import shown
 
@@ -79,7 +80,7 @@ def adopt(name: str, group_cls: type[Any]) -> Capabilities:
         )
     return Capabilities(
         name=backends.canonical(name),
-        factory=_factories.setdefault(group_cls, cast("CommunicatorFactory", partial(_create, group_cls))),
+        factory=_Factory(group_cls),
         probe=partial(_missing, group_cls),
         ops=ops,
         reduce_ops=REDUCE_OPS,
@@ -98,9 +99,6 @@ def _overrides(group_cls: type[Any], method: str) -> bool:
     return callable(found) and not getattr(found, "__isabstractmethod__", False)
 
 
-_factories: dict[Any, CommunicatorFactory] = {}  # the same for a class each time, so that it may be registered again
-
-
 def _missing(group_cls: type[Any]) -> str:
     """Says why the class does not work here, or ""."""
     asked = f"{group_cls.__name__}.check_backend_availability()"
@@ -110,39 +108,36 @@ def _missing(group_cls: type[Any]) -> str:
         return f"{asked}: {type(exc).__name__}: {exc}"
 
 
-def _create(
-    group_cls: type[Any],
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "",
-    segments: SegmentSource | None = None,
-) -> AdoptedCommunicator:
-    """Builds the class's group, as a `CommunicatorFactory`; `spec.options` are its further keyword arguments."""
-    # Several communicators of one group live at once, and later groups may have its name: a nonce keeps them apart.
-    name = re.sub(r"[^\w.-]+", "-", f"{spec.name}.{spec.group_id}")
-    made = group_cls
-    if getattr(group_cls, "__abstractmethods__", None):  # those that the class leaves out are never called
-        made = new_class(group_cls.__name__, (group_cls,))
-        made.__abstractmethods__ = frozenset()
-    try:
-        group = made(spec.world_size, rank, name, **dict(spec.options))
-    except Exception as exc:
-        call = f"{group_cls.__name__}({spec.world_size}, {rank}, {name!r})"
-        detail = f"backend {spec.backend!r}: {call} failed: {type(exc).__name__}: {exc}"
-        raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-    return AdoptedCommunicator(group, spec, rank, exchange)
+@dataclass(frozen=True, slots=True)
+class _Factory:
+    """A `CommunicatorFactory`, equal for the same class, so that it may be registered again."""
+
+    group_cls: type[Any]
+
+    def __call__(self, joining: Joining) -> AdoptedCommunicator:
+        """Builds the class's group; `spec.options` are its further keyword arguments."""
+        spec, rank, made = joining.spec, joining.rank, self.group_cls
+        # Several communicators of one group live at once, and later groups may have its name: a nonce keeps them apart.
+        name = re.sub(r"[^\w.-]+", "-", f"{spec.name}.{spec.group_id}")
+        if getattr(made, "__abstractmethods__", None):  # those that the class leaves out are never called
+            made = new_class(made.__name__, (made,))
+            made.__abstractmethods__ = frozenset()
+        try:
+            group = made(spec.world_size, rank, name, **dict(spec.options))
+        except Exception as exc:
+            call = f"{made.__name__}({spec.world_size}, {rank}, {name!r})"
+            detail = f"backend {spec.backend!r}: {call} failed: {type(exc).__name__}: {exc}"
+            raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
+        return AdoptedCommunicator(group, joining)
 
 
 class AdoptedCommunicator(Exchanged):
     """One rank's membership. An abort wakes it during the agreement only; a kernel runs to its end."""
 
-    def __init__(self, group: Any, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
-        super().__init__(spec, rank, exchange)
-        self._use = InUse(group, _destroy, spec.name)
-        self._backend = spec.backend
+    def __init__(self, group: Any, joining: Joining) -> None:
+        super().__init__(joining)
+        self._use = InUse(group, _destroy, self._group_name)
+        self._backend = joining.spec.backend
         self._ops = _ops(type(group))
         self._reduce_ops = _reduce_ops(type(group))
 

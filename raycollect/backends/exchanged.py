@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raycollect.backends.completion import aborted, recognized
-from raycollect.core.model import GroupSpec, Kernel, Launch
-from raycollect.core.protocols import Exchange
+from raycollect.backends.kernels import aborted, recognized
+from raycollect.core.model import Kernel, Launch
+from raycollect.core.protocols import Joining
 from raycollect.errors import GroupBrokenError, RaycollectError, Violation, refusal
 
 
 class Exchanged:
     """The part of a `Communicator` that needs no library."""
 
-    def __init__(self, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
-        self.rank = rank
-        self.world_size: int = spec.world_size
-        self._group_name = spec.name
-        self._exchange = exchange
+    def __init__(self, joining: Joining) -> None:
+        self.rank: int = joining.rank
+        self.world_size: int = joining.spec.world_size
+        self._group_name: str = joining.spec.name
+        self._exchange = joining.exchange
         self._aborted: set[int] = set()
         self._broken = ""
 

@@ -22,7 +22,7 @@ class InUse(Generic[_Held]):
         group_name: The group, for errors.
     """
 
-    def __init__(self, held: _Held, release: Callable[[_Held], object], group_name: str) -> None:
+    def __init__(self, held: _Held | None, release: Callable[[_Held], object], group_name: str) -> None:
         self._held: _Held | None = held
         self._release = release
         self._group_name = group_name

@@ -6,33 +6,26 @@ from collections.abc import Sequence
 
 from raycollect.backends.arrays import Flat
 from raycollect.backends.capabilities import refuse_unknown
-from raycollect.backends.completion import check_fit, recognized, translated
 from raycollect.backends.exchanged import Exchanged
-from raycollect.core.model import GroupSpec, Kernel, Launch
-from raycollect.core.protocols import Communicator, Exchange, Rendezvous, SegmentSource
+from raycollect.backends.kernels import check_fit, recognized, translated
+from raycollect.core.model import Kernel, Launch
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import BackendUnavailableError
 
 
-def create(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "",
-    segments: SegmentSource | None = None,
-) -> Communicator:
+def create(joining: Joining) -> Communicator:
     """Makes the communicator of a group of one.
 
     Raises:
         InvalidGroupError: An option is unknown.
         BackendUnavailableError: The group has more members.
     """
+    spec = joining.spec
     refuse_unknown(spec)
     if spec.world_size != 1:
         detail = f"backend 'local' lives inside one process, and the group has {spec.world_size} members"
         raise BackendUnavailableError(group_name=spec.name, detail=detail)
-    return LocalCommunicator(spec, rank, exchange)
+    return LocalCommunicator(joining)
 
 
 class LocalCommunicator(Exchanged):

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.tcp.communicator import TcpCommunicator
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Joining
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
 
 # (world size, bytes): the size up to which arrays of groups of at most so many ranks travel on the mesh, as measured
@@ -60,14 +62,14 @@ class Meshed(Exchanged):
 
     def __init__(
         self,
-        spec: GroupSpec,
+        joining: Joining,
         mesh: TcpCommunicator,
         native: frozenset[OpKind],
         is_native: Callable[[ReduceOp, str], bool],
     ) -> None:
-        super().__init__(spec, mesh.rank, mesh)
+        super().__init__(replace(joining, exchange=mesh))
         self._mesh = mesh
-        self._native = native - {OpKind.BROADCAST} if spec.hosts else native
+        self._native = native - {OpKind.BROADCAST} if joining.spec.hosts else native
         self._mesh_nbytes = next(most for world, most in MESH_UP_TO_NBYTES if self.world_size <= world)
         self._is_native = is_native
 

@@ -24,7 +24,7 @@ import numpy as np
 from raycollect import backends
 from raycollect.core import files
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import CollectiveTimeoutError, KernelError
 from raycollect.group.link_costs import Measured
 from raycollect.planner.topology import Link
@@ -107,7 +107,7 @@ def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[i
     ops = backends.ops_of(backend)
     spec = GroupSpec(name="calibrate", group_id=f"calibrate-{path.name}", backend=backend, world_size=2, ops=ops)
     nobody = cast(Any, None)  # the ranks of `shm` and `tcp` meet by themselves
-    communicator = backends.load(backend)(spec, rank, _Folder(path), nobody, host="127.0.0.1")
+    communicator = backends.load(backend)(Joining(spec, rank, _Folder(path), nobody))
     try:
         times = {n: _one_way_s(communicator, seq, n) for seq, n in enumerate(sizes, 1)}
     finally:

@@ -5,7 +5,8 @@ Pure: the standard library only. The values that they use are in `raycollect.cor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from raycollect.core.boxes import BoxExchange
@@ -215,27 +216,26 @@ class NoFaults:
         """Does nothing."""
 
 
-class CommunicatorFactory(Protocol):
-    """Builds the communicator of one rank."""
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What a rank joins a group with.
 
-    def __call__(
-        self,
-        spec: GroupSpec,
-        rank: int,
-        rendezvous: Rendezvous,
-        exchange: Exchange,
-        *,
-        host: str = "",
-        segments: SegmentSource | None = None,
-    ) -> Communicator:
-        """Joins a group; waits for the other members.
+    Attributes:
+        spec: The group.
+        rank: This process's rank.
+        rendezvous: How the members find each other.
+        exchange: How they agree, for backends without a way of their own.
+        host: The address of this node, for backends that listen.
+        segments: The shared memory of this process and of others, for backends that work in it.
+    """
 
-        Args:
-            spec: The group.
-            rank: This process's rank.
-            rendezvous: How the members find each other.
-            exchange: How they agree, for backends without a way of their own.
-            host: The address of this node, for backends that listen.
-            segments: The shared memory of this process and of others, for backends that work in it.
-        """
-        ...
+    spec: GroupSpec
+    rank: int
+    rendezvous: Rendezvous
+    exchange: Exchange
+    host: str = "127.0.0.1"
+    segments: SegmentSource = field(default_factory=NoSegments)
+
+
+CommunicatorFactory = Callable[[Joining], Communicator]
+"""Builds the communicator of one rank: joins the group, and waits for the other members."""

@@ -12,7 +12,7 @@ from raycollect import backends
 from raycollect.backends.streams import current_device, on_device
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Launch
-from raycollect.core.protocols import Communicator, Exchange, Rendezvous
+from raycollect.core.protocols import Communicator, Exchange, Joining, Rendezvous
 from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, RaycollectError, anew, kept
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.coordinator_client import CHECK, CoordinatorClient, CoordinatorRendezvous
@@ -83,7 +83,7 @@ def make_communicator(
 ) -> Communicator:
     """Has a backend make the communicator of a rank; waits for the other ranks, and raises as backends do."""
     create = backends.load(spec.backend, spec.name)
-    return create(spec, rank, rendezvous, exchange, host=host, segments=Segments.current())
+    return create(Joining(spec, rank, rendezvous, exchange, host, Segments.current()))
 
 
 class CommunicatorExchange:

@@ -207,7 +207,7 @@ def _inner_calls() -> list[tuple[Any, str]]:
     backends = "raycollect.backends"
     calls = ("shm.staged", "fold"), ("shm.in_place", "fold"), ("tcp.run", "fold_with")
     gloo = import_module(f"{backends}.gloo.communicator").GlooLink
-    return [*((import_module(f"{backends}.{module}"), name) for module, name in calls), (gloo, "allreduce")]
+    return [*((import_module(f"{backends}.{module}"), name) for module, name in calls), (gloo, "reduce")]
 
 
 def _reaching(injected: Injected, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from raycollect.backends.nccl.ipc_group import share
 from raycollect.core.model import GroupSpec
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from tests.pure.communicators import MemoryExchange, ProcessTeam, Team, ThreadTeam, Worker
 
 from . import devices
@@ -29,7 +29,7 @@ class SharingThreads(ThreadTeam):
     def _create(self, rank: int) -> Communicator:
         with _as_process(rank):
             exchange = MemoryExchange(self.server, rank)
-            return share(self.spec, rank, self.rendezvous, exchange, device=DEVICE)
+            return share(Joining(self.spec, rank, self.rendezvous, exchange), device=DEVICE)
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with _as_process(rank):
@@ -62,7 +62,9 @@ def body_share(process_group: Any, spec: GroupSpec) -> None:
     import_module("cupy").cuda.Device(DEVICE).use()
     if not devices.why_no_torch():
         import_module("torch").cuda.set_device(DEVICE)
-    process_group.taken = share(spec, process_group.rank, process_group.line, process_group.line, device=DEVICE)
+    process_group.taken = share(
+        Joining(spec, process_group.rank, process_group.line, process_group.line), device=DEVICE
+    )
 
 
 def form(world_size: int, workers: Callable[[int], Sequence[Worker]]) -> Team:

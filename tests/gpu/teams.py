@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from raycollect import backends
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from tests.pure.communicators import MemoryExchange, ProcessTeam, Team, ThreadTeam, Worker
 from tests.support.values import replace
 
@@ -28,7 +28,7 @@ class GpuThreads(ThreadTeam):
     def _create(self, rank: int) -> Communicator:
         create = backends.load(self.backend, self.spec.name)
         spec = replace(self.spec, options=(("device", rank % self._count),))
-        return create(spec, rank, self.rendezvous, MemoryExchange(self.server, rank))
+        return create(Joining(spec, rank, self.rendezvous, MemoryExchange(self.server, rank)))
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with import_module("cupy").cuda.Device(rank % self._count):

@@ -18,7 +18,7 @@ import numpy as np
 from raycollect import backends
 from raycollect.backends.nccl.run import FOLD_NBYTES
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -174,7 +174,7 @@ def test_a_device_that_is_not_there_is_refused(team_of: TeamOf) -> None:
     create = backends.load("nccl")
     for options in ((("device", there),), (("device", "0"),), (("devices", 0),)):
         with pytest.raises(InvalidGroupError):
-            create(replace(team.spec, options=options), 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+            create(Joining(replace(team.spec, options=options), 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0)))
 
 
 # ------------------------------------------------------------------------------- who does not come

@@ -19,7 +19,7 @@ from typing import Any
 
 from raycollect import backends
 from raycollect.core.model import GroupSpec, Launch
-from raycollect.core.protocols import Communicator, SegmentSource
+from raycollect.core.protocols import Communicator, Joining, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError
 from raycollect.pos.segments import Segments
 from tests.pure.local_world import LocalCommunicator, LocalWorld
@@ -184,7 +184,7 @@ class ThreadTeam(Team):
     def _create(self, rank: int) -> Communicator:
         create = backends.load(self.backend, self.spec.name)
         exchange = MemoryExchange(self.server, rank)
-        return create(self.spec, rank, self.rendezvous, exchange, segments=self._segments(rank))
+        return create(Joining(self.spec, rank, self.rendezvous, exchange, segments=self._segments(rank)))
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:
@@ -315,7 +315,7 @@ def _join(communicator: _Seat, spec: GroupSpec, addresses: Sequence[str]) -> Non
     create = backends.load(spec.backend, spec.name)
     rank, line = communicator.rank, communicator.line
     host = {"host": addresses[rank]} if any(addresses) else {}
-    communicator.taken = create(spec, rank, line, line, segments=Segments.current(), **host)
+    communicator.taken = create(Joining(spec, rank, line, line, segments=Segments.current(), **host))
 
 
 def _leave(communicator: Communicator) -> None:

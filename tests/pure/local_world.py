@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
-from raycollect.backends.completion import absent, movement, recognized, reduce_op, translated
 from raycollect.backends.folds import fold
+from raycollect.backends.kernels import absent, movement, recognized, reduce_op, translated
 from raycollect.core.model import Kernel, Launch, OpKind, folded_ranks
 from raycollect.errors import GroupBrokenError, InternalError, PlanAbortedError
 

@@ -18,7 +18,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.engine import device_staging
 from raycollect.engine.device_staging import StagingBuffers
 from raycollect.planner import Domain
@@ -81,7 +81,7 @@ class Mixed:
     def _nccl(self, team: ThreadTeam, rank: int) -> Communicator:
         with self.cupy.cuda.Device(rank):
             spec = replace(team.spec, backend="nccl")
-            return nccl.create(spec, rank, team.rendezvous, MemoryExchange(team.server, rank))
+            return nccl.create(Joining(spec, rank, team.rendezvous, MemoryExchange(team.server, rank)))
 
     def close(self) -> None:
         self.fleet.close()

@@ -21,7 +21,7 @@ from raycollect.backends import arrays
 from raycollect.backends.device_arrays import DeviceArray, device_id
 from raycollect.backends.nccl.ops import reduction_of
 from raycollect.core.model import Launch, OpKind
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from tests.fake_cupy import Fake, installed
 from tests.gpu.cases import LAYOUTS as ON_DEVICE
 from tests.pure import conformance
@@ -80,7 +80,7 @@ class GpuTeam(ThreadTeam):
         create = backends.load(self.backend, self.spec.name)
         spec = replace(self.spec, options=self._options)
         with self.device_of(rank):
-            return create(spec, rank, self.rendezvous, MemoryExchange(self.server, rank))
+            return create(Joining(spec, rank, self.rendezvous, MemoryExchange(self.server, rank)))
 
     def device_of(self, rank: int) -> Any:
         """A rank's device, as a context manager."""

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Joining
 
 pytest.importorskip("torch", reason="Ray's gloo group is torch's")
 
@@ -26,7 +27,7 @@ class Member:
         register_collective_backend("RAY_GLOO", TorchGLOOGroup)
         spec = GroupSpec(name="g", group_id="nonce", backend="ray_gloo", world_size=world_size)
         self.everyone = tuple(range(world_size))
-        self.communicator: Any = backends.load(types.Backend.RAY_GLOO)(spec, rank, None, None)
+        self.communicator: Any = backends.load(types.Backend.RAY_GLOO)(Joining(spec, rank, None, None))
         return backends.ops_of("ray_gloo")
 
     def run(self, seq: int, kernel: Kernel) -> Kernel:

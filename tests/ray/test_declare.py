@@ -224,9 +224,9 @@ def test_options_reach_every_member(actors):
         from raycollect import backends
         from raycollect.backends.shm import communicator as shm
 
-        def create(spec, rank, rendezvous, exchange, *, host="", segments=None):
-            register.seen = spec
-            return shm.create(spec, rank, rendezvous, exchange, host=host, segments=segments)
+        def create(joining):
+            register.seen = joining.spec
+            return shm.create(joining)
 
         backends.register(
             backends.Capabilities(name="told", factory=create, interruptible=True, bitwise=True, cross_host=False)

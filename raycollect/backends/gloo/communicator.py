@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from operator import methodcaller
@@ -26,22 +26,16 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.capabilities import RINGS_OF_GLOO
-from raycollect.backends.completion import chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
 from raycollect.backends.joining import gathered
+from raycollect.backends.kernels import chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.meshed import Meshed, descriptors, is_as_numpy
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.core.codec import Codec
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
-from raycollect.errors import (
-    BackendUnavailableError,
-    GroupBrokenError,
-    InternalError,
-    InvalidGroupError,
-    RaycollectError,
-)
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Joining, Rendezvous
+from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError, RaycollectError
 from raycollect.errors.text import listed
 
 CHUNK_NBYTES = 4 << 20  # The bytes that one call of the library moves: it holds the GIL that long
@@ -58,15 +52,7 @@ def is_native(op: ReduceOp, dtype: str) -> bool:
     return dtype in _DTYPES and is_as_numpy(op, dtype)
 
 
-def create(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "127.0.0.1",
-    segments: SegmentSource | None = None,
-) -> GlooCommunicator:
+def create(joining: Joining) -> GlooCommunicator:
     """Joins the group; returns when this rank is connected to all others.
 
     Raises:
@@ -74,26 +60,28 @@ def create(
         BackendUnavailableError: The members have different libraries, or can't connect.
         CollectiveTimeoutError: A member did not come.
     """
+    spec = joining.spec
     if spec.options:
         detail = f"backend 'gloo': it takes no options, and got {listed(dict(spec.options))}"
         raise InvalidGroupError(group_name=spec.name, detail=detail)
-    check_descriptors(spec, rank, descriptors(spec.world_size))
+    check_descriptors(spec, joining.rank, descriptors(spec.world_size))
     gloo = import_module(LIBRARY).gloo
-    if spec.world_size > 1:
-        rendezvous.put(f"gloo.library.{rank}", _NAME.encode(gloo.__name__))
-        check_libraries(spec, rendezvous)
-    mesh = connect(spec, rank, rendezvous, host)
+    if spec.world_size == 1:
+        return GlooCommunicator(None, joining, connect(joining))
+    _check_libraries(joining, gloo.__name__)
+    mesh = connect(joining)
     try:
         # Connecting holds the GIL until all are there, so it starts when all are: connected by the mesh.
-        link = GlooLink(gloo, spec, rank, rendezvous, host) if spec.world_size > 1 else None
+        return GlooCommunicator(GlooLink(gloo, joining), joining, mesh)
     except BaseException:
         mesh.close()
         raise
-    return GlooCommunicator(link, spec, mesh)
 
 
-def check_libraries(spec: GroupSpec, rendezvous: Rendezvous) -> None:
-    """Refuses ranks with different libraries: pygloo and its fork write addresses differently, and crash or hang."""
+def _check_libraries(joining: Joining, mine: str) -> None:
+    # pygloo and its fork write addresses differently, and crash or hang.
+    spec, rendezvous = joining.spec, joining.rendezvous
+    rendezvous.put(f"gloo.library.{joining.rank}", _NAME.encode(mine))
     found = gathered(_NAME, rendezvous, spec, "gloo.library", range(spec.world_size), JOIN_TIMEOUT_S)
     if len(set(found.values())) > 1:
         said = listed((f"rank {rank} has {name}" for rank, name in found.items()), "; ")
@@ -102,25 +90,18 @@ def check_libraries(spec: GroupSpec, rendezvous: Rendezvous) -> None:
 
 
 class GlooCommunicator(Meshed):
-    """One rank's membership. A library kernel notices an abort between two chunks; the group is broken then."""
+    """One rank's membership. A library kernel notices an abort between two chunks; the group is broken then.
 
-    def __init__(self, link: GlooLink | None, spec: GroupSpec, mesh: TcpCommunicator) -> None:
-        super().__init__(spec, mesh, RINGS_OF_GLOO if link else frozenset(), is_native)
-        self._use = InUse(link, methodcaller("close"), spec.name) if link else None
+    Without a `link`, all kernels run on the mesh.
+    """
 
-    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
-        if self._use is None:
-            raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
-        folding = translated(kernel.kind, self._group_name, self.rank)
-        with self._use as link, self._failing(link, kernel, launch), folding:
-            if kernel.kind is OpKind.BROADCAST:
-                self._broadcast(link, launch, kernel)
-            else:
-                self._reduce(link, launch, kernel)
+    def __init__(self, link: GlooLink | None, joining: Joining, mesh: TcpCommunicator) -> None:
+        super().__init__(joining, mesh, RINGS_OF_GLOO if link else frozenset(), is_native)
+        self._use = InUse(link, methodcaller("close"), self._group_name)
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch. Closes the library's connections if others may be inside it: nothing else wakes them."""
-        if owed and self._use is not None and any(self._is_for_library(launch, kernel) for kernel in owed):
+        if any(self._is_for_library(launch, kernel) for kernel in owed):
             with suppress(GroupBrokenError), self._use as link:  # else they are closed
                 self._break(link, f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
         return super().end(launch, ok, owed)
@@ -129,18 +110,26 @@ class GlooCommunicator(Meshed):
         """Closes the connections, at the end of the running library kernel: it can't be interrupted."""
         self._broken = self._broken or "the communicator was closed"
         self._mesh.close()
-        if self._use is not None:
-            self._use.close()
+        self._use.close()
+
+    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
+        with self._use as link:
+            try:
+                with translated(kernel.kind, self._group_name, self.rank):
+                    _RUNS[kernel.kind](self, link, launch, kernel)
+            except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
+                # A failed kernel leaves the library's context unusable.
+                self._break(link, f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
+                raise self._failed(exc, launch, kernel) from exc.__cause__
 
     def _reduce(self, link: GlooLink, launch: Launch, kernel: Kernel) -> None:
         # ALLREDUCE, or REDUCE to `kernel.peer`; elsewhere the library writes to memory of its own
-        root = kernel.peer if kernel.kind is OpKind.REDUCE else None
-        op = reduce_op(kernel)
+        op, root = reduce_op(kernel), kernel.peer if kernel.kind is OpKind.REDUCE else None
         src, dst = reduction(kernel) if root in (None, self.rank) else (Flat(kernel.src), None)
         for lo, hi in self._chunks(link, launch, src):
             own = np.ascontiguousarray(src.read(lo, hi))
             out = dst.target(lo, hi) if dst else np.empty_like(own)
-            link.allreduce(op, own, out) if root is None else link.reduce(op, own, out, root)
+            link.reduce(op, own, out, root)
             if dst:
                 finish(op, out, self.world_size)
                 dst.commit(lo, hi, out)
@@ -164,19 +153,17 @@ class GlooCommunicator(Meshed):
             link.limit(left_s)
             yield lo, hi
 
-    @contextmanager
-    def _failing(self, link: GlooLink, kernel: Kernel, launch: Launch) -> Iterator[None]:
-        # A failed kernel leaves the library's context unusable.
-        try:
-            yield
-        except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
-            self._break(link, f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
-            raise self._failed(exc, launch, kernel) from exc.__cause__
-
     def _break(self, link: GlooLink, reason: str) -> None:
         # So that nobody waits for this rank inside the library.
         self._broken = self._broken or reason
         link.close()
+
+
+_RUNS = {
+    OpKind.ALLREDUCE: GlooCommunicator._reduce,
+    OpKind.REDUCE: GlooCommunicator._reduce,
+    OpKind.BROADCAST: GlooCommunicator._broadcast,
+}
 
 
 class GlooLink:
@@ -185,7 +172,8 @@ class GlooLink:
     Creating it blocks until all ranks connect, and raises BackendUnavailableError if they can't.
     """
 
-    def __init__(self, gloo: Any, spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str) -> None:
+    def __init__(self, gloo: Any, joining: Joining) -> None:
+        spec, rank, host = joining.spec, joining.rank, joining.host
         self._gloo = gloo
         # The fork spells two names differently.
         self._dtypes = getattr(gloo, "glooDataType_t", None) or gloo.GlooDataType_t
@@ -193,7 +181,7 @@ class GlooLink:
         try:
             self._context = gloo.rendezvous.Context(rank, spec.world_size)
             self.limit(JOIN_TIMEOUT_S)
-            store = _Store(rendezvous)
+            store = _Store(joining.rendezvous)
             theirs = gloo.rendezvous.CustomStore(store)
             device = gloo.transport.tcp.CreateDevice(gloo.transport.tcp.attr(host))
             self._context.connectFullMesh(theirs, device)
@@ -210,13 +198,15 @@ class GlooLink:
         with suppress(TypeError):  # pygloo 0.2.1 has the method, but not the conversion of its argument
             self._context.setTimeout(timedelta(seconds=timeout_s))
 
-    def allreduce(self, op: ReduceOp, own: Array, out: Array) -> None:
-        """Reduces by gloo's ring; both arrays are [n] of a native dtype; AVG gives the sum."""
-        self._gloo.allreduce(self._context, *self._reduction(op, own, out), self._ring)
+    def reduce(self, op: ReduceOp, own: Array, out: Array, root: int | None) -> None:
+        """Reduces [n] elements of a native dtype to the root, or to all by a ring; AVG gives the sum.
 
-    def reduce(self, op: ReduceOp, own: Array, out: Array, root: int) -> None:
-        """Reduces to the root; the library may write `out` on all ranks."""
-        self._gloo.reduce(self._context, *self._reduction(op, own, out), root)
+        The library may write `out` on all ranks.
+        """
+        dtype = getattr(self._dtypes, f"gloo{own.dtype.name.capitalize()}")
+        theirs = getattr(self._gloo.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
+        run, how = (self._gloo.allreduce, self._ring) if root is None else (self._gloo.reduce, root)
+        run(self._context, own.ctypes.data, out.ctypes.data, own.size, dtype, theirs, how)
 
     def broadcast(self, array: Array, root: int) -> None:
         """Copies the root's bytes to all."""
@@ -228,11 +218,6 @@ class GlooLink:
         is_open, self._is_open = self._is_open, False
         if is_open:
             self._context.closeConnections()
-
-    def _reduction(self, op: ReduceOp, own: Array, out: Array) -> tuple[Any, ...]:
-        dtype = getattr(self._dtypes, f"gloo{own.dtype.name.capitalize()}")
-        ours = ReduceOp.SUM if op is ReduceOp.AVG else op
-        return own.ctypes.data, out.ctypes.data, own.size, dtype, getattr(self._gloo.ReduceOp, ours.name)
 
 
 class _Store:

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from raycollect.backends.completion import late
+from raycollect.backends.kernels import late
 from raycollect.backends.nccl.graphs import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
 from raycollect.backends.nccl.group import HINT, Joined, join, said
 from raycollect.backends.nccl.ipc_group import IpcCommunicator, share
@@ -43,8 +43,8 @@ from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
 from raycollect.backends.streams import GroupStream, captured, has_drained, pause
 from raycollect.core import threads, timers
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Joining
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, RaycollectError
 
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
@@ -58,15 +58,7 @@ GUARD_S = 0.25  # How often the guard checks for ranks that block while they enq
 _log = logging.getLogger("raycollect")
 
 
-def create(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "127.0.0.1",
-    segments: SegmentSource | None = None,
-) -> NcclCommunicator | IpcCommunicator:
+def create(joining: Joining) -> NcclCommunicator | IpcCommunicator:
     """Joins the group; returns when this rank has met all others.
 
     Where all of them share one GPU and NCCL is too old for that, they work in each other's memory (`ipc_group`).
@@ -80,10 +72,11 @@ def create(
         CollectiveTimeoutError: A member did not come.
         KernelError: NCCL can't connect to a member.
     """
-    joined = join(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+    spec = joining.spec
+    joined = join(spec, joining.rank, joining.rendezvous, host=joining.host, timeout_s=JOIN_TIMEOUT_S)
     if joined.shared:
-        return share(spec, rank, rendezvous, exchange, device=joined.device)
-    made = NcclCommunicator(joined, spec, rank, exchange)
+        return share(joining, device=joined.device)
+    made = NcclCommunicator(joined, joining)
     first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
     made.launch(first, (Kernel(kind=OpKind.BARRIER),))  # NCCL connects at its first operation
     return made
@@ -92,8 +85,8 @@ def create(
 class NcclCommunicator(OnGpu):
     """One rank's membership. An abort also wakes a rank inside a kernel; the group is broken then."""
 
-    def __init__(self, joined: Joined, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
-        super().__init__(spec, rank, exchange, joined.device)
+    def __init__(self, joined: Joined, joining: Joining) -> None:
+        super().__init__(joining, joined.device)
         self._nccl = joined.communicator
         self._version = joined.version
         self._capability = joined.capability

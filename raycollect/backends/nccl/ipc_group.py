@@ -32,12 +32,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import cast
 
-from raycollect.backends.completion import late
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.folds import refusal_reason
+from raycollect.backends.kernels import late
 from raycollect.backends.loans import Loans
 from raycollect.backends.nccl.ipc_fold import Folder
 from raycollect.backends.nccl.ipc_memory import LISTINGS, Exports, Imports, Listing, Shown
@@ -47,8 +48,8 @@ from raycollect.backends.shm.communicator import ShmCommunicator
 from raycollect.backends.shm.communicator import create as create_shm
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.backends.streams import GroupStream, has_drained, on_device, wait
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Exchange, Rendezvous
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Joining, NoSegments
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -63,12 +64,13 @@ _TRIAL_SIZE = 1 << 10
 _DRAIN_S = 5.0  # How long this rank's own kernels may take to end after a failure
 
 
-def share(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, device: int) -> IpcCommunicator:
+def share(joining: Joining, *, device: int) -> IpcCommunicator:
     """Joins a group whose ranks share one GPU; returns when a first sum was correct."""
-    host = cast("ShmCommunicator", create_shm(spec, rank, rendezvous, exchange))
+    spec, rank = joining.spec, joining.rank
+    host = cast("ShmCommunicator", create_shm(replace(joining, segments=NoSegments())))
     made: IpcCommunicator | ShmCommunicator = host
     try:
-        made = IpcCommunicator(spec, rank, host, device=device)
+        made = IpcCommunicator(joining, host, device=device)
         _try(made)
     except BaseException as exc:
         made.close()
@@ -103,10 +105,10 @@ def _try(made: IpcCommunicator) -> None:
 class IpcCommunicator(OnGpu):
     """One rank's membership."""
 
-    def __init__(self, spec: GroupSpec, rank: int, host: ShmCommunicator, *, device: int) -> None:
-        super().__init__(spec, rank, host, device)
+    def __init__(self, joining: Joining, host: ShmCommunicator, *, device: int) -> None:
+        super().__init__(replace(joining, exchange=host), device)
         self.number: int = device  # the GPU's number in this process
-        self.group_name: str = spec.name
+        self.group_name: str = joining.spec.name
         self._host = host
         self._stream = GroupStream(device)
         self._folder = Folder(device)

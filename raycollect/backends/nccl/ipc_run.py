@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.completion import one_each, reduce_op
 from raycollect.backends.device_arrays import DeviceArray, bits_view
+from raycollect.backends.kernels import one_each, reduce_op
 from raycollect.backends.nccl.ipc_fold import Folder
 from raycollect.backends.nccl.ipc_memory import Exports, Shown, Span
 from raycollect.backends.shm.in_place import root_of

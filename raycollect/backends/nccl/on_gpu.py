@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
-from raycollect.core.model import GroupSpec, Kernel, Launch, ReduceOp
-from raycollect.core.protocols import Exchange
+from raycollect.core.model import Kernel, Launch, ReduceOp
+from raycollect.core.protocols import Joining
 
 
 class OnGpu(Exchanged):
     """The part of a `Communicator` that knows its GPU."""
 
-    def __init__(self, spec: GroupSpec, rank: int, exchange: Exchange, number: int) -> None:
-        super().__init__(spec, rank, exchange)
+    def __init__(self, joining: Joining, number: int) -> None:
+        super().__init__(joining)
         self.device: str = f"cuda:{number}"  # ``"cuda:0"``
 
     def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.completion import chunks, clipped, one_each, reduce_op
 from raycollect.backends.device_arrays import DeviceArray, cupy_view
+from raycollect.backends.kernels import chunks, clipped, one_each, reduce_op
 from raycollect.backends.nccl.ops import BYTES, Reduction, combiner, fold, reduction_of
 from raycollect.backends.nccl.scripts import Script, ScriptBuilder, assign
 from raycollect.core.model import Kernel, OpKind, ReduceOp

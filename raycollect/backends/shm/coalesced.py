@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat, native
-from raycollect.backends.completion import remembered
+from raycollect.backends.kernels import remembered
 from raycollect.core.model import Kernel
 
 # Elements [first, last) of a row, the array that holds them, and their range [start, stop) in it

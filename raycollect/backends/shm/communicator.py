@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raycollect.backends.capabilities import refuse_unknown
-from raycollect.backends.completion import translated
+from raycollect.backends.kernels import translated
 from raycollect.backends.shm.boxes import Boxes
 from raycollect.backends.shm.coalesced import coalesced
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
@@ -28,35 +28,28 @@ from raycollect.backends.shm.staged import Staged, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import PIECES, PREFIXES, GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.protocols import Communicator, Exchange, NoSegments, Rendezvous, SegmentSource
+from raycollect.core.protocols import Communicator, Joining, SegmentSource
 from raycollect.errors import GroupBrokenError
 
 
-def create(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "",
-    segments: SegmentSource | None = None,
-) -> Communicator:
+def create(joining: Joining) -> Communicator:
     """Joins the group; returns when this rank has the shared memory (rank 0: when all ranks have it).
 
-    All members are processes of one machine and user. `segments` locates tensors in shared memory for kernels in place.
+    All members are processes of one machine and user. `Joining.segments` locates tensors for kernels in place.
 
     Raises:
         BackendUnavailableError: Shared memory is not available.
         CollectiveTimeoutError: Rank 0 did not come; on rank 0: another rank did not.
         InvalidGroupError: An option is unknown.
     """
+    spec, rank, rendezvous = joining.spec, joining.rank, joining.rendezvous
     refuse_unknown(spec)
     nbytes = sum(part(spec.world_size) for part in (control_nbytes, slots_nbytes, directory_nbytes))
     if rank == 0:
         segment = server_segment(spec, rendezvous, nbytes, lambda fresh: prepare(fresh, spec.world_size))
     else:
         segment = client_segment(spec, rank, rendezvous, nbytes)
-    return ShmCommunicator(spec, rank, segment, segments or NoSegments())
+    return ShmCommunicator(spec, rank, segment, joining.segments)
 
 
 class _Parts(NamedTuple):

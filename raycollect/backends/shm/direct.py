@@ -18,7 +18,7 @@ import numpy as np
 
 from raycollect.backends import loans
 from raycollect.backends.arrays import Array, Flat, native
-from raycollect.backends.completion import remembered
+from raycollect.backends.kernels import remembered
 from raycollect.backends.loans import Loans
 from raycollect.backends.shm.directory import CAPACITY, GIVES, STAGED, TAKES, Directory, Listing, Places
 from raycollect.backends.shm.in_place import Blocks, Work, root_of

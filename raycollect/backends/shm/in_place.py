@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
-from raycollect.backends.completion import chunks, keep_own, metered, movement, reduce_op, transfers
 from raycollect.backends.folds import fold
+from raycollect.backends.kernels import chunks, keep_own, metered, movement, reduce_op, transfers
 from raycollect.backends.shm.directory import Listing
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.kernel_progress import LENT, here

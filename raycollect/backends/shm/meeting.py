@@ -37,8 +37,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from raycollect.backends import completion
-from raycollect.backends.completion import check_arrival, late
+from raycollect.backends import kernels
+from raycollect.backends.kernels import check_arrival, late
 from raycollect.core.cpu_affinity import YIELD_S, Seeker
 from raycollect.core.model import Launch
 from raycollect.core.semaphores import SEM_NBYTES, semaphores
@@ -293,7 +293,7 @@ class Meeting:
                 continue
             left_s = until_s - now_s
             if left_s <= 0:
-                raise completion.absent(self._group_name, launch, absent)
+                raise kernels.absent(self._group_name, launch, absent)
             if announced != (sleeps_for := max(absent) + 1):  # also where that one has come meanwhile
                 self._words[mine + _ASLEEP] = announced = sleeps_for
                 self._semaphore.take()  # a barrier

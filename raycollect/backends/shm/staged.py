@@ -38,7 +38,8 @@ from typing import NamedTuple
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
-from raycollect.backends.completion import (
+from raycollect.backends.folds import READ_FIRST, fold, ignoring_errors, is_widened
+from raycollect.backends.kernels import (
     clipped,
     keep_own,
     metered,
@@ -50,7 +51,6 @@ from raycollect.backends.completion import (
     source,
     transfers,
 )
-from raycollect.backends.folds import READ_FIRST, fold, ignoring_errors, is_widened
 from raycollect.backends.shm.coalesced import CoalescedRow
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
 from raycollect.backends.shm.meeting import Meeting

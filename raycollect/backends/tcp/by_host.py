@@ -33,7 +33,8 @@ from functools import lru_cache
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat, native
-from raycollect.backends.completion import (
+from raycollect.backends.folds import finish, fold, fold_with, is_widened
+from raycollect.backends.kernels import (
     clipped,
     keep_own,
     metered,
@@ -43,7 +44,6 @@ from raycollect.backends.completion import (
     scattered_reduction,
     transfers,
 )
-from raycollect.backends.folds import finish, fold, fold_with, is_widened
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Batch
 from raycollect.backends.tcp.run import CHUNK_NBYTES, Run, Staging, Steps, chunk_size

@@ -36,8 +36,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from raycollect.backends.completion import recognized, translated
 from raycollect.backends.in_use import InUse
+from raycollect.backends.kernels import recognized, translated
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp.by_host import HostRun, Hosts
 from raycollect.backends.tcp.join import join
@@ -45,7 +45,7 @@ from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import RANK_ORDER, GroupSpec, Kernel, Launch
-from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
+from raycollect.core.protocols import Joining
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
 
@@ -53,37 +53,29 @@ _BESIDE = 5  # The descriptors of a joining rank beside one per rank: two listen
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 
 
-def create(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "127.0.0.1",
-    segments: SegmentSource | None = None,
-) -> TcpCommunicator:
+def create(joining: Joining) -> TcpCommunicator:
     """Joins the group; returns when this rank is connected to all others.
 
-    Listens on `host` only. The only option is ``deterministic``, which is "rank_order".
+    Listens on `Joining.host` only. The only option is ``deterministic``, which is "rank_order".
 
     Raises:
         InvalidGroupError: The options are unknown, or have wrong values.
         BackendUnavailableError: This rank can't listen there.
         CollectiveTimeoutError: Naming the members that did not come.
     """
-    _check_options(spec)
-    return connect(spec, rank, rendezvous, host, in_rank_order=spec.in_rank_order)
+    _check_options(joining.spec)
+    return connect(joining, in_rank_order=joining.spec.in_rank_order)
 
 
-def connect(
-    spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, *, in_rank_order: bool = True
-) -> TcpCommunicator:
+def connect(joining: Joining, *, in_rank_order: bool = True) -> TcpCommunicator:
     """Joins a group, also for backends that have their own options; see `create`.
 
     `in_rank_order`: whether reductions are left folds in rank order, also between hosts with several ranks.
     """
+    spec, rank = joining.spec, joining.rank
     check_descriptors(spec, rank, spec.world_size + _BESIDE)
-    socks = join(spec, rank, rendezvous, host, JOIN_TIMEOUT_S) if spec.world_size > 1 else {}
+    alone = spec.world_size == 1
+    socks = {} if alone else join(spec, rank, joining.rendezvous, joining.host, JOIN_TIMEOUT_S)
     return TcpCommunicator(spec, rank, Link(rank, spec.name, socks), in_rank_order=in_rank_order)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from raycollect.backends.arrays import Array
-from raycollect.backends.completion import aborted, absent, check_arrival
+from raycollect.backends.kernels import aborted, absent, check_arrival
 from raycollect.backends.tcp.peer import AHEAD, ARRIVAL, DATA, FRAME_NBYTES, HERE, Batch, Peer, Place
 from raycollect.core import sockets
 from raycollect.core.cpu_affinity import YIELD_S, Seeker, current_core

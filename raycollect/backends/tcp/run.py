@@ -10,7 +10,8 @@ from itertools import chain, repeat
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
-from raycollect.backends.completion import (
+from raycollect.backends.folds import fold, fold_with
+from raycollect.backends.kernels import (
     clipped,
     keep_own,
     metered,
@@ -21,7 +22,6 @@ from raycollect.backends.completion import (
     source,
     transfers,
 )
-from raycollect.backends.folds import fold, fold_with
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import FRAME_NBYTES, Batch
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, folded_ranks

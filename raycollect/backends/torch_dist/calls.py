@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raycollect.backends.completion import late
+from raycollect.backends.kernels import late
 from raycollect.backends.torch_dist.group import c10d
 from raycollect.core import threads
 from raycollect.core.model import Launch, ReduceOp

@@ -27,17 +27,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from raycollect.backends.capabilities import RINGS_OF_TORCH
-from raycollect.backends.completion import translated
 from raycollect.backends.in_use import InUse
+from raycollect.backends.kernels import translated
 from raycollect.backends.meshed import Meshed, descriptors
-from raycollect.backends.severed import sever
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
 from raycollect.backends.torch_dist.calls import Calls, Library
 from raycollect.backends.torch_dist.group import make
 from raycollect.backends.torch_dist.run import is_native, run
+from raycollect.backends.torch_dist.severed import sever
 from raycollect.core import threads
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.protocols import Exchange, Rendezvous, SegmentSource
+from raycollect.core.model import Kernel, Launch, OpKind
+from raycollect.core.protocols import Joining
 from raycollect.errors import KernelError
 
 JOIN_TIMEOUT_S = 60.0
@@ -47,15 +47,7 @@ CLOSE_TIMEOUT_S = 1.0  # How long to wait until the library has shut down
 _LACKING = re.compile(r"(not|n't) (yet )?(support|implement)(ed)?", re.IGNORECASE)
 
 
-def create(
-    spec: GroupSpec,
-    rank: int,
-    rendezvous: Rendezvous,
-    exchange: Exchange,
-    *,
-    host: str = "127.0.0.1",
-    segments: SegmentSource | None = None,
-) -> TorchCommunicator:
+def create(joining: Joining) -> TorchCommunicator:
     """Joins the group; returns when this rank has met all others.
 
     Raises:
@@ -64,10 +56,11 @@ def create(
         BackendUnavailableError: The members can't connect, or this process has too few descriptors.
         CollectiveTimeoutError: A member did not come.
     """
+    spec, rank = joining.spec, joining.rank
     check_descriptors(spec, rank, descriptors(spec.world_size))
-    mesh = connect(spec, rank, rendezvous, host)
+    mesh = connect(joining)
     try:
-        backend, published = make(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+        backend, published = make(spec, rank, joining.rendezvous, host=joining.host, timeout_s=JOIN_TIMEOUT_S)
         library = Library(
             backend=backend,
             rank=rank,
@@ -76,7 +69,7 @@ def create(
             is_patient=spec.backend in PATIENT,
             sever=partial(sever, published) if published else None,
         )
-        communicator = TorchCommunicator(library, spec, mesh)
+        communicator = TorchCommunicator(library, joining, mesh)
         if OpKind.BARRIER.value in spec.ops:
             communicator.meet()
     except BaseException:
@@ -88,10 +81,10 @@ def create(
 class TorchCommunicator(Meshed):
     """One rank's membership. An abort also wakes a rank inside a kernel; a library kernel then breaks the group."""
 
-    def __init__(self, library: Library, spec: GroupSpec, mesh: TcpCommunicator) -> None:
-        super().__init__(spec, mesh, RINGS_OF_TORCH, is_native)
-        self._backend = spec.backend
-        self._use = InUse(library, _shut_down, spec.name)
+    def __init__(self, library: Library, joining: Joining, mesh: TcpCommunicator) -> None:
+        super().__init__(joining, mesh, RINGS_OF_TORCH, is_native)
+        self._backend = joining.spec.backend
+        self._use = InUse(library, _shut_down, self._group_name)
 
     def meet(self) -> None:
         """Runs a first barrier: some libraries connect at their first operation, when the rendezvous may be gone."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from raycollect.backends.arrays import Array, DeviceArray, Flat
-from raycollect.backends.completion import chunks, clipped, metered, movement, one_each, reduce_op, reduction
 from raycollect.backends.folds import finish
+from raycollect.backends.kernels import chunks, clipped, metered, movement, one_each, reduce_op, reduction
 from raycollect.backends.meshed import is_as_numpy
 from raycollect.backends.torch_dist.calls import Calls
 from raycollect.backends.torch_dist.group import c10d

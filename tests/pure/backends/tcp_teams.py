@@ -9,6 +9,7 @@ import pytest
 
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import Joining
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
@@ -30,7 +31,7 @@ def join_all(rendezvous: MemoryRendezvous, world: int, *hosts: str) -> list[tcp.
     at = hosts or ("127.0.0.1",)
 
     def join(rank: int) -> tcp.TcpCommunicator:
-        return tcp.create(spec_of(world), rank, rendezvous, NO_EXCHANGE, host=at[rank % len(at)])
+        return tcp.create(Joining(spec_of(world), rank, rendezvous, NO_EXCHANGE, host=at[rank % len(at)]))
 
     with ThreadPoolExecutor(world) as threads:
         return list(threads.map(join, range(world)))

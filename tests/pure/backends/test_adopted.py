@@ -14,6 +14,7 @@ import pytest
 from raycollect import backends, types
 from raycollect.backends.adopted import REDUCE_OPS, AdoptedCommunicator, adopt, register_collective_backend
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Joining
 from raycollect.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -104,7 +105,7 @@ def communicator(cls: type[Any], **options: Any) -> AdoptedCommunicator:
     register_collective_backend("mine", cls)
     spec = GroupSpec(name="g", group_id="a/0>1/b", backend="mine", world_size=1, options=tuple(options.items()))
     exchange = SimpleNamespace(abort=lambda seq: None)
-    return backends.load("MINE", "g")(spec, 0, None, exchange)  # type: ignore[arg-type, return-value]
+    return backends.load("MINE", "g")(Joining(spec, 0, None, exchange))  # type: ignore[arg-type, return-value]
 
 
 LAUNCH = Launch(seq=1, ranks=(0,), timeout_s=5)

@@ -19,6 +19,7 @@ from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import run as _tcp_run
 from raycollect.backends.tcp.link import Link
 from raycollect.core.model import RANK_ORDER, GroupSpec, OpKind, ReduceOp
+from raycollect.core.protocols import Joining
 from raycollect.errors import InvalidGroupError
 from raycollect.planner import Topology
 from raycollect.planner.cost import priced
@@ -55,7 +56,10 @@ class HostsTeam(ThreadTeam):
         super().__init__(backend, len(hosts), hosts=hosts, options=options)
 
     def _create(self, rank: int) -> tcp.TcpCommunicator:
-        return tcp.connect(self.spec, rank, self.rendezvous, "127.0.0.1", in_rank_order=self.in_rank_order)
+        return tcp.connect(
+            Joining(self.spec, rank, self.rendezvous, MemoryExchange(self.server, rank)),
+            in_rank_order=self.in_rank_order,
+        )
 
 
 @pytest.fixture
@@ -185,11 +189,11 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, ho
 def test_another_order_is_refused(value):
     spec = GroupSpec(name="g", group_id="1", backend="tcp", world_size=2, options=(("deterministic", value),))
     with pytest.raises(InvalidGroupError, match=r"'deterministic' is .* not 'rank_order'"):
-        tcp.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+        tcp.create(Joining(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0)))
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_option_that_tcp_lacks_is_refused_before_anybody_is_waited_for(world):
     spec = GroupSpec(name="g", group_id="1", backend="tcp", world_size=world, options=(("timeout", 3),))
     with pytest.raises(InvalidGroupError, match="there is no option 'timeout'; there is 'deterministic'"):
-        tcp.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+        tcp.create(Joining(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0)))

@@ -20,7 +20,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends import folds
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 from tests.pure.communicators import (
     MemoryExchange,
@@ -371,7 +371,7 @@ def test_members_that_never_join_are_named_and_nothing_stays(
     spec = GroupSpec(name="g", group_id="1", backend=backend, world_size=3)
     before = descriptors()
     with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
-        create(spec, rank, MemoryRendezvous(), MemoryExchange(MemoryStar(), rank))
+        create(Joining(spec, rank, MemoryRendezvous(), MemoryExchange(MemoryStar(), rank)))
     assert caught.value.op == "join"
     assert caught.value.missing
     assert set(caught.value.missing) <= {0, 1, 2} - {rank}

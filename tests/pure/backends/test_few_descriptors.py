@@ -17,6 +17,7 @@ from raycollect.backends.tcp.join import join
 from raycollect.channel import Server
 from raycollect.core import sockets
 from raycollect.core.model import Address, task_key
+from raycollect.core.protocols import Joining
 from raycollect.errors import (
     CollectiveTimeoutError,
     TensorLostError,
@@ -60,7 +61,7 @@ def test_who_has_no_room_for_a_member_takes_it_later(full: type[Full], monkeypat
     monkeypatch.setattr(Full, "times", 2)
     rendezvous = MemoryRendezvous()
     with ThreadPoolExecutor(2) as threads:
-        joins = [threads.submit(tcp.create, spec_of(2), rank, rendezvous, NO_EXCHANGE) for rank in range(2)]
+        joins = [threads.submit(tcp.create, Joining(spec_of(2), rank, rendezvous, NO_EXCHANGE)) for rank in range(2)]
     for one in joins:
         one.result().close()
     assert full.asked == 3

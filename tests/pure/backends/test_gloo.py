@@ -14,7 +14,7 @@ from raycollect import backends
 from raycollect.backends.gloo import communicator as gloo
 from raycollect.backends.meshed import ANSWER_S, MESH_UP_TO_NBYTES
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -185,7 +185,7 @@ def test_members_with_different_libraries_are_told_who_has_which() -> None:
     spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=3)
     said = rf"rank 0 has {library.gloo.__name__}; rank 1 has another; rank 2 has another\. Install .* backend='auto'"
     with pytest.raises(BackendUnavailableError, match=said):
-        gloo.create(spec, 0, rendezvous, MemoryExchange(MemoryStar(), 0))
+        gloo.create(Joining(spec, 0, rendezvous, MemoryExchange(MemoryStar(), 0)))
 
 
 def in_a_process(code: str) -> str:
@@ -207,7 +207,7 @@ def test_it_takes_no_options() -> None:
         name="default", group_id="g", backend="gloo", world_size=1, options=(("deterministic", "rank_order"),)
     )
     with pytest.raises(InvalidGroupError, match="no options, and got deterministic"):
-        gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+        gloo.create(Joining(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0)))
 
 
 # ------------------------------------------------------------------------------- tensors of GPUs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from raycollect.backends.gloo.communicator import GlooCommunicator
 from raycollect.backends.in_use import InUse
 from raycollect.backends.tcp.communicator import connect
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import GroupBrokenError
 from tests.support.waiting import wait_until
 
@@ -85,6 +86,7 @@ class Slow:
     def close(self) -> None:
         self.closed += 1
 
+    reduce = allreduce
     shutdown = destroy_group = close
 
     def wait(self, *_: Any) -> bool:
@@ -101,33 +103,35 @@ class Slow:
         return True
 
 
-def _gloo(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
-    return GlooCommunicator(slow, spec, mesh)  # type: ignore[arg-type]
+def _gloo(slow: Slow, joining: Joining, mesh: Any) -> Communicator:
+    return GlooCommunicator(slow, joining, mesh)  # type: ignore[arg-type]
 
 
-def _torch(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
+def _torch(slow: Slow, joining: Joining, mesh: Any) -> Communicator:
     pytest.importorskip("torch")
     from raycollect.backends.torch_dist.calls import Library
     from raycollect.backends.torch_dist.communicator import TorchCommunicator
 
-    library = Library(backend=slow, rank=0, world_size=1, group_name=spec.name, is_patient=True)
-    return TorchCommunicator(library, spec, mesh)
+    library = Library(backend=slow, rank=0, world_size=1, group_name=joining.spec.name, is_patient=True)
+    return TorchCommunicator(library, joining, mesh)
 
 
-def _adopted(slow: Slow, spec: GroupSpec, mesh: Any) -> Communicator:
+def _adopted(slow: Slow, joining: Joining, mesh: Any) -> Communicator:
     create: Any = adopt("slow", Slow).factory
-    made = create(spec, 0, mesh, mesh)
+    made = create(joining)
     made._use._held = slow  # the one that the test has
     return made
 
 
 @pytest.mark.parametrize("make", [_gloo, _torch, _adopted])
 def test_a_communicator_that_is_closed_in_a_kernel_is_released_at_its_end(
-    make: Callable[[Slow, GroupSpec, Any], Communicator],
+    make: Callable[[Slow, Joining, Any], Communicator],
 ) -> None:
     spec = GroupSpec(name="g", group_id="g", backend="gloo", world_size=1)
     slow = Slow()
-    communicator = make(slow, spec, connect(spec, 0, None, ""))  # type: ignore[arg-type]
+    nobody: Any = SimpleNamespace(abort=lambda seq: None)
+    joining = Joining(spec, 0, nobody, nobody)
+    communicator = make(slow, joining, connect(joining))
     array = np.zeros(LARGE // 4, np.float32)
     kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
     launch = Launch(seq=1, ranks=(0,), timeout_s=WAIT_S)

@@ -18,7 +18,7 @@ from raycollect.backends.nccl import group as _nccl_group
 from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.backends.nccl.group import SHARING
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.engine.device_staging import transfer
 from raycollect.errors import (
     BackendUnavailableError,
@@ -50,7 +50,7 @@ def spec_of(world_size: int, **options: Any) -> GroupSpec:
 
 def create(rank: int, world_size: int, rendezvous: MemoryRendezvous | None = None, **options: Any) -> Communicator:
     exchange = MemoryExchange(MemoryStar(), rank)
-    return nccl.create(spec_of(world_size, **options), rank, rendezvous or MemoryRendezvous(), exchange)
+    return nccl.create(Joining(spec_of(world_size, **options), rank, rendezvous or MemoryRendezvous(), exchange))
 
 
 def body_sum(communicator: Communicator, launch: Launch) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends import Capabilities
 from raycollect.core.model import PREFIXES, GroupSpec, OpKind
+from raycollect.core.protocols import Joining
 from raycollect.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -112,4 +113,4 @@ def test_local_is_for_one_process() -> None:
     exchange = MemoryExchange(MemoryStar(), 0)
     spec = GroupSpec(name="g", group_id="1", backend="local", world_size=2)
     with pytest.raises(BackendUnavailableError):
-        create(spec, 0, MemoryRendezvous(), exchange)
+        create(Joining(spec, 0, MemoryRendezvous(), exchange))

@@ -17,7 +17,7 @@ from raycollect.backends.shm import communicator as shm
 from raycollect.backends.shm import segment
 from raycollect.backends.shm import staged as _staged
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import BackendUnavailableError, UnsupportedError
 from tests.pure.communicators import (
     MemoryExchange,
@@ -152,7 +152,7 @@ class Misleading(MemoryRendezvous):
 def test_a_member_that_can_not_map_the_memory_says_so_to_rank_0(wrong: dict[str, object], why: str) -> None:
     rendezvous = Misleading(**wrong)
     with ThreadPoolExecutor(2) as threads:
-        tries = [threads.submit(shm.create, spec_of(2), rank, rendezvous, NO_EXCHANGE) for rank in (0, 1)]
+        tries = [threads.submit(shm.create, Joining(spec_of(2), rank, rendezvous, NO_EXCHANGE)) for rank in (0, 1)]
         for one in tries:
             with pytest.raises(BackendUnavailableError, match=f"rank 1 can't map the segment of rank 0: .*{why}"):
                 one.result(20)
@@ -172,7 +172,7 @@ def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyP
     rendezvous = MemoryRendezvous()
     for rank in (0, 1):
         with pytest.raises(BackendUnavailableError, match="shared memory"):
-            shm.create(spec_of(2), rank, rendezvous, NO_EXCHANGE)
+            shm.create(Joining(spec_of(2), rank, rendezvous, NO_EXCHANGE))
 
 
 def test_an_arrival_that_is_too_long_is_refused() -> None:

@@ -18,6 +18,7 @@ from raycollect.channel.protocol import Connection
 from raycollect.channel.stream import open_stream
 from raycollect.core import sockets
 from raycollect.core.model import Address, Launch
+from raycollect.core.protocols import Joining
 from raycollect.errors import BackendUnavailableError, ChannelError, CollectiveTimeoutError
 from tests.pure.backends.tcp_teams import NO_EXCHANGE, join_all, spec_of
 from tests.pure.communicators import MemoryRendezvous, ThreadTeam
@@ -81,7 +82,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
 def test_a_host_that_is_not_this_one_is_refused(host: str) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(BackendUnavailableError, match="can't listen"):
-        tcp.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host)
+        tcp.create(Joining(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

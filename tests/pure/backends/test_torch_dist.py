@@ -13,7 +13,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import (
     BackendNotInstalledError,
     InternalError,
@@ -56,7 +56,7 @@ __all__ = ["plugin", "teams"]  # fixtures
 def alone(backend: str, **options: Any) -> Communicator:
     """A group of one."""
     spec = GroupSpec(name="g", group_id="1", backend=backend, world_size=1, options=tuple(options.items()))
-    return torch_dist.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+    return torch_dist.create(Joining(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0)))
 
 
 # ------------------------------------------------------------------------------- groups
@@ -95,7 +95,9 @@ def listening() -> set[str]:
 def test_it_listens_on_the_given_address_only() -> None:
     before = listening()
     spec = GroupSpec(name="g", group_id="1", backend="torch:gloo", world_size=1)
-    communicator = torch_dist.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0), host="127.0.0.3")
+    communicator = torch_dist.create(
+        Joining(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0), host="127.0.0.3")
+    )
     assert listening() - before == {"0300007F"}
     communicator.close()
 

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from raycollect.backends.torch_dist import communicator as torch_dist
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Joining
 from tests.pure.closing import closing_all
 from tests.pure.communicators import MemoryExchange, ThreadTeam
 from tests.pure.conformance import run_launch
@@ -34,7 +34,7 @@ class OptionsTeam(ThreadTeam):
             world_size=self.world_size,
             options=tuple(self.options.items()),
         )
-        return torch_dist.create(spec, rank, self.rendezvous, MemoryExchange(self.server, rank))
+        return torch_dist.create(Joining(spec, rank, self.rendezvous, MemoryExchange(self.server, rank)))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 from raycollect.backends.exchanged import Exchanged
 from raycollect.channel.messages import Gone, Message
 from raycollect.core.model import GroupSpec, Launch
+from raycollect.core.protocols import Joining
 from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError
 from raycollect.group.coordinator import Coordinator
@@ -22,8 +23,8 @@ WORLD = 3
 class Plain(Exchanged):
     """A communicator that has its consistency checks at the coordinator; it notes what it is told."""
 
-    def __init__(self, spec: GroupSpec, rank: int, exchange: Any) -> None:
-        super().__init__(spec, rank, exchange)
+    def __init__(self, joining: Joining) -> None:
+        super().__init__(joining)
         self.told: list[Any] = []
         self.on_close: Callable[[], None] = lambda: None
 
@@ -69,9 +70,10 @@ class Table:
             for rank in range(WORLD)
         ]
 
-    def create(self, spec: GroupSpec, rank: int, rendezvous: Any, exchange: Any, **_: Any) -> Plain:
+    def create(self, joining: Joining) -> Plain:
+        rank = joining.rank
         self.before_made(rank)
-        self.made[rank] = self._kind(spec, rank, exchange)
+        self.made[rank] = self._kind(joining)
         self.made[rank].on_close = self.closed[rank].set
         return self.made[rank]
 

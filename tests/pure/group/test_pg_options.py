@@ -7,6 +7,7 @@ import pytest
 from raycollect.backends import local
 from raycollect.backends.shm import communicator as shm
 from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import Joining
 from raycollect.errors import InvalidGroupError
 from raycollect.group import pg_options
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
@@ -57,7 +58,7 @@ def test_a_backend_that_ignores_the_options_of_others_refuses_those_that_nobody_
     def join(options, name=backend):
         given, _ = pg_options.read(options)
         spec = GroupSpec(name="g", group_id="1", backend=name, world_size=1, options=given)
-        return create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+        return create(Joining(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0)))
 
     join(known).close()
     join({"x": 1}, "of-another-package").close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raycollect.backends.severed import sever
+from raycollect.backends.torch_dist.severed import sever
 
 
 @pytest.fixture

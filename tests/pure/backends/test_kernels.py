@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.completion import (
+from raycollect.backends.kernels import (
     chunks,
     clipped,
     keep_own,
