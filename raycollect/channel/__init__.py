@@ -4,7 +4,7 @@
 `messages`                the messages and their codec
 `protocol`                handshake, frames and their tags: no I/O, no clock, no threads
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
-`stream`, `parts`         a connection in blocking mode; descriptions longer than a frame
+`stream`                  a connection in blocking mode
 `server`, `client`        the listening end, the connecting ends
 `completion_bell`         wakes who waits for a plan, through shared memory
 `order_bell`              brings orders, through shared memory

@@ -9,7 +9,6 @@ from typing import Any
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
-from raycollect.channel.parts import joined
 from raycollect.channel.stream import open_stream
 from raycollect.core.model import Address
 from raycollect.errors import ConnectionLostError
@@ -76,7 +75,7 @@ class DataClient:
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         self._stream.send(message, timeout_s=limit_s)
-        return joined(self._stream.receive(limit_s), partial(self._stream.receive, limit_s))
+        return self._stream.receive(limit_s)
 
     def tell(self, message: Message) -> None:
         """Sends a message that has no answer; raises ConnectionLostError."""

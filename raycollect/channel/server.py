@@ -17,7 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
-from raycollect.channel.parts import parts_of
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
 from raycollect.channel.refusals import Refusals
 from raycollect.channel.stream import Stream
@@ -68,10 +67,7 @@ class DataLink:
             ConnectionLostError: The client ended the connection.
             ProtocolError: The message can't be sent; the connection goes on.
         """
-        *parts, last = parts_of(message)
-        for part in parts:
-            self._stream.send(part)
-        self._stream.send(last, blobs)
+        self._stream.send(message, blobs)
         self.sent += 1
 
     def has_ended(self) -> bool:

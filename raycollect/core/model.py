@@ -12,6 +12,7 @@ from datetime import datetime
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol
 
+from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from raycollect.core.codec import Wire
@@ -361,9 +362,8 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One plan's use of a communicator.
+class Launch(Struct, frozen=True, kw_only=True):
+    """One plan's use of a communicator: a Struct, as one is made in each run, and a frozen dataclass takes 0.5 us.
 
     Attributes:
         seq: The plan's number in its controller's order, from 1 to 2^39. Every rank launches in increasing `seq`.

@@ -7,7 +7,7 @@ when the next one begins, or when the run ends, whatever happened.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator, Exchange
@@ -97,7 +97,8 @@ class Launches:
 
     def _open_next(self, step: Kernels) -> None:
         communicator, program, number = self.communicators(step.group_id), self.program, step.number
-        launch = Launch(seq=self.seq + number, ranks=step.ranks, timeout_s=program.timeout_s)
+        seq, timeout_s = self.seq + number, program.timeout_s
+        launch = Launch(seq=seq, ranks=step.ranks, timeout_s=timeout_s)
         # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
         # is found there, and the controller ends the plan for all.
         parts = number + (len(program.everyone) or len(program.tasks))
@@ -106,7 +107,7 @@ class Launches:
             before_it[0].end(before_it[1], True)
         self.opened, self._number = (communicator, launch), number
         self._check()
-        communicator.agree(replace(launch, timeout_s=program.timeout_s * (1 + parts)), b"")
+        communicator.agree(Launch(seq=seq, ranks=step.ranks, timeout_s=timeout_s * (1 + parts)), b"")
 
     def wait_for_all(self) -> None:
         """Waits until the controller has heard that all have come so far.

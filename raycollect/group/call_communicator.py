@@ -78,7 +78,7 @@ class CallCommunicator:
         """Does nothing: `GroupCommunicator` closes it."""
 
     def _inside(self, launch: Launch) -> Launch:
-        return replace(launch, ranks=self._everyone)
+        return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=launch.timeout_s)
 
     def _within_deadline(self, launch: Launch) -> Launch:
         # Within the time that the call has left, unless the others have left the call.

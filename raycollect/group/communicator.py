@@ -138,7 +138,7 @@ class GroupCommunicator:
         client, member = self.client, self._member
         with self._lock:
             epoch, seq = client.epoch, client.seq + between if client.formed else 0
-            untold = error is not None and client.cause is None and epoch
+            tells = error is not None and client.cause is None and epoch
             if client.formed:
                 self._stood, client.formed = Position(epoch, client.seq), False
             if client.state is not State.BROKEN:
@@ -147,7 +147,7 @@ class GroupCommunicator:
                 client.epoch = ""
         if not keep:
             self._close(wait_s)
-        if untold and error is not None:
+        if tells and error is not None:
             drop = Drop(
                 group_id=member.spec.group_id,
                 communicator=self.name,

@@ -84,7 +84,7 @@ PRESENCES = Codec[Presence](Presence, "presence of a rank")
 class Call:
     """A call under way: what it is, by when it has to end (by `time.monotonic`), and what happens to it."""
 
-    __slots__ = ("agreed", "deadline_s", "final", "number", "op", "place", "recalled", "since_s", "stop")
+    __slots__ = ("agreed", "deadline_s", "final", "number", "op", "place", "restarts", "since_s", "stop")
 
     def __init__(self, number: int, op: str, since_s: float, timeout_s: float) -> None:
         self.number = number
@@ -93,7 +93,7 @@ class Call:
         self.deadline_s: float = since_s + timeout_s
         self.place: str = ""  # `FORM`, `MADE` with the epoch, `CHECK`; or another meeting; empty: nowhere
         self.agreed: bool = False  # whether all ranks have come to the agreement of the launch under way
-        self.recalled: bool = False  # whether the attempt under way has to be given up and begun again
+        self.restarts: bool = False  # whether the attempt under way has to be given up and begun again
         self.stop: RaycollectError | None = None  # what the call has to raise
         self.final: bool = False  # whether the coordinator will not answer any more
 
@@ -146,18 +146,18 @@ class CoordinatorClient:
 
     def is_off(self, call: Call) -> bool:
         """Whether a launch that waits for its agreement has to stop."""
-        return self.state is not State.OK or call.recalled or call.stop is not None
+        return self.state is not State.OK or call.restarts or call.stop is not None
 
     def note_agreed(self, call: Call) -> None:
-        """Notes that all ranks have come; from then on the attempt is not recalled any more.
+        """Notes that all ranks have come; from then on another thread can't restart the attempt.
 
         Raises:
-            PlanAbortedError: It was recalled just before. No kernel may begin.
+            PlanAbortedError: It was to restart just before. No kernel may begin.
         """
         with self.lock:
             call.agreed = True
-            if call.recalled:
-                raise PlanAbortedError(detail="it was recalled in the moment in which all had come")
+            if call.restarts:
+                raise PlanAbortedError(detail="aborted while the last rank arrived")
 
     def notify(self) -> None:
         """Wakes all waits of this communicator."""

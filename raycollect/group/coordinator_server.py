@@ -1,4 +1,4 @@
-"""The hub of a group that its members made: rank 0, to whom all others connect. Needs no Ray."""
+"""The coordinator of a group that its members made: in rank 0, to which all others connect. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.group.process_group import ProcessGroup
 
 FADING_S = 5.0
-"""How long the hub of a group that failed to form stays to tell late members of it, in seconds."""
+"""How long the coordinator of a group that failed to form stays to tell late members of it, in seconds."""
 
 MOST_FLUSH_S = 1.0
 """How long rank 0 waits at most for what members take, in seconds: one that was stopped takes nothing."""
@@ -90,7 +90,7 @@ class CoordinatorServer:
             time.sleep(_FLUSH_S)
 
     def leave(self) -> None:
-        """Rank 0 has destroyed the group on its side; the hub goes on for the others."""
+        """Rank 0 has destroyed the group on its side; the coordinator goes on for the others."""
         with self._lock:
             self._process_group = None
             self._deliver(
@@ -118,7 +118,7 @@ class CoordinatorServer:
         self.close()
 
     def close(self) -> None:
-        """Ends the hub, and rank 0's own process group."""
+        """Ends the coordinator, and rank 0's own process group."""
         self._server.close()
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
@@ -172,7 +172,7 @@ class CoordinatorServer:
             self._server.close()
 
     def serve_data(self, link: DataLink) -> None:
-        """Serves nothing: tensors do not go through the hub."""
+        """Serves nothing: tensors do not go through the coordinator."""
 
     def _show(self, link: Link) -> None:
         if self._failed is None and not self.complete:

@@ -114,11 +114,11 @@ class MemberCommunicator(GroupCommunicator):
         if self._callers.enter(op):
             with self._lock:
                 backend, seq, call = self._backend, self.client.seq, self.client.call
-                recalled = backend is not None and call is not None and not call.agreed and self._objecting is None
-                if recalled and call is not None:
-                    call.recalled = True
+                restarts = backend is not None and call is not None and not call.agreed and self._objecting is None
+                if restarts and call is not None:
+                    call.restarts = True
                     self.client.changed.notify_all()
-            if recalled and backend is not None:
+            if restarts and backend is not None:
                 backend.abort(seq)
         return threading.get_ident()
 
@@ -174,7 +174,7 @@ class MemberCommunicator(GroupCommunicator):
                 return None
             with self._lock:
                 client.seq += 1
-                call.agreed = call.recalled = False
+                call.agreed = call.restarts = False
                 call.place = CHECK
                 if object_to is not None and (wrong := self._callers.conflict) is not None:
                     self._objecting, attempt = wrong, object_to(wrong)
@@ -206,7 +206,7 @@ class MemberCommunicator(GroupCommunicator):
         if not isinstance(failure, PlanAbortedError) and (agreed or not isinstance(failure, GroupBrokenError)):
             leave(failure)
         raised = self._explained(call, failure, agreed)
-        if call.recalled:
+        if call.restarts:
             leave(raised or PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.conflict}"))
         # Denied, or the connection to a rank that has said nothing: only this rank knows of it
         leave(raised if isinstance(raised, RefusedError | GroupBrokenError | PlanAbortedError) else None)
@@ -221,7 +221,7 @@ class MemberCommunicator(GroupCommunicator):
         is_echo = isinstance(error, PlanAbortedError) or (isinstance(error, KernelError) and not self._resumes)
         with self._lock:
             if is_broken or is_echo:  # the others tell the cause, maybe later
-                self.client.changed.wait_for(lambda: call.stop or client.cause or call.recalled, CAUSE_S)
+                self.client.changed.wait_for(lambda: call.stop or client.cause or call.restarts, CAUSE_S)
             if call.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(call.stop, FaultError)):
                 return call.stop
             if is_broken and client.cause is not None:  # the connection of a rank that has left ended before its word
@@ -230,7 +230,7 @@ class MemberCommunicator(GroupCommunicator):
                 return error
             if not agreed:
                 return None
-            if call.recalled and (wrong := self._callers.conflict) is not None:
+            if call.restarts and (wrong := self._callers.conflict) is not None:
                 return refusal(call.op, "", (wrong,))  # the others do not meet this call again
             if client.cause is not None:
                 rank, cause = client.cause

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from raycollect.core import threads
 from raycollect.errors import GroupBrokenError, PlanAbortedError, RaycollectError, kept
+from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import run_steps
@@ -13,20 +14,12 @@ from raycollect.observe.run_steps import RunStep
 
 
 class Executor:
-    """Carries out each plan and run in its turn (P2). Any thread may call it.
+    """Carries out the plans and runs of one controller, each in its turn (P2). Any thread may call it."""
 
-    Args:
-        sequencer: The order of the controller's plans and runs here.
-        reporter: Tells the controller of failures.
-        wait_for_call: Waits until a method call, by its task, and all before it have ended, or a plan was aborted.
-    """
-
-    def __init__(
-        self, sequencer: PlanSequencer, reporter: Reporter, wait_for_call: Callable[[bytes, int], None]
-    ) -> None:
+    def __init__(self, sequencer: PlanSequencer, reporter: Reporter, queue: PlanQueue) -> None:
         self.sequencer = sequencer
         self._reporter = reporter
-        self._wait_for_call = wait_for_call
+        self._queue = queue
 
     def carry_out(
         self,
@@ -36,7 +29,7 @@ class Executor:
         *,
         what: str,
         after: bytes = b"",
-        ended: Callable[[RaycollectError | None], None] | None = None,
+        ended: Callable[[RaycollectError | None], None] = lambda error: None,
     ) -> tuple[RaycollectError | None, bool]:
         """Carries out a plan or run after its predecessor, and tells the controller if it fails.
 
@@ -46,17 +39,17 @@ class Executor:
             run: Does it; returns the error with which it has ended, or raises that.
             what: What to call it in messages, with a place for its number.
             after: The task of the method call behind which it comes; empty: none.
-            ended: Called when it has ended, before the next one may begin.
+            ended: Called with its error before the next one may begin.
 
         Returns:
-            The error with which it has ended, and whether it was aborted.
+            Its error, and whether it was aborted.
         """
         sequencer, step = self.sequencer, run_steps.here()
         step.at, step.number = "", seq
         error: RaycollectError | None = None
         try:
             if after:
-                self._wait_for_call(after, seq)
+                self._queue.wait_for_call(after, seq)
             reason = sequencer.start(seq, predecessor)
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
@@ -69,8 +62,7 @@ class Executor:
             step.number = 0
             if isinstance(error, GroupBrokenError) and (reason := sequencer.reason(seq)):
                 error = PlanAbortedError(detail=reason)  # the cause, not what came of it
-            if ended is not None:
-                ended(error)
+            ended(error)
             was_aborted = sequencer.end(seq)  # whatever happened, what comes after goes on
         if error is not None:
             self._reporter.tell_failure(seq, error)

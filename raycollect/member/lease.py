@@ -93,7 +93,7 @@ class Lease:
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
         self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, order_bell)
-        self._executor = Executor(self._sequencer, self._reporter, self.plan_queue.wait_for_call)
+        self._executor = Executor(self._sequencer, self._reporter, self.plan_queue)
 
     def end(self, reason: str) -> None:
         """Ends all that the controller drives, even if a part of that fails. Never waits."""

@@ -90,27 +90,24 @@ _entered: ContextVar[Runtime | None] = ContextVar("raycollect_runtime", default=
 
 
 class _Process:
-    """Holds the runtime of this process. A forked child begins without one, and keeps its parent's as it is."""
+    """Holds the runtime of this process. A forked child begins without one, and lets its parent's be as it is."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
-        self._inherited: list[Runtime] = []
+        self._inherited: list[Runtime | None] = []
         self._making = threading.Lock()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin_in_child)
+        os.register_at_fork(after_in_child=self._begin_in_child)
 
     def make(self) -> Runtime:
         with self._making:
-            if self.runtime is None:
-                self.runtime = Runtime()
+            self.runtime = self.runtime or Runtime()
             return self.runtime
 
     def _begin_in_child(self) -> None:
+        self._inherited.append(self.runtime)
+        self.runtime = None
         self._making = threading.Lock()  # a thread that no longer exists may hold it
         _entered.set(None)
-        if self.runtime is not None:  # nothing of it may end here
-            self._inherited.append(self.runtime)
-            self.runtime = None
 
 
 _process = _Process()

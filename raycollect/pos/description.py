@@ -14,6 +14,9 @@ from raycollect.core.model import BufferRef, Segment, Structure, TensorInfo
 from raycollect.errors import ProtocolError
 from raycollect.pos.container import DEEPEST
 
+LONG_NBYTES = 512 << 10
+"""From how many bytes on a description is compressed: some thousands of tensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -31,7 +34,8 @@ class Description:
 
 
 _Packed = tuple[Segment | None, Structure, tuple[TensorInfo, ...], tuple[int | None, ...]]
-_DESCRIPTIONS = Codec[_Packed](_Packed, "description of tensors")  # where each of them begins in the segment
+# Where each of them begins in the segment. A long one is compressed, as it has to fit into one message
+_DESCRIPTIONS = Codec[_Packed](_Packed, "description of tensors", long_nbytes=LONG_NBYTES)
 
 
 def encode(value: Description) -> bytes:

@@ -173,7 +173,9 @@ class IpcCommunicator(OnGpu):
     def _listed(self, launch: Launch, listing: Listing, until_s: float) -> list[tuple[Shown, ...]]:
         left_s = max(until_s - time.monotonic(), 0.0)
         told = zip(
-            launch.ranks, self._host.agree(replace(launch, timeout_s=left_s), LISTINGS.encode(listing)), strict=True
+            launch.ranks,
+            self._host.agree(Launch(seq=launch.seq, ranks=launch.ranks, timeout_s=left_s), LISTINGS.encode(listing)),
+            strict=True,
         )
         self._check_going(launch)
         listings = [listing if rank == self.rank else LISTINGS.decode(one) for rank, one in told]

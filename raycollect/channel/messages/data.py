@@ -33,11 +33,9 @@ class Read(Message, frozen=True, kw_only=True):
 class Fetched(Message, frozen=True, kw_only=True):
     """Describes the value, as msgpack in `found`; its bytes, `blob_nbytes` of them, follow the frame.
 
-    A long description comes in parts (`channel.parts`); `more`: another part follows. What is lent instead of sent is
-    described there too, and `Copied` is due.
+    What is lent instead of sent is described there too, and `Copied` is due.
     """
 
-    more: bool = False
     blob_nbytes: Annotated[int, Meta(ge=0)] = 0
     found: bytes
 

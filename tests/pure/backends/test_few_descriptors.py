@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends.tcp import communicator as tcp
+from raycollect.backends.tcp.join import join
 from raycollect.channel import Server
 from raycollect.core import sockets
 from raycollect.core.model import Address, task_key
@@ -61,17 +62,16 @@ def test_who_has_no_room_for_a_member_takes_it_later(full: type[Full], monkeypat
     rendezvous = MemoryRendezvous()
     with ThreadPoolExecutor(2) as threads:
         joins = [threads.submit(tcp.create, Joining(spec_of(2), rank, rendezvous, NO_EXCHANGE)) for rank in range(2)]
-    for join in joins:
-        join.result().close()
+    for one in joins:
+        one.result().close()
     assert full.asked == 3
 
 
 def test_who_has_no_room_says_so_and_does_not_spin(full: type[Full], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Full, "times", 1 << 30)
-    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.4)
     rendezvous = MemoryRendezvous()
     with ThreadPoolExecutor(2) as threads:
-        joins = [threads.submit(tcp.create, Joining(spec_of(2), rank, rendezvous, NO_EXCHANGE)) for rank in range(2)]
+        joins = [threads.submit(join, spec_of(2), rank, rendezvous, "127.0.0.1", 0.4) for rank in range(2)]
     late = joins[0].exception()
     assert isinstance(late, CollectiveTimeoutError)
     assert late.missing == (1,)

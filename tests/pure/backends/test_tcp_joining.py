@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raycollect.backends.tcp import communicator as tcp
-from raycollect.backends.tcp.join import _PLACES, _Arrivals, _Place
+from raycollect.backends.tcp.join import _PLACES, _Arrivals, _Place, join
 from raycollect.channel import Server
 from raycollect.channel.protocol import Connection
 from raycollect.channel.stream import open_stream
@@ -26,9 +26,8 @@ from tests.pure.conformance import run_launch
 from tests.pure.watched import warnings_in
 
 
-def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_without_the_key_is_no_member() -> None:
     """Somebody who has taken a member's place in the rendezvous, and answers whatever is asked."""
-    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -48,7 +47,7 @@ def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch
         rendezvous = MemoryRendezvous()
         rendezvous.put("tcp.at.0", _PLACES.encode(_Place("127.0.0.1", server.getsockname()[1], "", b"k" * 32)))
         with pytest.raises(CollectiveTimeoutError) as caught:
-            tcp.create(Joining(spec_of(2), 1, rendezvous, NO_EXCHANGE))
+            join(spec_of(2), 1, rendezvous, "127.0.0.1", 0.5)
         assert caught.value.missing == (0,)
         server.shutdown(socket.SHUT_RDWR)
         thread.join(5)

@@ -248,9 +248,11 @@ def test_released_participant_ends_its_running_plans(controller):
 def test_a_group_that_is_gone_breaks_no_more(controller):
     membership = group("team", (5, 6))
     controller.groups.add(declared(membership))
+    controller.groups.coordinators.open(membership)
     controller.groups.breaks(membership.spec.group_id, "a kernel failed")
     assert controller.groups.why_broken(membership) == "a kernel failed"
     controller.groups.destroy("team")
+    assert membership.spec.group_id not in controller.groups.coordinators
     controller.groups.breaks(membership.spec.group_id, "a late word")
     assert not controller.groups._broken
 

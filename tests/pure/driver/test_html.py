@@ -161,6 +161,11 @@ def test_a_work_is_a_bar(tracker, bar, state):
         assert progress(shown) == bar
         assert state in read(shown)
         assert state in repr(work)
+        if not tracker.resolved:
+            late = [at for at in range(4) if f"rank {at} (W({at}))" in read(shown)]
+            assert late == list(range(tracker.ended, 4)) * (tracker.ended > 0), (
+                "who is awaited, once somebody has ended"
+            )
         if tracker.error is not None:
             assert "<b>" in read(shown)
 

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -194,6 +195,15 @@ def test_a_wait_that_lasts_shows_a_bar_that_ends_full(
     if said:
         assert bar.lines == [*[(120, 300, "")] * 2, (300, 300, "")]
     assert (bar.is_closed, bar.leave) == (True, leaves)
+
+
+def test_waits_in_a_block_show_bars_unless_they_say_otherwise(tracker: Flying, drawn: list[Drawn]) -> None:
+    told = Told(*[{}] * 3)
+    for within, asked, count in ((False, None, 0), (True, False, 0), (True, None, 1)):
+        tracker.ends_s = tracker.clock.now_s + 0.8
+        with gauge.progress(after_s=0.1) if within else nullcontext():
+            assert wait(tracker, told, progress=asked)
+        assert len(drawn) == count
 
 
 def test_a_block_of_one_thread_is_none_of_another() -> None:

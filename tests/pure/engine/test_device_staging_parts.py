@@ -62,6 +62,10 @@ def test_what_is_only_written_is_not_loaded_and_what_is_only_read_not_unloaded(f
     assert mixed is not None
     assert not mixed.is_whole
     assert made.staging_copies([(np.ones(1), np.ones(1))]) is None
+    made, domain = _stand_ins("cuda:0")
+    assert made.side(src, domain) is src
+    assert made.side(pair := (src, dst), domain) is pair
+    assert len(made) == 0, "they lie where the backend works"
 
 
 @seeds

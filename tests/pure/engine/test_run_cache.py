@@ -113,6 +113,18 @@ def test_what_is_wrong_with_one_ranks_fresh_tensor_is_refused_by_all(fleet: Flee
     ran(run(OpKind.ALLREDUCE, fresh(2)))
 
 
+def test_other_operands_behind_the_same_first_one_are_other_memory(fleet: Fleet):
+    """Rows of an array say nothing of where they lie: they are known by their containers."""
+    values = fresh(0)
+    gives = fleet.keep_all(values)
+    for _ in range(3):
+        takes = [list(np.zeros((WORLD, 7), np.float32)) for _ in range(WORLD)]
+        for _ in range(2):
+            ran(fleet.run(OpKind.ALLGATHER, gives, fleet.keep_all(takes)))
+            for rows in takes:
+                np.testing.assert_array_equal(rows, values)
+
+
 def test_no_memory_is_kept(fleet: Fleet):
     values = fresh(0)
     known = [weakref.ref(value) for value in values]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,48 +136,48 @@ def test_a_leader_leaves_the_record_of_another_in_its_place(place: Place) -> Non
     place.board.remove(NAME)
 
 
-def test_port_of_a_foreign_server_counts_as_no_leader(place: Place) -> None:
-    """What answers there is no endpoint of this protocol."""
+@contextmanager
+def _listener(place: Place, words: bytes) -> Iterator[None]:
+    """Posts a record of a process that says these words to everybody."""
+    over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as other:
-        over = threading.Event()
 
         def serve() -> None:
             while not over.is_set():
                 sock, _ = other.accept()
                 with sock:
-                    sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+                    sock.sendall(words)
 
         serving = place.start(serve)
         address = Address(host="127.0.0.1", port=other.getsockname()[1], secret=bytes(32))
         place.board.post(NAME, Record.of(address, "process 77").to_bytes())
-        with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
-            place.follow(timeout_s=0.05)
-        following = place.start(place.follow)
-        place.lead()
-        following.result(WAIT_S)
+        yield
         over.set()
         socket.create_connection(other.getsockname()).close()
         serving.result(WAIT_S)
 
 
-class _Older:
-    """What a leader of an earlier release sends first."""
+def test_port_of_a_foreign_server_counts_as_no_leader(place: Place) -> None:
+    with _listener(place, b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)):
+        with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
+            place.follow(timeout_s=0.05)
+        following = place.start(place.follow)
+        place.lead()
+        following.result(WAIT_S)
 
-    def __init__(self, form: Any) -> None:
-        self.unpack, self.size = form.unpack, form.size
-        self.pack = lambda magic, version, nonce: form.pack(magic, version - 1, nonce)
+
+def test_a_leader_of_an_earlier_release_is_told_at_once(place: Place) -> None:
+    challenge = struct.pack(">I4sH16s", 22, protocol.MAGIC, protocol.VERSION - 1, bytes(16))
+    with _listener(place, challenge), pytest.raises(ProtocolError, match="speaks version"):
+        place.follow()
+    place.board.remove(NAME)
 
 
-def test_oversized_hello_raises_protocol_error_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_hello_raises_protocol_error_at_once(place: Place) -> None:
     leading = place.start(place.lead, options=(("x", "y" * 100_000),))
     assert wait_until(lambda: place.board.read(NAME) is not None)
     with pytest.raises(ProtocolError, match="hello"):
         place.follow(options=(("x", "y" * 100_000),))
-    send = protocol._CHALLENGE
-    monkeypatch.setattr(protocol, "_CHALLENGE", _Older(send))
-    with pytest.raises(ProtocolError, match="speaks version"):
-        place.follow()
-    monkeypatch.setattr(protocol, "_CHALLENGE", send)
     place.start(place.follow, world_size=3).exception(WAIT_S)
     assert isinstance(leading.exception(WAIT_S), InvalidGroupError)
     place.end_fading()

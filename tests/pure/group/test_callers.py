@@ -167,13 +167,13 @@ def _second_in_the_moment(name, rank):
     first = _in_thread(name, "first", _summed_or_failed, 1)
     assert passed.wait(WAIT_S)
     second = _in_thread(name, "second", _summed, 2)
-    assert wait_until(lambda: client.call.recalled)
+    assert wait_until(lambda: client.call.restarts)
     del client.note_agreed
     go_on.set()
     return [first.result(WAIT_S), second.result(WAIT_S)]
 
 
-def test_a_call_that_is_recalled_as_all_have_come_is_refused_and_shifts_nothing(crew, backend):
+def test_a_call_that_restarts_as_all_have_come_is_refused_and_shifts_nothing(crew, backend):
     group = crew.group(2, backend)
     [first, second], [beside, after] = group.must(_second_in_the_moment)
     assert _is_told(first)

@@ -99,6 +99,33 @@ def test_a_call_that_is_whole_here_returns_though_it_failed_elsewhere(
         calls[rank][1].result(WAIT_S)
 
 
+@pytest.mark.parametrize("kind", [Plain, Seeing])
+def test_a_call_for_which_a_rank_that_leaves_did_its_part_ends_well(
+    table: Callable[..., Table], kind: type[Plain]
+) -> None:
+    here = table(kind)
+    calls = start_calls(here)
+    for call, _ in calls:
+        assert_set(call.passed)
+    calls[2][0].go.set()
+    calls[2][1].result(WAIT_S)
+    here.process_groups[2].close()
+    assert [one for rank in (0, 1) for one in here.made[rank].told] == []
+    for rank in (0, 1):
+        calls[rank][0].go.set()
+        calls[rank][1].result(WAIT_S)
+        assert isinstance(error_of(here.start(Call(here.process_groups[rank]))), GroupBrokenError)
+
+
+def test_one_rank_tells_that_the_ranks_are_out_of_step(table: Callable[..., Table]) -> None:
+    here, told = table(), list[int]()
+    here.form()
+    here.heard = lambda rank, message: told.append(rank) if isinstance(message, Drop) else None
+    for rank in (1, 0, 2, 1):
+        here.process_groups[rank].communicator("all")._leave(KernelError(detail="no memory"))
+    assert told == [1]
+
+
 class Broken(Call):
     """One that finds the connection to rank 0 ended when it first begins."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.channel.messages import Gone, Meet, Message, Met, Withdraw
+from raycollect.core.model import GroupSpec
 from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -20,12 +22,16 @@ from raycollect.errors import (
     InternalError,
     KernelError,
     ParticipantDiedError,
+    RaycollectError,
 )
 from raycollect.group import communicator_init
 from raycollect.group.coordinator_client import CoordinatorClient
-from tests.pure.group.tables import WORLD, Call, Table, assert_set, error_of
+from raycollect.group.group_member import GroupMember
+from tests.pure.group.tables import WORLD, Call, Seeing, Table, assert_set, error_of
 from tests.pure.watched import WAIT_S
 from tests.support.waiting import wait_until
+
+SPEC = GroupSpec(name="g", group_id="id", backend="shm", world_size=2)
 
 
 def _is_made(message: Message) -> bool:
@@ -34,7 +40,7 @@ def _is_made(message: Message) -> bool:
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "orphaned"])
 def test_messages_after_the_join_belong_to_later_calls(table: Callable[..., Table], how: str) -> None:
-    here = table()
+    here = table(Seeing)
     here.holds = lambda rank, message: rank == 2 and isinstance(message, Met) and not message.blobs[0]
     joining = [here.start(process_group.form) for process_group in here.process_groups]
     for rank in (0, 1):
@@ -51,6 +57,7 @@ def test_messages_after_the_join_belong_to_later_calls(table: Callable[..., Tabl
         if how == "orphaned":
             here.process_groups[2].orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
     joining[2].result(WAIT_S)
+    assert (("lost", {"dies": 1, "orphaned": 0, "leaves": -1}[how]) in here.made[2].told) == (how != "leaves")
     assert isinstance(error_of(here.start(here.process_groups[2].form)), GroupBrokenError)
 
 
@@ -167,3 +174,24 @@ def test_a_rank_that_can_not_form_the_group_tells_the_others(
     monkeypatch.undo()
     monkeypatch.setattr(backends, "load", lambda *_: here.create)
     here.form()
+
+
+def test_a_death_that_follows_the_end_of_a_meeting_does_not_change_how_it_ends() -> None:
+    client = CoordinatorClient(GroupMember(SPEC, 0, lambda message: None), "all")
+    call, found = client.begin("join", 0.0, WAIT_S), Future[Any]()
+    missed = {"group_id": "id", "communicator": "all", "blobs": [], "missing": [1], "error": None}
+
+    def meet() -> None:
+        try:
+            found.set_result(client.meet(call, "form", b"", WAIT_S))
+        except RaycollectError as exc:
+            found.set_result(exc)
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    assert wait_until(lambda: client._meeting)
+    with client.lock:
+        client.answered(Met(call=client._meeting, **missed))
+        client.stop(ParticipantDiedError(rank=1, detail="as it was late"))
+    assert isinstance(found.result(WAIT_S), CollectiveTimeoutError)
+    thread.join()

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.errors import InvalidGroupError
-from raycollect.group import rank_table
-from raycollect.group.rank_table import Device, RankTable
+from raycollect.group.rank_table import MOST_NBYTES, Device, RankTable
 from tests.pure.group.rank_tables import document_of, tables
 
 DOCUMENTED = """
@@ -200,16 +199,15 @@ def test_any_malformed_table_raises_a_short_typed_error(document: Any) -> None:
     assert len(str(caught.value)) < 10_000
 
 
-def test_a_file_that_is_too_long_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_table, "MOST_NBYTES", 1000)
+def test_a_file_that_is_too_long_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    RankTable.of_device_ids([[0]]).write(path)
+    path.write_text(RankTable.of_device_ids([[0]]).to_json().ljust(MOST_NBYTES))
     RankTable.read(path)
-    path.write_text(" " * 1001)
-    with pytest.raises(InvalidGroupError, match="longer than 1000 bytes"):
-        RankTable.read(path)
-    with pytest.raises(InvalidGroupError, match="longer than 1000 bytes"):
-        RankTable.read("/dev/zero")
+    with path.open("a") as file:
+        file.write(" ")
+    for too_long in (path, "/dev/zero"):
+        with pytest.raises(InvalidGroupError, match=f"longer than {MOST_NBYTES} bytes"):
+            RankTable.read(too_long)
 
 
 @given(

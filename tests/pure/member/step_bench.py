@@ -102,7 +102,7 @@ class Bench:
             script.step_program, script.values, self.actor.invoke, instruments, communicators or no_group
         )
         reporter = SimpleNamespace(tell_failure=self.fail)
-        executor = Executor(self.sequencer, cast(Any, reporter), self.wait_for_call)
+        executor = Executor(self.sequencer, cast(Any, reporter), cast(Any, self))
         shared = threads.pool("raycollect-capture", 1)
         self.captured = CapturedStep(replay, cast(Any, post), executor, turn, self.send, shared)
         self.runner = replay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import raycollect
 from raycollect import backends
 from raycollect.backends.capabilities import Capabilities
 from raycollect.channel import Hub, Link
@@ -25,6 +27,7 @@ from raycollect.channel.messages import (
     Leave,
     Measure,
     Measured,
+    Meet,
     Message,
     Order,
     Publish,
@@ -99,6 +102,25 @@ def test_a_forked_child_begins_with_a_runtime_of_its_own() -> None:
     assert this_runtime() is mine
 
 
+ENTRIES = {
+    "driver/controller.py",
+    "driver/timeline.py",
+    "member/call.py",
+    "member/init.py",
+    "member/mixin.py",
+    "member/participant.py",
+    "member/runtime.py",
+    "weights/agent.py",
+}
+"""What Ray, or a user, calls: from there on the runtime is passed. This may only shrink."""
+
+
+def test_only_what_ray_or_a_user_calls_looks_for_the_runtime() -> None:
+    home = Path(raycollect.__file__).parent
+    texts = {path.relative_to(home).as_posix(): path.read_text() for path in home.rglob("*.py")}
+    assert {name for name, text in texts.items() if re.search(r"\bthis_(runtime|participant)\(", text)} <= ENTRIES
+
+
 # ---------------------------------------------------------------------------------------------- plans
 
 
@@ -166,7 +188,7 @@ class Driver:
             self.ends.put((rank, message))
         else:
             self.told[rank].put(message)
-        if isinstance(message, Publish):
+        if isinstance(message, Meet | Publish):
             with self._lock:
                 for to, answer in self.coordinator.receive(rank, message):
                     self.links[to].send(answer)
@@ -295,16 +317,19 @@ def slow(gate: Gate) -> Iterator[str]:
     del backends.BACKENDS[name]
 
 
+@pytest.mark.parametrize("has_calls", [False, True])
 @pytest.mark.parametrize(
     "ends",
     [Leave(group_id="id of g"), Gone(group_id="id of g", rank=1, died=True, detail="killed")],
     ids=str,
 )
 def test_a_backend_that_takes_its_time_to_close_holds_up_no_message(
-    driver: Callable[[str], tuple[Driver, list[Participant]]], slow: str, gate: Gate, ends: Message
+    driver: Callable[[str], tuple[Driver, list[Participant]]], slow: str, gate: Gate, ends: Message, has_calls: bool
 ) -> None:
-    drives, _ = driver(slow)
+    drives, made = driver(slow)
     drives.join()
+    if has_calls:
+        at_once([one.runtime for one in made], lambda rank: init.get_group_handle("g").form())
     drives.links[0].send(ends)
     drives.links[0].send(Survey(request=7))
     assert drives.hear(0, Surveyed).request == 7

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.channel import Server, parts
+from raycollect.channel import Server
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
 from raycollect.core.model import TENSOR, Address, BufferRef, Key, Segment, TensorInfo, task_key
 from raycollect.core.ray_internals import memory_domain
@@ -245,11 +245,11 @@ def test_a_value_whose_description_is_longer_than_a_frame_arrives(
 
 
 def test_what_cannot_be_described_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, holder: tuple[Address, Store]
+    holder: tuple[Address, Store],
 ) -> None:
-    monkeypatch.setattr(parts, "MOST_NBYTES", 1000)
     address, store = holder
-    store.put(KEY, contain([np.ones(1)] * 100))
+    names = np.random.default_rng(0).bytes(2 << 20).hex()  # which compressing halves, at best
+    store.put(KEY, contain({names[at : at + 4096]: np.ones(1) for at in range(0, len(names), 4096)}))
     with pytest.raises(UnsupportedError) as caught:
         fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
     assert caught.value.violations[0].ref == KEY.hex()
