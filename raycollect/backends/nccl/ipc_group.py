@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import cast
 
