@@ -198,9 +198,12 @@ def _of_rank(rank: int, blob: bytes) -> Arrival:
     try:
         return decode_arrival(blob)
     except ProtocolError as exc:
-        raise ProtocolError(
-            detail=f"what rank {rank} brought to the consistency check can't be read: {exc.detail}"
-        ) from exc
+        raise unreadable(rank, exc) from exc
+
+
+def unreadable(rank: int, error: ProtocolError) -> ProtocolError:
+    """Makes the error of an arrival that can't be read, from that of its codec."""
+    return ProtocolError(detail=f"what rank {rank} brought to the consistency check can't be read: {error.detail}")
 
 
 def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:

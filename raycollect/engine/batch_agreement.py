@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from raycollect.core.codec import Codec
-from raycollect.engine.agreement import LONG_NBYTES, Verdict, judge
+from raycollect.engine.agreement import LONG_NBYTES, Verdict, judge, unreadable
 from raycollect.errors import ProtocolError, Violation
 from raycollect.planner import Program
 
@@ -73,8 +73,11 @@ class BatchAgreement:
             ProtocolError: It is not what participants of this plan bring.
         """
         now = set[int]()
-        for known, blob in zip(self._brought, blobs, strict=True):
-            conflict, arrivals = decode_arrivals(bytes(blob))
+        for rank, known, blob in zip(self._program.agreement.ranks, self._brought, blobs, strict=True):
+            try:
+                conflict, arrivals = decode_arrivals(bytes(blob))
+            except ProtocolError as exc:
+                raise unreadable(rank, exc) from exc
             self.conflict |= conflict
             known.update(arrivals)
             now.update(arrivals)

@@ -110,8 +110,8 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
         return _KNOWN[hint]
     if hint in _MADE:
         return _MADE[hint]()
-    if origin is Annotated:  # numbers in bounds
-        return st.integers(args[1].ge, (args[1].le or (args[1].lt or 2**40) - 1))
+    if origin is Annotated:
+        return _within(*args)
     if origin is list:
         return st.lists(_of(args[0]), max_size=2)
     if origin is tuple and args[1:] == (Ellipsis,):
@@ -135,6 +135,14 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
         hint,
         **{name: _FIELDS[key] if (key := (hint.__name__, name)) in _FIELDS else _of(hints[name]) for name in names},
     )
+
+
+def _within(hint: type, bounds: msgspec.Meta) -> st.SearchStrategy[Any]:
+    """Numbers in bounds, or text or bytes of a bounded length."""
+    if hint is int:
+        return st.integers(bounds.ge, (bounds.le or (bounds.lt or 2**40) - 1))
+    make = {str: st.text, bytes: st.binary}[hint]
+    return make(min_size=bounds.min_length or 0, max_size=min(bounds.max_length or 40, 40))
 
 
 def test_the_list_is_whole() -> None:

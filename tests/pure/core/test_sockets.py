@@ -61,11 +61,9 @@ def test_a_connection_is_tuned_as_it_is_opened_and_one_within_the_machine_needs_
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sockets.peer_of(sock) == f"127.0.0.1:{server.getsockname()[1]}"
     server, name = sockets.listen_locally()
-    with server, socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(sockets.local_address(name))
-        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        sockets.tune(sock)
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before
+    with server, socket.socket(socket.AF_UNIX) as plain, sockets.connect(name, 0, 5.0) as sock:
+        options = socket.SOL_SOCKET, socket.SO_SNDBUF
+        assert sock.getsockopt(*options) > plain.getsockopt(*options)
         assert sockets.peer_of(sock) == "a process of this machine"
     for host in ("", "0.0.0.0", "::"):
         with pytest.raises(ValueError, match="never listens on all interfaces"):
