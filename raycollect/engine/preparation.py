@@ -16,8 +16,16 @@ from msgspec.structs import replace
 from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.core.model import PIECES, Kernel, Key, OpKind
-from raycollect.engine.agreement import Arrival, Side, Spec, Verdict, encode_arrival
-from raycollect.engine.batch_agreement import BatchAgreement, encode_arrivals, is_batch
+from raycollect.engine.agreement import (
+    Agreement,
+    Arrival,
+    Side,
+    Spec,
+    Verdict,
+    encode_arrival,
+    encode_arrivals,
+    is_batch,
+)
 from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import FusionBuffer, Item, room
 from raycollect.engine.instruments import Instruments
@@ -96,7 +104,7 @@ class Preparation:
                 _learn(operands, verdicts[task.request].specs)
         self._bind(round_index + 1)
 
-    def prepared(self, agreement: BatchAgreement, blobs: Sequence[bytes]) -> Prepared:
+    def prepared(self, agreement: Agreement, blobs: Sequence[bytes]) -> Prepared:
         """Makes the steps of the run from what all have agreed on; `blobs` are those of the last round."""
         scheduler = Scheduler(self.program, self.tasks, self.buffer, self.first, self.staging_buffers)
         bundles = scheduler.bundles(agreement.verdicts, alone=agreement.conflict)

@@ -13,7 +13,7 @@ from functools import partial
 
 from raycollect.core.model import Key
 from raycollect.core.protocols import Communicator, Reaching
-from raycollect.engine.batch_agreement import BatchAgreement, is_batch
+from raycollect.engine.agreement import Agreement, is_batch
 from raycollect.engine.device_staging import Patience, home_of
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.launches import Launches
@@ -229,7 +229,7 @@ class Run(Launches):
                     if ring is not None:
                         observer.agreed(is_repeated=type(known.bundles[0]) is Direct)
                     return known
-        agreement = BatchAgreement(self.program)
+        agreement = Agreement(self.program)
         if blobs is None:
             assert preparation is not None  # nothing is known
             blobs = self._meet(agreement, preparation)
@@ -246,7 +246,7 @@ class Run(Launches):
             self.instruments.cache.keep(prepared, operands, is_call=self.is_call)  # type: ignore[arg-type]
         return prepared
 
-    def _meet(self, agreement: BatchAgreement, preparation: Preparation) -> Sequence[bytes]:
+    def _meet(self, agreement: Agreement, preparation: Preparation) -> Sequence[bytes]:
         """Does all rounds of the agreement; returns what all have brought to the last one."""
         rounds = self.program.rounds
         for round_index in range(rounds):
@@ -263,7 +263,7 @@ class Run(Launches):
             self._judge(agreement, blobs)
         return blobs
 
-    def _judge(self, agreement: BatchAgreement, blobs: Sequence[bytes]) -> None:
+    def _judge(self, agreement: Agreement, blobs: Sequence[bytes]) -> None:
         violations = agreement.meet(blobs)
         if violations:
             raise refusal(self.program.name, "", violations)
