@@ -120,17 +120,17 @@ class Preparation:
             buffer=self.buffer,
         )
 
-    def check_unchanged(self, known: Prepared) -> None:
+    def check_unchanged(self, cached: Prepared) -> None:
         """After the agreement, to which this rank brought what an earlier run had found out: is it still so?
 
         Raises:
             KernelError: The operands no longer are what the others have agreed to.
         """
         wrong = [str(violation) for operands in self.tasks for violation in operands.violations]
-        if wrong or self.places != known.places:
+        if wrong or self.places != cached.places:
             found = "; ".join(wrong) or "other memory, or another layout of it"
             raise KernelError(detail=f"an operand changed while the plan was in the consistency check: {found}")
-        self.first, self.buffer, self.arrival = known.first, known.buffer, known.arrival
+        self.first, self.buffer, self.arrival = cached.first, cached.buffer, cached.arrival
 
     def _places(self, *, is_call: bool) -> tuple[Any, ...]:
         operands = [one for one in self._operands if isinstance(one, Container)]
