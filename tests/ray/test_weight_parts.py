@@ -37,9 +37,10 @@ def ahead(actor, sub):
     """How many bytes a stream has brought to a receiver."""
 
     def inside(_, subscription):
-        from raycollect.weights.agent import _agents
+        from raycollect.weights.agent import _locked
 
-        return [one._ahead for one in _agents.receivers[subscription].values()]
+        with _locked() as agents:
+            return [one._ahead for one in agents.receivers[subscription].values()]
 
     return sum(ray.get(actor.__ray_call__.remote(inside, sub._id)))
 

@@ -69,12 +69,13 @@ def replicas(actors, shapes=None):
 
 def spoil(actor):
     """Flips bits in what a rank of a publisher keeps of its versions; inside the actor."""
-    from raycollect.weights.agent import _agents
+    from raycollect.weights.agent import _locked
 
-    for source in (one for _, some in _agents.sources.values() for one in some.values()):
-        for slot in source._slots.values():
-            for array in slot.arrays:
-                array += 1
+    with _locked() as agents:
+        for source in (one for _, some in agents.sources.values() for one in some.values()):
+            for slot in source._slots.values():
+                for array in slot.arrays:
+                    array += 1
 
 
 def looks(actors, sub):

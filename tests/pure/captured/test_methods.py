@@ -20,6 +20,7 @@ from raycollect.errors import (
     InvalidArgumentError,
     NotAMemberError,
     RaycollectError,
+    TensorDirtyError,
     TensorFreedError,
     UnsupportedError,
     from_wire,
@@ -28,6 +29,8 @@ from raycollect.member import mixin
 from raycollect.member.lease import Lease
 from raycollect.member.methods import Methods
 from raycollect.member.mixin import CollectiveParticipant, by_value
+from raycollect.observe import Tracer
+from raycollect.observe.trace import WAIT
 from raycollect.pos.handle import Handle
 from tests.pure.participants import entered, participant
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, full, pinned
@@ -114,6 +117,16 @@ def test_methods_are_called_as_by_the_actor_itself(
         invoke("broken", [], {})
 
 
+def test_what_keeps_methods_from_running_keeps_those_of_a_step() -> None:
+    methods = Methods()
+    invoke = mixin._invoker(methods, Plain(), None, ["add"])
+    methods.refusals["an update in place"] = TensorDirtyError(op="add", group_name="", violations=())
+    with pytest.raises(TensorDirtyError):
+        invoke("add", [1], {})
+    methods.refusals.clear()
+    assert invoke("add", [1], {}) == 2
+
+
 @pytest.mark.parametrize("name", ["nope", "_hidden", "odd", ""])
 def test_an_unknown_method_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="add, broken, items, outer, tensor, valued") as caught:
@@ -193,6 +206,24 @@ def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken
         assert one.turn.locked() or at == 3
     items.close()
     assert not one.turn.locked()
+
+
+def test_a_plan_that_waits_for_a_method_has_that_in_its_timeline() -> None:
+    tracer = Tracer()
+    ring, methods = tracer.begin("a test"), Methods("W", tracer)
+    assert ring is not None
+    methods.lock.acquire()
+    looks = iter([None, None])
+
+    def aborted() -> str | None:
+        if next(looks, "twice") == "twice":
+            methods.lock.release()
+        return None
+
+    with methods.without(5, aborted):
+        assert methods.lock.locked()
+    (span,) = ring.read().spans
+    assert (span.kind, span.name, span.seq) == (WAIT, "a method", 5)
 
 
 # ---------------------------------------------------------------------------------------------- the process

@@ -36,6 +36,7 @@ from raycollect.channel.messages import (
     Welcome,
 )
 from raycollect.core.model import GroupSpec, Member
+from raycollect.core.protocols import Joining
 from raycollect.errors import ChannelError, CollectiveTimeoutError, PlanAbortedError, from_wire
 from raycollect.group.bootstrap_store import DirectoryBulletin
 from raycollect.group.coordinator import Coordinator
@@ -309,8 +310,8 @@ def slow(gate: Gate) -> Iterator[str]:
     """The name of a backend of them."""
     name = "slow-to-close"
 
-    def make(spec: GroupSpec, rank: int, *_: Any, **__: Any) -> Any:
-        return Slow(rank, gate)
+    def make(joining: Joining) -> Any:
+        return Slow(joining.rank, gate)
 
     backends.register(Capabilities(name=name, factory=make, interruptible=True, bitwise=True, cross_host=True))
     yield name
