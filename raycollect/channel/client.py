@@ -9,7 +9,7 @@ from typing import Any
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
-from raycollect.channel.stream import open_stream
+from raycollect.channel.stream import Stream, open_stream
 from raycollect.core.model import Address
 from raycollect.errors import ConnectionLostError
 
@@ -31,7 +31,14 @@ class Hub:
             AuthenticationError: One end doesn't hold the key.
             ProtocolError: It is no raycollect endpoint, or of another version; or `hello` is too big.
         """
-        stream = open_stream(address, "control", hello, timeout_s)
+        return self.adopt(open_stream(address, "control", hello, timeout_s), hello, handler)
+
+    def adopt(self, stream: Stream, hello: dict[str, Any], handler: LinkHandler) -> Link:
+        """Takes over a control connection that this end has opened, with all that was received and not yet asked for.
+
+        Raises:
+            ConnectionLostError: The hub is closed.
+        """
         stream.sock.setblocking(False)
         link = Link(self._loop, stream.sock, stream.connection, handler, hello=hello)
         if not self._loop.call_soon(partial(link.attach, stream.take_events())):

@@ -173,10 +173,10 @@ def _frame_of(generator: Any) -> FrameType | None:
 
 @lru_cache(maxsize=1)
 def memory_domain() -> str:
-    """Equal for processes that can show each other memory: one boot, one set of namespaces."""
+    """Equal for processes that can show each other memory: one boot, one set of namespaces, one user."""
     try:
         spaces = [str(Path("/proc/self/ns", name).readlink()) for name in ("ipc", "net", "mnt", "pid")]
-        return "/".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+        return "/".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces, str(os.geteuid())])
     except OSError:
         return socket.gethostname()
 

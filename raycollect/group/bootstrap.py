@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -16,6 +14,7 @@ from raycollect import backends
 from raycollect.channel import Hub, Link
 from raycollect.channel.messages import Gone, Message, Refused, Welcome
 from raycollect.channel.protocol import OTHER_VERSION
+from raycollect.channel.stream import open_stream
 from raycollect.core.codec import Codec
 from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
@@ -70,9 +69,7 @@ class BootstrapRequest:
 # ---------------------------------------------------------------------------------------------- rank 0
 
 
-def lead(
-    request: BootstrapRequest, store: BootstrapStore, hub: Hub, notices: dict[str, CoordinatorServer]
-) -> ProcessGroup:
+def lead(request: BootstrapRequest, store: BootstrapStore, notices: dict[str, CoordinatorServer]) -> ProcessGroup:
     """Becomes rank 0: posts its address, and waits for the others.
 
     If the group fails to form, `notices` gets by its name what tells the others.
@@ -87,7 +84,7 @@ def lead(
     record = Record.of(server.address, request.me.who).to_bytes()
     if world_size > 1:
         try:
-            _post(request, store, record, hub)
+            _post(request, store, record)
         except BaseException:
             server.close()
             raise
@@ -111,14 +108,14 @@ def lead(
     raise anew(error)
 
 
-def _post(request: BootstrapRequest, store: BootstrapStore, record: bytes, hub: Hub) -> None:
+def _post(request: BootstrapRequest, store: BootstrapStore, record: bytes) -> None:
     """Posts the address of rank 0; replaces the record of a dead leader, and what is no record."""
     until_s = time.monotonic() + PROBE_S
     while not store.post(request.spec.name, record):
         there = _look(store, request.spec.name)
         if there is None:
             continue
-        is_alive = _is_alive(there.address, hub) if isinstance(there, Record) else None
+        is_alive = _is_alive(there.address) if isinstance(there, Record) else None
         if is_alive and isinstance(there, Record):
             detail = f"rank 0 of a group of this name waits for its members already: {there.who}"
             raise GroupExistsError(group_name=request.spec.name, detail=detail)
@@ -144,36 +141,31 @@ def _look(store: BootstrapStore, name: str) -> Record | str | None:
         return exc.detail
 
 
-def _is_alive(address: Address, hub: Hub) -> bool | None:
+def _is_alive(address: Address) -> bool | None:
     """Whether a leader waits for its members there; False: it makes room, and removes its record; None: it is gone."""
-    uplink = _Uplink(lambda uplink, group_id: None)
+    until_s = time.monotonic() + PROBE_S
     try:
-        link = hub.connect(address, {"probe": True}, uplink, PROBE_S)
+        stream = open_stream(address, "control", {"probe": True}, PROBE_S)
     except ChannelError:
         return None
-    answer = uplink.answer(PROBE_S)
-    link.close()
-    return not isinstance(answer, ChannelError)
+    try:
+        stream.receive(max(until_s - time.monotonic(), 0.0))
+        return True
+    except ChannelError:
+        return time.monotonic() >= until_s  # it was silent; else it has closed the connection
+    finally:
+        stream.close()
 
 
 # ---------------------------------------------------------------------------------------------- the others
 
 
 class _Uplink:
-    """A member's connection to rank 0. `make` makes the member's process group once rank 0 has told the group's id."""
+    """A member's connection to rank 0."""
 
-    def __init__(self, make: Callable[[_Uplink, str], ProcessGroup | None]) -> None:
+    def __init__(self) -> None:
         self.link: Link | None = None
-        self._make = make
-        self._process_group: ProcessGroup | None = None
-        self._answers: SimpleQueue[ProcessGroup | RaycollectError | None] = SimpleQueue()
-
-    def answer(self, timeout_s: float) -> ProcessGroup | RaycollectError | None:
-        """Waits for the first message of rank 0: the process group, or why there is none; None: it says nothing."""
-        try:
-            return self._answers.get(timeout=timeout_s)
-        except Empty:
-            return None
+        self.process_group: ProcessGroup | None = None
 
     def send(self, message: Message) -> None:
         """Sends to rank 0."""
@@ -190,21 +182,15 @@ class _Uplink:
 
     def received(self, link: Link, message: Message) -> None:
         """Rank 0 said something; on the hub's thread."""
-        process_group = self._process_group
-        if process_group is None and isinstance(message, Welcome):
-            self._process_group = self._make(self, message.group_id)  # now, as the next messages are for it
-            self._answers.put(self._process_group)
-        elif process_group is None and isinstance(message, Refused):
-            self._answers.put(from_wire(message.error))
-        elif process_group is not None and isinstance(message, Refused):
+        process_group = self.process_group
+        if process_group is not None and isinstance(message, Refused):
             process_group.lost(from_wire(message.error))
         elif process_group is not None:
             process_group.received(message)
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """The connection has ended; on the hub's thread."""
-        self._answers.put(kept(reason))
-        process_group, self._process_group = self._process_group, None  # which holds this
+        process_group, self.process_group = self.process_group, None  # which holds this
         if process_group is not None:
             actor = process_group.member.actor(0)
             detail = f"its process, which relays for the group, ended ({reason.detail})"
@@ -265,25 +251,31 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
         The process group; or why there is none: nobody is there, or the leader of a group that is complete or has
         failed, so that the next group of this name will have another leader.
     """
-
-    def make(uplink: _Uplink, group_id: str) -> ProcessGroup:
-        spec = replace(request.spec, group_id=group_id)
-        return ProcessGroup(spec, request.rank, uplink.send, host=host, leave=uplink.leave, tracer=request.tracer)
-
-    uplink, hello = _Uplink(make), hello_of(request.spec, request.rank, request.me.who)
+    hello = hello_of(request.spec, request.rank, request.me.who)
     try:
-        link = uplink.link = hub.connect(record.address, hello, uplink, max(deadline_s - time.monotonic(), 0.1))
+        stream = open_stream(record.address, "control", hello, max(deadline_s - time.monotonic(), 0.1))
     except (ConnectionLostError, AuthenticationError, ProtocolError) as exc:
         if isinstance(exc, ProtocolError) and (not exc.peer or exc.detail.startswith(OTHER_VERSION)):
             raise  # the hello can't be sent, or not to this version
         return exc.detail  # a dead leader's record, or its port is another's now
-    answer = uplink.answer(max(deadline_s - time.monotonic(), 0.1))
-    if isinstance(answer, ProcessGroup):
-        return answer
-    link.close()
-    if isinstance(answer, RaycollectError) and not isinstance(answer, ChannelError):
-        raise anew(answer)
-    return "it says nothing" if answer is None else answer.detail
+    try:
+        answer = stream.receive(max(deadline_s - time.monotonic(), 0.1))
+        if isinstance(answer, Refused):
+            raise from_wire(answer.error)
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(detail=f"{type(answer).__name__} where Welcome was due")
+        spec, uplink = replace(request.spec, group_id=answer.group_id), _Uplink()
+        process_group = uplink.process_group = ProcessGroup(
+            spec, request.rank, uplink.send, host=host, leave=uplink.leave, tracer=request.tracer
+        )
+        uplink.link = hub.adopt(stream, hello, uplink)
+        return process_group
+    except ChannelError as exc:
+        stream.close()
+        return exc.detail
+    except BaseException:
+        stream.close()
+        raise
 
 
 # ---------------------------------------------------------------------------------------------- both

@@ -102,7 +102,7 @@ def init_collective_group(
         if rank > 0:
             process_groups.add(_followed(request, store, process_groups))
         else:
-            process_groups.add(lead(request, store, process_groups.hub, process_groups.notices))
+            process_groups.add(lead(request, store, process_groups.notices))
 
 
 def _followed(request: BootstrapRequest, store: BootstrapStore, process_groups: ProcessGroups) -> ProcessGroup:

@@ -164,7 +164,7 @@ def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     give_back()
     here = this_participant()
     # Known by the programs that the caches had: one more after each look
-    here.runtime.instruments.shapes._known.clear()
+    here.runtime.instruments.cache._layouts.clear()
     if here._lease is not None:
         here._lease._captures._late.clear()
     found = figures_of_process()

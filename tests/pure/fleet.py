@@ -267,6 +267,7 @@ class Convoy:
         self.recorders = [Recorder(Ticks()) for _ in range(self.count)]
         self.faults: Faults = NoFaults()
         self.staging = [FusionPool() for _ in range(self.count)]
+        self.caches = [RunCache() for _ in range(self.count)]
         self.allocate: Callable[[Any], Any] = arrays.empty
         self.waiting: Callable[[Key], None] | None = None
         self.seq = 1
@@ -304,6 +305,7 @@ class Convoy:
                     faults=self.faults,
                     allocate=self.allocate,
                     staging=self.staging[one],
+                    cache=self.caches[one],
                 ),
                 keys=planned.sources(position),  # type: ignore[arg-type]
                 aborted=partial(aborts.get, one),

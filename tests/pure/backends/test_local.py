@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import PlanAbortedError
 from tests.pure.communicators import ThreadTeam
+from tests.support.values import replace
 
 LAUNCH = Launch(seq=1, ranks=(0,), timeout_s=5.0)
 
@@ -28,7 +27,7 @@ def test_an_aborted_launch_runs_nothing_and_the_next_one_works() -> None:
             run()
     only.end(LAUNCH, False)
     assert not dst.any()
-    second = dataclasses.replace(LAUNCH, seq=2)
+    second = replace(LAUNCH, seq=2)
     assert only.agree(second, b"me") == [b"me"]
     only.launch(second, (kernel,))
     only.end(second, True)

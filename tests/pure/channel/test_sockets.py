@@ -14,6 +14,7 @@ import pytest
 
 from raycollect.channel import DataClient, Link, Server, endpoint, server
 from raycollect.channel.messages import Abort, Arrive, Bye, Message, Publish
+from raycollect.channel.stream import Stream, open_stream
 from raycollect.core.model import Address
 from raycollect.errors import AuthenticationError, ConnectionLostError
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
@@ -26,6 +27,13 @@ def _raw(address: Address) -> socket.socket:
 
 
 # ---------------------------------------------------------------------------------------------- control
+
+
+def test_what_was_received_before_the_hub_takes_over_is_delivered(rig: Rig) -> None:
+    here = Party()
+    opened = open_stream(rig.serve(Party()), "control", {}, LIMIT_S)
+    rig.hub.adopt(Stream(opened.sock, opened.connection, [Bye()]), {}, here)
+    assert here.messages.get(timeout=LIMIT_S) == Bye()
 
 
 @pytest.mark.parametrize("closer", ["client", "server"])

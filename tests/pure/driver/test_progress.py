@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from raycollect.backends.shm.direct import TOGETHER
 from raycollect.core import kernel_progress
 from raycollect.core.kernel_progress import LENT, KernelProgress
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
@@ -77,6 +78,17 @@ def test_kernels_report_their_progress(backend: str, make: Any, count: int) -> N
             assert shown == sorted(shown)
             assert len(shown) >= 4
             assert count * 0.75 <= shown[-1] <= count
+    finally:
+        team.close()
+
+
+@pytest.mark.parametrize("make", [plain, shared])
+def test_progress_goes_on_over_more_kernels_than_run_together(make: Any) -> None:
+    team, count = ThreadTeam("shm", 2), 3 * TOGETHER
+    try:
+        for shown in team.must(run_metered, team.launch(), allreduces(count, 128 << 10, make)):
+            assert shown == sorted(shown)
+            assert 2.5 * TOGETHER < shown[-1] <= count
     finally:
         team.close()
 

@@ -34,8 +34,12 @@ def test_a_fault_in_the_middle_leaves_exactly_what_was_being_written_dirty(point
         planned = plan(requests, convoy.memberships * 4, staging=0)
         assert [together.requests for together in planned.order] == rows
         convoy.faults = fault = FailAt(point=point, rank=1, nth=nth)
+        (backend,), owed = convoy.communicators[1].values(), list[int]()
+        end = backend.end
+        backend.end = lambda launch, ok, kernels=(): (owed.append(len(kernels)), end(launch, ok, kernels))[1]  # type: ignore[method-assign]
         outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
         assert fault.consumed == 1
+        assert owed == [4 - nth + (point == "before_kernel")], "the backend hears of each kernel that was not run"
         hit = (nth - 1) // 2
         error = outcomes[1].error
         assert isinstance(error, KernelError)

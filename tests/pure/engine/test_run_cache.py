@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.core.model import OpKind
+from raycollect.core.model import OpKind, ReduceOp
 from raycollect.engine.run import Outcome
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import Fleet
+from tests.support.values import replace
 
 WORLD = 3
 
@@ -123,6 +125,19 @@ def test_other_operands_behind_the_same_first_one_are_other_memory(fleet: Fleet)
             ran(fleet.run(OpKind.ALLGATHER, gives, fleet.keep_all(takes)))
             for rows in takes:
                 np.testing.assert_array_equal(rows, values)
+
+
+def test_two_calls_on_one_fresh_tensor_are_both_repeated():
+    with convoy_of(2) as convoy:
+        for seed in range(3):
+            values = fresh(seed)[:2]
+            expected = (values[0] + values[1]) ** 2
+            (first,) = allreduces(convoy, [values])
+            requests = [first, replace(first, op=ReduceOp.PRODUCT)]
+            outcomes = convoy.run(requests, convoy.memberships * 2)
+            assert [outcome.error for outcome in outcomes.values()] == [None] * 2
+            for value in values:
+                np.testing.assert_array_equal(value, expected)
 
 
 def test_no_memory_is_kept(fleet: Fleet):

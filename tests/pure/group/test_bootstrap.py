@@ -57,7 +57,7 @@ class Place:
         return BootstrapRequest(spec=asked(**changes), rank=rank, me=Introduction(f"process {rank}", "here"))
 
     def lead(self, **changes: Any) -> ProcessGroup:
-        process_group = lead(self.claim(0, **changes), self.board, self.hub, self.fading)
+        process_group = lead(self.claim(0, **changes), self.board, self.fading)
         self.process_groups.append(process_group)
         return process_group
 
@@ -289,11 +289,11 @@ def test_complete_star_turns_later_followers_away(place: Place, complete: bool) 
             else:
                 assert wait_until(lambda: caller.heard)  # noqa: B023 - asked before the next turn
                 assert isinstance(caller.heard[0], Refused)
-        assert bootstrap._is_alive(star.address, place.hub) is False, "and makes room for another leader"
+        assert bootstrap._is_alive(star.address) is False, "and makes room for another leader"
     finally:
         star.end()
         star.close()
-    assert bootstrap._is_alive(star.address, place.hub) is None
+    assert bootstrap._is_alive(star.address) is None
 
 
 def test_rank_0_goes_on_though_a_member_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,25 @@ class Failing:
         assert (launch.ranks, [kernel.peer for kernel in kernels]) == ((0, 1), [0])
         raise KernelError(rank=self.rank, detail=f"after {launch.timeout_s:g} s")
 
+    def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel]) -> tuple[int, ...]:
+        assert (launch.ranks, ok, [kernel.peer for kernel in owed]) == ((0, 1), False, [0])
+        return (0,)
 
-def test_an_error_of_a_kernel_names_the_rank_of_the_group() -> None:
+
+LAUNCH, KERNEL = Launch(seq=1, ranks=(2, 5), timeout_s=7.0), Kernel(kind=OpKind.RECV, peer=2)
+
+
+@pytest.fixture
+def call() -> CallCommunicator:
     client = SimpleNamespace(ranks=(2, 5), epoch="1")
-    call = CallCommunicator(cast(CoordinatorClient, client), cast(Communicator, Failing()))
+    return CallCommunicator(cast(CoordinatorClient, client), cast(Communicator, Failing()))
+
+
+def test_an_error_of_a_kernel_names_the_rank_of_the_group(call: CallCommunicator) -> None:
     with pytest.raises(KernelError, match="after 7 s") as caught:
-        call.launch(Launch(seq=1, ranks=(2, 5), timeout_s=7.0), (Kernel(kind=OpKind.RECV, peer=2),))
+        call.launch(LAUNCH, (KERNEL,))
     assert caught.value.rank == 5
+
+
+def test_the_backend_hears_which_kernels_are_owed_among_its_own_ranks(call: CallCommunicator) -> None:
+    assert call.end(LAUNCH, False, (KERNEL,)) == (2,)

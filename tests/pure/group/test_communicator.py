@@ -24,6 +24,7 @@ from raycollect.group import member_communicator
 from raycollect.group.coordinator_client import State
 from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
@@ -118,12 +119,31 @@ def test_a_call_for_which_a_rank_that_leaves_did_its_part_ends_well(
 
 
 def test_one_rank_tells_that_the_ranks_are_out_of_step(table: Callable[..., Table]) -> None:
-    here, told = table(), list[int]()
+    """What is said of an epoch that is over changes nothing."""
+    here, told = table(), list[Drop]()
     here.form()
-    here.heard = lambda rank, message: told.append(rank) if isinstance(message, Drop) else None
+    here.heard = lambda rank, message: told.append(message) if isinstance(message, Drop) else None
     for rank in (1, 0, 2, 1):
         here.process_groups[rank].communicator("all")._leave(KernelError(detail="no memory"))
-    assert told == [1]
+    assert [one.rank for one in told] == [1]
+    _all_call(here)
+    here.process_groups[0].received(told[0])
+    assert here.process_groups[0].communicator("all").client.state is State.OK
+
+
+def test_a_rank_that_waits_for_one_that_has_left_an_earlier_launch_is_woken(table: Callable[..., Table]) -> None:
+    """It begins again, where that rank comes next."""
+    here = table(Seeing)
+    here.form()
+    calls = [Call(process_group) for process_group in here.process_groups]
+    for call in calls:
+        call.go.set()
+    first, client = here.start(calls[0]), here.process_groups[0].communicator("all").client
+    assert wait_until(lambda: client.call is not None and client.call.place.startswith("check "))
+    here.process_groups[1].communicator("all")._leave(PlanAbortedError(detail="it was interrupted"))
+    assert ("abort", 2) in here.made[0].told
+    for future in (here.start(calls[1]), here.start(calls[2]), first):
+        future.result(WAIT_S)
 
 
 class Broken(Call):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from raycollect.core.driver_handle import DriverHandle
+from raycollect.core.model import GroupSpec
 from raycollect.errors import InvalidGroupError
 from raycollect.group.declaration import Declaration
+from raycollect.group.membership import on_backend, placed
 
 
 def declare(*, world_size: Any = None, **how: Any) -> Declaration:
@@ -52,3 +54,31 @@ def test_a_time_limit_that_is_too_long_is_told_how_long_it_may_be() -> None:
     assert "not a positive number of milliseconds, at most 1e+12" in str(caught.value)
     with pytest.raises(InvalidGroupError, match=r"seconds, at most 1e\+09"):
         declare().over(None, 1e10)
+
+
+# ---------------------------------------------------------------------------------------------- the spec of a group
+
+
+@pytest.mark.parametrize(
+    ("backend", "machines", "hosts"),
+    [
+        ("tcp", "aabb", (0, 0, 1, 1)),
+        ("tcp", "abcd", ()),
+        ("tcp", "aaaa", ()),
+        ("gloo", "abcd", (0, 1, 2, 3)),
+        ("torch:gloo", "aabb", (0, 0, 1, 1)),
+        ("gloo", "aaaa", ()),
+        ("shm", "aaaa", ()),
+        ("torch:mpi", "aabb", ()),
+    ],
+)
+def test_a_backend_hears_of_hosts_where_it_goes_by_host(backend: str, machines: str, hosts: tuple[int, ...]) -> None:
+    spec = GroupSpec(name="g", group_id="1", backend=backend, world_size=len(machines))
+    assert placed(spec, list(machines)).hosts == hosts
+
+
+def test_a_spec_has_what_the_planner_must_know_of_its_backend() -> None:
+    spec = GroupSpec(name="g", group_id="1", backend="tcp", world_size=2)
+    of_shm, of_nccl = on_backend(spec, "shm"), on_backend(spec, "nccl")
+    assert (of_shm.coalesces, of_shm.memory, "scan" in of_shm.ops) == (True, "cpu", True)
+    assert (of_nccl.coalesces, of_nccl.memory, "scan" in of_nccl.ops) == (False, "cuda", False)

@@ -42,7 +42,7 @@ def members(path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
     spec = GroupSpec(name="g", group_id="", backend="tcp", world_size=2, timeout_s=WAIT_S)
     first, second = (BootstrapRequest(spec=spec, rank=rank, me=Introduction(f"W{rank}", "m")) for rank in range(2))
     with ThreadPoolExecutor(2) as pool:
-        joined = [pool.submit(lead, first, bulletin, hub, {}), pool.submit(follow, second, bulletin, hub)]
+        joined = [pool.submit(lead, first, bulletin, {}), pool.submit(follow, second, bulletin, hub)]
         slots = joined[0].result(WAIT_S), joined[1].result(WAIT_S)
     try:
         yield slots

@@ -45,6 +45,8 @@ def test_what_is_in_a_range_and_what_is_missing_there(
     every = set(range(*asked))
     assert extents.within(*asked) == runs(model & every)
     assert extents.gaps(*asked) == runs(every - model)
+    assert extents.has_some(*asked) is bool(model & every)
+    assert list(Extents(*reversed(runs(model)), asked)) == runs(model | every)
 
 
 @given(CHANGES, st.integers(1, 20), st.sampled_from([1, 2, 4, 7, 16]))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import BufferRef, Segment
+from raycollect.core.ray_internals import memory_domain
 from raycollect.pos import arena as module
 from raycollect.pos import segments as module_of_segments
 from raycollect.pos.arena import GRAIN, Arena
@@ -198,6 +199,20 @@ def test_a_file_that_is_no_arena_is_not_even_opened(segments: Segments, tmp_path
         segments.open(Segment(os.getpid(), file.fileno(), b"t" * 32, 4096))
     with pytest.raises(FileNotFoundError):
         segments.open(Segment(os.getpid(), 1_000_000, b"t" * 32, 4096))
+
+
+def _domain_of(user: int) -> str:
+    os.seteuid(user)
+    try:
+        return memory_domain()
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_processes_of_two_users_share_no_memory(processes: list[Process]) -> None:
+    """/proc admits processes of the same user alone, so that such members need a backend that sends."""
+    assert processes[0].call(_domain_of, 0) == memory_domain() != processes[1].call(_domain_of, 65534)
 
 
 @pytest.mark.parametrize("seals", [(), ("F_SEAL_GROW",), ("F_SEAL_SHRINK", "F_SEAL_GROW")])
