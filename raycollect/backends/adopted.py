@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -141,26 +141,20 @@ class AdoptedCommunicator(Exchanged):
         self._ops = _ops(type(group))
         self._reduce_ops = _reduce_ops(type(group))
 
-    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        """Runs kernels in the caller's thread."""
-        for kernel in kernels:
-            self._launch(launch, kernel)
+    def close(self) -> None:
+        """Lets the class destroy its group, at once or at the end of the running kernel."""
+        super().close()
+        self._use.close()
 
-    def _launch(self, launch: Launch, kernel: Kernel) -> None:
+    def _run(self, launch: Launch, kernel: Kernel) -> None:
         self._check_kernel(launch, kernel)
-        self._check_going(launch)
         with self._use as group:
             try:
                 with translated(kernel.kind, self._group_name, self.rank):
-                    self._run(group, kernel, timedelta(seconds=launch.timeout_s))
+                    self._call(group, kernel, timedelta(seconds=launch.timeout_s))
             except BaseException as exc:
                 self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
                 raise
-
-    def close(self) -> None:
-        """Lets the class destroy its group, at once or at the end of the running kernel."""
-        self._broken = self._broken or "the communicator was closed"
-        self._use.close()
 
     def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
         pair, runs = kernel.kind in (OpKind.SEND, OpKind.RECV), f"what backend {self._backend!r} runs"
@@ -173,7 +167,7 @@ class AdoptedCommunicator(Exchanged):
         if not pair and len(launch.ranks) != self.world_size:
             raise self._refused(kernel, "list of ranks", str(list(launch.ranks)), f"{runs}: all of the group")
 
-    def _run(self, group: Any, kernel: Kernel, left: timedelta) -> None:
+    def _call(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         kind, src, dst = kernel.kind, kernel.src, kernel.dst
         op = None if kernel.op is None else self._reduce_ops[kernel.op]
         options = _OPTIONS[kind](op, kernel.peer, left)

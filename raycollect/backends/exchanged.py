@@ -30,6 +30,12 @@ class Exchanged:
             self._check_kernel(launch, kernel)
         return recognized(self._exchange(launch, arrival), expected)
 
+    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Runs kernels in the caller's thread, one after the other."""
+        for kernel in kernels:
+            self._check_going(launch)
+            self._run(launch, kernel)
+
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch."""
         for seq in tuple(self._aborted):  # in place: another thread may add meanwhile
@@ -45,6 +51,14 @@ class Exchanged:
     def lost(self, rank: int) -> bool:
         """Returns False: the ranks of a library don't see how far another rank came."""
         return False
+
+    def close(self) -> None:
+        """Lets nothing more run."""
+        self._broken = self._broken or "the communicator was closed"
+
+    def _run(self, launch: Launch, kernel: Kernel) -> None:
+        # Runs a kernel to its end.
+        raise NotImplementedError
 
     def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
         # Raises RefusedError if the library can't run it.

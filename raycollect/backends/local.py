@@ -42,20 +42,10 @@ class LocalCommunicator(Exchanged):
         """Lets nothing more of that launch run; there are no waits."""
         self._aborted.add(seq)
 
-    def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        """Runs kernels in the caller's thread."""
-        self._check_going(launch)
-        for kernel in kernels:
-            self._run(kernel)
-
-    def _run(self, kernel: Kernel) -> None:
+    def _run(self, launch: Launch, kernel: Kernel) -> None:
         src, dst = (side[0] if isinstance(side, tuple) else side for side in (kernel.src, kernel.dst))
         with translated(kernel.kind, self._group_name, self.rank):
             if src is not None and dst is not None and dst is not src:
                 given, taken = Flat(src), Flat(dst)
                 check_fit(kernel, given, taken)
                 taken.write(0, taken.size, given.read(0, given.size))
-
-    def close(self) -> None:
-        """Lets nothing more run."""
-        self._broken = self._broken or "the communicator was closed"

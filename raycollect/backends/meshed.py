@@ -87,7 +87,7 @@ class Meshed(Exchanged):
         self._check_whole()
         for kernel in kernels:
             if self._is_for_library(launch, kernel):
-                self._run_in_library(launch, kernel)
+                self._run(launch, kernel)
             else:
                 self._mesh.launch(launch, (kernel,))
 
@@ -96,12 +96,14 @@ class Meshed(Exchanged):
         self._mesh.end(launch, ok, owed)
         return super().end(launch, ok, owed)
 
+    def close(self) -> None:
+        """Closes the mesh; the library is for the subclass."""
+        super().close()
+        self._mesh.close()
+
     def lost(self, rank: int) -> bool:
         """Ends waits on the mesh for a rank whose process has ended; the library notices by itself."""
         return self._mesh.lost(rank)
-
-    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
-        raise NotImplementedError
 
     def _is_for_library(self, launch: Launch, kernel: Kernel) -> bool:
         # The same on all ranks of the launch; what is not for the library is for the mesh.

@@ -41,7 +41,7 @@ class Observer:
     recorder: Recorder
     ring: Ring | None  # of the timeline; None: none is recorded
     slot: RunStep  # of the thread of the run
-    known: Prepared | None = field(init=False, default=None)  # what an earlier run has prepared
+    cached: Prepared | None = field(init=False, default=None)  # what an earlier run has prepared
     prepared: Prepared | None = field(init=False, default=None)  # once all have agreed
     bundle: Bundle | None = field(init=False, default=None)  # that is under way
     step: Kernels | None = field(init=False, default=None)  # the latest that was begun
@@ -112,12 +112,12 @@ class Observer:
 
     def note(self, failed: str) -> None:
         """Notes the end of the run; `failed`: the name of its error, or empty."""
-        ring, program, prepared, known = self.ring, self.program, self.prepared, self.known
+        ring, program, prepared, cached = self.ring, self.program, self.prepared, self.cached
         assert ring is not None  # as the caller has seen
         until_s, agreed_s = ring.clock(), self.agreed_s
-        if known is not None and type(known.bundles[0]) is Direct and prepared in (None, known):
+        if cached is not None and type(cached.bundles[0]) is Direct and prepared in (None, cached):
             # All in one entry, for loops whose runs take some 100 us.
-            at, number = next(ring.numbers), self._number_of_bundle(ring, known.bundles[0])
+            at, number = next(ring.numbers), self._number_of_bundle(ring, cached.bundles[0])
             until_s, thread = self.ended_s or until_s, ring.meet()
             ring.entries.append(
                 (at, AGAIN, program.name, self.began_s, until_s, thread, self.seq, number, failed, agreed_s)

@@ -16,8 +16,16 @@ from msgspec.structs import replace
 from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.core.model import PIECES, Kernel, Key, OpKind
-from raycollect.engine.agreement import Arrival, Side, Spec, Verdict, encode_arrival
-from raycollect.engine.batch_agreement import BatchAgreement, encode_arrivals, is_batch
+from raycollect.engine.agreement import (
+    Agreement,
+    Arrival,
+    Side,
+    Spec,
+    Verdict,
+    encode_arrival,
+    encode_arrivals,
+    is_batch,
+)
 from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import FusionBuffer, Item, room
 from raycollect.engine.instruments import Instruments
@@ -96,7 +104,7 @@ class Preparation:
                 _learn(operands, verdicts[task.request].specs)
         self._bind(round_index + 1)
 
-    def prepared(self, agreement: BatchAgreement, blobs: Sequence[bytes]) -> Prepared:
+    def prepared(self, agreement: Agreement, blobs: Sequence[bytes]) -> Prepared:
         """Makes the steps of the run from what all have agreed on; `blobs` are those of the last round."""
         scheduler = Scheduler(self.program, self.tasks, self.buffer, self.first, self.staging_buffers)
         bundles = scheduler.bundles(agreement.verdicts, alone=agreement.conflict)
@@ -112,17 +120,17 @@ class Preparation:
             buffer=self.buffer,
         )
 
-    def check_unchanged(self, known: Prepared) -> None:
+    def check_unchanged(self, cached: Prepared) -> None:
         """After the agreement, to which this rank brought what an earlier run had found out: is it still so?
 
         Raises:
             KernelError: The operands no longer are what the others have agreed to.
         """
         wrong = [str(violation) for operands in self.tasks for violation in operands.violations]
-        if wrong or self.places != known.places:
+        if wrong or self.places != cached.places:
             found = "; ".join(wrong) or "other memory, or another layout of it"
             raise KernelError(detail=f"an operand changed while the plan was in the consistency check: {found}")
-        self.first, self.buffer, self.arrival = known.first, known.buffer, known.arrival
+        self.first, self.buffer, self.arrival = cached.first, cached.buffer, cached.arrival
 
     def _places(self, *, is_call: bool) -> tuple[Any, ...]:
         operands = [one for one in self._operands if isinstance(one, Container)]

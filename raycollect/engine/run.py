@@ -13,7 +13,7 @@ from functools import partial
 
 from raycollect.core.model import Key
 from raycollect.core.protocols import Communicator, Reaching
-from raycollect.engine.batch_agreement import BatchAgreement, is_batch
+from raycollect.engine.agreement import Agreement, is_batch
 from raycollect.engine.device_staging import Patience, home_of
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.launches import Launches
@@ -129,15 +129,15 @@ class Run(Launches):
         if faults is not None:
             faults.at("start", seq, rank)
         operands = self._look_up() if self.operands is None else self.operands
-        known = instruments.cache.find(program, operands, instruments.store, is_call=self.is_call)
+        cached = instruments.cache.find(program, operands, instruments.store, is_call=self.is_call)
         preparation: Preparation | None = None
-        if known is None:
+        if cached is None:
             preparation = self._prepare(operands)
         else:
-            observer.known, self._buffer = known, known.buffer
+            observer.cached, self._buffer = cached, cached.buffer
         if faults is not None:
             faults.at("before_check", seq, rank)
-        prepared = observer.prepared = self._agree(known, preparation, operands)
+        prepared = observer.prepared = self._agree(cached, preparation, operands)
         observer.slot.at = observer.words
         if faults is not None:
             faults.at("after_check", seq, rank)
@@ -208,37 +208,37 @@ class Run(Launches):
 
     # ------------------------------------------------------------------------------------------ the agreement
 
-    def _agree(self, known: Prepared | None, preparation: Preparation | None, operands: Operands) -> Prepared:
+    def _agree(self, cached: Prepared | None, preparation: Preparation | None, operands: Operands) -> Prepared:
         """Brings all ranks together; returns what follows from what all have brought."""
         observer, ring = self.observer, self.observer.ring
         if self.program.shares[0].template.boxes and not is_batch(self.program):  # alike on all ranks
-            self._show_boxes(known)
+            self._show_boxes(cached)
         observer.slot.at = run_steps.IN_CHECK
         observer.recorder.add("check", self.seq, self.program.name)
         if ring is not None:
             observer.check_s = ring.clock()
         blobs: Sequence[bytes] | None = None
-        if known is not None:
+        if cached is not None:
             try:
-                blobs = self.bring(known.arrival, known.first, known.blobs)
+                blobs = self.bring(cached.arrival, cached.first, cached.blobs)
             except RefusedError as exc:
                 preparation = self._look_at(operands)
                 preparation.refuse(exc.violations)
             else:
-                if blobs is known.blobs:
+                if blobs is cached.blobs:
                     if ring is not None:
-                        observer.agreed(is_repeated=type(known.bundles[0]) is Direct)
-                    return known
-        agreement = BatchAgreement(self.program)
+                        observer.agreed(is_repeated=type(cached.bundles[0]) is Direct)
+                    return cached
+        agreement = Agreement(self.program)
         if blobs is None:
-            assert preparation is not None  # nothing is known
+            assert preparation is not None  # nothing was cached
             blobs = self._meet(agreement, preparation)
         else:  # of which an earlier run knows but what this rank has brought
-            assert known is not None
+            assert cached is not None
             self._judge(agreement, blobs)
-            observer.prepared = known  # the others may wait for this rank in its kernels
+            observer.prepared = cached  # the others may wait for this rank in its kernels
             preparation = self._look_at(operands)
-            preparation.check_unchanged(known)
+            preparation.check_unchanged(cached)
         prepared = preparation.prepared(agreement, blobs)
         observer.event("agreed")
         observer.agreed()
@@ -246,7 +246,7 @@ class Run(Launches):
             self.instruments.cache.keep(prepared, operands, is_call=self.is_call)  # type: ignore[arg-type]
         return prepared
 
-    def _meet(self, agreement: BatchAgreement, preparation: Preparation) -> Sequence[bytes]:
+    def _meet(self, agreement: Agreement, preparation: Preparation) -> Sequence[bytes]:
         """Does all rounds of the agreement; returns what all have brought to the last one."""
         rounds = self.program.rounds
         for round_index in range(rounds):
@@ -263,18 +263,18 @@ class Run(Launches):
             self._judge(agreement, blobs)
         return blobs
 
-    def _judge(self, agreement: BatchAgreement, blobs: Sequence[bytes]) -> None:
+    def _judge(self, agreement: Agreement, blobs: Sequence[bytes]) -> None:
         violations = agreement.meet(blobs)
         if violations:
             raise refusal(self.program.name, "", violations)
 
-    def _show_boxes(self, known: Prepared | None) -> None:
+    def _show_boxes(self, cached: Prepared | None) -> None:
         # Tells the others where the boxes of a reshard lie, if an earlier run has found out.
         if self.opened is None:
             return
         communicator, launch = self.opened
         if isinstance(communicator, Reaching):
-            steps = known.bundles[0].steps if known is not None else ()
+            steps = cached.bundles[0].steps if cached is not None else ()
             communicator.show_boxes(launch, next((step.exchange for step in steps if isinstance(step, Boxes)), None))
 
     # ------------------------------------------------------------------------------------------ for its steps

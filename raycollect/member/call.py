@@ -14,8 +14,7 @@ import numpy as np
 from raycollect.backends import arrays, streams
 from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import Communicator
-from raycollect.engine.agreement import Arrival, Spec, encode_arrival, judge
-from raycollect.engine.batch_agreement import alone, of_alone
+from raycollect.engine.agreement import Arrival, Spec, alone, encode_arrival, judge, of_alone
 from raycollect.engine.run import Outcome, Run
 from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal, wrong_flags, wrong_time_limit
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of

@@ -300,7 +300,7 @@ class Lease:
         else:
             self._captures.wake(seq)
         self._store.wake()
-        self.plan_queue.wake()
+        self._methods.wake()
 
     def _run_came(self, message: messages.Run) -> None:
         found = self._captures.find(message.capture)

@@ -98,14 +98,10 @@ class PlanQueue:
         self.reached(seq)
         self._sequencer.wait(seq)
 
-    def wake(self) -> None:
-        """A plan was aborted: whoever waits looks whether it is the one."""
-        self._methods.wake()
-
     def close(self) -> None:
         """Ends the thread after what has come, which the sequencer has refused by now."""
         self._put(None)
-        self.wake()
+        self._methods.wake()
 
     def wait_for_call(self, task: bytes, seq: int) -> None:
         """Waits until a call and all before it have ended, or a plan was aborted that is behind them."""

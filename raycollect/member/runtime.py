@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from raycollect.core.model import TensorInfo
-from raycollect.core.protocols import Faults
 from raycollect.engine.instruments import Instruments
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.wait_monitor import WaitMonitor
@@ -32,34 +30,20 @@ class Runtime:
     its own, and a rank of one may be in a group with a rank of the other.
 
     Args:
-        clock: The time in seconds; never goes back.
-        faults: Where tests inject failures.
-        allocate: Makes outputs, scratch and staging memory; raises MemoryError.
+        instruments: What programs run with: the tensors, the clock, where faults can be injected.
 
     Attributes:
         tracer: Whether the process records a timeline.
         timelines: Those that it records of itself and of what it drives.
-        instruments: What programs run with.
         process_groups: The groups of which it is a member.
         watch: Its waits that hold up an actor's methods.
     """
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        faults: Faults | None = None,
-        allocate: Callable[[TensorInfo], Any] = tensors.allocate,
-    ) -> None:
-        self.tracer: Tracer = Tracer()
-        self.instruments: Instruments = Instruments(
-            store=Store(),
-            recorder=Recorder(clock),
-            clock=clock,
-            faults=faults,
-            allocate=allocate,
-            tracer=self.tracer,
+    def __init__(self, instruments: Instruments | None = None) -> None:
+        self.instruments: Instruments = instruments or Instruments(
+            store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic, allocate=tensors.allocate
         )
+        self.tracer: Tracer = self.instruments.tracer
         self.process_groups: ProcessGroups = ProcessGroups(self.instruments.cache, self.tracer)
         self.timelines: Timelines = Timelines(self.tracer, self.process_groups.places)
         self.watch: WaitMonitor = WaitMonitor()

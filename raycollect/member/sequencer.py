@@ -62,15 +62,10 @@ class PlanSequencer:
         It leads to the plan's `start`, and never waits.
         """
         with self._lock:
-            if self._closed:
-                return
-            if not self.has_ended(predecessor):
-                self._later.setdefault(predecessor, []).append(go)
-                ring = self._tracer.ring
-                if ring is not None:
-                    self._came[seq] = ring.clock()
-                return
-        go()
+            ring = self._tracer.ring
+            if ring is not None and not self.has_ended(predecessor):
+                self._came[seq] = ring.clock()
+        self.when_ended((predecessor,), go)
 
     def when_ended(self, seqs: Iterable[int], go: Callable[[], object]) -> None:
         """Calls back once plans have ended: now, or in the thread of the last one; never after `close`."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,21 +182,17 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
     local = _clients.local.get(address.secret)
     if local is not None:
         return find(local, key).value
-    return _asked("get", address, Fetch(key=key), _read_value, timeout_s, key, actor, incarnation)
+    with _answering("get", key, actor, incarnation):
+        return _lent_or_sent(address, Fetch(key=key), _read_value, timeout_s)
 
 
-def _asked(
-    op: str, address: Address, message: Any, read: _Read, timeout_s: float, key: Key, actor: str, incarnation: str
-) -> Any:
-    """Requests values in shared memory if possible, else by the connection; raises as `fetch`."""
+def _lent_or_sent(address: Address, message: Any, read: _Read, timeout_s: float) -> Any:
+    """Requests values in shared memory if possible, else by the connection."""
     until_s = time.monotonic() + timeout_s
-    try:
-        for domain in (memory_domain(), ""):
-            with suppress(_OutOfReach):
-                return _clients.request(address, replace(message, domain=domain), until_s, read)
-        raise ProtocolError(detail="it lends what was to be sent")
-    except ChannelError as exc:
-        raise _no_answer(op, key, actor, incarnation, exc) from exc
+    for domain in (memory_domain(), ""):
+        with suppress(_OutOfReach):
+            return _clients.request(address, replace(message, domain=domain), until_s, read)
+    raise ProtocolError(detail="it lends what was to be sent")
 
 
 def read(
@@ -222,12 +218,12 @@ def read(
             for at, view in enumerate(boxes.views([*map(arrays.memory, held.tensors)], plain)):
                 take(at, view)
         return
-    message = Read(key=key, boxes=plain)
 
     def take_all(client: DataClient, answer: Any, asked_s: float) -> None:
         _take(client, answer, wanted, take)
 
-    _asked("read", address, message, take_all, timeout_s, key, actor, incarnation)
+    with _answering("read", key, actor, incarnation):
+        _lent_or_sent(address, Read(key=key, boxes=plain), take_all, timeout_s)
 
 
 def _take(
@@ -262,15 +258,13 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
     local = _clients.local.get(address.secret)
     if local is not None:
         return local.free(keys)
-    try:
-        count = 0
+    count = 0
+    with _answering("free", keys[0], actor, incarnation):
         for at in range(0, len(keys), FREED_AT_ONCE):
             message = Free(keys=[*keys[at : at + FREED_AT_ONCE]])
             until_s = time.monotonic() + FREE_S
             count += _clients.request(address, message, until_s, lambda _, answer, __: _expect(answer, Freed).count)
-        return count
-    except ChannelError as exc:
-        raise _no_answer("free", keys[0], actor, incarnation, exc) from exc
+    return count
 
 
 def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
@@ -298,6 +292,15 @@ def _expect(answer: Any, kind: type[Any]) -> Any:
     if not isinstance(answer, kind):
         raise ProtocolError(detail=f"{type(answer).__name__} where {kind.__name__} was due")
     return answer
+
+
+@contextmanager
+def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None]:
+    """Raises TensorLostError or HolderUnreachableError where the holder of a key does not answer."""
+    try:
+        yield
+    except ChannelError as exc:
+        raise _no_answer(op, key, actor, incarnation, exc) from exc
 
 
 def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelError) -> RaycollectError:

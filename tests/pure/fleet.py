@@ -20,7 +20,7 @@ from raycollect.engine.instruments import POINTS, Instruments
 from raycollect.engine.run import Keep, Outcome, Run
 from raycollect.engine.run_cache import RunCache
 from raycollect.errors import KernelError, RefusedError
-from raycollect.observe import Recorder
+from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Membership, Plan, Request, decode_program, encode_program, plan
 from raycollect.pos import Container, Store
 from tests.pure.local_world import LocalCommunicator, LocalWorld
@@ -114,6 +114,7 @@ class Fleet:
         self.stores = [Store() for _ in range(world)]
         self.recorders = [Recorder(Ticks()) for _ in range(world)]
         self.caches = [RunCache() for _ in range(world)]
+        self.tracers = [Tracer() for _ in range(world)]
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.waiting: list[Callable[[Key], None] | None] = [None] * world
         self.takes: list[Keep | None] = [None] * world
@@ -174,6 +175,7 @@ class Fleet:
                 faults=self.faults,
                 allocate=self.allocate,
                 cache=self.caches[rank],
+                tracer=self.tracers[rank],
             ),
             operands=operands,
             keys=planned.sources(position),  # type: ignore[arg-type]
@@ -268,6 +270,7 @@ class Convoy:
         self.faults: Faults = NoFaults()
         self.staging = [FusionPool() for _ in range(self.count)]
         self.caches = [RunCache() for _ in range(self.count)]
+        self.tracers = [Tracer() for _ in range(self.count)]
         self.allocate: Callable[[Any], Any] = arrays.empty
         self.waiting: Callable[[Key], None] | None = None
         self.seq = 1
@@ -306,6 +309,7 @@ class Convoy:
                     allocate=self.allocate,
                     staging=self.staging[one],
                     cache=self.caches[one],
+                    tracer=self.tracers[one],
                 ),
                 keys=planned.sources(position),  # type: ignore[arg-type]
                 aborted=partial(aborts.get, one),

@@ -108,11 +108,10 @@ class GlooCommunicator(Meshed):
 
     def close(self) -> None:
         """Closes the connections, at the end of the running library kernel: it can't be interrupted."""
-        self._broken = self._broken or "the communicator was closed"
-        self._mesh.close()
+        super().close()
         self._use.close()
 
-    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
+    def _run(self, launch: Launch, kernel: Kernel) -> None:
         with self._use as link:
             try:
                 with translated(kernel.kind, self._group_name, self.rank):

@@ -123,7 +123,7 @@ class IpcCommunicator(OnGpu):
     def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         """Runs kernels after the caller's work, with common barriers."""
         for start in range(0, len(kernels), TOGETHER):
-            self._run(launch, kernels[start : start + TOGETHER])
+            self._run_together(launch, kernels[start : start + TOGETHER])
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch; returns the ranks that are known to have run all of it."""
@@ -141,7 +141,7 @@ class IpcCommunicator(OnGpu):
         self._host.close()
         self._release()
 
-    def _run(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+    def _run_together(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         self._check_going(launch)
         for kernel in kernels:
             self._check_kernel(launch, kernel)

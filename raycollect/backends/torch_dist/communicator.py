@@ -89,9 +89,9 @@ class TorchCommunicator(Meshed):
     def meet(self) -> None:
         """Runs a first barrier: some libraries connect at their first operation, when the rendezvous may be gone."""
         everyone = Launch(seq=0, ranks=tuple(range(self.world_size)), timeout_s=JOIN_TIMEOUT_S)
-        self._run_in_library(everyone, Kernel(kind=OpKind.BARRIER))
+        self._run(everyone, Kernel(kind=OpKind.BARRIER))
 
-    def _run_in_library(self, launch: Launch, kernel: Kernel) -> None:
+    def _run(self, launch: Launch, kernel: Kernel) -> None:
         with self._use as library:
             calls = Calls(library, launch, self._check_going)
             with self._failing(kernel, calls, launch), translated(kernel.kind, self._group_name, self.rank):
@@ -99,8 +99,7 @@ class TorchCommunicator(Meshed):
 
     def close(self) -> None:
         """Shuts the library down, once a running kernel has noticed."""
-        self._broken = self._broken or "the communicator was closed"
-        self._mesh.close()
+        super().close()
         self._use.close()
 
     @contextmanager

@@ -12,8 +12,9 @@ import pytest
 
 import raycollect
 from raycollect import backends
-from raycollect.core.model import PREFIXES, OpKind, ReduceOp
+from raycollect.core.model import PREFIXES, OpKind, Pricing, ReduceOp
 from raycollect.errors import GroupBrokenError
+from raycollect.planner import Cluster, predict
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import KINDS, check_cases, every_case
 from tests.support.values import replace
@@ -54,6 +55,17 @@ def test_its_line_is_found_by_its_name(team: ThreadTeam) -> None:
 def test_every_kernel_from_and_to_each_rank(team: ThreadTeam, layout: str) -> None:
     cases = every_case("float32", team.world_size, (0, 7), KINDS)
     check_cases(team, [replace(case, layout=layout) for case in cases if case.op in (None, *OPS)])
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER])
+def test_it_is_priced_by_how_it_says_that_data_moves(team: ThreadTeam, kind: OpKind) -> None:
+    line = backends.get("courier")
+    by_rings, mesh = (
+        predict(kind, 1 << 20, Cluster(hosts=4, ranks_per_host=1, backend=replace(line, pricing=pricing)))
+        for pricing in (line.pricing, Pricing(transport="mesh"))
+    )
+    assert mesh == predict(kind, 1 << 20, Cluster(hosts=4, ranks_per_host=1, backend=backends.get("tcp")))
+    assert mesh != by_rings
 
 
 def test_a_closed_communicator_says_so(team: ThreadTeam) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays
 from raycollect.core.model import Key, OpKind, ReduceOp
-from raycollect.engine.batch_agreement import decode_arrivals, encode_arrivals
+from raycollect.engine.agreement import decode_arrivals, encode_arrivals
 from raycollect.errors import KernelError, MismatchError, ProtocolError, TensorFreedError
 from raycollect.planner import Membership, Request, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build

@@ -13,8 +13,7 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.core.protocols import NoFaults
-from raycollect.engine.agreement import Arrival, Spec, encode_arrival
-from raycollect.engine.batch_agreement import alone
+from raycollect.engine.agreement import Arrival, Spec, alone, encode_arrival
 from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     InternalError,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
 
+from raycollect import backends
+from raycollect.backends.capabilities import Capabilities
 from raycollect.channel.messages import Join, Message, Welcome
 from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import Joining
 from raycollect.member.lease import Lease
 from raycollect.member.participant import Participant
 from raycollect.planner import Ticket, encode_order, encode_program
@@ -18,6 +22,7 @@ from tests.pure.participants import participant
 from tests.support.values import named_member
 
 WAIT_S = 10.0
+BACKEND = "scripted"
 
 _Message = TypeVar("_Message", bound=Message)
 
@@ -47,7 +52,7 @@ def join(**changes: Any) -> Join:
     members = [named_member(f"W{rank}", rank) for rank in range(2)]
     fields: dict[str, Any] = {"rank": 0, "members": members, "replaces": ""}
     spec = {name: value for name, value in changes.items() if name not in fields}
-    group = GroupSpec(**{"name": "g", "group_id": "id of g", "backend": "shm", "world_size": 2, **spec})
+    group = GroupSpec(**{"name": "g", "group_id": "id of g", "backend": BACKEND, "world_size": 2, **spec})
     return Join(request=1, group=group, **{name: changes.get(name, value) for name, value in fields.items()})
 
 
@@ -59,8 +64,27 @@ def leased(premises: Participant, controller: str = "me") -> tuple[Lease, Heard]
     return premises.leased(), heard
 
 
+class Backend:
+    """What makes the communicators of groups that are joined by `join`."""
+
+    def __init__(self) -> None:
+        self.create: Callable[[Joining], Any] = lambda joining: SimpleNamespace(close=lambda: None)
+
+
 @pytest.fixture
-def premises() -> Iterator[Participant]:
+def backend() -> Iterator[Backend]:
+    made = Backend()
+
+    def create(joining: Joining) -> Any:
+        return made.create(joining)
+
+    backends.register(Capabilities(name=BACKEND, factory=create, interruptible=True, bitwise=True, cross_host=True))
+    yield made
+    del backends.BACKENDS[BACKEND]
+
+
+@pytest.fixture
+def premises(backend: Backend) -> Iterator[Participant]:
     """Who is leased."""
     made = participant()
     yield made

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from raycollect import backends
 from raycollect.channel.messages import Gone, Joined, Run
 from raycollect.core.model import OpKind
 from raycollect.core.protocols import Launch
@@ -26,11 +25,11 @@ from raycollect.errors import (
 from raycollect.member import captured_steps, lease
 from raycollect.member.methods import Methods
 from tests.pure.local_world import LocalCommunicator, LocalWorld
-from tests.pure.member.leases import join, leased, premises
+from tests.pure.member.leases import Backend, backend, join, leased, premises
 from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
 from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Team, full, pinned
 
-__all__ = ["bench", "premises"]  # fixtures
+__all__ = ["backend", "bench", "premises"]  # fixtures
 
 
 @pytest.mark.parametrize("by_bell", [True, False])
@@ -108,7 +107,7 @@ class Stuck(LocalCommunicator):
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_death_that_the_backend_can_not_see_ends_the_run_that_uses_the_group(
-    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, premises: Any, other: bool
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, backend: Backend, premises: Any, other: bool
 ) -> None:
     """Also where the controller aborts nothing, as it has heard that the dead had done their part.
 
@@ -116,7 +115,7 @@ def test_a_death_that_the_backend_can_not_see_ends_the_run_that_uses_the_group(
     """
     monkeypatch.setattr(lease, "LAST_S", 0.0)
     communicator = Stuck()
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: communicator)
+    backend.create = lambda joining: communicator
     here, heard = leased(premises)
     team = Team(2, [Script(rank, [pinned(full(rank))]) for rank in range(2)], group_id="id of g")
     team.collective(OpKind.ALLREDUCE, {0: 0, 1: 0})

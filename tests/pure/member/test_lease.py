@@ -11,10 +11,10 @@ from typing import Any, cast
 import msgpack
 import pytest
 
-from raycollect import backends
 from raycollect.channel.messages import Done, Gone, Joined, Leave, Message
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import timers
+from raycollect.core.protocols import Joining
 from raycollect.engine.run import Outcome
 from raycollect.errors import (
     GroupBrokenError,
@@ -33,13 +33,13 @@ from raycollect.member import lease, reporter
 from raycollect.member.lease import Lease
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
-from tests.pure.member.leases import WAIT_S, join, leased, plan, premises
+from tests.pure.member.leases import WAIT_S, Backend, backend, join, leased, plan, premises
 from tests.pure.participants import participant
 from tests.pure.thread_faults import apart
 from tests.support.values import named_member
 from tests.support.waiting import wait_until
 
-__all__ = ["premises"]  # a fixture
+__all__ = ["backend", "premises"]  # fixtures
 
 
 class Run:
@@ -117,9 +117,8 @@ def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: di
     made.end("the test is over")
 
 
-def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
+def test_a_group_takes_the_place_of_another_in_one_step(premises: Any) -> None:
     """A call of the member's own finds one of the two at any time; one that is in the old one is told."""
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
     made, heard = leased(premises)
     groups = premises.runtime.process_groups
     made.received(join())
@@ -137,9 +136,8 @@ def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.Monk
     assert groups.find("g") is None
 
 
-def test_the_end_of_one_lease_leaves_the_groups_of_another(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
+def test_the_end_of_one_lease_leaves_the_groups_of_another(premises: Any) -> None:
     """A driver's actor that is a rank of groups which it drives itself has two leases."""
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
     drivers, _ = leased(premises)
     as_driver = participant(1, premises.runtime)
     own, _ = leased(as_driver, "itself")
@@ -154,11 +152,8 @@ def test_the_end_of_one_lease_leaves_the_groups_of_another(monkeypatch: pytest.M
     as_driver.close()
 
 
-def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
-    monkeypatch: pytest.MonkeyPatch, premises: Any
-) -> None:
+def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(premises: Any) -> None:
     """Another group may hold the lease for days: what the destroyed ones held must not pile up."""
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
     here, heard = leased(premises)
     for number in range(3):
         left = group(f"left {number}", (5, 6))
@@ -189,7 +184,7 @@ def test_an_output_of_a_plan_that_found_its_group_ended_raises_a_fault(
 
 
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]:
+def member(monkeypatch: pytest.MonkeyPatch, backend: Backend, premises: Any) -> Callable[..., Any]:
     """A member of a group of two whose communicator has these methods; it runs a plan by a function."""
     both = group("both", (5, 6))
     told: list[Any] = []
@@ -197,7 +192,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
     def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
         given = {"close": lambda: told.append("closed"), "abort": lambda seq: None, "lost": lambda rank: False}
         made = SimpleNamespace(**{**given, **methods})
-        monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
+        backend.create = lambda joining: made
         before = apart()
         here, heard = leased(premises)
         members = [named_member(f"W{rank}", rank, actor_id=f"actor {rank}") for rank in range(2)]
@@ -318,7 +313,6 @@ def test_who_leaves_as_its_controller_ends_the_group_waits_for_no_answer(
 ) -> None:
     """Actors and their driver destroy it at the end, each for itself."""
     monkeypatch.setattr(process_group, "PART_LIMIT_S", 3 * WAIT_S)
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
     here, heard = leased(premises)
     here.received(join())
     departs = heard.send
@@ -337,17 +331,15 @@ def test_who_leaves_as_its_controller_ends_the_group_waits_for_no_answer(
     here.end("the test is over")
 
 
-def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
-    monkeypatch: pytest.MonkeyPatch, premises: Any
-) -> None:
+def test_a_member_that_was_given_up_while_it_connected_has_not_joined(backend: Backend, premises: Any) -> None:
     """It has closed what it made, and its first plan would fail."""
     closed = list[bool]()
 
-    def create(*_: Any, **__: Any) -> Any:
+    def create(joining: Joining) -> Any:
         premises.runtime.process_groups.by_id["id of g"].plans.refuse("a value of rank 1 is lost")
         return SimpleNamespace(close=lambda: closed.append(True))
 
-    monkeypatch.setattr(backends, "load", lambda *_: create)
+    backend.create = create
     here, heard = leased(premises)
     here.received(join())
     assert wait_until(lambda: heard.messages)
@@ -358,10 +350,12 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(
     here.end("the test is over")
 
 
-def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
+def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, premises: Any
+) -> None:
     """Not that its communicator was closed, which is what comes of it."""
     made = SimpleNamespace(close=lambda: None, abort=lambda seq: None)
-    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
+    backend.create = lambda joining: made
     here, _ = leased(premises)
     here.received(join())
     joined = premises.runtime.process_groups.by_id["id of g"]

@@ -24,11 +24,11 @@ from raycollect.member.sequencer import PlanSequencer
 from raycollect.planner import Ticket
 from raycollect.pos import Store
 from tests.pure.driver.crews import WAIT_S, crew_of
-from tests.pure.member.leases import plan, premises
+from tests.pure.member.leases import backend, plan, premises
 from tests.pure.sites import Method
 from tests.pure.watched import WatchedCondition
 
-__all__ = ["premises"]  # fixtures
+__all__ = ["backend", "premises"]  # fixtures
 
 
 class Desk:

@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raycollect import backends
 from raycollect.channel import OrderBell, OrderBellClient
 from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Order, Unable
 from raycollect.core.model import Key
@@ -30,12 +29,12 @@ from raycollect.planner import Ticket
 from raycollect.pos import Store
 from tests.faults.thread_failures import fail_at
 from tests.pure.fleet import contain
-from tests.pure.member.leases import Heard, join, plan, premises
+from tests.pure.member.leases import Backend, Heard, backend, join, plan, premises
 from tests.pure.member.leases import leased as lease_of
 from tests.pure.member.step_bench import FakePost, bench
 from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
 
-__all__ = ["bench", "premises"]  # fixtures
+__all__ = ["backend", "bench", "premises"]  # fixtures
 
 
 @pytest.fixture
@@ -44,25 +43,22 @@ def leased(premises: Participant) -> tuple[Lease, Heard]:
 
 
 @fault_in("raycollect-apart")
-def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]) -> None:
+def test_a_join_that_fails_is_told(leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     with fail_at(GroupCommunicator, "connect", thread="raycollect-apart"):
         here.received(join())
         joined = heard.next(Joined)
     assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
-    monkeypatch.setattr(GroupCommunicator, "connect", lambda *_: None)
     here.received(join(name="h", group_id="id of h"))
     assert heard.next(Joined) == Joined(request=1, error=None)
 
 
 @fault_in("raycollect-timer")
 def test_a_death_is_survived_whose_end_of_the_group_fails(
-    monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Heard]
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, leased: tuple[Lease, Heard]
 ) -> None:
     monkeypatch.setattr(lease, "LAST_S", 0.0)
-    monkeypatch.setattr(
-        backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(abort=print, close=int, lost=lambda _: False)
-    )
+    backend.create = lambda joining: SimpleNamespace(abort=print, close=int, lost=lambda _: False)
     here, heard = leased
     here.received(join())
     assert heard.next(Joined).error is None

@@ -126,12 +126,12 @@ def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> 
 
 
 def test_on_one_host_the_links_between_hosts_cost_nothing() -> None:
-    mesh, near = pricing_of("tcp"), Layout.uniform(1, 4)
+    near = Layout.uniform(1, 4)
     slow = replace(near, between=Link(latency_s=1, bandwidth=1))
     for kind in COLLECTIVES:
-        assert priced(kind, mesh, near) == priced(kind, mesh, slow)
+        assert priced(kind, TCP.pricing, near) == priced(kind, TCP.pricing, slow)
         if kind in (OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER):
-            assert pairwise_cost(kind, mesh, near) == pairwise_cost(kind, mesh, slow)
+            assert pairwise_cost(kind, TCP.pricing, near) == pairwise_cost(kind, TCP.pricing, slow)
 
 
 def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
