@@ -17,6 +17,5 @@ installed are named as skipped.
 `ours`,         the contenders on these actors; those of one suite alone stand with it
 `theirs`,
 `pairs`
-`unchecked`      a collective without the agreement of its ranks, to learn what that costs
 ==============  ====================================================================================================
 """

@@ -17,7 +17,6 @@ import numpy as np
 import ray
 
 import raycollect as col
-from benchmarks import unchecked
 from benchmarks.interleave import timed
 from benchmarks.report import Skipped
 
@@ -155,17 +154,6 @@ class Plain:
         else:
             collective.recv(array, 0, group)
             collective.send(array, 0, group)
-
-    # ------------------------------------------------------------------------------------------ the consistency check
-
-    def set_check(self, there: bool) -> int:
-        """Has collectives agree from now on, or not; see `benchmarks.unchecked`.
-
-        Returns:
-            How often the agreement was left out so far.
-        """
-        unchecked.set_check(there)
-        return unchecked.left_out()
 
     # ------------------------------------------------------------------------------------------ memory
 

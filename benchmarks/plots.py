@@ -23,7 +23,6 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.ARENA: (_BLUE, "-", "o"),
     names.SHM_ARENA: (_BLUE, "-", "o"),
     names.CAPTURED: (_GREEN, "-", "^"),
-    names.NO_CHECK: (_SKY, "-", "s"),
     names.LOOP: (_BLUE, "-", "o"),
     names.BATCH: (_BLUE, "-", "o"),
     names.NAMED_ARENA: (_BLUE, "-", "o"),

@@ -169,8 +169,6 @@ _EAGER = {ranks: {4: 0.9, 64 * KB: 1.1, MB: least, 16 * MB: 2.0} for ranks, leas
 _MANY = 200 * 4 * KB
 _NEARLY_ONE = 1 / 1.3
 """How much faster many tensors have to be than one of the same bytes: at most 1.3 times slower."""
-_CHECK = 0.3
-"""The consistency check's share of the time of the smallest collective."""
 _RECORDED = 0.02
 """What recording a timeline may cost, as a share of the time of a collective."""
 _TRAINED_NBYTES = 650 * 8
@@ -198,15 +196,6 @@ TARGETS: tuple[Goal, ...] = (
     *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 12.0, MB: 10.0}),
     *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 13.0}, ranks=4),
     *_targets("captured", "allreduce", names.CAPTURED, names.GRAPH, {4: 40.0, MB: 40.0}),
-    Share(
-        suite="captured",
-        op="check",
-        ranks=2,
-        nbytes=4,
-        contender=names.CAPTURED,
-        without=names.NO_CHECK,
-        most=_CHECK,
-    ),
     *(
         Share(
             suite="timeline",

@@ -2,10 +2,6 @@
 
 Compiled Graphs occupies the actors that it compiles. Its graph takes the tensor that an actor
 holds, reduces it over Ray's CPU communicator into a new one, and keeps that; the others work in place.
-
-Then the consistency check's share of the smallest one: the captured allreduce beside the same without the agreement of
-the ranks; `benchmarks.unchecked` says what is left out. Both tell their actors before each burst
-whether they agree, by a captured step, so that bursts begin alike and nothing of Ray is in their way.
 """
 
 from __future__ import annotations
@@ -48,41 +44,6 @@ class Captured(Replayed, Declared):
     def record(self) -> None:
         """One allreduce of the buffers."""
         col.allreduce_refs(self.refs, group_name=self.group)
-
-
-class Agreeing(Captured):
-    """A captured allreduce whose actors are told before each burst whether to agree."""
-
-    def __init__(self, name: str, ranks: int, *, agrees: bool) -> None:
-        super().__init__(name, ranks, arena=True)
-        self._agrees = agrees
-        with col.capture() as self._switch:
-            there = self._switch.argument("there")
-            self._switch.returns([self._switch.call(actor.set_check, there) for actor in self.actors])
-
-    def prepare(self, nbytes: int) -> None:
-        """Makes the buffers, records, and runs once: that one has to agree."""
-        super().prepare(nbytes)
-        self.operate()
-
-    def run(self, count: int) -> Sequence[float]:
-        """The operation, so many times.
-
-        Raises:
-            AssertionError: The actors have not left the agreement out as often as they should.
-        """
-        before = self._switch.run(there=self._agrees)
-        times = super().run(count)
-        after = self._switch.run(there=True)
-        left_out = [last - first for first, last in zip(before, after, strict=True)]
-        if left_out != [0 if self._agrees else count] * self.ranks:
-            raise AssertionError(f"{self.name}: the agreement was left out {left_out} times in {count} runs")
-        return times
-
-    def close(self) -> None:
-        """Lets go of the captures, then of the rest."""
-        self._switch.close()
-        super().close()
 
 
 class Reducer:
@@ -222,16 +183,8 @@ def measure(choice: Choice) -> Iterator[Record]:
             entry(names.RAY, RayAllreduce, ranks),
             entry(names.GRAPH, CompiledGraph, ranks),
         ]
-        yield from _compared(choice, makers, ranks, "allreduce", choice.sizes or SIZES, 5 * BURST)
-        checks: list[Maker] = [
-            entry(names.CAPTURED, Agreeing, ranks, agrees=True),
-            entry(names.NO_CHECK, Agreeing, ranks, agrees=False),
-        ]
-        yield from _compared(choice, checks, ranks, "check", SIZES[:1], 25 * BURST)
-
-
-def _compared(
-    choice: Choice, makers: Sequence[Maker], ranks: int, op: str, sizes: Sequence[int], quick: int
-) -> Iterator[Record]:
-    runs = quick, 2 * quick
-    return sweep(NAME, choice, makers, op=op, ranks=ranks, sizes=sizes, runs=lambda _: runs, burst=BURST)
+        runs = 5 * BURST, 10 * BURST
+        sizes = choice.sizes or SIZES
+        yield from sweep(
+            NAME, choice, makers, op="allreduce", ranks=ranks, sizes=sizes, runs=lambda _, runs=runs: runs, burst=BURST
+        )
