@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from msgspec import structs
 
 from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
@@ -168,7 +169,7 @@ def _calibrate(between: tuple[float, float] | None, output: str | None, as_json:
     if between is not None:
         found.append(link_costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
     if as_json:
-        print_json([asdict(one) for one in found])
+        print_json([structs.asdict(one) for one in found])
     else:
         click.echo("\n".join(link_costs.table(found)))
     path = output or str(link_costs.default_path())

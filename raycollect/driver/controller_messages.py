@@ -35,7 +35,7 @@ class ControllerMessages:
         """A message of a participant."""
         handle = _HANDLERS.get(type(message))
         if handle is None:
-            raise ProtocolError(detail=f"{type(message).__name__} has no place here")
+            raise ProtocolError(detail=f"unexpected message {type(message).__name__}")
         handle(self, peer, message)
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:

@@ -1,8 +1,9 @@
 """A driver as a rank of groups that it drives: a participant in the controller's own process.
 
-It has the runtime of a participant, with a lease, an order of plans and a store, and is connected to the controller as
-all others are. What it lacks is an actor: programs are handed over in this process, and run in the thread in which
-other participants run those that come past the actor's queue. The order of the driver's calls is their order.
+It is a second participant of the process, with a lease and an order of plans of its own; groups and tensors are the
+process's. It is connected to the controller as all others are. What it lacks is an actor: programs are handed over in
+this process, and run in the thread in which other participants run those that come past the actor's queue. The order of
+the driver's calls is their order.
 
 Its operands are tensors of this process. Each is kept under a key of its own as long as a plan refers to it.
 """

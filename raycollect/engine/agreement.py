@@ -391,10 +391,12 @@ def alone(arrival: bytes) -> bytes:
     return encode_arrivals({0: arrival}, conflict=False)
 
 
-def of_alone(data: bytes) -> bytes:
-    """Reads the arrival of a plan's only request; raises ProtocolError on other bytes."""
-    _, arrivals = decode_arrivals(bytes(data))
+def of_alone(rank: int, data: bytes) -> bytes:
+    """Reads what a rank has brought as the arrival of a plan's only request; raises ProtocolError on other bytes."""
     try:
-        return arrivals[0]
-    except LookupError as exc:
-        raise ProtocolError(detail="an agreement of another plan") from exc
+        _, arrivals = decode_arrivals(bytes(data))
+    except ProtocolError as exc:
+        raise unreadable(rank, exc) from exc
+    if 0 not in arrivals:
+        raise unreadable(rank, ProtocolError(detail="it is of another plan"))
+    return arrivals[0]

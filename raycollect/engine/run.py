@@ -161,18 +161,18 @@ class Run(Launches):
     # ------------------------------------------------------------------------------------------ before the agreement
 
     def _look_up(self) -> Operands:
-        found = list(map(self.instruments.store.current, self.keys))
+        current = self.instruments.store.current
+        found = list(map(current, self.keys))
         if Absence not in map(type, found):
             return found  # type: ignore[return-value]  # of containers alone
-        return [
-            one if isinstance(one, Container) else self._wait_for(key, one)
-            for key, one in zip(self.keys, found, strict=True)
-        ]
+        for key in self.keys:
+            self._wait_for(key, current(key))
+        # Again for all: a method that was awaited may have replaced tensors in a list or dict that was there before.
+        return [one if isinstance(one, Container) else missing(one) for one in map(current, self.keys)]
 
-    def _wait_for(self, key: Key, absence: Absence) -> Container | MissingOperand:
+    def _wait_for(self, key: Key, found: Container | Absence) -> None:
         # For an operand whose method has not ended, where it may come later.
-        found: Container | Absence = absence
-        if absence.state is State.ABSENT and self.waiting is not None:
+        if isinstance(found, Absence) and found.state is State.ABSENT and self.waiting is not None:
             self.waiting(key)
             observer, aborted = self.observer, self.aborted or _never
             observer.event("waiting", key.hex())
@@ -180,7 +180,6 @@ class Run(Launches):
                 found = self.instruments.store.wait(key, lambda: aborted() is not None)
             if isinstance(found, Absence) and found.state is State.ABSENT:
                 raise PlanAbortedError(detail=aborted() or "aborted while waiting for an operand")
-        return found if isinstance(found, Container) else missing(found)
 
     def _prepare(self, operands: Operands) -> Preparation:
         self.observer.event("prepare")

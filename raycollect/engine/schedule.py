@@ -68,7 +68,7 @@ class Scheduler:
     def _is_direct(self, steps: Sequence[PreparedStep]) -> bool:
         # Whether the program is one kernel, in the launch of the agreement.
         program, agreement = self.program, self.program.agreement
-        if len(program.bundles) > 1 or program.commits or len(steps) != 1:
+        if len(program.tasks) != 1 or program.commits or len(steps) != 1:
             return False
         (step,) = steps
         if type(step) is not Kernels or len(step.kernels) != 1:

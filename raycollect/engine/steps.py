@@ -267,7 +267,7 @@ class Direct(Bundle):
         (step,), opened = self.steps, run.opened
         assert type(step) is Kernels and opened is not None  # noqa: PT018 - as the schedule has made it
         communicator, launch = opened
-        observer.bundle, observer.step, observer.left = self, step, 1
+        observer.bundle, observer.left, observer.step = self, 1, step
         try:
             if faults is not None:
                 run.reach("before_kernel")

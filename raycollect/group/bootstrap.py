@@ -17,6 +17,7 @@ from raycollect.channel.protocol import OTHER_VERSION
 from raycollect.channel.stream import open_stream
 from raycollect.core.codec import Codec
 from raycollect.core.model import Address, GroupSpec
+from raycollect.core.signals import Deferred
 from raycollect.errors import (
     AuthenticationError,
     ChannelError,
@@ -207,8 +208,8 @@ def follow(request: BootstrapRequest, store: BootstrapStore, hub: Hub) -> Proces
     """
     deadline_s = time.monotonic() + request.spec.timeout_s
     process_group = _find_leader(request, store, hub, deadline_s)
-    process_group.timeout_s = max(deadline_s - time.monotonic(), 0.001)
     try:
+        process_group.timeout_s = max(deadline_s - time.monotonic(), 0.001)
         _agree(process_group, request)
         process_group.form()
     except BaseException:
@@ -258,23 +259,25 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
         if isinstance(exc, ProtocolError) and (not exc.peer or exc.detail.startswith(OTHER_VERSION)):
             raise  # the hello can't be sent, or not to this version
         return exc.detail  # a dead leader's record, or its port is another's now
+    uplink = _Uplink()
     try:
         answer = stream.receive(max(deadline_s - time.monotonic(), 0.1))
         if isinstance(answer, Refused):
             raise from_wire(answer.error)
         if not isinstance(answer, Welcome):
             raise ProtocolError(detail=f"{type(answer).__name__} where Welcome was due")
-        spec, uplink = replace(request.spec, group_id=answer.group_id), _Uplink()
+        spec = replace(request.spec, group_id=answer.group_id)
         process_group = uplink.process_group = ProcessGroup(
             spec, request.rank, uplink.send, host=host, leave=uplink.leave, tracer=request.tracer
         )
-        uplink.link = hub.adopt(stream, hello, uplink)
+        with Deferred():  # from here on the hub watches the connection, which only its link may close
+            uplink.link = hub.adopt(stream, hello, uplink)
         return process_group
     except ChannelError as exc:
-        stream.close()
+        (uplink.link or stream).close()
         return exc.detail
     except BaseException:
-        stream.close()
+        (uplink.link or stream).close()
         raise
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
-from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError, RaycollectError
+from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.group.coordinator_client import Call, CoordinatorClient
 
 
@@ -101,6 +101,10 @@ class CallCommunicator:
         ranks = self._client.ranks
         if isinstance(error, FaultError) and 0 <= error.rank < len(ranks):
             error.rank = ranks[error.rank]
+        if isinstance(error, RefusedError) and not self._is_whole:
+            error.violations = tuple(
+                replace(one, rank=ranks[one.rank]) if one.rank >= 0 else one for one in error.violations
+            )
         if isinstance(error, CollectiveTimeoutError):
             error.missing = tuple(ranks[rank] for rank in error.missing)
             error.within = tuple(ranks[rank] for rank in error.within)

@@ -283,8 +283,8 @@ class CoordinatorClient:
             call = self.call
             if call is None:
                 return False
-            # A rank that has heard that all are ready is about to begin its first launch, as the other one was.
-            mine = self.seq + call.place.startswith(MADE)
+            # A rank that has met the others is about to begin its first launch, as the other one was.
+            mine = self.seq + call.place.startswith((FORM, MADE))
             same = not self.formed or message.seq in (0, mine)
             waits = bool(call.place) and not call.agreed
             begins_again = isinstance(error, PlanAbortedError)  # and meets this rank again

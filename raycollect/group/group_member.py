@@ -21,7 +21,6 @@ class GroupMember:
         host: The address on which backends listen.
         flush: Waits a moment until all that the coordinator has said is on its way, if that is in this process.
         tracer: Whether calls are recorded.
-        is_whole: Whether all ranks can communicate; else `broken` says why some can't.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class GroupMember:
         self.host = host
         self.flush = flush
         self.tracer: Tracer = tracer or Tracer()
-        self.is_whole: bool = True
         self._ended: RaycollectError | None = None
         self._gone: dict[int, Gone] = {}
 
@@ -57,11 +55,11 @@ class GroupMember:
 
     def end(self, error: RaycollectError) -> None:
         """The group has ended here; the first error counts."""
-        self._ended, self.is_whole = self._ended or error, False
+        self._ended = self._ended or error
 
     def lose(self, gone: Gone) -> RaycollectError:
         """Notes that a rank is gone; returns the error of calls that need it."""
-        self._gone[gone.rank], self.is_whole = gone, False
+        self._gone[gone.rank] = gone
         if not gone.died:
             return GroupBrokenError(
                 group_name=self.spec.name, detail=f"{self.describe(gone.rank)} has left: {gone.detail}"

@@ -145,11 +145,11 @@ class MemberCommunicator(GroupCommunicator):
         """Runs a call until it gives a result."""
         client = self.client
         with self._in_use:
-            with self._lock:
-                self._objecting = None
-                call = client.begin(op, since_s, timeout_s)
-            self._watchdog.begun()
             try:
+                with self._lock:
+                    self._objecting = None
+                    call = client.begin(op, since_s, timeout_s)
+                self._watchdog.begun()
                 while True:
                     if client.broken is not None:
                         raise anew(call.stop or client.broken)
@@ -184,7 +184,7 @@ class MemberCommunicator(GroupCommunicator):
             within.call = call
             outcome = attempt(within, client.seq)
         except RaycollectError as exc:
-            self._leave(exc)
+            self._leave(exc, keep=self._resumes and isinstance(exc, CollectiveTimeoutError))
             raise
         except Exception as exc:
             self._leave(unforeseen := InternalError(detail=threads.cause_of(exc)))

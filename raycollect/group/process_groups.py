@@ -123,7 +123,7 @@ class ProcessGroups:
         return communicator
 
     def received(self, message: Any) -> None:
-        """A message of the hub of a group."""
+        """A message of the coordinator of a group."""
         group = self.by_id.get(message.group_id)
         if group is not None:
             group.received(message)

@@ -32,13 +32,15 @@ ENVIRONMENT_VARIABLE = "RANK_TABLE_FILE"
 MOST_NBYTES = 16 << 20
 """The longest file, in bytes."""
 
+_LIMIT = 10**9
+
 _Schema = TypeVar("_Schema")
-_Number = Annotated[int, Meta(ge=0, lt=10**9)] | Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+_Number = Annotated[int, Meta(ge=0, lt=_LIMIT)] | Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
 _List = Annotated[list[Any], Meta(min_length=1)]
 
 
-class _Table(msgspec.Struct):
-    version: Any
+class _Table(msgspec.Struct, kw_only=True):
+    version: Any = msgspec.UNSET
     node_list: _List
 
 
@@ -56,6 +58,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     device_id: int
     rank: int
+
+    def __post_init__(self) -> None:
+        if any(type(one) is not int or not 0 <= one < _LIMIT for one in (self.device_id, self.rank)):
+            found = f"device_id {shown(self.device_id)} and rank {shown(self.rank)}"
+            raise ValueError(f"{found}, expected each a whole number of 0 to {_LIMIT - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +148,8 @@ class RankTable:
         nodes: list[list[Device | None]] = []
         table = _checked(document, _Table, "the table", problems)
         if table is not None and table.version not in (VERSION, 1.0):
-            problems.append(f"version is {shown(table.version)}, expected {VERSION!r}")
+            found = "missing" if table.version is msgspec.UNSET else shown(table.version)
+            problems.append(f"version is {found}, expected {VERSION!r}")
         for at, entry in enumerate(table.node_list if table is not None else ()):
             node = _checked(entry, _Node, f"node_list[{at}]", problems)
             devices: list[Device | None] = []

@@ -190,7 +190,7 @@ class MemberCall:
             launch = Launch(seq=seq, ranks=ranks, timeout_s=limit_s)
             try:
                 blobs = communicator.agree(launch, blob)
-                verdict = judge(launch.ranks, tuple(map(of_alone, blobs)))
+                verdict = judge(launch.ranks, tuple(map(of_alone, launch.ranks, blobs)))
                 return Outcome(error=refusal(spec.op, self._process_group.name, verdict.violations))
             except RaycollectError as exc:
                 return Outcome(error=kept(exc))

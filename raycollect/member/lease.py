@@ -39,6 +39,7 @@ from raycollect.member.plan_queue import Came, PlanQueue
 from raycollect.member.reporter import Reporter
 from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer
+from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe.run_steps import RunStep
 from raycollect.planner import Program, decode_order
 from raycollect.pos import Container
@@ -53,6 +54,7 @@ class Holder(Protocol):
     actor: str
     host: str
     methods: Methods
+    watch: WaitMonitor
 
     def keep_output(self, key: Key, container: Container) -> Handle | None:
         """Keeps what a plan has made; returns its handle where a task of Ray's returns that."""
@@ -85,7 +87,7 @@ class Lease:
         self._runtime = runtime
         self._store = runtime.instruments.store
         self._sequencer = PlanSequencer(runtime.tracer)
-        self._reporter = Reporter(link, runtime, self._sequencer)
+        self._reporter = Reporter(link, runtime.instruments.recorder, self._sequencer, holder.watch)
         self._bell = bell
         self._groups = runtime.process_groups
         self._running: dict[int, Run] = {}  # by the plan's number
@@ -271,7 +273,7 @@ class Lease:
         """A message of the controller; on the channel's thread, so nothing here may wait."""
         handle = _HANDLERS.get(type(message))
         if handle is None:
-            raise ProtocolError(detail=f"{type(message).__name__} has no place here")
+            raise ProtocolError(detail=f"unexpected message {type(message).__name__}")
         handle(self, message)
 
     def not_begun(self, seq: int, error: threads.Failure, predecessor: int = 0) -> None:

@@ -47,6 +47,7 @@ from raycollect.member.lease import Lease
 from raycollect.member.methods import Methods
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.member.token_lenders import TokenLenders
+from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.planner import decode_order
 from raycollect.pos import Container, Store, fetch, obstacle
 from raycollect.pos.handle import Handle
@@ -131,6 +132,7 @@ class Participant:
 
     Attributes:
         methods: The methods of the actor.
+        watch: Its waits that hold up these.
         store: The tensors of the process.
     """
 
@@ -155,6 +157,7 @@ class Participant:
         self.plan_threads: ThreadPoolExecutor = threads.pool("raycollect-plan", MOST_WAITING)
         self.fetch_threads: ThreadPoolExecutor = threads.pool("raycollect-fetch", MOST_FETCHING)
         self.methods: Methods = Methods(identity.actor, runtime.tracer)
+        self.watch: WaitMonitor = WaitMonitor()
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self._lenders = TokenLenders(self.store)
         self._keeping: set[str] = set()  # the methods that have returned tensors

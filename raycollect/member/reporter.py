@@ -17,19 +17,24 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer
+from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.observe import Recorder
 
 MOST_VIOLATIONS = 500
 """How many reasons of a refusal are told: those of thousands of calls, on all ranks, would not fit into a message."""
 
 
 class Reporter:
-    """Sends to one controller. Any thread may call it; no method waits."""
+    """Sends to one controller. Any thread may call it; no method waits.
 
-    def __init__(self, link: Link, runtime: Runtime, sequencer: PlanSequencer) -> None:
+    `watch` has the waits of this participant, one of which holds up its methods at a time.
+    """
+
+    def __init__(self, link: Link, recorder: Recorder, sequencer: PlanSequencer, watch: WaitMonitor) -> None:
         self.link = link
-        self._runtime = runtime
+        self._recorder = recorder
+        self._watch = watch
         self._sequencer = sequencer
 
     def tell(self, message: Message) -> None:
@@ -40,7 +45,7 @@ class Reporter:
     def tell_failure(self, seq: int, error: RaycollectError) -> None:
         """Tells that a plan, or a run, failed here; if that error can't be told, why."""
         try:
-            story = self._runtime.instruments.recorder.tail()
+            story = self._recorder.tail()
             self.tell(Done(seq=seq, ranks=[], error=to_wire(_shortened(error)), story=story))
         except Exception as exc:  # noqa: BLE001 - any: the controller would wait
             cause = threads.failed("telling an error", exc)
@@ -80,7 +85,7 @@ class Reporter:
             self.tell(stuck)
 
         over = partial(tell, False, is_over=True)
-        return self._runtime.watch.waiting(tell, over, holds_up=holds_up)
+        return self._watch.waiting(tell, over, holds_up=holds_up)
 
 
 def _shortened(error: RaycollectError) -> RaycollectError:

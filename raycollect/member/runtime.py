@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from raycollect.engine.instruments import Instruments
 from raycollect.group.process_groups import ProcessGroups
-from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
 from raycollect.observe.timeline_session import Timelines
 from raycollect.pos import Store, tensors
@@ -36,7 +35,6 @@ class Runtime:
         tracer: Whether the process records a timeline.
         timelines: Those that it records of itself and of what it drives.
         process_groups: The groups of which it is a member.
-        watch: Its waits that hold up an actor's methods.
     """
 
     def __init__(self, instruments: Instruments | None = None) -> None:
@@ -46,7 +44,6 @@ class Runtime:
         self.tracer: Tracer = self.instruments.tracer
         self.process_groups: ProcessGroups = ProcessGroups(self.instruments.cache, self.tracer)
         self.timelines: Timelines = Timelines(self.tracer, self.process_groups.places)
-        self.watch: WaitMonitor = WaitMonitor()
         self._parts: dict[type, Any] = {}
         self._making = threading.RLock()  # a part may need another one
 

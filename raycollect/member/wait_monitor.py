@@ -1,4 +1,4 @@
-"""Tells the hub of long waits."""
+"""Tells the coordinator of long waits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Wait:
             monitor._now.append(self)
             if monitor.timer is None:
                 monitor._seen = self
-                # Without a thread the call goes on, and the hub does not hear of the wait.
+                # Without a thread the call goes on, and the coordinator does not hear of the wait.
                 threads.survives(monitor.look_after, monitor.wait_s, place="watching a wait")
 
     def __exit__(self, *exc: object) -> None:

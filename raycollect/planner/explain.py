@@ -139,7 +139,7 @@ class _Bundle:
         request = self.part.request
         if not request.op:
             return ""
-        by_host = not self.membership.spec.in_rank_order
+        by_host = not self.membership.pricing.rings and not self.membership.spec.in_rank_order
         if self.membership.bitwise or (by_host and (self.narrow or request.kind in PREFIXES)):
             return "the left fold in rank order"
         return "the left fold over hosts, in rank order inside each" if by_host else "equal on all ranks"

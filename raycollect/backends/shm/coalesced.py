@@ -73,16 +73,13 @@ def _coalesce(kernels: Sequence[Kernel]) -> list[Kernel]:
     first, by_type = kernels[0], dict[np.dtype[Any], list[Kernel]]()
     for kernel in kernels:
         by_type.setdefault(native(kernel.sample.dtype), []).append(kernel)
-    return [
-        Kernel(
-            kind=first.kind,
-            src=_side([kernel.src for kernel in some]),
-            dst=_side([kernel.dst for kernel in some]),
-            op=first.op,
-            peer=first.peer,
-        )
-        for some in by_type.values()
-    ]
+    coalesced = []
+    for some in by_type.values():
+        src = _side([kernel.src for kernel in some])
+        in_place = all(kernel.src is kernel.dst for kernel in some)
+        dst = src if in_place else _side([kernel.dst for kernel in some])
+        coalesced.append(Kernel(kind=first.kind, src=src, dst=dst, op=first.op, peer=first.peer))
+    return coalesced
 
 
 def _side(arrays: Sequence[Array | None]) -> CoalescedRow | None:

@@ -134,6 +134,7 @@ class Meeting:
         parity = self._agreed % _PARITIES
         if arrival != self._brought[parity]:
             check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
+            self._brought[parity] = None  # an interrupt may leave half of it there
             mine = self._area(self.rank, parity)
             self._arrivals[mine : mine + len(arrival)] = arrival
             self._arrived += 1

@@ -30,7 +30,7 @@ from raycollect.errors import BackendUnavailableError, ChannelError, ConnectionL
 # How long a rank may leave data unread: it may be busy for longer than plans usually wait. The control connections
 # notice a dead host much earlier.
 USER_TIMEOUT_S = 120.0
-ANSWER_S = 5.0  # How long a rank may take for a handshake, before the next one is called
+ANSWER_S = 5.0  # How long a rank may take for a handshake while others are yet to be called
 _RETRY_S = 0.05
 _SECRET_NBYTES = 32
 
@@ -58,12 +58,15 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
         missing, trouble = _connect_all(rank, host, where, arrivals, done, until_s)
         if missing:
             raise not_joined(spec, missing, timeout_s, trouble or (server.trouble if server else ""))
+        if server is not None:
+            server.close()
+        arrivals.take(done)  # of a rank that connected again
         made, done = done, {}
         return made
     finally:
         if server is not None:
             server.close()
-        arrivals.take(done)  # of a rank that connected again
+        arrivals.take(done)
         sockets.close(done.values())
 
 
@@ -131,22 +134,25 @@ def _connect_all(
         for at, other in enumerate(to_call):
             left_s = max(until_s - time.monotonic(), 0.0)
             try:
-                limit_s = min(left_s, max(ANSWER_S, left_s / (len(to_call) - at)))
+                # One that does not answer leaves time for those after it; it is called again when they were.
+                limit_s = left_s if len(to_call) == 1 else min(left_s / (len(to_call) - at + 1), ANSWER_S)
                 done[other] = _connected(where[other], rank, host, limit_s)
             except (ChannelError, OSError) as exc:
                 failed.add(other)
                 trouble = f"no connection to rank {other}: {exc}"
         if missing - done.keys():
-            arrivals.take(done, _RETRY_S if failed - done.keys() else left_s)
+            left_s = max(until_s - time.monotonic(), 0.0)
+            arrivals.take(done, min(_RETRY_S, left_s) if failed - done.keys() else left_s)
         missing -= done.keys()
     return sorted(missing), trouble
 
 
 def _connected(place: _Place, rank: int, host: str, timeout_s: float) -> socket.socket:
+    until_s = time.monotonic() + timeout_s
     if place.name and place.host == host:
         with suppress(ConnectionLostError):  # not a name of this network namespace, or too many come at once
             return _opened(place.name, place, rank, timeout_s)
-    return _opened(place.host, place, rank, timeout_s)
+    return _opened(place.host, place, rank, until_s - time.monotonic())
 
 
 def _opened(host: str, place: _Place, rank: int, timeout_s: float) -> socket.socket:

@@ -26,8 +26,8 @@ def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(
     found = link_costs.current({"XDG_CONFIG_HOME": str(tmp_path)})
     assert [one.backend for one in found.measured] == ["tcp"]
     assert (found.between.latency_s, found.between.bandwidth) == (pytest.approx(5e-5), pytest.approx(25e9 / 8))
-    result = run_command("bench", "--calibrate", "--json", "--output", "/dev/null/x.json")
-    assert (result.exit_code, json.loads(result.stdout)) == (2, [])
+    result = run_command("bench", "--calibrate", "--json", "--output", "/dev/null/x.json", *given)
+    assert (result.exit_code, [one["backend"] for one in json.loads(result.stdout)]) == (2, ["tcp"])
     assert "/dev/null/x.json" in result.stderr
 
 

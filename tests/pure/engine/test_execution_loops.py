@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp, task_key
 from raycollect.errors import KernelError, PlanAbortedError, TensorDirtyError
 from raycollect.planner import Made, Request, plan
 from tests.pure.engine.convoys import convoy_of
 from tests.pure.engine.repeated_loops import Rebound
-from tests.pure.fleet import WAIT_S, Convoy
+from tests.pure.fleet import WAIT_S, Convoy, contain
 
 
 @pytest.fixture
@@ -75,6 +75,27 @@ def test_what_a_second_look_finds_is_an_error_and_not_dropped(pair: Convoy, chan
     assert isinstance(running[1].result(WAIT_S).error, PlanAbortedError)
     assert len(heard) == 1, "the backend hears that rank 1 may be in the kernel"
     np.testing.assert_array_equal(tensor.array, was)
+
+
+def test_operands_are_those_of_the_moment_in_which_the_last_has_come(pair: Convoy) -> None:
+    """The method that is awaited replaces a tensor in a list that another call uses."""
+    late, first, old, new = np.ones(2), np.ones(2), np.ones(3), np.full(3, 10.0)
+    held, other = [old], np.ones(3)
+    awaited, at = task_key(b"a method's task, it runs", 1), pair.keep(0, held)
+    mine, beside = pair.keep(1, first), pair.keep(1, [other])
+
+    def method(key: Any) -> None:
+        assert key == awaited
+        held[0] = new
+        pair.stores[0].put(key, contain(late))
+
+    pair.waiting = method
+    requests = [
+        _request(pair, OpKind.ALLREDUCE, ((0, at, None), (1, beside, None)), op=ReduceOp.SUM),
+        _request(pair, OpKind.ALLREDUCE, ((0, awaited, None), (1, mine, None)), op=ReduceOp.SUM),
+    ]
+    assert all(one.error is None for one in pair.run(requests, pair.memberships * 2).values())
+    assert (old.tolist(), new.tolist(), other.tolist()) == ([1.0] * 3, [11.0] * 3, [11.0] * 3)
 
 
 def test_dirt_is_excused_only_by_what_comes_before_in_the_batch(pair: Convoy) -> None:

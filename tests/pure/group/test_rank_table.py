@@ -108,7 +108,7 @@ def test_coerce_takes_a_table_a_path_and_a_dict(tmp_path: Path) -> None:
         (b"9" * 5_000, "not JSON"),
         (b"null", "the table is None: Expected `object`"),
         (b"[]", "the table is []: Expected `object`"),
-        (b"{}", "missing required field `version`"),
+        (b"{}", "missing required field `node_list`"),
     ],
 )
 def test_a_file_that_is_no_table_is_named(tmp_path: Path, content: bytes, says: str) -> None:
@@ -229,8 +229,11 @@ def test_a_table_is_valid_from_birth() -> None:
     for nodes in ((), ((Device(device_id=0, rank=0),), ())):
         with pytest.raises(InvalidGroupError, match="is empty"):
             RankTable(nodes=nodes)
-    with pytest.raises(InvalidGroupError, match="rank is -1, expected each of 0 to 0"):
-        RankTable(nodes=((Device(device_id=0, rank=-1),),))
+    with pytest.raises(InvalidGroupError, match="rank is 1, expected each of 0 to 0"):
+        RankTable(nodes=((Device(device_id=0, rank=1),),))
+    for wrong in (-1, "0", 10**9):
+        with pytest.raises(ValueError, match="a whole number of 0 to"):
+            Device(device_id=wrong, rank=0)
     with pytest.raises(AttributeError):
         RankTable.of_device_ids([[0]]).nodes = ()  # type: ignore[misc]
 

@@ -344,9 +344,9 @@ class SlowBulletin(DirectoryBulletin):
         super().__init__(path)
         self.gate = gate
 
-    def remove(self, name: str, record: bytes) -> None:
+    def remove(self, name: str) -> None:
         self.gate.wait()
-        super().remove(name, record)
+        super().remove(name)
 
 
 def test_the_end_of_a_group_that_could_not_be_formed_holds_up_no_declared_one(
@@ -356,5 +356,8 @@ def test_the_end_of_a_group_that_could_not_be_formed_holds_up_no_declared_one(
     drives, made = driver("tcp")
     with made[0].runtime.entered(), pytest.raises(CollectiveTimeoutError):
         init.init_collective_group(2, 0, "tcp", "g", 100, rendezvous=SlowBulletin(tmp_path, gate))
+    with made[1].runtime.entered(), pytest.raises(CollectiveTimeoutError):  # told, so that rank 0 takes its place back
+        init.init_collective_group(2, 1, "tcp", "g", 60_000, rendezvous=DirectoryBulletin(tmp_path))
+    assert gate.came.wait(WAIT_S)
     drives.join()
     gate.may_go.set()

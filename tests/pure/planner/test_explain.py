@@ -124,6 +124,9 @@ def test_bits_are_told_of_reductions_only():
     assert native().rows[0].bits == "the left fold in rank order"
     there = membership([0] * 2, backend="gloo", bitwise=False)
     assert told([allreduce(there)], there, {"x": info(1)}).rows[0].bits == "equal on all ranks"
+    there = membership([0, 0, 1, 1], backend="gloo", bitwise=False)
+    there = replace(there, spec=replace(there.spec, hosts=(0, 0, 1, 1)))
+    assert told([allreduce(there)], there, {"x": info(1)}).rows[0].bits == "equal on all ranks"
     assert {row.bits for row in mixed().rows if row.op.startswith(("send", "broadcast"))} == {""}
 
 
