@@ -15,7 +15,8 @@ from raycollect.errors import ProtocolError
 from raycollect.pos.container import DEEPEST
 
 LONG_NBYTES = 512 << 10
-"""From how many bytes on a description is compressed: some thousands of tensors."""
+"""From how many bytes on a description is compressed: some thousands of tensors. If it is longer even so, it does not
+travel in a message, but in front of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Description:
 
 
 _Packed = tuple[Segment | None, Structure, tuple[TensorInfo, ...], tuple[int | None, ...]]
-# Where each of them begins in the segment. A long one is compressed, as it has to fit into one message
+# Where each of them begins in the segment
 _DESCRIPTIONS = Codec[_Packed](_Packed, "description of tensors", long_nbytes=LONG_NBYTES)
 
 

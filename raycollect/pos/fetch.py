@@ -63,6 +63,9 @@ FREE_S = 30.0
 LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
 """A value is lent for so many seconds, one more for so many bytes, and so many more for each of its tensors."""
 
+MOST_TENSORS = 500_000
+"""How many tensors a value may have that is fetched: its description is bounded."""
+
 FREED_AT_ONCE = 8192
 """How many keys one message frees: a message is bounded."""
 
@@ -268,9 +271,13 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
 
 
 def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
-    described = description.decode(_expect(answer, Fetched).found)
+    data = _expect(answer, Fetched).found
+    if answer.described_nbytes:
+        data = bytearray(answer.described_nbytes)
+        client.receive_blob(memoryview(data))
+    described = description.decode(data)
     sent = sum(info.nbytes for info, ref in zip(described.infos, described.refs, strict=True) if ref is None)
-    if sent != answer.blob_nbytes:
+    if sent != answer.blob_nbytes - answer.described_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
     found = [np.empty(info.shape, info.dtype) for info in described.infos]
     memory = [array.reshape(-1).view(np.uint8).data for array in found]
@@ -365,6 +372,9 @@ class _Offer:
 def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
     with ExitStack() as claim:
         container = claim.enter_context(reading(store, Key(message.key), link.has_ended))
+        if len(container.tensors) > MOST_TENSORS:
+            found = f"of {len(container.tensors)} tensors, expected at most {MOST_TENSORS}: return several values"
+            raise refused("unsupported", found, message.key)
         views = [arrays.memory(tensor) for tensor in container.tensors]
         nbytes = sum(view.nbytes for view in views)
         lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
@@ -376,12 +386,17 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
             claim.close()  # a slow reader of copies holds up nobody
         blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
         infos, refs = [offer.info for offer in offers], [offer.ref for offer in offers]
-        found = description.encode(Description(container.structure, infos, refs))
-        link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
+        described = description.encode(Description(container.structure, infos, refs))
+        nbytes_sent = sum(blob.nbytes for blob in blobs)
+        if len(described) <= description.LONG_NBYTES:
+            link.send(Fetched(found=described, blob_nbytes=nbytes_sent), blobs)
+        else:
+            answer = Fetched(found=b"", described_nbytes=len(described), blob_nbytes=len(described) + nbytes_sent)
+            link.send(answer, [memoryview(described), *blobs])
         if len(blobs) < len(offers):
-            answer = link.receive(lending_s(nbytes, len(offers)))
-            if answer is not None:  # else the client is gone, or too slow
-                _expect(answer, Copied)
+            copied = link.receive(lending_s(nbytes, len(offers)))
+            if copied is not None:  # else the client is gone, or too slow
+                _expect(copied, Copied)
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:

@@ -30,13 +30,19 @@ class Read(Message, frozen=True, kw_only=True):
     key: bytes
 
 
-class Fetched(Message, frozen=True, kw_only=True):
-    """Describes the value, as msgpack in `found`; its bytes, `blob_nbytes` of them, follow the frame.
+MOST_DESCRIBED_NBYTES = 64 << 20
+"""The longest description of a value, in bytes."""
 
-    What is lent instead of sent is described there too, and `Copied` is due.
+
+class Fetched(Message, frozen=True, kw_only=True):
+    """Describes the value, as msgpack in `found`; `blob_nbytes` bytes follow the frame.
+
+    These are its bytes, after the description where that is too long for a frame: then `found` is empty, and the
+    description takes `described_nbytes`. What is lent instead of sent is described too, and `Copied` is due.
     """
 
     blob_nbytes: Annotated[int, Meta(ge=0)] = 0
+    described_nbytes: Annotated[int, Meta(ge=0, le=MOST_DESCRIBED_NBYTES)] = 0
     found: bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -62,10 +63,11 @@ def _fetched(value: Any, domain: str = "") -> Any:
         {"layers": [(np.ones(3), np.zeros((2, 2), "int32"))], 7: np.ones(1, "float16")},
         [np.zeros(0), np.arange(3.0), np.arange(4.0)[2:2], np.array(1.0), np.arange(5)[5:], np.arange(2)],
         reduce(lambda inner, _: [inner], range(DEEPEST), np.arange(3)),
+        {random.Random(seed).randbytes(60).hex(): np.array(float(seed)) for seed in range(12_000)},
     ],
     ids=[
         *("transposed", "scalar", "empty", "big-endian", "bfloat16", "float8", "unaligned", "nested", "several empty"),
-        "deepest",
+        *("deepest", "too long to be described in a message"),
     ],
 )
 def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, is_near: bool) -> None:
@@ -244,12 +246,9 @@ def test_a_value_whose_description_is_longer_than_a_frame_arrives(
         assert all(map(np.array_equal, found.values(), (*value.values(), arena)))
 
 
-def test_what_cannot_be_described_is_refused_at_once(
-    holder: tuple[Address, Store],
-) -> None:
+def test_a_value_of_too_many_tensors_is_refused_at_once(holder: tuple[Address, Store]) -> None:
     address, store = holder
-    names = np.random.default_rng(0).bytes(2 << 20).hex()  # which compressing halves, at best
-    store.put(KEY, contain({names[at : at + 4096]: np.ones(1) for at in range(0, len(names), 4096)}))
+    store.put(KEY, contain([np.ones(1)] * (fetching.MOST_TENSORS + 1)))
     with pytest.raises(UnsupportedError) as caught:
         fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
     assert caught.value.violations[0].ref == KEY.hex()
