@@ -59,7 +59,11 @@ class Runtime:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Calls of this thread inside the block are made with this runtime, and not with that of the process."""
+        """Calls of this thread inside the block are made with this runtime, and not with that of the process.
+
+        What another thread does for such a call is not: torch's backward passes, and its calls that are waited for
+        later.
+        """
         token = _entered.set(self)
         try:
             yield
