@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, TypeVar, overload
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 
-from raycollect.core import direct_transport, ray_internals
+from raycollect.core import direct_transport, ray_internals, threads
 from raycollect.core.model import Address, Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
@@ -38,6 +39,10 @@ _T = TypeVar("_T")
 _HELD = (ray.ObjectRef, Handle)
 
 _COPY_S = 5.0  # the least time for all copies, in seconds: the caller's limit is for what is still on its way
+
+
+_AT_ONCE = 8  # from how many holders values are fetched at once
+_AT_ONCE_FROM_NBYTES = 2 << 20  # of all values; below, starting threads takes longer
 
 
 @overload
@@ -111,11 +116,34 @@ def _pass_fences(handles: Sequence[Handle], until_s: float) -> None:
 
 
 def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
-    """Values, with those of handles fetched. One after the other: each is bounded by memory, or by the network."""
-    if until_s == math.inf:
-        return [one.fetch() if isinstance(one, Handle) else one for one in values]
+    """Values, with those of handles fetched: from several holders at once, unless threads would take longer."""
+    found = list(values)
     ends_s = max(until_s, time.monotonic() + _COPY_S)
-    return [one.fetch(ends_s - time.monotonic()) if isinstance(one, Handle) else one for one in values]
+    of_holders: dict[Address, list[int]] = {}
+    nbytes = 0
+    for at, one in enumerate(found):
+        if isinstance(one, Handle):
+            of_holders.setdefault(one.address, []).append(at)
+            nbytes += sum(info.nbytes for info in one.infos)
+
+    def fetch_some(places: Sequence[int]) -> None:
+        for at in places:
+            handle = found[at]
+            found[at] = handle.fetch() if ends_s == math.inf else handle.fetch(ends_s - time.monotonic())
+
+    fetching = []
+    groups = list(of_holders.values())
+    at_once = _AT_ONCE if nbytes >= _AT_ONCE_FROM_NBYTES else 1
+    for first in range(1, min(len(groups), at_once)):
+        places = list(chain.from_iterable(groups[first::at_once]))
+        try:
+            fetching.append(threads.apart(fetch_some, places))
+        except RuntimeError:  # no thread can be started
+            fetch_some(places)
+    fetch_some(list(chain.from_iterable(groups[::at_once])))
+    for one in fetching:
+        one.result()
+    return found
 
 
 def free(refs: Any, *, timeout_s: float | None = None) -> int:
