@@ -50,6 +50,19 @@ def test_num_returns_given_by_the_caller(kinds):
     assert ray.get(text) == "text"
 
 
+def test_large_values_of_several_holders_are_fetched_in_the_order_of_the_refs(actors):
+    holders = actors(Worker, 3)
+    refs = [
+        one.make.remote(lambda self, at=at: np.full(1 << 18, float(at))) for at, one in enumerate([*holders, *holders])
+    ]
+    for at, found in enumerate(col.get(refs)):
+        np.testing.assert_array_equal(found, np.full(1 << 18, float(at)))
+    assert col.free(refs[4]) == 1
+    with pytest.raises(TensorFreedError) as caught:
+        col.get(refs)
+    assert [one.ref for one in caught.value.violations] == [refs[4].hex()]
+
+
 def many(self, count):
     return {f"model.layers.{at}.experts.{at % 64}.lora_A.weight": np.full(at % 3, at) for at in range(count)}
 
