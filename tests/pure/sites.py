@@ -24,6 +24,7 @@ from raycollect.errors import ConnectionLostError, RaycollectError
 from raycollect.member.lease import Lease
 from raycollect.member.methods import Methods
 from raycollect.member.runtime import Runtime
+from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.planner import decode_order
 from tests.pure.fleet import contain
 
@@ -159,6 +160,7 @@ class Site:
             actor_id=f"{number:032x}",
             host="",
             methods=self.methods,
+            watch=WaitMonitor(),
             keep_output=self.store.put,
             task_of=lambda seq: None,
         )
