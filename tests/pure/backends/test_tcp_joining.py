@@ -54,6 +54,20 @@ def test_a_listener_without_the_key_is_no_member() -> None:
         assert not thread.is_alive()
 
 
+def test_a_rank_of_this_host_that_does_not_answer_is_not_called_twice_within_the_limit() -> None:
+    """It is stopped, say: the kernel accepts connections for it, and nobody reads them."""
+    local, name = sockets.listen_locally() or pytest.skip("no Unix sockets without a file")
+    with local, socket.create_server(("127.0.0.1", 0)) as server:
+        rendezvous = MemoryRendezvous()
+        rendezvous.put("tcp.at.0", _PLACES.encode(_Place("127.0.0.1", server.getsockname()[1], name, b"k" * 32)))
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            join(spec_of(2), 1, rendezvous, "127.0.0.1", 0.2)
+        assert caught.value.missing == (0,)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
 def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     rendezvous = MemoryRendezvous()
     tried: list[str] = []
