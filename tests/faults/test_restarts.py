@@ -156,28 +156,25 @@ def test_restart_breaks_the_old_group_and_a_new_one_works(other, tidy):
 
 
 def die_with_open_connections(self):
-    """Ends its process, whose connections a child keeps open for a while, so that nobody sees their end."""
-    import ctypes
+    """Ends its process, whose TCP connections another one keeps open for a while, so that nobody sees their end.
+
+    By the other sockets, Ray sees the end of the process. A fork without exec would not do: the interpreter lock, and
+    others, may be held by threads that a fork lacks, and it would keep all sockets open for ever.
+    """
     import socket
     import stat
-    import time
+    import subprocess
     from contextlib import suppress
     from pathlib import Path
 
     def is_connection(number):
         return stat.S_ISSOCK(os.fstat(number).st_mode) and socket.socket(fileno=os.dup(number)).family == socket.AF_INET
 
-    numbers, kept = [int(one.name) for one in Path("/proc/self/fd").iterdir()], set()
-    for number in numbers:
+    kept = set()
+    for number in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):
             kept |= {number} if is_connection(number) else set()
-    if ctypes.CDLL(None).fork():  # not Python's, which would close them
-        os._exit(1)
-    os.setsid()  # Ray ends the process group of an actor that has ended
-    for number in {*numbers} - kept:  # else Ray would not see the end of the process either
-        with suppress(OSError):
-            os.close(number)
-    time.sleep(30)
+    subprocess.Popen(["sleep", "30"], pass_fds=kept, start_new_session=True)  # Ray ends its group
     os._exit(1)
 
 
