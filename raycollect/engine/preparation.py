@@ -80,7 +80,8 @@ class Preparation:
             share = program.shares[task.share]
             of_task = ReshardBuffers if share.template.boxes else TaskBuffers
             self.tasks.append(of_task(share, instruments.allocate, given=is_call, keys=refs))
-        self.places = self._places(is_call=is_call)  # before the agreement: later changes must be noticed
+        # Before the agreement: later changes must be noticed
+        self.places: tuple[Any, ...] = self._places(is_call=is_call)
         self._bind(0)
 
     def complete(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from raycollect.core.model import Key
+from raycollect.core.model import Key, Launch
 from raycollect.core.protocols import Communicator, Reaching
 from raycollect.engine.agreement import Agreement, is_batch
 from raycollect.engine.device_staging import Patience, home_of
@@ -85,6 +85,8 @@ class Run(Launches):
     succeeded: Callable[[], None] | None = None
     label: str = ""
     slot: RunStep | None = None
+    observer: Observer = field(init=False)  # as in the base, for type checkers: it is assigned here
+    opened: tuple[Communicator, Launch] | None = field(init=False, default=None)
     has_touched: bool = field(init=False, default=False)
     has_committed: bool = field(init=False, default=False)
     is_loaded: bool = field(init=False, default=False)

@@ -87,9 +87,9 @@ class Call:
     __slots__ = ("agreed", "deadline_s", "final", "number", "op", "place", "restarts", "since_s", "stop")
 
     def __init__(self, number: int, op: str, since_s: float, timeout_s: float) -> None:
-        self.number = number
-        self.op = op
-        self.since_s = since_s
+        self.number: int = number
+        self.op: str = op
+        self.since_s: float = since_s
         self.deadline_s: float = since_s + timeout_s
         self.place: str = ""  # `FORM`, `MADE` with the epoch, `CHECK`; or another meeting; empty: nowhere
         self.agreed: bool = False  # whether all ranks have come to the agreement of the launch under way

@@ -69,7 +69,8 @@ class ProcessGroup:
         leave: Callable[[], None] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self.member = member = GroupMember(spec, rank, send, host=host, flush=flush, tracer=tracer)
+        member = GroupMember(spec, rank, send, host=host, flush=flush, tracer=tracer)
+        self.member: GroupMember = member
         self.settle(spec, members)
         self.rank = rank
         self.actor_ids: tuple[str, ...] = tuple(actor_ids)

@@ -127,7 +127,7 @@ class Timelines:
         self.last: Trace | None = None
         self.tracer = tracer
         self.groups = groups
-        self.changing = threading.Lock()  # held while one begins or ends
+        self.changing: threading.Lock = threading.Lock()  # held while one begins or ends
         self._has_begun = False  # for the environment
 
     def begin(self, what: str, *, limit: int = LIMIT, metrics: bool = False) -> TimelineSession:
