@@ -131,16 +131,15 @@ def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
             handle = found[at]
             found[at] = handle.fetch() if ends_s == math.inf else handle.fetch(ends_s - time.monotonic())
 
+    groups, at_once = list(of_holders.values()), _AT_ONCE if nbytes >= _AT_ONCE_FROM_NBYTES else 1
+    mine, *others = [[*chain.from_iterable(groups[first::at_once])] for first in range(at_once)]
     fetching = []
-    groups = list(of_holders.values())
-    at_once = _AT_ONCE if nbytes >= _AT_ONCE_FROM_NBYTES else 1
-    for first in range(1, min(len(groups), at_once)):
-        places = list(chain.from_iterable(groups[first::at_once]))
+    for places in filter(None, others):
         try:
             fetching.append(threads.apart(fetch_some, places))
         except RuntimeError:  # no thread can be started
             fetch_some(places)
-    fetch_some(list(chain.from_iterable(groups[::at_once])))
+    fetch_some(mine)
     for one in fetching:
         one.result()
     return found

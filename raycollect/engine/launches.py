@@ -66,9 +66,7 @@ class Launches:
             self._exchanging = self.exchange
         else:
             raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
-        # An abort comes either before, and is seen here, or after, and finds what is open.
-        if self.aborted is not None and (reason := self.aborted()) is not None:
-            raise PlanAbortedError(detail=reason)
+        self._check()
 
     def bring(
         self, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
@@ -140,8 +138,10 @@ class Launches:
             return ()
         steps = list[Kernels]()
         for step in (step for bundle in prepared.bundles for step in bundle.launched):
-            in_messages = isinstance(step, Boxes) and any(one is latest for one in step.otherwise)
-            steps += step.otherwise if isinstance(step, Boxes) and in_messages else (step,)
+            if isinstance(step, Boxes) and any(one is latest for one in step.otherwise):
+                steps += step.otherwise
+            else:
+                steps.append(step)
         at = next((at for at, step in enumerate(steps) if step is latest), -1)
         begun = () if latest is None else latest.kernels[len(latest.kernels) - observer.left :]
         later = (step.kernels for step in steps[at + 1 :] if step.number == self._number)

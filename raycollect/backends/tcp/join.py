@@ -53,21 +53,20 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
     arrivals = _Arrivals(rank, spec.world_size)
     server = _listen(spec, rank, rendezvous, host, arrivals) if arrivals.expected else None
     done: dict[int, socket.socket] = {}
+    is_joined = False
     try:
         where = gathered(_PLACES, rendezvous, spec, "tcp.at", range(rank), timeout_s)
         missing, trouble = _connect_all(rank, host, where, arrivals, done, until_s)
         if missing:
             raise not_joined(spec, missing, timeout_s, trouble or (server.trouble if server else ""))
-        if server is not None:
-            server.close()
-        arrivals.take(done)  # of a rank that connected again
-        made, done = done, {}
-        return made
+        is_joined = True
     finally:
         if server is not None:
             server.close()
-        arrivals.take(done)
-        sockets.close(done.values())
+        arrivals.take(done)  # of a rank that connected again
+        if not is_joined:
+            sockets.close(done.values())
+    return done
 
 
 def _listen(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, arrivals: _Arrivals) -> Server:
