@@ -35,6 +35,7 @@ from raycollect.errors import (
 )
 from raycollect.group.bootstrap_store import BootstrapStore, Record
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
+from raycollect.group.group_member import GroupMember
 from raycollect.group.membership import on_backend, placed
 from raycollect.group.process_group import ProcessGroup
 from raycollect.observe import Tracer
@@ -89,9 +90,8 @@ def lead(request: BootstrapRequest, store: BootstrapStore, notices: dict[str, Co
         except BaseException:
             server.close()
             raise
-    process_group = ProcessGroup(
-        server.spec, 0, server.send, host=store.host, leave=server.leave, flush=server.flush, tracer=request.tracer
-    )
+    member = GroupMember(server.spec, 0, server.send, host=store.host, flush=server.flush, tracer=request.tracer)
+    process_group = ProcessGroup(member, leave=server.leave)
     server.attach(process_group)
     retract = partial(_retract, store, name, record)
     try:
@@ -267,9 +267,8 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
         if not isinstance(answer, Welcome):
             raise ProtocolError(detail=f"{type(answer).__name__} where Welcome was due")
         spec = replace(request.spec, group_id=answer.group_id)
-        process_group = uplink.process_group = ProcessGroup(
-            spec, request.rank, uplink.send, host=host, leave=uplink.leave, tracer=request.tracer
-        )
+        member = GroupMember(spec, request.rank, uplink.send, host=host, tracer=request.tracer)
+        process_group = uplink.process_group = ProcessGroup(member, leave=uplink.leave)
         with Deferred():  # from here on the hub watches the connection, which only its link may close
             uplink.link = hub.adopt(stream, hello, uplink)
         return process_group

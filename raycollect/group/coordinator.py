@@ -43,6 +43,9 @@ ALL = "all"
 PLANS = "plans"
 """That of the driver's plans. Its ranks only publish what they need to connect; the controller lets them meet."""
 
+DEPARTED = "it has destroyed the group on its side"
+"""Why a member that lives is gone."""
+
 Orders = list[tuple[int, Message]]
 """(rank, message): what to send, in order."""
 
@@ -149,7 +152,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------ who is gone
 
     def _depart(self, rank: int, message: Gone) -> Orders:
-        return self._leave(rank, died=False, detail="it has destroyed the group on its side")
+        return self._leave(rank, died=False, detail=DEPARTED)
 
     def _leave(self, rank: int, *, died: bool, detail: str) -> Orders:
         if rank in self._gone:

@@ -17,11 +17,10 @@ from raycollect.errors import ConnectionLostError, GroupBrokenError, ProtocolErr
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator import GroupCommunicator
 from raycollect.group.communicator_init import CLOSE_S
-from raycollect.group.coordinator import ALL, PLANS, ranks_of
+from raycollect.group.coordinator import ALL, DEPARTED, PLANS, ranks_of
 from raycollect.group.group_member import GroupMember
 from raycollect.group.member_communicator import MemberCommunicator, WatchWait
 from raycollect.group.watchdog import Watchdog
-from raycollect.observe import Tracer
 
 PART_LIMIT_S = 5.0
 """How long a member that leaves a declared group waits for the controller to acknowledge it, in seconds."""
@@ -31,21 +30,14 @@ class ProcessGroup:
     """One member's place in one group. Any thread may call it.
 
     Args:
-        spec: The group.
-        rank: This member's rank.
-        send: Sends a message to the group's coordinator; raises ConnectionLostError if that is gone.
-        members: What a person calls each rank, in rank order; empty: unknown.
+        member: The group as its communicators see it.
         actor_ids: The actor of each rank, where the driver declared the group.
         ordered: Whether this actor's methods come one by one, as that driver sees it.
-        host: The address on which backends listen.
         controller: What names the controller that declared the group; empty: its members made it.
         watch: What is told of calls that block.
-        flush: Waits a moment until all that the coordinator has said is on its way, if that is in this process.
         leave: Called once by `close`.
-        tracer: Whether calls are recorded.
 
     Attributes:
-        member: The group as its communicators see it.
         plans: What the driver's plans run on.
         exchange: The agreement of plans through the controller.
         planned: The group as the planner sees it.
@@ -55,34 +47,27 @@ class ProcessGroup:
 
     def __init__(
         self,
-        spec: GroupSpec,
-        rank: int,
-        send: Callable[[Message], None],
+        member: GroupMember,
         *,
-        members: Sequence[str] = (),
         actor_ids: Sequence[str] = (),
         ordered: bool = True,
-        host: str = "",
         controller: str = "",
         watch: WatchWait | None = None,
-        flush: Callable[[], None] = lambda: None,
         leave: Callable[[], None] | None = None,
-        tracer: Tracer | None = None,
     ) -> None:
-        member = GroupMember(spec, rank, send, host=host, flush=flush, tracer=tracer)
-        self.member: GroupMember = member
-        self.settle(spec, members)
-        self.rank = rank
+        self.member = member
+        self.settle(member.spec, member.members)
+        self.rank: int = member.rank
         self.actor_ids: tuple[str, ...] = tuple(actor_ids)
         self.ordered = ordered
-        self.timeout_s: float = spec.timeout_s
+        self.timeout_s: float = member.spec.timeout_s
         self.controller = controller
 
         def tell(message: Message) -> None:
             with suppress(ConnectionLostError):  # the end of the lease ends what waits
                 member.send(message)
 
-        self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, tell)
+        self.exchange: ChannelExchange = ChannelExchange(member.spec.group_id, member.rank, tell)
         self.watchdog: Watchdog = Watchdog(member)
         self._watch: WatchWait = watch or (lambda communicator, op: nullcontext())
         self.plans: GroupCommunicator = GroupCommunicator(member, PLANS)
@@ -182,7 +167,7 @@ class ProcessGroup:
             self.member.end(error)
             return list(self._communicators.values())
 
-    def close(self, detail: str = "it has destroyed the group on its side") -> None:
+    def close(self, detail: str = DEPARTED) -> None:
         """Ends this member's part, also for who waits in `part`, and plans. Never waits; may be called twice."""
         self._leave_group(detail, wait_s=0.0)
         self._parted.set()  # whoever has the group end does not answer any more
@@ -190,7 +175,7 @@ class ProcessGroup:
         if communicator is not None:
             threads.bounded(communicator.close)
 
-    def _leave_group(self, detail: str = "it has destroyed the group on its side", *, wait_s: float = CLOSE_S) -> None:
+    def _leave_group(self, detail: str, *, wait_s: float) -> None:
         self.lost(GroupBrokenError(group_name=self.name, detail=f"this process has left: {detail}"))
         who = self.member.describe(self.rank)
         told = GroupBrokenError(group_name=self.name, detail=f"{who} has left: {detail}")
@@ -206,11 +191,10 @@ class ProcessGroup:
 
     def part(self) -> None:
         """Leaves at this process's own wish: when it returns, the controller of a declared group knows."""
-        detail = "it has destroyed the group on its side"
-        self._leave_group(detail)
+        self._leave_group(DEPARTED, wait_s=CLOSE_S)
         if self.controller:
             with suppress(ConnectionLostError):
-                self.member.send(Gone(group_id=self.spec.group_id, rank=self.rank, died=False, detail=detail))
+                self.member.send(Gone(group_id=self.spec.group_id, rank=self.rank, died=False, detail=DEPARTED))
                 self._parted.wait(PART_LIMIT_S)
 
     def _left(self, message: Gone) -> None:

@@ -8,6 +8,7 @@ from raycollect.channel.messages import Join, Joined, Leave
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec
 from raycollect.errors import GroupExistsError, ProtocolError, ResourceLimitError, to_wire
+from raycollect.group.group_member import GroupMember
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
@@ -59,17 +60,14 @@ def _made(
         name, ranks = communicator.name, communicator.ranks
         return reporter.waiting(spec.group_id, name, op, ranks, seq=0, call=lambda: communicator.client.number)
 
+    actors = [member.actor for member in members]
+    mine = GroupMember(spec, message.rank, reporter.link.send, members=actors, host=host, tracer=groups.tracer)
     return ProcessGroup(
-        spec,
-        message.rank,
-        reporter.link.send,
-        members=[member.actor for member in members],
+        mine,
         actor_ids=[member.actor_id for member in members],
         ordered=members[message.rank].ordered,
-        host=host,
         controller=controller,
         watch=watch,
-        tracer=groups.tracer,
     )
 
 

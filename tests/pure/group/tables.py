@@ -14,6 +14,7 @@ from raycollect.core.protocols import Joining
 from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError
 from raycollect.group.coordinator import Coordinator
+from raycollect.group.group_member import GroupMember
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
 
@@ -65,7 +66,8 @@ class Table:
         spec = GroupSpec(name="g", group_id="id", backend=backend, world_size=WORLD, timeout_s=WAIT_S)
         self.process_groups = [
             ProcessGroup(
-                spec, rank, self._sender(rank), members=[f"W{at}" for at in range(WORLD)], leave=self._leaver(rank)
+                GroupMember(spec, rank, self._sender(rank), members=[f"W{at}" for at in range(WORLD)]),
+                leave=self._leaver(rank),
             )
             for rank in range(WORLD)
         ]
@@ -153,6 +155,14 @@ def start_calls(here: Table, ends: Callable[[], Outcome] = Outcome) -> list[tupl
     here.form()
     calls = [Call(process_group, ends) for process_group in here.process_groups]
     return [(one, here.start(one)) for one in calls]
+
+
+def agreed_calls(here: Table, ends: Callable[[], Outcome] = Outcome) -> list[tuple[Call, Future[Any]]]:
+    """Calls whose ranks have all agreed, and that wait for `go`."""
+    calls = start_calls(here, ends)
+    for call, _ in calls:
+        assert_set(call.passed)
+    return calls
 
 
 def error_of(future: Future[Any]) -> RaycollectError:

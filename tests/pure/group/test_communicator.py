@@ -22,7 +22,7 @@ from raycollect.errors import (
 )
 from raycollect.group import member_communicator
 from raycollect.group.coordinator_client import State
-from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, assert_set, error_of, start_calls
+from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, agreed_calls, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
 from tests.support.waiting import wait_until
 
@@ -69,9 +69,7 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
 
 def test_call_missing_the_work_of_dead_ranks_names_them(table: Callable[..., Table]) -> None:
     here = table(Seeing)
-    calls = start_calls(here, lambda: Outcome(error=PlanAbortedError(detail="rank 2 has ended")))
-    for call, _ in calls:
-        assert_set(call.passed)
+    calls = agreed_calls(here, lambda: Outcome(error=PlanAbortedError(detail="rank 2 has ended")))
     here.kill(2)
     for rank in (0, 1):
         calls[rank][0].go.set()
@@ -88,9 +86,7 @@ def test_a_call_that_is_whole_here_returns_though_it_failed_elsewhere(
 ) -> None:
     """Where the backend sees for itself what is lacking, nobody is interrupted by what another says of its own end."""
     here = table(kind)
-    calls = start_calls(here)
-    for call, _ in calls:
-        assert_set(call.passed)
+    calls = agreed_calls(here)
     calls[2][0]._ends = lambda: Outcome(error=KernelError(rank=2, detail="no memory"))
     calls[2][0].go.set()
     assert isinstance(error_of(calls[2][1]), KernelError)
@@ -105,9 +101,7 @@ def test_a_call_for_which_a_rank_that_leaves_did_its_part_ends_well(
     table: Callable[..., Table], kind: type[Plain]
 ) -> None:
     here = table(kind)
-    calls = start_calls(here)
-    for call, _ in calls:
-        assert_set(call.passed)
+    calls = agreed_calls(here)
     calls[2][0].go.set()
     calls[2][1].result(WAIT_S)
     here.process_groups[2].close()
