@@ -45,15 +45,19 @@ def test_short_soak_leaves_nothing(lasting: Any, number: int, cycles: int) -> No
 @pytest.mark.timeout(900)
 def test_thousands_of_fresh_refs_leave_nothing(lasting: Any) -> None:
     """Results of methods that a collective takes and nobody keeps; at the first look all that is remembered is full."""
-    group, looks = col.declare_collective_group(lasting, group_name="fresh"), []
-    for count in (15_000, 30_000):
+    group = col.declare_collective_group(lasting, group_name="fresh")
+
+    def after(count: int, before: growth.Look | None = None) -> growth.Look:
         for _ in range(5_000):
             col.allreduce_refs([actor.ones.remote(1) for actor in lasting], group)
-        looks.append(growth.look(count, lasting))
+        return growth.look(count, lasting, before=before)
+
+    first = after(15_000)
+    last = after(30_000, first)
     group.destroy()
-    assert list(grown(*looks)) == []
-    for process, before in looks[0].figures.items():
-        grew = looks[1].figures[process]["private"] - before["private"]
+    assert list(grown(first, last)) == []
+    for process, before in first.figures.items():
+        grew = last.figures[process]["private"] - before["private"]
         assert grew < 100 * 15_000, process  # a nested ``ray.put`` in each result takes 150 of each of three actors
 
 
