@@ -6,8 +6,7 @@
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
 `stream`                  a connection in blocking mode
 `server`, `client`        the listening end, the connecting ends
-`completion_bell`         wakes who waits for a plan, through shared memory
-`order_bell`              brings orders, through shared memory
+`mailbox`                 brings plans, and tells of their ends, through shared memory
 `refusals`                logs refused clients
 ========================  ====================================================================
 """
@@ -15,19 +14,16 @@
 from __future__ import annotations
 
 from raycollect.channel.client import DataClient, Hub
-from raycollect.channel.completion_bell import CompletionBell, CompletionBellClient
 from raycollect.channel.endpoint import Link
-from raycollect.channel.order_bell import OrderBell, OrderBellClient
+from raycollect.channel.mailbox import Mailbox, MailboxClient
 from raycollect.channel.server import DataLink, Server
 
 __all__ = [
-    "CompletionBell",
-    "CompletionBellClient",
     "DataClient",
     "DataLink",
     "Hub",
     "Link",
-    "OrderBell",
-    "OrderBellClient",
+    "Mailbox",
+    "MailboxClient",
     "Server",
 ]

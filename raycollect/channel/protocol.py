@@ -39,7 +39,7 @@ from raycollect.core.codec import Codec
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 
 MAGIC = b"RCOL"
-VERSION = 29
+VERSION = 30
 OTHER_VERSION = "the peer speaks version"  # begins the reason for refusing another release
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32

@@ -69,7 +69,12 @@ def opened(segment: Segment, name: str, flags: int) -> Iterator[int]:
 
 
 class OwnSegment:
-    """Memory of this process, all of it there, that others of this machine find by its `segment`.
+    """Memory of this process that others of this machine find by its `segment`.
+
+    Args:
+        name: What it is called in /proc.
+        nbytes: Its size.
+        backed_nbytes: How much of it is there from the beginning; None: all. `back` adds more.
 
     Attributes:
         segment: Where it is.
@@ -79,16 +84,21 @@ class OwnSegment:
         OSError: This system has none, or too little of it.
     """
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    def __init__(self, name: str, nbytes: int, backed_nbytes: int | None = None) -> None:
         try:
             fd = create(name, nbytes)
         except AttributeError as exc:
             raise OSError(str(exc)) from exc
+        self._fd = fd
         self._closing = weakref.finalize(self, _close, fd, os.getpid())
-        os.posix_fallocate(fd, 0, nbytes)  # a lack of memory shows here, not as SIGBUS later
+        self.back(0, nbytes if backed_nbytes is None else backed_nbytes)
         self.mapped: mmap.mmap = mmap.mmap(fd, nbytes)
         self.segment: Segment = Segment(os.getpid(), fd, secrets.token_bytes(TOKEN_NBYTES), nbytes)
         self.mapped[:TOKEN_NBYTES] = self.segment.token
+
+    def back(self, at: int, nbytes: int) -> None:
+        """Has the system provide memory for a part; OSError: there is too little, which would be SIGBUS later."""
+        os.posix_fallocate(self._fd, at, nbytes)
 
     def close(self) -> None:
         """Closes the descriptor; the memory lives until all who map it are gone."""

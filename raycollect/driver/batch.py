@@ -166,7 +166,10 @@ class Batch(BoundToProcess):
             return
         controller = Controller.current()
         try:
-            tracker, submission = self.request_list.send(controller, self.staging_nbytes, is_batch=True)
+            is_awaited = not self._async_op
+            tracker, submission = self.request_list.send(
+                controller, self.staging_nbytes, is_batch=True, is_awaited=is_awaited
+            )
         except BaseException:
             self._fail()
             raise

@@ -149,7 +149,11 @@ class Call:
         asked = request_list.asked[-1]
         with Deferred():
             tracker, submission = request_list.send(
-                self.controller, STAGING_NBYTES, is_batch=False, deadline=self._wait.deadline
+                self.controller,
+                STAGING_NBYTES,
+                is_batch=False,
+                is_awaited=not async_op,
+                deadline=self._wait.deadline,
             )
             refs = request_list.results[0]
             self.sent = Sent(asked, tuple(submission.refs), refs)

@@ -16,7 +16,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from raycollect.channel import CompletionBell
+from raycollect.channel import Mailbox
 from raycollect.core import limits, ray_internals, threads
 from raycollect.core.model import GroupLike, name_of
 from raycollect.core.signals import Allowed, Deferred
@@ -51,6 +51,7 @@ class Controller:
         under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
         timeouts: Ends plans and runs at the time limits that their callers gave.
         known_calls: What calls found out that were made before, for `driver.known_calls`.
+        mailbox: By which participants of this host get plans; None: there is none.
     """
 
     _current: Controller | None = None
@@ -102,8 +103,8 @@ class Controller:
         self.known_calls: dict[Any, Any] = {}
         self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}  # as long as the revision is the same
         self.messages: ControllerMessages = ControllerMessages(self)
-        self._bell = _make_bell()
-        self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self._bell)
+        self.mailbox: Mailbox | None = _make_mailbox()
+        self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self.mailbox)
         self.groups: Groups = Groups(self.participants, self._group_ends, self._drained, self._none_begins)
         self._driver_rank: DriverRank | None = None
         self._is_closed = False
@@ -148,8 +149,8 @@ class Controller:
         self.participants.close()
         if self._driver_rank is not None:
             self._driver_rank.close()
-        if self._bell is not None:
-            self._bell.close()
+        if self.mailbox is not None:
+            self.mailbox.close()
         fetch.close_idle()
 
     def links(self, memberships: Sequence[Membership], actor_ids: tuple[str, ...]) -> list[ParticipantLink]:
@@ -212,7 +213,7 @@ class Controller:
         self.under_way[tracker.seq] = tracker
 
     def trackers(self) -> list[PlanTracker]:
-        """The plans that have not ended everywhere. Runs by the doorbell are seen to have ended by asking."""
+        """The plans that have not ended everywhere. What ends in shared memory is seen to have ended by asking."""
         found = []
         for tracker in tuple(self.under_way.values()):
             if tracker.has_ended:
@@ -220,14 +221,6 @@ class Controller:
             elif tracker.seq in self.under_way:
                 found.append(tracker)
         return found
-
-    def claim_bell(self) -> CompletionBell | None:
-        """The bell for a plan that the calling thread sends and waits for; None: there is none, or another has it.
-
-        From here to its `release` the caller is inside of `Deferred`.
-        """
-        bell = self._bell
-        return bell if bell is not None and bell.claim() else None
 
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
         """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
@@ -252,9 +245,9 @@ class Controller:
         self.participants.later(delay_s, partial(self.dispatching.soon, close))
 
 
-def _make_bell() -> CompletionBell | None:
+def _make_mailbox() -> Mailbox | None:
     try:
-        return CompletionBell()
+        return Mailbox()
     except OSError:  # this system has no memory to share, or none is left
         return None
 

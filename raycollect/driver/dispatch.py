@@ -4,11 +4,11 @@ One lock spans all submits of a plan, so every participant's queue has the plans
 (P2). A submit that fails in the middle aborts the plan on those that have it. No signal handler runs before all have
 their part (`core.signals`): an exception of a handler comes up where there is no plan yet, or where it was sent to all.
 
-The message is an `Order`, by the order bell or the channel. It says behind which call of the actor the plan is; where
-that can't be known, or the actor's methods overlap, the plan is an actor task, which takes its place in the actor's
-queue. So is a plan that makes something, as its refs are the task's returns. So is one whose operand's method Ray may
-run again, after an exception: that ref is an argument of the task, so that Ray begins it, and what is behind it, after
-the last try.
+The message is a letter in the controller's mailbox, or an `Order` by the channel. It says behind which call of the
+actor the plan is; where that can't be known, or the actor's methods overlap, the plan is an actor task, which takes its
+place in the actor's queue. So is a plan that makes something, as its refs are the task's returns. So is one whose
+operand's method Ray may run again, after an exception: that ref is an argument of the task, so that Ray begins it, and
+what is behind it, after the last try.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from raycollect.channel import CompletionBell
+from raycollect.channel.mailbox import Letter, Slot
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
@@ -51,7 +51,6 @@ from raycollect.planner import (
 from raycollect.planner.ir import Operands
 from raycollect.planner.plan_cache import PlanCache
 
-_BELL_SLOT = attrgetter("bell_slot")
 _CALLS = attrgetter("calls")
 
 ORDER_NBYTES = MAX_FRAME_NBYTES - 256  # the longest program, with its keys, that goes by the channel
@@ -162,6 +161,8 @@ def send_plan(
     refs: dict[Key, Any],
     staging: int,
     deadline: Deadline = NEVER,
+    *,
+    is_awaited: bool = False,
 ) -> PlanTracker:
     """Plans calls and sends each participant its part, in one message each; `deadline` is that of a single call."""
     try:
@@ -170,15 +171,15 @@ def send_plan(
     except RefusedError as exc:
         raise explained(exc, asked, tuple(refs)) from None
     with Deferred():
-        return send_prepared(controller, prepared, refs, deadline=deadline)
+        return send_prepared(controller, prepared, refs, deadline=deadline, is_awaited=is_awaited)
 
 
 def send_prepared(
     controller: Controller,
     prepared: DispatchPlan,
     refs: dict[Key, Any],
-    bell: CompletionBell | None = None,
     *,
+    is_awaited: bool = False,
     deadline: Deadline = NEVER,
 ) -> PlanTracker:
     """Sends each participant its part of a plan over these refs, inside of `Deferred`.
@@ -187,7 +188,7 @@ def send_prepared(
         controller: The controller.
         prepared: The plan.
         refs: The operands, by the places that the programs name.
-        bell: The controller's, where the calling thread has claimed it, and waits for the plan.
+        is_awaited: Whether the calling thread waits for the plan now, and so looks at its letters itself.
         deadline: That of a call that began before; by default the calls' own limits count from now.
     """
     planned = prepared.plan
@@ -204,9 +205,7 @@ def send_prepared(
             if controller.revision is not revision:  # who ended a group meanwhile has not seen this plan
                 controller.under_way.pop(tracker.seq, None)
                 continue
-            if bell is not None:
-                tracker.bell, tracker.bell_slots = bell, tuple(map(_BELL_SLOT, peers))
-            _send_parts(controller, prepared, tracker, peers)
+            _send_parts(controller, prepared, tracker, peers, is_awaited=is_awaited)
             return tracker
 
 
@@ -215,9 +214,11 @@ def _send_parts(
     prepared: DispatchPlan,
     tracker: PlanTracker,
     peers: Sequence[ParticipantLink],
+    *,
+    is_awaited: bool,
 ) -> None:
     """Sends each participant its part; if one can't be sent, the plan ends for all."""
-    rings, keys = tracker.bell is not None, tuple(tracker.refs)
+    keys, letters, slots = tuple(tracker.refs), list[Letter](), list[Slot]()
     retried = unsettled_retries(tracker.refs)
     for at, peer in enumerate(peers):
         outputs = prepared.outputs[at]
@@ -230,16 +231,23 @@ def _send_parts(
             if behind:
                 made = peer.submit_behind(order, len(outputs), behind)
             elif prepared.fits_channel:
-                peer.submit_in_order(order, tracker, at, rings=rings)
+                letter = peer.submit_in_order(order, tracker, at, answers=is_awaited)
+                if letter is not None and peer.slot is not None:
+                    letters.append(letter)
+                    slots.append(peer.slot)
             else:
                 made = peer.submit(order, len(outputs))
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
             error = peer.unsent(exc, tracker.member(at).rank)
             controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
-            return
+            break
         peer.last_seq = tracker.seq
         if outputs:
             tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
+    if controller.mailbox is not None and slots:
+        if is_awaited:
+            tracker.has_letters(controller.mailbox, letters)
+        controller.mailbox.wake_slots(slots)
 
 
 def explained(error: RefusedError, asked: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:
@@ -262,9 +270,9 @@ class Submission:
     staging: int
     is_batch: bool
 
-    def send(self, controller: Controller, deadline: Deadline = NEVER) -> PlanTracker:
+    def send(self, controller: Controller, deadline: Deadline = NEVER, *, is_awaited: bool = False) -> PlanTracker:
         """Sends it (`send_plan`)."""
-        return send_plan(controller, self.asked, dict(self.refs), self.staging, deadline)
+        return send_plan(controller, self.asked, dict(self.refs), self.staging, deadline, is_awaited=is_awaited)
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""

@@ -141,12 +141,12 @@ class DriverLink(ParticipantLink):
         participant, found = self._participant, [DriverResult() for _ in range(outputs)]
         task = participant.task_of(decode_order(payload)[0].seq)
         participant.results.update({task_key(task, at): one for at, one in enumerate(found, 1)})
-        self.order(Order(payload=payload, in_order=True, after=b"", rings=False))
+        self.order(Order(payload=payload, in_order=True, after=b""))
         return found
 
-    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
+    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, answers: bool = False) -> None:
         """Hands over a program without outputs."""
-        self.order(Order(payload=payload, in_order=True, after=b"", rings=rings))
+        self.order(Order(payload=payload, in_order=True, after=b""))
 
     def send(self, message: Any) -> None:
         """Sends a message; a group is left at once, so that this process is no member when `destroy` returns."""

@@ -145,14 +145,8 @@ def _send(controller: Controller, known: _Known, keys: list[Key], refs: list[Any
                 is_batch=False,
             )
             return Work(controller, tracker, results, submission)
-        bell = controller.claim_bell()
-        try:
-            tracker = send_prepared(controller, known.prepared, operands, bell)
-            wait_or_abort(controller, tracker)
-        finally:
-            if bell is not None:
-                bell.release()
-        controller.send(tracker, [])  # who rings tells the hub nothing
+        tracker = send_prepared(controller, known.prepared, operands, is_awaited=True)
+        wait_or_abort(controller, tracker)
     return results if tracker.error is None else Work(controller, tracker, results).wait()
 
 

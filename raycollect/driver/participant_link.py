@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
-from raycollect.channel import Link, OrderBell
+from raycollect.channel import Link
+from raycollect.channel.mailbox import IN_ORDER, Letter, Slot
 from raycollect.channel.messages import (
     Collected,
     Keeps,
-    Listens,
     Measured,
     Message,
     Order,
@@ -81,13 +81,12 @@ class ParticipantLink:
                 calls.last, calls.before = None, None
         self._controller_id = controller_id
         self.last_seq = 0
-        self.bell_slot = -1  # its word at the controller's bell
-        self.order_bell: OrderBell | None = None
-        self._listens = False  # whether it takes orders from there
+        self.slot: Slot | None = None  # in the controller's mailbox
         self.group_ids: set[str] = set()
         self.link: Link | None = None
         self._owner = owner
         self._answer: RaycollectError | None = None
+        self._has_mailbox = False
         self._answered = threading.Event()
         self._submits: dict[int, Any] = {}
         self._requests = itertools.count(1)
@@ -123,7 +122,7 @@ class ParticipantLink:
     def submit_behind(self, payload: bytes, outputs: int, behind: Sequence[Any]) -> list[Any]:
         """`submit`; if one of `behind` fails for good, Ray never begins the task, and the program comes by `order`."""
         made = self.submit(payload, outputs, behind)
-        waiting = [Order(payload=payload, in_order=False, after=NOTHING, rings=False)]
+        waiting = [Order(payload=payload, in_order=False, after=NOTHING)]
 
         def settled(value: Any) -> None:
             if isinstance(value, Exception):
@@ -136,18 +135,36 @@ class ParticipantLink:
             direct_transport.on_completed(one, settled)
         return made
 
-    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, rings: bool) -> None:
-        """Sends a program without outputs by `order`, to run where an actor task would; else as an actor task."""
+    def submit_in_order(
+        self, payload: bytes, tracker: PlanTracker, position: int, *, answers: bool = False
+    ) -> Letter | None:
+        """Sends a program without outputs, to run where an actor task would, or as an actor task.
+
+        Args:
+            payload: The program with its ticket.
+            tracker: Its plan.
+            position: The participant's position there.
+            answers: Whether the caller looks at the letter's end.
+
+        Returns:
+            The letter, for whose slot the caller calls `Mailbox.wake_slots`; None: it went another way.
+        """
         calls = self.calls
         if calls is None:
             self.submit(payload, 0)
-            return
+            return None
         with calls.lock:
-            if calls.last is None:
+            after = calls.last
+            if after is None:
                 self.submit(payload, 0)
-                return
+                return None
             self.keep_behind(ref(tracker), position)
-            self.order(Order(payload=payload, in_order=True, after=calls.last, rings=rings))
+            letter = None
+            if self.slot is not None and not self.is_lost:
+                letter = self.slot.write(after, payload, IN_ORDER, answers=answers)
+            if letter is None:
+                self.order(Order(payload=payload, in_order=True, after=after))
+            return letter
 
     def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
         """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""
@@ -172,7 +189,7 @@ class ParticipantLink:
     def retire(self) -> None:
         """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
         link, self.actor = self.link, None  # the actor may end before
-        self._listens, self.order_bell = False, None
+        self.slot = None
         self._submits.clear()
         if link is not None and self._lent_tokens is not None:
             self._lent_tokens.end(link.close)
@@ -180,12 +197,11 @@ class ParticipantLink:
             link.close()
 
     def order(self, message: Order) -> None:
-        """Sends a program by the order bell or the channel, past the methods that wait in the actor's queue."""
-        link, bell = self.link, self.order_bell
+        """Sends a program by the channel, past the methods that wait in the actor's queue."""
+        link = self.link
         if link is None or self.is_lost:
             raise ConnectionLostError(detail="its connection has ended")
-        if not (self._listens and bell is not None and bell.send(message)):
-            link.send(message)
+        link.send(message)
 
     def unsent(self, exc: Exception, rank: int) -> RaycollectError:
         """What to tell where something could not be sent to it, for the reason that `exc` gives."""
@@ -198,14 +214,20 @@ class ParticipantLink:
         error.__cause__ = exc
         return kept(error)
 
-    def welcome(self, timeout_s: float) -> None:
-        """Waits for the answer to the lease; ControllerConflictError where another process drives the participant."""
+    def welcome(self, timeout_s: float) -> bool:
+        """Waits for the answer to the lease; returns whether the participant takes letters from the mailbox.
+
+        Raises:
+            ControllerConflictError: Another process drives it.
+            CollectiveTimeoutError: It has not answered in time.
+        """
         if not waiting(self._answered.wait, timeout_s):
             raise CollectiveTimeoutError(
                 op="lease", actor=self.info["actor"], detail="the actor gave no answer in time"
             )
         if self._answer is not None:
             raise anew(self._answer)
+        return self._has_mailbox
 
     def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
         """Asks for something; `question` is the message, and `fields` are all of its fields but the request.
@@ -245,13 +267,12 @@ class ParticipantLink:
         """A message of the participant; on the hub's thread."""
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
+            self._has_mailbox = isinstance(message, Welcome) and message.has_mailbox
             self._answered.set()
         elif isinstance(message, Collected):
             self._collect_part(message)
         elif isinstance(message, _ANSWERS):
             self._answered_by(message.request, message)
-        elif isinstance(message, Listens):
-            self._listens = True
         elif isinstance(message, Keeps):
             if len(self._keeping) < MOST_METHODS:
                 self._keeping.add(message.method)

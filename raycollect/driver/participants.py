@@ -8,13 +8,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from raycollect.channel import CompletionBell, Hub, OrderBell
+from raycollect.channel import Hub, Mailbox
 from raycollect.channel.messages import (
     Bye,
     Join,
@@ -53,9 +52,6 @@ from raycollect.planner import Membership
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages
 
-MOST_ORDER_BELLS = 256
-"""How many participants may have an order bell: each takes a descriptor of the driver, and 132 KiB."""
-
 UNUSED_S = 0.01
 """How long keys of values that nobody holds any more are gathered before their participant is told."""
 
@@ -73,11 +69,11 @@ class _Joining:
 class Participants:
     """All participants of one controller. Any thread may call it."""
 
-    def __init__(self, owner: ControllerMessages, controller_id: str, bell: CompletionBell | None = None) -> None:
+    def __init__(self, owner: ControllerMessages, controller_id: str, mailbox: Mailbox | None = None) -> None:
         self.timeline: TimelineSession | None = None
         self._owner = owner
         self._controller_id = controller_id
-        self._bell = bell
+        self._mailbox = mailbox
         self._hub = Hub()
         self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
         self._is_due = False
@@ -193,17 +189,14 @@ class Participants:
             "owner": owner,
             "worker": ray_internals.worker_id(),
         }
-        if self._bell is not None:
-            peer.bell_slot = self._bell.take_slot()
-            hello["bell"] = self._bell.segment, peer.bell_slot
-        is_near = member.machine == ray_internals.machine_id() and not peer.is_here
-        if is_near and len(self._peers) < MOST_ORDER_BELLS:
-            with suppress(OSError):  # this system has no memory to share, or none is left
-                peer.order_bell = OrderBell()
-                hello["orders"] = peer.order_bell.segment
+        is_near = member.machine == ray_internals.machine_id() and peer.calls is not None
+        slot = self._mailbox.take_slot() if is_near and self._mailbox is not None else None
+        if slot is not None and self._mailbox is not None:
+            hello["mailbox"] = self._mailbox.segment, slot.at
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
-            peer.welcome(max(deadline_s - monotonic(), 0.1))
+            if peer.welcome(max(deadline_s - monotonic(), 0.1)):
+                peer.slot = slot
         except BaseException as exc:
             if peer.link is not None:
                 peer.link.close()
@@ -213,9 +206,6 @@ class Participants:
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
-        finally:
-            if peer.order_bell is not None:
-                peer.order_bell.close()  # open at both ends by now, or of no use
         peer.lend_tokens(owner, self._soon)
         self.add(peer, group_id)
         if peer.is_lost:  # perhaps before it was added, and nobody hears of it again

@@ -59,8 +59,7 @@ class PlanTimeouts(timers.Watcher):
 
     def look(self) -> float:
         """Fails what is overdue; in the timer's thread."""
-        # Whoever has claimed the completion bell for a plan waits for it, and alone knows that it has gone well.
-        watched = [tracker for tracker in self._controller.trackers() if tracker.bell is None]
+        watched = self._controller.trackers()
         for tracker in watched:
             self.expire(tracker)
         ends = [tracker.deadline.until_s for tracker in watched if not tracker.is_known]

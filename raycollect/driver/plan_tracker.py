@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel import CompletionBell
+from raycollect.channel import Mailbox
+from raycollect.channel.mailbox import Letter
 from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
@@ -71,7 +72,6 @@ class PlanTracker:
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
         made: (request, position) -> the ref of what the request makes there.
-        bell: What is rung when it has gone well everywhere, if the thread that waits has claimed it; by `bell_slots`.
         place: Which of the step's runs it is, from 1.
         deadline: When its caller's time limit is over.
         overdue: Who had not ended it when that was over, and what they did; None: it was not.
@@ -85,8 +85,9 @@ class PlanTracker:
     error: RaycollectError | None = None
     is_known: bool = False
     is_committed: bool = False
-    bell: CompletionBell | None = None
-    bell_slots: tuple[int, ...] = ()
+    _letters: Sequence[Letter] = ()
+    _mailbox: Mailbox | None = None
+    _waiting: frozenset[int] = frozenset()  # the threads that wait at the mailbox
     ring: Ring | None = None
     began_s: float = 0.0
     overdue: Overdue | None = None
@@ -129,18 +130,30 @@ class PlanTracker:
         self._watchers: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a finalizer may ask, or end it, in a thread that has it
 
+    def has_letters(self, mailbox: Mailbox, letters: Sequence[Letter]) -> None:
+        """Was brought by these letters, whose marks tell when all have ended it well; before they are read."""
+        self._mailbox, self._letters = mailbox, letters
+        if self.is_known:  # it has failed meanwhile
+            self._close_letters()
+
+    def _close_letters(self) -> None:
+        for letter in self._letters:
+            letter.is_closed = True
+
     # ------------------------------------------------------------------------------------------ queries
 
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
-        return self.is_known if self.is_known or self.runs is None else self.look(self.runs)
+        if not self.is_known:
+            self._look()
+        return self.is_known
 
     @property
     def has_ended(self) -> bool:
         """True when no participant runs it any more."""
-        if self._pending and self.runs is not None:
-            self.look(self.runs)
+        if self._pending:
+            self._look()
         return not self._pending
 
     @property
@@ -170,23 +183,30 @@ class PlanTracker:
         return {self._keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for the outcome, inside of `Deferred` for who has claimed the bell; False: it is not known in time."""
+        """Waits for the outcome, inside of `Deferred` where it has letters; False: it is not known in time."""
         if self.runs is not None:
             return self.runs.wait(self, timeout_s)
-        bell = self.bell
-        if bell is None or not bell.is_mine:
+        mailbox = self._mailbox
+        if mailbox is None:
             return self.wait_for_word(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self.is_known:
+        self._waiting |= {threading.get_ident()}  # before it looks, so that it is woken
+        while True:
+            seen = mailbox.seen()
+            if self.resolved:
+                return True
             left_s = until_s - time.monotonic()
-            if left_s > 0:
-                bell.wait(left_s)  # or until a signal comes
-                deliver()
-            if bell.has_rung(self.seq, self.bell_slots):
-                self._ended(range(len(self.plan.participants)), None, ())
-            elif left_s <= 0:
-                return self.is_known
-        return True
+            if left_s <= 0:
+                return False
+            mailbox.wait(seen, left_s)  # or until a signal comes
+            deliver()
+
+    def _look(self) -> None:
+        """Takes what participants have said in shared memory."""
+        if self.runs is not None:
+            self.look(self.runs)
+        elif any(letter.has_ended for letter in self._letters):
+            self._ended(range(len(self.plan.participants)), None, ())
 
     def wait_for_word(self, timeout_s: float | None) -> bool:
         """Waits for an outcome that somebody else finds out."""
@@ -276,8 +296,8 @@ class PlanTracker:
         """A participant's process is gone; what it has said before counts."""
         if self.runs is not None:
             self.runs.hear(self, position)
-        if self.bell is not None and position in self._pending and self.bell.has_rung(self.seq, self.bell_slots):
-            return self._ended(range(len(self.plan.participants)), None, ())
+        else:
+            self._look()
         with self._lock:
             if position not in self._pending:
                 return []
@@ -373,8 +393,9 @@ class PlanTracker:
             self._let_go()
         if not known:
             self._unresolved.release()
-            if self.bell is not None and not self.bell.is_mine:
-                self.bell.wake()
+            self._close_letters()
+            if self._mailbox is not None and self._waiting - {threading.get_ident()}:
+                self._mailbox.wake()
             if self.ring is not None:
                 _record(self, self.ring)
             for call in watchers:

@@ -71,9 +71,18 @@ class RequestList:
         self._pending = [pending for pending in self._pending if pending.request < count]
 
     def send(
-        self, controller: Controller, staging: int, *, is_batch: bool, deadline: Deadline = NEVER
+        self,
+        controller: Controller,
+        staging: int,
+        *,
+        is_batch: bool,
+        is_awaited: bool,
+        deadline: Deadline = NEVER,
     ) -> tuple[PlanTracker, Submission]:
-        """Sends all calls as one plan and settles what they make; only `results` are kept (P5)."""
+        """Sends all calls as one plan and settles what they make; only `results` are kept (P5).
+
+        `is_awaited` is as in `send_prepared`.
+        """
         submission = Submission(
             asked=tuple(self.asked),
             refs=self.refs,
@@ -81,7 +90,7 @@ class RequestList:
             staging=staging,
             is_batch=is_batch,
         )
-        tracker = submission.send(controller, deadline)
+        tracker = submission.send(controller, deadline, is_awaited=is_awaited)
         for pending in self._pending:
             pending._settle(made(pending, tracker), _UNSENT)
         self.clear()

@@ -302,6 +302,7 @@ def wait_or_abort(controller: Controller, tracker: PlanTracker) -> None:
     except BaseException:
         abort(controller, tracker, "its caller was interrupted")
         raise
+    controller.send(tracker, [])  # the hub does not hear of ends in shared memory
 
 
 def abort(controller: Controller, tracker: PlanTracker, why: str) -> bool:

@@ -1,6 +1,6 @@
 """What one controller drives in this participant: groups, plans and captured steps.
 
-Programs come by the order bell, over the channel, or as actor tasks. What must not wait comes over the channel, on a
+Programs come by the mailbox, over the channel, or as actor tasks. What must not wait comes over the channel, on a
 thread of its own. All answers go to the controller that holds the lease: a later one counts plans from 1 again, and
 would take the number of an earlier one's plan for one of its own.
 """
@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from raycollect.channel import CompletionBellClient, Link, OrderBellClient, messages
+from raycollect.channel import Link, MailboxClient, messages
 from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
 from raycollect.engine.run import Keep, Outcome, Run
@@ -75,8 +75,7 @@ class Lease:
         description: str,
         link: Link,
         holder: Holder,
-        bell: CompletionBellClient | None = None,
-        order_bell: OrderBellClient | None = None,
+        mailbox: MailboxClient | None = None,
     ) -> None:
         self.controller = controller
         self.description = description
@@ -88,13 +87,13 @@ class Lease:
         self._store = runtime.instruments.store
         self._sequencer = PlanSequencer(runtime.tracer)
         self._reporter = Reporter(link, runtime.instruments.recorder, self._sequencer, holder.watch)
-        self._bell = bell
+        self._mailbox = mailbox
         self._groups = runtime.process_groups
         self._running: dict[int, Run] = {}  # by the plan's number
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
-        self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, order_bell)
+        self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, mailbox)
         self._executor = Executor(self._sequencer, self._reporter, self.plan_queue)
 
     def end(self, reason: str) -> None:
@@ -135,7 +134,7 @@ class Lease:
         Raises:
             RaycollectError: The plan failed and had outputs here, so that users of their refs get the error.
         """
-        came = Came(*decode_order(payload), order=None)
+        came = Came(*decode_order(payload))
         self.plan_queue.reached(came.ticket.seq)
         try:
             return self._carry_out(came, task)
@@ -144,7 +143,7 @@ class Lease:
             raise
 
     def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
-        ticket, keys, program, order = came
+        ticket, keys, program, order, letter = came
         seq = ticket.seq
         is_in_turn = order is not None and order.in_order
         handles, outcome = list[Handle | None](), Outcome()
@@ -171,13 +170,20 @@ class Lease:
         after = order.after if order is not None and is_in_turn else b""
         error, was_aborted = self._executor.carry_out(seq, ticket.predecessor, run, what="plan {}", after=after)
         if error is None:
-            rings = order is not None and order.rings
-            self._tell_well(seq, program, outcome.ended, rings=rings, was_aborted=was_aborted)
+            self._tell_well(seq, program, outcome.ended, letter=letter, was_aborted=was_aborted)
         elif program.makes:
             if isinstance(error, GroupBrokenError):  # by a death, before this plan was aborted for it
                 raise PlanAbortedError(detail=error.detail)
             raise anew(error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
+
+    def listen(self) -> bool:
+        """Takes letters from the mailbox from now on; False: no more threads can be started."""
+        try:
+            self.plan_queue.start(self.run_ordered)
+        except ResourceLimitError:
+            return False
+        return True
 
     def run_ordered(self, came: Came) -> None:
         """Does what `run_program` does for a program that came past the actor's queue, and raises nothing."""
@@ -217,11 +223,11 @@ class Lease:
             if exchange is not None:
                 self._exchanges.pop(seq, None)
 
-    def _tell_well(self, seq: int, program: Program, ended: Sequence[int], *, rings: bool, was_aborted: bool) -> None:
+    def _tell_well(self, seq: int, program: Program, ended: Sequence[int], *, letter: int, was_aborted: bool) -> None:
         # If all see each other, the last one tells for all that it went well. Who was told to abort answers for itself.
         is_last = len(ended) == len(program.agreement.ranks)
-        if rings and self._bell is not None and is_last and not was_aborted:
-            self._bell.ring(seq)
+        if letter and self._mailbox is not None and is_last and not was_aborted:
+            self._mailbox.ended(letter)
         elif was_aborted or is_last or not ended:
             self._reporter.tell(messages.Done(seq=seq, ranks=list(ended), error=None, story=[]))
 

@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import ray
 from msgspec import ValidationError, convert
 
 from raycollect.backends import Gpu, arrays, gpus, streams
-from raycollect.channel import CompletionBellClient, DataLink, Link, OrderBellClient, Server
+from raycollect.channel import DataLink, Link, MailboxClient, Server
 from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
 from raycollect.core import ray_internals, threads
 from raycollect.core.call_tokens import LentToken
@@ -72,8 +72,6 @@ STREAMED_KEPT = 64
 Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
 it (docs/adr/0001-ray-internals.md); without this, an item could be freed before it is first used.
 """
-
-_Bell = TypeVar("_Bell")
 
 
 class Tokens(Protocol):
@@ -312,8 +310,7 @@ class Participant:
         """A controller connected: it gets the lease, or hears which controller has it (P10)."""
         hello = link.hello
         controller, description = str(hello.get("controller")), str(hello.get("description"))
-        bell = _within_reach(lambda: CompletionBellClient(*convert(hello["bell"], tuple[Segment, int])))
-        order_bell = _within_reach(lambda: OrderBellClient(convert(hello["orders"], Segment)))
+        mailbox = _mailbox(hello)
         with self._lock:
             if self._lease is not None and self._lease.controller != controller:
                 error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
@@ -323,10 +320,10 @@ class Participant:
         if before is not None:  # first: it ends all groups of this controller
             before.end("its controller came anew")
         with self._lock:
-            self._lease = Lease(controller, description, link, self, bell, order_bell)
+            self._lease = lease = Lease(controller, description, link, self, mailbox)
             self._lenders.open(_lender(link))
             keeping = sorted(self._keeping)
-        link.send(Welcome(group_id=""))
+        link.send(Welcome(has_mailbox=mailbox is not None and lease.listen(), group_id=""))
         for method in keeping:
             link.send(Keeps(method=method))
 
@@ -375,10 +372,10 @@ def _aside(do: Callable[..., object], *args: Any) -> None:
         do(*args)
 
 
-def _within_reach(end: Callable[[], _Bell]) -> _Bell | None:
-    """This participant's end of a bell that the controller told of; None if it told of none, or it is out of reach."""
+def _mailbox(hello: dict[str, Any]) -> MailboxClient | None:
+    """This participant's end of the controller's mailbox; None if that told of none, or it is out of reach."""
     try:
-        return end()
+        return MailboxClient(*convert(hello["mailbox"], tuple[Segment, int]))
     except (ValidationError, OSError, ValueError, TypeError, LookupError):
         return None
 

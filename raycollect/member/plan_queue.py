@@ -1,4 +1,4 @@
-"""Plans that come over the channel or from the order bell, past the methods in the actor's queue.
+"""Plans that come by the mailbox or over the channel, past the methods in the actor's queue.
 
 They run one after the other, on a thread of their own; each between two methods if the actor's methods come one by
 one. A plan then holds up its actor's methods until the other participants have come.
@@ -18,8 +18,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from raycollect.channel import OrderBellClient
-from raycollect.channel.messages import Behind, Listens, Order, Waiting
+from raycollect.channel import MailboxClient
+from raycollect.channel.mailbox import ANSWERS, IN_ORDER, Received
+from raycollect.channel.messages import Behind, Order, Waiting
 from raycollect.core import threads
 from raycollect.core.model import UNKNOWN_TASK, Key
 from raycollect.errors import PlanAbortedError
@@ -34,7 +35,7 @@ ASK_S = 0.05
 """How long a plan waits for a call that has not ended, though no method runs, before it asks the controller."""
 
 IDLE_S = 60.0
-"""How long the thread waits at the order bell, in seconds; whoever needs it wakes it."""
+"""How long the thread waits at the mailbox, in seconds; whoever needs it wakes it."""
 
 
 class Came(NamedTuple):
@@ -43,14 +44,21 @@ class Came(NamedTuple):
     ticket: Ticket
     keys: Sequence[Key]
     program: Program
-    order: Order | None  # None: an actor task has brought it
+    order: Order | None = None  # None: an actor task has brought it
+    letter: int = 0  # the number of the letter that brought it, if its end is to be marked there
+
+
+def _read(letter: Received) -> Came:
+    number, flags, after, payload = letter
+    order = Order(payload=payload, in_order=bool(flags & IN_ORDER), after=after)
+    return Came(*decode_order(payload), order, number if flags & ANSWERS else 0)
 
 
 class PlanQueue:
     """The plans that have come to this participant. Any thread may call it.
 
     Args:
-        bell: Where the controller may ring; None: all comes over the channel.
+        mailbox: The controller's; None: all comes over the channel.
         methods: Those of the actor.
     """
 
@@ -60,13 +68,13 @@ class PlanQueue:
         sequencer: PlanSequencer,
         reporter: Reporter,
         methods: Methods,
-        bell: OrderBellClient | None = None,
+        mailbox: MailboxClient | None = None,
     ) -> None:
         self._store = store
         self._methods = methods
         self._sequencer = sequencer
         self._reporter = reporter
-        self._bell = bell
+        self._mailbox = mailbox
         self._waiting: SimpleQueue[Came | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
         self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
@@ -77,16 +85,23 @@ class PlanQueue:
         `run` carries out this one, and all that will come; it raises nothing.
         """
         came = Came(*decode_order(message.payload), message)
-        if self._thread is None:  # first, so that nothing is queued if no thread can be started
-            self._thread = threads.start("raycollect-order", threads.repeat, partial(self._take, run))
-            if self._bell is not None:
-                self._reporter.tell(Listens())
+        self.start(run)  # first, so that nothing is queued if no thread can be started
         self._put(came)
+
+    def start(self, run: Callable[[Came], object]) -> None:
+        """Starts the thread, if it has not been; ResourceLimitError: no more threads can be started."""
+        if self._thread is None:
+            self._thread = threads.start("raycollect-order", self._work, run)
+
+    def _work(self, run: Callable[[Came], object]) -> None:
+        threads.repeat(partial(self._take, run))
+        if self._mailbox is not None:
+            self._mailbox.close()
 
     def _put(self, came: Came | None) -> None:
         self._waiting.put(came)
-        if self._bell is not None:
-            self._bell.wake()
+        if self._mailbox is not None:
+            self._mailbox.wake()
 
     def reached(self, seq: int) -> None:
         """All calls before a plan in program order have ended."""
@@ -145,18 +160,18 @@ class PlanQueue:
             raise PlanAbortedError(detail=reason)
 
     def _take(self, run: Callable[[Came], object]) -> bool:
-        bell = self._bell
-        if bell is None or not self._waiting.empty():
+        mailbox = self._mailbox
+        if mailbox is None or not self._waiting.empty():
             came = self._waiting.get()
             if came is None:
                 return False
         else:
-            order = bell.take_order(IDLE_S)
-            if order is None:
+            letter = mailbox.take(IDLE_S)
+            if letter is None:
                 return True
             try:
-                came = Came(*decode_order(order.payload), order)
-            except Exception:  # the order is lost: as on a connection, which ends then
+                came = _read(letter)
+            except Exception:  # the letter is lost: as on a connection, which ends then
                 self._reporter.link.close()
                 raise
         ticket, sequencer = came.ticket, self._sequencer

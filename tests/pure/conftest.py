@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from raycollect.channel import CompletionBell
 from tests.fake_cupy import Fake
 from tests.pure.closing import closing_all
 from tests.pure.communicators import Workers
@@ -36,17 +35,6 @@ def mixed(fake: Fake) -> Iterator[Callable[[str], Mixed]]:
     """Makes fleets on a backend, whose tensors lie on devices of different kinds."""
     with mixing(fake) as make:
         yield make
-
-
-@pytest.fixture
-def bell() -> Iterator[CompletionBell]:
-    """A controller's bell, where this system has memory to share."""
-    try:
-        made = CompletionBell()
-    except OSError as exc:
-        pytest.skip(str(exc))
-    yield made
-    made.close()
 
 
 def _has_ray() -> bool:

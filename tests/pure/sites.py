@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from raycollect.channel import OrderBell, OrderBellClient
+from raycollect.channel import Mailbox, MailboxClient
+from raycollect.channel.mailbox import Letter, Slot
 from raycollect.channel.messages import Order
 from raycollect.core import threads
 from raycollect.core.model import Key, task_key
@@ -86,20 +87,29 @@ class Line:
                 self._fail(exc)
 
 
-class Fickle(OrderBell):
-    """One that leaves every third order to the channel."""
+class Fickle:
+    """A slot of a mailbox that leaves every third letter to the channel, and notes the others."""
 
-    def send(self, order: Order) -> bool:
-        return dispatch_number(order.payload) % 3 != 0 and super().send(order)
+    def __init__(self, slot: Slot, note: Callable[[bytes], None]) -> None:
+        self.at = slot.at
+        self._slot = slot
+        self._note = note
+
+    def write(self, first: bytes, rest: bytes, flags: int, *, answers: bool) -> Letter | None:
+        found = self._slot.write(first, rest, flags, answers=answers) if dispatch_number(rest) % 3 else None
+        if found is not None:
+            self._note(rest)
+        return found
 
 
 class Noting(ParticipantLink):
     """One that notes orders as they are sent."""
 
-    note: Callable[[Order], None]
+    note: Callable[[bytes], None]
 
     def order(self, message: Order) -> None:
-        self.note(message)
+        if message.in_order:
+            self.note(message.payload)
         super().order(message)
 
 
@@ -143,7 +153,13 @@ class Method:
 class Site:
     """A participant: an actor whose methods and tasks come one by one, its store, and its lease."""
 
-    def __init__(self, number: int, tell: Callable[[ParticipantLink, Any], None], owner: ControllerMessages) -> None:
+    def __init__(
+        self,
+        number: int,
+        tell: Callable[[ParticipantLink, Any], None],
+        owner: ControllerMessages,
+        mailbox: Mailbox | None,
+    ) -> None:
         self.number = number
         self.came: list[Came] = []
         self._entering = threading.Lock()
@@ -165,9 +181,10 @@ class Site:
             task_of=lambda seq: None,
         )
         self._hub = Line(lambda message: tell(self.peer, message), self._cut)
-        order_bell = Fickle()
-        client = OrderBellClient(order_bell.segment)
-        self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, holder), None, client)
+        slot = None if mailbox is None else mailbox.take_slot()
+        client = None if mailbox is None or slot is None else MailboxClient(mailbox.segment, slot.at)
+        self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, holder), client)
+        assert self.lease.listen()
         self.queue = Line(lambda task: task())
         info = {"participant": True, "actor": holder.actor, "actor_id": holder.actor_id, "incarnation": "i"}
         self.fences = 0  # how many came
@@ -175,7 +192,8 @@ class Site:
         actor = SimpleNamespace(_raycollect_run=self, _raycollect_fence=SimpleNamespace(options=self._fence_options))
         self.peer = Noting(owner, info, actor, calls=self.calls)
         self.peer.note = self._note_order
-        self.peer.order_bell = order_bell
+        if slot is not None:
+            self.peer.slot = cast(Any, Fickle(slot, self._note_order))
         self._line = Line(self.lease.received, self._cut)
         self.peer.link = self._line  # type: ignore[assignment]
 
@@ -216,10 +234,9 @@ class Site:
         self._enter(Came(seq=dispatch_number(payload)), run)
         return refs
 
-    def _note_order(self, order: Order) -> None:
-        """A plan is sent by the channel, under the lock of the calls: it stands behind those so far."""
-        if order.in_order:
-            self.came.append(Came(seq=dispatch_number(order.payload)))
+    def _note_order(self, payload: bytes) -> None:
+        """A plan is sent past the queue, under the lock of the calls: it stands behind those so far."""
+        self.came.append(Came(seq=dispatch_number(payload)))
 
     def _fence_options(self, **_: Any) -> Any:
         def fence(controller: str, seq: int) -> None:

@@ -9,13 +9,13 @@ from raycollect.core.codec import Wire
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Whoever connected is taken: the lease is granted; or it is a member of the group, whose id this is."""
+    """Whoever connected is taken: the lease is granted; or it is a member of the group, whose id this is.
 
+    `has_mailbox`: the participant takes letters from the controller's mailbox.
+    """
+
+    has_mailbox: bool = False
     group_id: str
-
-
-class Listens(Message, frozen=True, kw_only=True):
-    """A participant has begun to take orders from the controller's order bell."""
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -92,13 +92,12 @@ class Order(Message, frozen=True, kw_only=True):
     """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
 
     `in_order`: as if it did, behind the task `after` and all before it (empty: there are none). Else when its operands
-    are there. `rings`: where all end it well, ring the bell instead of `Done`, if you can.
+    are there.
     """
 
     payload: bytes
     in_order: bool
     after: bytes
-    rings: bool
 
 
 class Unused(Message, frozen=True, kw_only=True):

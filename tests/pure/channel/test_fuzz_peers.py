@@ -241,7 +241,6 @@ def _order(rng: random.Random) -> Order:
         payload=bytes(payload[: rng.choice((len(payload), rng.randrange(len(payload))))]),
         in_order=False,
         after=b"",
-        rings=False,
     )
 
 
@@ -318,7 +317,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Participant, hub
     program = flying(asked(left, (0, 1))).plan.program(0)
     for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
         payload = encode_order(Ticket(seq, predecessor), [key_of(0)], encode_program(program))
-        link.send(Order(payload=payload, in_order=False, after=b"", rings=False))
+        link.send(Order(payload=payload, in_order=False, after=b""))
     caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
     link.close()
     asks(participant, hub)

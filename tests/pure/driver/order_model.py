@@ -131,7 +131,9 @@ class Fleet:
 
     def __init__(self, count: int, groups: Sequence[Sequence[int]]) -> None:
         self.controller = Controller(object(), Runtime())
-        self.sites = [Site(number, self._heard, self.controller.messages) for number in range(count)]
+        self.sites = [
+            Site(number, self._heard, self.controller.messages, self.controller.mailbox) for number in range(count)
+        ]
         self.memberships: list[Membership] = []
         self.members: list[tuple[int, ...]] = []
         self.sent: list[Sent] = []
@@ -219,7 +221,8 @@ class Fleet:
                     WAIT_S,
                 )
             )  # fmt: skip
-        tracker = dispatch.send_plan(self.controller, tuple(asked), refs, 1 << 20)
+        is_awaited = len(self.sent) % 2 > 0  # they end by their letters, too
+        tracker = dispatch.send_plan(self.controller, tuple(asked), refs, 1 << 20, is_awaited=is_awaited)
         turns = tuple(made.turns)
         self.sent.append(
             Sent(calls=tuple(calls), tracker=tracker, mismatches=is_refused, is_missing=made.raises, turns=turns)

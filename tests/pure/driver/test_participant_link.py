@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raycollect.channel import OrderBell
+from raycollect.channel import Mailbox
 from raycollect.channel.messages import ArenaStatistics, Joined, StoreStatistics, Survey, Surveyed, Welcome
 from raycollect.core import call_tokens
 from raycollect.driver import participants as peers_module
@@ -86,14 +86,14 @@ def test_questions_end_with_the_connection(peer, ends):
     assert peer.ask(Survey).result(0) is None
 
 
-def test_a_participant_given_back_keeps_no_order_bell(peer):
+def test_a_participant_given_back_keeps_no_slot(peer):
     """Its connection goes on as long as somebody holds what it has returned."""
-    peer.order_bell = OrderBell()
-    bell = weakref.ref(peer.order_bell)
+    peer.slot = Mailbox().take_slot()
+    slot = weakref.ref(peer.slot)
     peer._lent_tokens = SimpleNamespace(end=lambda close: None)
     peer.retire()
     gc.collect()
-    assert bell() is None
+    assert slot() is None
 
 
 @pytest.mark.parametrize("all_joined", [True, False])

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from raycollect.channel import OrderBell, OrderBellClient
-from raycollect.channel.messages import Listens, Order
+from raycollect.channel import Mailbox, MailboxClient
+from raycollect.channel.messages import Order
 from raycollect.core import threads
 from raycollect.core.model import UNKNOWN_TASK
 from raycollect.errors import ProtocolError
@@ -40,9 +40,17 @@ class Desk:
         self.told: SimpleQueue[Any] = SimpleQueue()
         link = SimpleNamespace(close=lambda: self.told.put("closed"))
         reporter = cast(Any, SimpleNamespace(tell=self.told.put, link=link))
-        self.order_bell = OrderBell()
-        client = OrderBellClient(self.order_bell.segment)
+        self.mailbox = Mailbox()
+        slot = self.mailbox.take_slot()
+        assert slot is not None
+        self.slot = slot
+        client = MailboxClient(self.mailbox.segment, slot.at)
         self.queue = PlanQueue(Store(), self.sequencer, reporter, Methods(), client)
+
+    def post(self, message: Order) -> None:
+        """Sends a letter."""
+        assert self.slot.write(message.after, message.payload, 0)
+        self.mailbox.wake_slots([self.slot])
 
     def received(self, message: Order) -> None:
         self.queue.received(message, self._run)
@@ -54,7 +62,7 @@ class Desk:
 
     def close(self) -> None:
         self.queue.close()
-        self.order_bell.close()
+        self.mailbox.close()
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ def desk() -> Iterator[Desk]:
 
 def order(seq: int, predecessor: int) -> Order:
     payload = plan(Ticket(seq=seq, predecessor=predecessor))
-    return Order(payload=payload, in_order=False, after=b"", rings=False)
+    return Order(payload=payload, in_order=False, after=b"")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -82,14 +90,14 @@ def test_plans_run_in_their_order_whichever_way_overtakes_the_other(desk: Desk, 
         if at:
             desk.received(ways[1].pop(0))
         else:
-            assert desk.order_bell.send(ways[0].pop(0))
+            desk.post(ways[0].pop(0))
     assert [desk.ran.get(timeout=WAIT_S) for _ in range(11)] == [*range(1, 12)]
 
 
 def test_a_plan_waits_for_what_runs_elsewhere_and_holds_up_none_that_need_not_wait(desk: Desk) -> None:
     desk.sequencer.start(5, 0)  # a run of a captured step
     desk.received(order(6, 5))
-    assert desk.order_bell.send(order(7, 0))
+    desk.post(order(7, 0))
     assert desk.ran.get(timeout=WAIT_S) == 7
     desk.sequencer.end(5)
     assert desk.ran.get(timeout=WAIT_S) == 6
@@ -113,11 +121,10 @@ def test_a_plan_that_could_not_be_taken_in_never_runs(desk: Desk, monkeypatch: p
 
 def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
     desk.received(order(1, 0))
-    assert isinstance(desk.told.get(timeout=WAIT_S), Listens)
-    malformed = Order(payload=b"no plan", in_order=False, after=b"", rings=False)
+    malformed = Order(payload=b"no plan", in_order=False, after=b"")
     with pytest.raises(ProtocolError):
         desk.received(malformed)
-    assert desk.order_bell.send(malformed)
+    desk.post(malformed)
     assert desk.told.get(timeout=WAIT_S) == "closed"
 
 

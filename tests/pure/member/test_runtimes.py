@@ -182,7 +182,7 @@ class Driver:
         plan = flying(asked(self.group, (0, 1))).plan
         position = plan.positions[self.group.members[rank].actor_id]
         payload = encode_order(Ticket(seq, seq - 1), [key_of(0)], encode_program(plan.program(position)))
-        self.links[rank].send(Order(payload=payload, in_order=True, after=b"", rings=False))
+        self.links[rank].send(Order(payload=payload, in_order=True, after=b""))
 
     def received(self, rank: int, message: Any) -> None:
         if isinstance(message, Done):

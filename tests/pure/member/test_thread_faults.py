@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raycollect.channel import OrderBell, OrderBellClient
+from raycollect.channel import Mailbox, MailboxClient
 from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Order, Unable
 from raycollect.core.model import Key
 from raycollect.engine.value_codec import pack_values
@@ -122,7 +122,7 @@ def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda came: done.set())
     made = _queue()
-    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
+    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"")
     with fail_at(desk, "run", thread="raycollect-order"):
         made.received(order, lambda came: desk.run(came))
     made.received(order, lambda came: desk.run(came))
@@ -131,32 +131,35 @@ def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
 
 
 @fault_in("raycollect-order")
-def test_an_order_bell_that_fails_is_looked_at_again(premises: Any) -> None:
+def test_a_mailbox_that_fails_is_looked_at_again(premises: Any) -> None:
     done = threading.Event()
-    order_bell = OrderBell()
-    client = OrderBellClient(order_bell.segment)
+    mailbox = Mailbox()
+    slot = mailbox.take_slot()
+    assert slot is not None
+    client = MailboxClient(mailbox.segment, slot.at)
     made = _queue(client)
-    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False)
-    with fail_at(client, "take_order", thread="raycollect-order"):
+    order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"")
+    with fail_at(client, "take", thread="raycollect-order"):
         made.received(order, lambda came: done.set())
         assert done.wait(WAIT_S)
     done.clear()
-    assert order_bell.send(order)
+    assert slot.write(b"", order.payload, 0)
+    mailbox.wake_slots([slot])
     assert done.wait(WAIT_S)
     made.close()
-    order_bell.close()
+    mailbox.close()
 
 
-def _queue(order_bell: OrderBellClient | None = None) -> PlanQueue:
+def _queue(mailbox: MailboxClient | None = None) -> PlanQueue:
     reporter = cast(Any, SimpleNamespace(tell=lambda message: None))
-    return PlanQueue(Store(), PlanSequencer(), reporter, Methods(), order_bell)
+    return PlanQueue(Store(), PlanSequencer(), reporter, Methods(), mailbox)
 
 
 @fault_in("raycollect-order")
 def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     with fail_at(Lease, "_carry_out", thread="raycollect-order"):
-        here.received(Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"", rings=False))
+        here.received(Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b""))
         done = heard.next(Done)
     assert done.seq == 1
     assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")

@@ -1,0 +1,295 @@
+"""Letters of a controller to the participants of its host, in one segment of shared memory: plans without outputs.
+
+Each participant has a slot: a ring of `CELLS` cells, which the controller writes. Letter n is in the n-th cell, modulo
+the ring. Its number is written last, and says that the rest is there. The participant marks the cell, with the letter's
+number: when it has taken the letter, and, where the letter asks for that, when all participants have ended the plan
+well. So nothing is ever reset, and a late mark for an earlier letter means nothing. Whoever else has an end to tell, as
+every failure, tells it over the channel.
+
+The controller writes the letters of all participants and then wakes those that it has addressed: `BOARD` slots sleep at
+one word, each with a bit of its own. A participant reads the word, then looks at its cell, and sleeps only while the
+word stays as it was. Threads of the controller do the same at a word of their own. Each process writes values that no
+other one writes, so that whoever has read the word sees every change of it.
+
+A letter that finds no free cell, or is too long for one, goes over the channel instead. It may overtake others then, or
+be overtaken: the participant puts plans in order by their tickets.
+
+The memory is as trustworthy as the processes of this user.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from raycollect.core import shared_memory
+from raycollect.core.futex import EVERYBODY, FUTEX_NBYTES, Futex
+from raycollect.core.model import Segment
+from raycollect.core.semaphores import SEM_NBYTES, semaphores
+
+CELLS = 16
+"""How many letters may be under way to one participant."""
+
+SLOTS = 1024
+"""How many participants may have a slot at once; the memory of a slot that is not used costs nothing."""
+
+BOARD = 32  # how many slots sleep at one word: a system call addresses as many
+
+_NAME = "raycollect-mailbox"
+_CELL_NBYTES = 4096
+_HEAD_WORDS = 4  # number, mark, flags and length of what comes first, length
+INLINE_NBYTES = _CELL_NBYTES - 8 * _HEAD_WORDS
+"""The longest letter, in bytes."""
+
+_CELL_WORDS = _CELL_NBYTES // 8
+_FENCE_AT = 64  # after the token: a semaphore that is never posted
+_WORD_AT = _FENCE_AT + SEM_NBYTES  # where threads of the controller sleep
+_BOARDS_AT = _WORD_AT + FUTEX_NBYTES
+_USED_AT = _BOARDS_AT + SLOTS // BOARD * FUTEX_NBYTES
+_CELLS_AT = -(-(_USED_AT + 8 * SLOTS) // _CELL_NBYTES) * _CELL_NBYTES
+NBYTES = _CELLS_AT + SLOTS * CELLS * _CELL_NBYTES
+
+IN_ORDER, ANSWERS = 1, 2
+"""Flags of letters: `Order.in_order`; and that the mark of its end is waited for."""
+
+_TAKEN, _ENDED = 1, 2  # a cell's mark: the letter's number, shifted, and one of these
+_SHIFT = 2
+
+_IN_ORDER = platform.machine() in ("x86_64", "AMD64")  # processors see each other's stores in the order they were made
+_SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in case a wake-up is lost
+_WRITER = 1 << 21  # values of the words, of one writer: a slot's, counted from 1, or the controller's, 0
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Words:
+    """The segment as both ends see it; `init`: in the process that made it."""
+
+    def __init__(self, mapped: mmap.mmap, *, init: bool) -> None:
+        self.whole = memoryview(mapped)
+        (never_posted,) = semaphores(self.whole[_FENCE_AT:_WORD_AT], 1, init=init)
+        self.fence: Callable[[], object] = _nothing if _IN_ORDER else never_posted.take
+        self.done = self.futex(_WORD_AT)
+        self.used = self.whole[_USED_AT : _USED_AT + 8 * SLOTS].cast("Q")
+        self.cells = self.whole[_CELLS_AT:].cast("Q")
+        self.bytes = self.whole[_CELLS_AT:]
+
+    def futex(self, at: int, mask: int = EVERYBODY) -> Futex:
+        return Futex(self.whole[at : at + FUTEX_NBYTES], mask)
+
+
+class Slot:
+    """The controller's end of one participant's slot. For whoever holds the lock under which plans are sent.
+
+    Attributes:
+        at: Its number.
+        number: That of the last letter, from 1.
+    """
+
+    def __init__(self, words: _Words, at: int) -> None:
+        self.at: int = at
+        self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
+        first = at * CELLS * _CELL_WORDS
+        self._cells = tuple(range(first, first + CELLS * _CELL_WORDS, _CELL_WORDS))
+        self.number: int = 0
+        self._open: list[Letter | None] = [None] * CELLS  # those whose end nobody has seen
+        for cell in self._cells:
+            self._words[cell] = self._words[cell + 1] = 0
+
+    def write(self, first: bytes, rest: bytes, flags: int, *, answers: bool = False) -> Letter | None:
+        """Writes a letter of two parts, which wakes nobody; None: it has to go over the channel.
+
+        `answers`: the mark of its end is waited for, and the cell is not written again before `Letter.close`.
+        """
+        number = self.number + 1
+        at = number % CELLS
+        cell, before, words = self._cells[at], self._open[at], self._words
+        split, nbytes = len(first), len(first) + len(rest)
+        is_free = number <= CELLS or words[cell + 1] >> _SHIFT == number - CELLS
+        if not is_free or nbytes > INLINE_NBYTES or (before is not None and not before.is_closed):
+            return None
+        self.number = number
+        words[cell + 2] = (flags | ANSWERS * answers) << 32 | split
+        words[cell + 3] = nbytes
+        start = 8 * (cell + _HEAD_WORDS)
+        self._bytes[start : start + split] = first
+        self._bytes[start + split : start + nbytes] = rest
+        letter = Letter(words, cell + 1, number << _SHIFT | _ENDED)
+        self._open[at] = letter if answers else None
+        self._fence()
+        words[cell] = number
+        return letter
+
+
+class Letter:
+    """What was written to one cell.
+
+    Attributes:
+        is_closed: Whether nobody waits for its mark any more.
+    """
+
+    __slots__ = ("_at", "_ended", "_words", "is_closed")
+
+    def __init__(self, words: memoryview, at: int, ended: int) -> None:
+        self._words, self._at, self._ended = words, at, ended
+        self.is_closed: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the participant has said that all have ended the plan well."""
+        return self._words[self._at] == self._ended
+
+
+class Mailbox:
+    """The controller's end. Any thread may call it.
+
+    Raises:
+        OSError: This system has no anonymous shared memory, or no futex that is known here.
+    """
+
+    def __init__(self) -> None:
+        self._own = shared_memory.OwnSegment(_NAME, NBYTES, _CELLS_AT)
+        self.segment: Segment = self._own.segment  # how participants of this host find it
+        self._words = _Words(self._own.mapped, init=True)
+        boards = range(_BOARDS_AT, _USED_AT, FUTEX_NBYTES)
+        self._boards = [self._words.futex(at) for at in boards]
+        self._done = self._words.done
+        self._values = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def take_slot(self) -> Slot | None:
+        """A slot for a participant, until that gives it back (`MailboxClient.close`); None: all are taken.
+
+        That of a process that has died is never given out again: 1,024 deaths leave the channel for all.
+        """
+        used = self._words.used
+        with self._lock:
+            at = next((at for at in range(SLOTS) if not used[at]), None)
+            if at is None:
+                return None
+            try:
+                self._own.back(_CELLS_AT + at * CELLS * _CELL_NBYTES, CELLS * _CELL_NBYTES)
+            except OSError:  # there is no memory left
+                return None
+            used[at] = 1
+        return Slot(self._words, at)
+
+    def wake_slots(self, slots: Iterable[Slot]) -> None:
+        """Wakes those to whom letters were written."""
+        masks: dict[int, int] = {}
+        for slot in slots:
+            board, bit = divmod(slot.at, BOARD)
+            masks[board] = masks.get(board, 0) | 1 << bit
+        for board, mask in masks.items():
+            self._change(self._boards[board], mask)
+
+    def seen(self) -> int:
+        """What `wait` is given: read before the letters are looked at."""
+        return int(self._done.word[0])
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Waits until a participant has marked an end, or `wake` was called, since `seen`; it may return earlier."""
+        self._done.wait(seen, min(timeout_s, _SLICE_S))
+
+    def wake(self) -> None:
+        """Wakes all threads that wait, so that they look again."""
+        self._change(self._done)
+
+    def _change(self, futex: Futex, mask: int = EVERYBODY) -> None:
+        self._words.fence()
+        futex.word[0] = next(self._values) % _WRITER
+        futex.wake(mask)
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory lives until both ends are gone."""
+        self._own.close()
+
+
+class Received(NamedTuple):
+    """A letter, as a participant takes it: its two parts, and its number, for `MailboxClient.ended`."""
+
+    number: int
+    flags: int
+    first: bytes
+    rest: bytes
+
+
+class MailboxClient:
+    """A participant's end. One thread takes letters; any thread may call the other methods.
+
+    Args:
+        segment: The controller's `Mailbox.segment`.
+        slot: Its own slot.
+
+    Raises:
+        OSError: The controller is gone, or does not let this process see its memory; or there is no futex here.
+        ValueError: There is no such slot.
+    """
+
+    def __init__(self, segment: Segment, slot: int) -> None:
+        if segment.nbytes != NBYTES or not 0 <= slot < SLOTS:
+            raise ValueError(f"no slot {slot} in {segment.nbytes} bytes")
+        with shared_memory.opened(segment, _NAME, os.O_RDWR) as fd:
+            words = _Words(mmap.mmap(fd, NBYTES), init=False)
+        self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
+        self._used, self._slot, self._done = words.used, slot, words.done
+        board, bit = divmod(slot, BOARD)
+        self._mask = 1 << bit
+        self._board = words.futex(_BOARDS_AT + board * FUTEX_NBYTES, self._mask)
+        first = slot * CELLS * _CELL_WORDS
+        self._cells = tuple(range(first, first + CELLS * _CELL_WORDS, _CELL_WORDS))
+        self._first_value = _WRITER * (slot + 1)
+        self._values = itertools.count(1)
+        self._number = 1
+        self._woken = False
+
+    def take(self, timeout_s: float) -> Received | None:
+        """Waits for the next letter; returns None where the time is over, or `wake` was called."""
+        words, number, board = self._words, self._number, self._board
+        cell, until_s = self._cells[number % CELLS], time.monotonic() + timeout_s
+        while True:
+            seen = board.word[0]
+            self._fence()
+            if words[cell] == number:
+                break
+            if self._woken:
+                self._woken = False
+                return None
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            board.wait(seen, min(left_s, _SLICE_S))
+        self._number = number + 1
+        self._fence()
+        head, start = words[cell + 2], 8 * (cell + _HEAD_WORDS)
+        split, end = start + (head & 0xFFFFFFFF), start + words[cell + 3]
+        first, rest = bytes(self._bytes[start:split]), bytes(self._bytes[split:end])
+        words[cell + 1] = number << _SHIFT | _TAKEN
+        return Received(number, head >> 32, first, rest)
+
+    def ended(self, number: int) -> None:
+        """Says that all participants have ended what a letter asked for; its controller's threads look again."""
+        self._words[self._cells[number % CELLS] + 1] = number << _SHIFT | _ENDED
+        self._change(self._done)
+
+    def wake(self) -> None:
+        """Makes `take` return, now or when it is next called."""
+        self._woken = True
+        self._change(self._board, self._mask)
+
+    def close(self) -> None:
+        """Gives the slot back. Called by the thread that takes letters, or after its end."""
+        self._used[self._slot] = 0
+
+    def _change(self, futex: Futex, mask: int = EVERYBODY) -> None:
+        self._fence()
+        futex.word[0] = self._first_value + next(self._values) % _WRITER
+        futex.wake(mask)

@@ -1,0 +1,184 @@
+"""Letters in shared memory: they come whole and in order, or are left to the channel; their ends are seen once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from raycollect.channel import Mailbox, MailboxClient
+from raycollect.channel.mailbox import ANSWERS, BOARD, CELLS, IN_ORDER, INLINE_NBYTES, SLOTS, Received, Slot
+from tests.support.values import replace
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox]:
+    made = Mailbox()
+    yield made
+    made.close()
+
+
+def ends(mailbox: Mailbox) -> tuple[Slot, MailboxClient]:
+    """Both ends of a new slot."""
+    slot = mailbox.take_slot()
+    assert slot is not None
+    return slot, MailboxClient(mailbox.segment, slot.at)
+
+
+def test_a_letter_comes_as_it_was_written(mailbox: Mailbox) -> None:
+    slot, client = ends(mailbox)
+    for number, (first, rest, flags, answers) in enumerate(
+        [
+            (b"", b"a plan", 0, False),
+            (b"", b"", 0, True),
+            (b"t" * 24, b"a plan", IN_ORDER, False),
+            (b"t" * 24, b"x" * (INLINE_NBYTES - 24), IN_ORDER, True),
+        ],
+        1,
+    ):
+        assert slot.write(first, rest, flags, answers=answers)
+        assert client.take(WAIT_S) == Received(number, flags | ANSWERS * answers, first, rest)
+        if answers:
+            client.ended(number)
+
+
+def test_what_is_too_long_for_a_cell_is_left_to_the_channel(mailbox: Mailbox) -> None:
+    slot, client = ends(mailbox)
+    assert slot.write(b"", b"x" * (INLINE_NBYTES + 1), 0) is None
+    assert slot.write(b"t", b"x" * INLINE_NBYTES, 0) is None
+    assert slot.write(b"", b"next", 0)
+    assert client.take(WAIT_S) == Received(1, 0, b"", b"next")
+
+
+def test_a_cell_is_free_when_its_letter_was_taken(mailbox: Mailbox) -> None:
+    slot, client = ends(mailbox)
+    for turn in range(3):
+        sent = [b"%d" % (turn * CELLS + number) for number in range(CELLS)]
+        assert all(slot.write(b"", one, 0) for one in sent)
+        assert slot.write(b"", b"one too many", 0) is None
+        taken = [client.take(WAIT_S) for _ in sent]
+        assert [one.rest for one in taken if one is not None] == sent
+        assert client.take(0.0) is None
+
+
+def test_a_cell_whose_end_somebody_waits_for_is_free_when_that_is_closed(mailbox: Mailbox) -> None:
+    slot, client = ends(mailbox)
+    letter = slot.write(b"", b"awaited", 0, answers=True)
+    assert letter is not None
+    for _ in range(CELLS - 1):
+        assert slot.write(b"", b"another", 0)
+    while client.take(0.0) is not None:
+        pass
+    assert not letter.has_ended
+    client.ended(1)
+    assert letter.has_ended
+    assert slot.write(b"", b"next", 0) is None, "nobody has seen the end"
+    letter.is_closed = True
+    following = slot.write(b"", b"next", 0, answers=True)
+    assert following is not None
+    assert not following.has_ended
+    client.ended(1)
+    assert not following.has_ended, "a late mark for the letter before it"
+
+
+def test_only_those_who_are_addressed_wake(mailbox: Mailbox) -> None:
+    """On one board and on another."""
+    all_ends = [ends(mailbox) for _ in range(BOARD + 2)]
+    addressed = {1, 3, BOARD + 1}
+    came: dict[int, list[Received | None]] = {at: [] for at in (0, *addressed)}
+
+    def take(at: int) -> None:
+        came[at].append(all_ends[at][1].take(WAIT_S))
+
+    threads = {at: threading.Thread(target=take, args=(at,)) for at in came}
+    for one in threads.values():
+        one.start()
+    for at in addressed:
+        assert all_ends[at][0].write(b"", b"%d" % at, 0)
+    mailbox.wake_slots(all_ends[at][0] for at in addressed)
+    for at in addressed:
+        threads[at].join(WAIT_S)
+        assert came[at] == [Received(1, 0, b"", b"%d" % at)]
+    assert came[0] == []
+    all_ends[0][1].wake()
+    threads[0].join(WAIT_S)
+    assert came[0] == [None]
+
+
+def test_threads_of_the_controller_wake_at_an_end_and_when_they_are_told(mailbox: Mailbox) -> None:
+    slot, client = ends(mailbox)
+    letter = slot.write(b"", b"a plan", 0, answers=True)
+    assert letter is not None
+    assert client.take(WAIT_S)
+    has_looked, is_told = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        while not is_told.is_set():
+            seen = mailbox.seen()
+            if letter.has_ended:
+                has_looked.set()
+            mailbox.wait(seen, WAIT_S)
+
+    waiting = [threading.Thread(target=wait) for _ in range(2)]
+    for one in waiting:
+        one.start()
+    client.ended(1)
+    assert has_looked.wait(WAIT_S)
+    is_told.set()
+    mailbox.wake()
+    for one in waiting:
+        one.join(WAIT_S)
+        assert not one.is_alive()
+
+
+def test_a_change_after_the_look_is_not_slept_through(mailbox: Mailbox) -> None:
+    """Whoever changes the word writes what nobody else has written to it."""
+    slots = [ends(mailbox) for _ in range(3)]
+    seen = {mailbox.seen()}
+    for at, (slot, client) in enumerate(slots):
+        for _ in range(3):
+            assert slot.write(b"", b"a plan", 0)
+            received = client.take(0.0)
+            assert received is not None
+            client.ended(received.number)
+            seen.add(mailbox.seen())
+            mailbox.wake()
+            seen.add(mailbox.seen())
+        assert len(seen) == 1 + 6 * (at + 1)
+
+
+def test_a_slot_is_given_again_when_it_was_given_back(mailbox: Mailbox) -> None:
+    taken = [mailbox.take_slot() for _ in range(SLOTS)]
+    assert all(taken)
+    assert mailbox.take_slot() is None
+    assert taken[7] is not None
+    for _ in range(CELLS):
+        assert taken[7].write(b"", b"before", 0)
+    client = MailboxClient(mailbox.segment, 7)
+    for _ in range(3):
+        assert client.take(0.0)
+    client.close()
+    slot, again = ends(mailbox)
+    assert slot.at == 7
+    assert again.take(0.0) is None, "what was written before is gone"
+    assert slot.write(b"", b"first", 0)
+    assert again.take(0.0) == Received(1, 0, b"", b"first")
+
+
+def test_other_memory_is_not_mapped(mailbox: Mailbox) -> None:
+    segment = mailbox.segment
+    with pytest.raises(OSError, match="another process"):
+        MailboxClient(replace(segment, token=bytes(len(segment.token))), 0)
+    with pytest.raises(ValueError, match="no slot"):
+        MailboxClient(replace(segment, nbytes=segment.nbytes // 2), 0)
+    for slot in (-1, SLOTS):
+        with pytest.raises(ValueError, match="no slot"):
+            MailboxClient(segment, slot)
+    mailbox.close()
+    with pytest.raises(OSError):
+        MailboxClient(segment, 0)
+    assert segment.pid == os.getpid()
