@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 _APART = "raycollect-apart"
 
 # Threads in which no method of a user runs, by the beginning of their names
-_OWN = tuple(f"raycollect-{name}" for name in ("apart", "call", "kernel", "order"))
+_OWN = tuple(f"raycollect-{name}" for name in ("apart", "call", "order"))
 
 _MOST_PLACES = 1024
 _LONGEST = 2000

@@ -86,8 +86,7 @@ class _Participant(Participant):
 
     def take(self, order: Order) -> None:
         """Runs a program after those before; ConnectionLostError: the lease has ended."""
-        lease = self.leased()
-        lease.plan_queue.received(order, lease.run_ordered)
+        self.leased().plan_queue.received(order)
 
     def close(self) -> None:
         self._is_closed = True

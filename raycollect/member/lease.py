@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from raycollect.errors import (
     RaycollectError,
     ResourceLimitError,
     anew,
+    kept,
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator import LAST_S
@@ -93,7 +95,9 @@ class Lease:
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
-        self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, mailbox)
+        self.plan_queue: PlanQueue = PlanQueue(
+            self._store, self._sequencer, self._reporter, holder.methods, self.run_ordered, mailbox
+        )
         self._executor = Executor(self._sequencer, self._reporter, self.plan_queue)
 
     def end(self, reason: str) -> None:
@@ -101,7 +105,7 @@ class Lease:
         for seq in self._sequencer.close(reason):
             threads.survives(self._wake, seq)
         threads.survives(self._captures.close, reason)
-        threads.survives(self.plan_queue.close)
+        threads.survives(self.plan_queue.close, reason)
         for group in self._groups.of(self.controller):
             threads.survives(self._groups.end, group, reason)
         self._recording.end()
@@ -113,16 +117,33 @@ class Lease:
         """Whether the methods of this actor may overlap, or run in another order than they were submitted."""
         return not self._methods.is_ordered or not all(one.ordered for one in self._groups.of(self.controller))
 
-    def hand_over(self, payload: bytes, submit: Callable[..., object]) -> bool:
-        """Has `submit` run a plan, by its number, in another thread after its predecessor; False: not this plan."""
+    def hand_over(self, payload: bytes, task: bytes | None) -> Future[Any] | None:
+        """Runs a plan in the thread of `PlanQueue`; None: methods come one by one, and so it runs in the caller's.
+
+        Args:
+            payload: What `planner.encode_order` made.
+            task: The id of the actor task that brought it; outputs are kept under its returns.
+
+        Returns:
+            What the task returns, once that is there: at once where the plan makes nothing here.
+
+        Raises:
+            InternalError, ResourceLimitError: The thread can't be started.
+        """
         if not self.is_overlapping:
-            return False
-        ticket, _, program = decode_order(payload)
-        if program.makes:
-            return False
-        run = partial(submit, ticket.seq, self.run_program, payload, None)
-        self._sequencer.after(ticket.seq, ticket.predecessor, run)
-        return True
+            return None
+        came = Came(*decode_order(payload), task=task)
+        ticket = came.ticket
+        try:
+            result = self.plan_queue.add(came)
+        except RuntimeError as exc:
+            error = threads.failed("starting the thread for plans", exc)
+            self.not_begun(ticket.seq, error, ticket.predecessor)
+            raise anew(error) from exc
+        if not came.program.makes:
+            result = Future()
+            result.set_result(None)
+        return result
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """Runs this participant's part in a plan, tells the controller how it ended, and returns its outputs' handles.
@@ -134,16 +155,16 @@ class Lease:
         Raises:
             RaycollectError: The plan failed and had outputs here, so that users of their refs get the error.
         """
-        came = Came(*decode_order(payload))
+        came = Came(*decode_order(payload), task=task)
         self.plan_queue.reached(came.ticket.seq)
         try:
-            return self._carry_out(came, task)
+            return self._carry_out(came)
         except SystemExit:
             self._holder.exits()
             raise
 
-    def _carry_out(self, came: Came, task: bytes | None = None) -> Any:
-        ticket, keys, program, order, letter = came
+    def _carry_out(self, came: Came) -> Any:
+        ticket, keys, program, order, letter, task, _ = came
         seq = ticket.seq
         is_in_turn = order is not None and order.in_order
         handles, outcome = list[Handle | None](), Outcome()
@@ -180,22 +201,26 @@ class Lease:
     def listen(self) -> bool:
         """Takes letters from the mailbox from now on; False: no more threads can be started."""
         try:
-            self.plan_queue.start(self.run_ordered)
-        except ResourceLimitError:
+            self.plan_queue.start()
+        except RuntimeError:
             return False
         return True
 
     def run_ordered(self, came: Came) -> None:
-        """Does what `run_program` does for a program that came past the actor's queue, and raises nothing."""
+        """Does what `run_program` does in the thread of `PlanQueue`, and raises nothing."""
+        returned, error = None, None
         try:
-            self._carry_out(came)
-        except RaycollectError:
-            pass  # the controller was told
+            returned = self._carry_out(came)
+        except RaycollectError as exc:
+            error = kept(exc)  # the controller was told
         except SystemExit:  # as in an actor task it ends the actor, and not just this thread
             self._holder.exits()
             os._exit(1)
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
-            self.not_begun(came.ticket.seq, threads.failed("carrying out an order", exc))
+            error = threads.failed("carrying out an order", exc)
+            self.not_begun(came.ticket.seq, error)
+        if came.result is not None:
+            self.plan_queue.settle(came.result, returned, error=error)
 
     def _run(self, came: Came, is_ordered: bool, keep: Keep) -> Outcome:
         seq, program, order = came.ticket.seq, came.program, came.order
@@ -289,7 +314,7 @@ class Lease:
 
     def _order(self, message: messages.Order) -> None:
         try:
-            self.plan_queue.received(message, self.run_ordered)
+            self.plan_queue.received(message)
         except ResourceLimitError as exc:  # there are no more threads
             self.not_begun(decode_order(message.payload)[0].seq, exc)
 

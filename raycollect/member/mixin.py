@@ -95,9 +95,8 @@ class CollectiveParticipant:
 
 async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
     here, task = this_participant(), ray_internals.current_task()
-    if here.hand_over(payload):
-        return None
-    return await asyncio.wrap_future(here.run_in_thread(payload, task))
+    result = here.hand_over(payload, task)
+    return here.run_program(payload, task) if result is None else await asyncio.wrap_future(result)
 
 
 async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:

@@ -33,12 +33,8 @@ from raycollect.errors import (
     ConnectionLostError,
     ControllerConflictError,
     GroupBrokenError,
-    InternalError,
     ProtocolError,
-    RaycollectError,
-    ResourceLimitError,
     Violation,
-    anew,
     refusal,
     to_wire,
 )
@@ -55,13 +51,6 @@ from raycollect.pos.ref_tokens import RefTokenPool
 
 STORE_LIMIT_WITHOUT_TOKENS = 1024
 """How many values a store holds if Ray can't tell when a ref is gone."""
-
-MOST_WAITING = 64
-"""How many programs of an async actor that make outputs may wait for their predecessors and operands.
-
-Ray may bring those later, so they must not wait for the same thread. Programs without outputs take another thread when
-their predecessors have ended.
-"""
 
 MOST_FETCHING = 64
 """How many coroutines fetch tensors of other participants at once."""
@@ -150,9 +139,6 @@ class Participant:
         self.store: Store = runtime.instruments.store
         self._tokens = make_tokens(self._forget)
         self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
-        self.kernel_threads: ThreadPoolExecutor = threads.pool("raycollect-kernel", MOST_WAITING)
-        # Separate: plans that make outputs may take all kernel threads, and wait for one of these.
-        self.plan_threads: ThreadPoolExecutor = threads.pool("raycollect-plan", MOST_WAITING)
         self.fetch_threads: ThreadPoolExecutor = threads.pool("raycollect-fetch", MOST_FETCHING)
         self.methods: Methods = Methods(identity.actor, runtime.tracer)
         self.watch: WaitMonitor = WaitMonitor()
@@ -176,8 +162,7 @@ class Participant:
         """Ends its server, and with that its lease; its threads end with what they do."""
         self._server.close()
         fetch.forget_local(self._secret)
-        for workers in (self.kernel_threads, self.plan_threads, self.fetch_threads):
-            workers.shutdown(wait=False)
+        self.fetch_threads.shutdown(wait=False)
 
     def exits(self) -> None:
         """This process is about to end (`sys.exit`, `ray.actor.exit_actor`): tells the controller.
@@ -259,23 +244,14 @@ class Participant:
     # ------------------------------------------------------------------------------------------ actor tasks
 
     def run_task(self, payload: bytes, task: bytes | None) -> Any:
-        """Does what `run_program` does, for an actor task that Ray runs in a thread of its own.
+        """Does what `run_program` does, for an actor task that Ray runs in a thread of its own."""
+        result = self.hand_over(payload, task)
+        return self.run_program(payload, task) if result is None else result.result()
 
-        If methods overlap, Ray has few threads and starts tasks in any order: plans that came early would keep these
-        threads from the methods and plans for which they wait. So a plan takes one of our threads when its predecessor
-        has ended. A plan with outputs has to stay, as they are the returns of its task.
-        """
-        return None if self.hand_over(payload) else self.run_program(payload, task)
-
-    def hand_over(self, payload: bytes) -> bool:
-        """Lets one of our threads run a plan, if methods overlap; see `Lease.hand_over`."""
+    def hand_over(self, payload: bytes, task: bytes | None) -> Future[Any] | None:
+        """`Lease.hand_over`, if there is a lease."""
         lease = self._lease
-        return lease is not None and lease.hand_over(payload, self._in_thread)
-
-    def _in_thread(self, seq: int, do: Callable[..., object], *args: Any) -> None:
-        run = partial(threads.survives, _aside, do, *args, place="a plan, or a run")
-        with suppress(InternalError, ResourceLimitError):  # the controller was told
-            _submitted(self.plan_threads, self._lease, seq, 0, run)
+        return None if lease is None else lease.hand_over(payload, task)
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """`Lease.run_program`; GroupBrokenError: the controller is gone."""
@@ -284,12 +260,6 @@ class Participant:
             group_id = next(iter(decode_order(payload)[2].group_ids))
             raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
         return lease.run_program(payload, task)
-
-    def run_in_thread(self, payload: bytes, task: bytes | None) -> Future[Any]:
-        """`run_program` in a thread of ours, where it may wait; ResourceLimitError: none can be started."""
-        ticket, _, _ = decode_order(payload)
-        run = self.run_program, payload, task
-        return _submitted(self.kernel_threads, self._lease, ticket.seq, ticket.predecessor, *run)
 
     def pass_fence(self, controller: str, seq: int) -> None:
         """`PlanQueue.pass_fence`, if that controller still has the lease."""
@@ -355,21 +325,6 @@ class Participant:
         lease.end(reason)
         with self._lock:
             self._lease = None
-
-
-def _submitted(workers: ThreadPoolExecutor, lease: Lease | None, seq: int, predecessor: int, *call: Any) -> Future[Any]:
-    try:
-        return threads.submit(workers, *call)
-    except RuntimeError as exc:
-        error = threads.failed("starting a thread for a plan, or a run,", exc)
-        if lease is not None:
-            lease.not_begun(seq, error, predecessor)
-        raise anew(error) from exc
-
-
-def _aside(do: Callable[..., object], *args: Any) -> None:
-    with suppress(RaycollectError):  # the controller was told
-        do(*args)
 
 
 def _mailbox(hello: dict[str, Any]) -> MailboxClient | None:

@@ -1,7 +1,9 @@
-"""Plans that come by the mailbox or over the channel, past the methods in the actor's queue.
+"""Plans that run in a thread of their own: those of the mailbox and the channel, and those of overlapping actor tasks.
 
-They run one after the other, on a thread of their own; each between two methods if the actor's methods come one by
-one. A plan then holds up its actor's methods until the other participants have come.
+They run one after the other, each between two methods if the actor's methods come one by one. A plan then holds up its
+actor's methods until the other participants have come. Where methods overlap, Ray has few threads, or an event loop,
+and starts actor tasks in any order: plans that came early would keep these threads from the methods and plans for which
+they wait.
 
 What comes one way may overtake what comes the other. A plan whose predecessor has not ended is laid aside until it has,
 so that the thread never waits for a plan that it would have to run itself.
@@ -14,9 +16,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raycollect.channel import MailboxClient
 from raycollect.channel.mailbox import ANSWERS, IN_ORDER, Received
@@ -46,6 +49,8 @@ class Came(NamedTuple):
     program: Program
     order: Order | None = None  # None: an actor task has brought it
     letter: int = 0  # the number of the letter that brought it, if its end is to be marked there
+    task: bytes | None = None  # the actor task that has brought it; outputs are kept under its returns
+    result: Future[Any] | None = None  # of what that task returns
 
 
 def _read(letter: Received) -> Came:
@@ -58,8 +63,9 @@ class PlanQueue:
     """The plans that have come to this participant. Any thread may call it.
 
     Args:
-        mailbox: The controller's; None: all comes over the channel.
         methods: Those of the actor.
+        run: Carries out a plan, and settles its result; it raises nothing.
+        mailbox: The controller's; None: all comes over the channel.
     """
 
     def __init__(
@@ -68,33 +74,61 @@ class PlanQueue:
         sequencer: PlanSequencer,
         reporter: Reporter,
         methods: Methods,
+        run: Callable[[Came], object],
         mailbox: MailboxClient | None = None,
     ) -> None:
         self._store = store
         self._methods = methods
         self._sequencer = sequencer
         self._reporter = reporter
+        self._run = run
         self._mailbox = mailbox
+        self._lock = threading.Lock()
+        self._results: set[Future[Any]] = set()  # those that are not settled
+        self._closed = ""
         self._waiting: SimpleQueue[Came | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
         self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
 
-    def received(self, message: Order, run: Callable[[Came], object]) -> None:
-        """A plan came over the channel; on its thread. ProtocolError: it is malformed.
-
-        `run` carries out this one, and all that will come; it raises nothing.
-        """
+    def received(self, message: Order) -> None:
+        """A plan came over the channel; on its thread. ProtocolError: it is malformed. RuntimeError: as of `start`."""
         came = Came(*decode_order(message.payload), message)
-        self.start(run)  # first, so that nothing is queued if no thread can be started
+        self.start()  # first, so that nothing is queued if no thread can be started
         self._put(came)
 
-    def start(self, run: Callable[[Came], object]) -> None:
-        """Starts the thread, if it has not been; ResourceLimitError: no more threads can be started."""
-        if self._thread is None:
-            self._thread = threads.start("raycollect-order", self._work, run)
+    def add(self, came: Came) -> Future[Any]:
+        """Runs a plan that an actor task has brought; returns its result. RuntimeError: as of `start`."""
+        self.start()
+        result = Future[Any]()
+        with self._lock:
+            self._results.add(result)
+            closed = self._closed
+        if closed:
+            self.settle(result, error=PlanAbortedError(detail=closed))
+        else:
+            self._put(came._replace(result=result))
+        return result
 
-    def _work(self, run: Callable[[Came], object]) -> None:
-        threads.repeat(partial(self._take, run))
+    def settle(self, result: Future[Any], value: Any = None, *, error: BaseException | None = None) -> None:
+        """Sets a result, once."""
+        with self._lock:
+            if result not in self._results:
+                return
+            self._results.discard(result)
+        if not result.set_running_or_notify_cancel():  # the coroutine that awaits it was cancelled
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def start(self) -> None:
+        """Starts the thread, if it has not been. RuntimeError, as `ResourceLimitError`: none can be started."""
+        if self._thread is None:
+            self._thread = threads.start("raycollect-order", self._work)
+
+    def _work(self) -> None:
+        threads.repeat(self._take)
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -113,8 +147,13 @@ class PlanQueue:
         self.reached(seq)
         self._sequencer.wait(seq)
 
-    def close(self) -> None:
-        """Ends the thread after what has come, which the sequencer has refused by now."""
+    def close(self, reason: str) -> None:
+        """Ends the thread after what has come, which the sequencer refuses by now; all results are that error."""
+        with self._lock:
+            self._closed = reason
+            left = list(self._results)
+        for result in left:
+            self.settle(result, error=PlanAbortedError(detail=reason))
         self._put(None)
         self._methods.wake()
 
@@ -159,7 +198,7 @@ class PlanQueue:
         if reason is not None:
             raise PlanAbortedError(detail=reason)
 
-    def _take(self, run: Callable[[Came], object]) -> bool:
+    def _take(self) -> bool:
         mailbox = self._mailbox
         if mailbox is None or not self._waiting.empty():
             came = self._waiting.get()
@@ -176,7 +215,7 @@ class PlanQueue:
                 raise
         ticket, sequencer = came.ticket, self._sequencer
         if sequencer.has_ended(ticket.predecessor):
-            run(came)
+            self._run(came)
         else:
             sequencer.after(ticket.seq, ticket.predecessor, partial(self._put, came))
         return True

@@ -13,12 +13,12 @@ from raycollect.errors import InternalError
 from tests.faults import thread_failures
 from tests.support.actors import Buffers
 
-TESTED = frozenset({"raycollect-fetch", "raycollect-kernel", "raycollect-plan"})
+TESTED = frozenset({"raycollect-fetch"})
 
 
 @ray.remote
 class Async(Buffers):
-    """Its methods may overlap, so that plans run in threads of their own."""
+    """Its methods may overlap, so that plans run in a thread of their own."""
 
     async def rest(self) -> None:
         """Makes it so."""
@@ -29,9 +29,9 @@ class Async(Buffers):
         return float(array.sum())
 
 
-@pytest.mark.parametrize(("inplace", "thread"), [(True, "raycollect-plan"), (False, "raycollect-kernel")])
-def test_unexpected_program_failure_is_raised_and_the_next_one_runs(actors: Any, inplace: bool, thread: str) -> None:
-    workers = actors(Async, 2)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_unexpected_program_failure_is_raised_and_the_next_one_runs(actors: Any, inplace: bool) -> None:
+    workers, thread = actors(Async, 2), "raycollect-order"
     group = col.declare_collective_group(workers)
     refs = [worker.get_buffer.remote() for worker in workers]
     ray.get(refs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ from raycollect.errors import (
 from raycollect.group import process_group
 from raycollect.member import lease, reporter
 from raycollect.member.lease import Lease
+from raycollect.member.plan_queue import Came
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.member.leases import WAIT_S, Backend, backend, join, leased, plan, premises
@@ -274,37 +274,43 @@ def test_plans_are_handed_over_where_methods_may_overlap(premises: Any, is_order
     made._groups.by_id = {
         str(at): cast(Any, SimpleNamespace(ordered=says, controller="me")) for at, says in enumerate(ordered)
     }
-    handed = list[Any]()
-    assert made.hand_over(plan(Ticket(1, 0)), lambda *call: handed.append(call)) == bool(handed)
-    assert bool(handed) != (is_ordered and all(ordered))
+    assert (made.hand_over(plan(Ticket(1, 0)), None) is None) == (is_ordered and all(ordered))
 
 
 def test_plans_for_which_no_thread_can_be_started_fail_and_those_after_them_go_on(
     monkeypatch: pytest.MonkeyPatch, premises: Any
 ) -> None:
-    """The pool would run them later, when the others have given up."""
     premises.methods.is_ordered = False
     made, heard = leased(premises)
-    ran = SimpleQueue[int]()
-    monkeypatch.setattr(made, "run_program", lambda payload, _: ran.put(decode_order(payload)[0].seq))
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        assert premises.hand_over(plan(Ticket(1, 0)))
-        with pytest.raises(ResourceLimitError):
-            premises.run_in_thread(plan(Ticket(3, 2)), b"task")
+        for ticket in (Ticket(1, 0), Ticket(3, 2)):
+            with pytest.raises(ResourceLimitError):
+                premises.hand_over(plan(ticket), None)
     told = [(one.seq, from_wire(one.error)) for one in heard.messages if isinstance(one, Done) and one.error]
     assert [seq for seq, _ in told] == [1, 3]
     assert [error.resource for _, error in told if isinstance(error, ResourceLimitError)] == ["threads"] * 2
     assert [made._sequencer.has_ended(seq) for seq in (1, 2, 3)] == [True, False, False], "each in its turn"
-    assert premises.hand_over(plan(Ticket(2, 1)))
-    assert ran.get(timeout=WAIT_S) == 2
-    made._sequencer.end(2)
+    assert premises.hand_over(plan(Ticket(2, 1)), None)
+    while heard.next(Done).seq != 2:
+        pass
     assert made._sequencer.has_ended(3)
-    assert ran.empty()
+
+
+def test_who_awaits_a_plan_hears_of_the_end_of_the_lease(premises: Any) -> None:
+    """A coroutine of an async actor does, whose plan waits for the one before it, which never comes."""
+    premises.methods.is_ordered = False
+    made, _ = leased(premises)
+    result = made.plan_queue.add(Came(*decode_order(plan(Ticket(2, 1)))))
+    made.end("the controller is gone")
+    for one in (result, made.plan_queue.add(Came(*decode_order(plan(Ticket(3, 2)))))):
+        with pytest.raises(PlanAbortedError) as caught:
+            one.result(WAIT_S)
+        assert caught.value.detail == "the controller is gone"
 
 
 @pytest.mark.parametrize("how", [Leave(group_id="id of g"), None], ids=["the group", "the lease"])

@@ -45,7 +45,7 @@ class Desk:
         assert slot is not None
         self.slot = slot
         client = MailboxClient(self.mailbox.segment, slot.at)
-        self.queue = PlanQueue(Store(), self.sequencer, reporter, Methods(), client)
+        self.queue = PlanQueue(Store(), self.sequencer, reporter, Methods(), self._run, client)
 
     def post(self, message: Order) -> None:
         """Sends a letter."""
@@ -53,7 +53,7 @@ class Desk:
         self.mailbox.wake_slots([self.slot])
 
     def received(self, message: Order) -> None:
-        self.queue.received(message, self._run)
+        self.queue.received(message)
 
     def _run(self, came: Came) -> None:
         assert self.sequencer.start(came.ticket.seq, came.ticket.predecessor) is None
@@ -61,7 +61,7 @@ class Desk:
         self.ran.put(came.ticket.seq)
 
     def close(self) -> None:
-        self.queue.close()
+        self.queue.close("the test is over")
         self.mailbox.close()
 
 
