@@ -25,7 +25,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from raycollect.core import shared_memory
@@ -146,6 +146,26 @@ class Letter:
     def has_ended(self) -> bool:
         """Whether the participant has said that all have ended the plan well."""
         return self._words[self._at] == self._ended
+
+
+class Letters:
+    """Those that brought one plan, and whose marks are waited for, with their `mailbox`."""
+
+    __slots__ = ("_all", "mailbox")
+
+    def __init__(self, mailbox: Mailbox, letters: Sequence[Letter]) -> None:
+        self.mailbox = mailbox
+        self._all = letters
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether one of the participants has said that all have ended the plan well."""
+        return any(letter.has_ended for letter in self._all)
+
+    def close(self) -> None:
+        """Nobody waits for their marks any more."""
+        for letter in self._all:
+            letter.is_closed = True
 
 
 class Mailbox:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from raycollect.channel.mailbox import Letter, Slot
+from raycollect.channel.mailbox import Letter, Letters, Slot
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
@@ -246,7 +246,9 @@ def _send_parts(
             tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
     if controller.mailbox is not None and slots:
         if is_awaited:
-            tracker.has_letters(controller.mailbox, letters)
+            tracker.letters = Letters(controller.mailbox, letters)
+            if tracker.is_known:  # it has failed meanwhile
+                tracker.letters.close()
         controller.mailbox.wake_slots(slots)
 
 

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel import Mailbox
-from raycollect.channel.mailbox import Letter
+from raycollect.channel.mailbox import Letters
 from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
@@ -72,6 +71,7 @@ class PlanTracker:
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
         made: (request, position) -> the ref of what the request makes there.
+        letters: Those that brought it, if a thread waits for their marks.
         place: Which of the step's runs it is, from 1.
         deadline: When its caller's time limit is over.
         overdue: Who had not ended it when that was over, and what they did; None: it was not.
@@ -85,9 +85,8 @@ class PlanTracker:
     error: RaycollectError | None = None
     is_known: bool = False
     is_committed: bool = False
-    _letters: Sequence[Letter] = ()
-    _mailbox: Mailbox | None = None
-    _waiting: frozenset[int] = frozenset()  # the threads that wait at the mailbox
+    letters: Letters | None = None
+    _waiting: frozenset[int] = frozenset()  # the threads that wait at its letters
     ring: Ring | None = None
     began_s: float = 0.0
     overdue: Overdue | None = None
@@ -130,30 +129,20 @@ class PlanTracker:
         self._watchers: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a finalizer may ask, or end it, in a thread that has it
 
-    def has_letters(self, mailbox: Mailbox, letters: Sequence[Letter]) -> None:
-        """Was brought by these letters, whose marks tell when all have ended it well; before they are read."""
-        self._mailbox, self._letters = mailbox, letters
-        if self.is_known:  # it has failed meanwhile
-            self._close_letters()
-
-    def _close_letters(self) -> None:
-        for letter in self._letters:
-            letter.is_closed = True
-
     # ------------------------------------------------------------------------------------------ queries
 
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
         if not self.is_known:
-            self._look()
+            self.look()
         return self.is_known
 
     @property
     def has_ended(self) -> bool:
         """True when no participant runs it any more."""
         if self._pending:
-            self._look()
+            self.look()
         return not self._pending
 
     @property
@@ -186,27 +175,20 @@ class PlanTracker:
         """Waits for the outcome, inside of `Deferred` where it has letters; False: it is not known in time."""
         if self.runs is not None:
             return self.runs.wait(self, timeout_s)
-        mailbox = self._mailbox
-        if mailbox is None:
+        letters = self.letters
+        if letters is None:
             return self.wait_for_word(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._waiting |= {threading.get_ident()}  # before it looks, so that it is woken
         while True:
-            seen = mailbox.seen()
+            seen = letters.mailbox.seen()
             if self.resolved:
                 return True
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            mailbox.wait(seen, left_s)  # or until a signal comes
+            letters.mailbox.wait(seen, left_s)  # or until a signal comes
             deliver()
-
-    def _look(self) -> None:
-        """Takes what participants have said in shared memory."""
-        if self.runs is not None:
-            self.look(self.runs)
-        elif any(letter.has_ended for letter in self._letters):
-            self._ended(range(len(self.plan.participants)), None, ())
 
     def wait_for_word(self, timeout_s: float | None) -> bool:
         """Waits for an outcome that somebody else finds out."""
@@ -215,11 +197,13 @@ class PlanTracker:
                 self._unresolved.release()
         return self.is_known
 
-    def look(self, runs: StepRuns) -> bool:
-        """Takes what participants have answered to a run; returns whether the outcome is known."""
-        doorbell = runs.doorbell
-        if not self.slots or doorbell is None:
-            return self.is_known
+    def look(self) -> None:
+        """Takes what participants have said in shared memory."""
+        if self.letters is not None and self.letters.have_ended:
+            self._ended(range(len(self.plan.participants)), None, ())
+        doorbell = None if self.runs is None else self.runs.doorbell
+        if doorbell is None or not self.slots:
+            return
         with Deferred():
             slots, ended, left = self.slots, [], {}
             for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
@@ -233,7 +217,6 @@ class PlanTracker:
             if ended:
                 self._ended(ended, None, ())
             self.slots = left
-            return self.is_known
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Calls back once the outcome is known: now, or later on the channel's thread."""
@@ -294,10 +277,7 @@ class PlanTracker:
 
     def lost(self, position: int, reason: str) -> Outgoing:
         """A participant's process is gone; what it has said before counts."""
-        if self.runs is not None:
-            self.runs.hear(self, position)
-        else:
-            self._look()
+        self.look()
         with self._lock:
             if position not in self._pending:
                 return []
@@ -393,9 +373,10 @@ class PlanTracker:
             self._let_go()
         if not known:
             self._unresolved.release()
-            self._close_letters()
-            if self._mailbox is not None and self._waiting - {threading.get_ident()}:
-                self._mailbox.wake()
+            if self.letters is not None:
+                self.letters.close()
+                if self._waiting - {threading.get_ident()}:
+                    self.letters.mailbox.wake()
             if self.ring is not None:
                 _record(self, self.ring)
             for call in watchers:

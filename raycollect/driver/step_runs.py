@@ -238,7 +238,7 @@ class StepRuns:
                     else:
                         doorbell.wait(left_s, tracker.number, tracker.slots.values())
                         deliver()
-                    tracker.look(self)
+                    tracker.look()
             finally:
                 self._waiting.discard(me)
 
@@ -246,14 +246,6 @@ class StepRuns:
         """Ends a run here and on all participants."""
         with Deferred():
             self.controller.send(tracker, tracker.fail(error))
-
-    def hear(self, tracker: PlanTracker, position: int) -> None:
-        """Takes what one participant, who is gone, has answered at the doorbell."""
-        slot = tracker.slots.get(position)
-        if self.doorbell is not None and slot is not None:
-            (payload,) = self.doorbell.answers(tracker.number, (slot,))
-            if payload is not None:
-                tracker.answered(position, payload)
 
     def locate(
         self,
