@@ -345,6 +345,9 @@ def main() -> None:
     running.add_argument("--count", type=int, default=600)
     running.add_argument("--seed", type=int, default=7)
     running.add_argument("--workers", type=int, default=2)
+    running.add_argument(
+        "--files", nargs="*", default=["raycollect/"], help="how the names of the files to draw from begin"
+    )
     running.add_argument("--again", type=Path, help="outcomes of an earlier run: the same mutants, if they still exist")
     given = parser.parse_args()
     if given.command == "serve":
@@ -358,6 +361,7 @@ def main() -> None:
         known = {replace(Mutant(**one), outcome="") for one in json.loads(given.again.read_text())}
         found = [one for one in found if one.mutant in known]
     else:
+        found = [one for one in found if one.mutant.file.startswith(tuple(given.files))]
         found = random.Random(given.seed).sample(found, min(given.count, len(found)))
     run(found, Tests(json.loads(given.map.read_text())), given.out, given.workers)
 
