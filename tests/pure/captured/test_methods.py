@@ -168,6 +168,7 @@ class Turning(CollectiveParticipant):
     """Tells whether the turn is held."""
 
     turn: threading.Lock
+    expected: Any = None
 
     def plain(self) -> bool:
         return self.turn.locked()
@@ -181,7 +182,11 @@ class Turning(CollectiveParticipant):
             yield self.turn.locked()
 
     def same(self, value: Any) -> Any:
-        return value
+        assert value is self.expected
+        return 3
+
+    async def later(self, value: Any) -> Any:
+        return self.same(value)
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def two(self) -> Iterator[Any]:
@@ -222,10 +227,14 @@ def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken
     assert not one.turn.locked()
 
 
-def test_a_method_gets_the_argument_of_its_caller(ordered: Any) -> None:
+@pytest.mark.parametrize("name", ["same", "later"])
+def test_a_method_gets_the_tensor_itself_for_a_ref_of_this_process(ordered: Any, name: str) -> None:
     one = Turning()
-    one.turn = ordered(True)
-    assert called_by_ray(one, "same", 3) == 3
+    one.turn, one.expected = ordered(True), full(1)
+    handle = this_participant().keep(task_key(bytes([1]) * 24, 1), pinned(one.expected))
+    for argument in (handle, one.expected):
+        found = called_by_ray(one, name, argument)
+        assert (asyncio.run(found) if name == "later" else found) == 3
 
 
 def test_items_of_a_generator_are_kept_under_the_refs_that_their_number_tells(ordered: Any) -> None:

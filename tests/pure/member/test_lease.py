@@ -13,10 +13,26 @@ import numpy as np
 import pytest
 
 from raycollect.channel import CompletionBell
-from raycollect.channel.messages import Abort, Done, Gone, Joined, Leave, Measure, Measured, Message, Order
+from raycollect.channel.messages import (
+    Abort,
+    Collect,
+    Collected,
+    Done,
+    Gone,
+    Joined,
+    Leave,
+    Look,
+    Measure,
+    Measured,
+    Message,
+    Order,
+    Record,
+    Seen,
+    Ticked,
+)
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import timers
-from raycollect.core.model import Launch
+from raycollect.core.model import Launch, task_key
 from raycollect.core.protocols import Joining
 from raycollect.engine.run import Outcome
 from raycollect.errors import (
@@ -422,6 +438,32 @@ def test_no_method_runs_beside_a_plan_where_they_come_one_by_one(
     assert seen == [ordered] * 2
 
 
+def test_outputs_of_an_actor_task_are_what_it_returns(premises: Any, backend: Backend) -> None:
+    backend.create = lambda joining: Scripted(lambda _: None)
+    one = group("g", (5, 6))
+    here, heard = leased(premises)
+    here.received(join(group_id=one.spec.group_id))
+    heard.next(Joined)
+    premises.store.put(key_of(0), contain(np.ones(3)))
+    program = flying(asked(one, (0, 1), inplace=False)).plan.program(0)
+    found = premises.run_task(encode_order(Ticket(1, 0), [key_of(0)], encode_program(program)), bytes(24))
+    assert found.key == task_key(bytes(24), 1)
+    assert heard.next(Done).error is None
+    here.end("the test is over")
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_controller_hears_whether_its_recording_begins(premises: Any, is_taken: bool) -> None:
+    here, heard = leased(premises)
+    if is_taken:
+        premises.runtime.tracer.begin("another")
+    here.received(Record(request=1, limit=10, metrics=False))
+    assert bool(heard.next(Ticked).refusal) == is_taken
+    here.received(Collect(request=2, ends=True))
+    assert bool(heard.next(Collected).payload) != is_taken
+    here.end("the test is over")
+
+
 def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
     came, go = threading.Event(), threading.Event()
 
@@ -435,6 +477,9 @@ def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
     for seq in (1, 2):
         here.received(Measure(request=seq, seq=seq))
         found.append(heard.next(Measured))
+    here.received(Look(request=7))
+    seen = heard.next(Seen)
+    assert (seen.request, list(seen.running), seen.ended) == (7, [1], 0)
     go.set()
     heard.next(Done)
     here._sequencer.wait(1)
