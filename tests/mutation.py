@@ -47,7 +47,7 @@ AREAS = ("planner", "engine", "pos", "channel", "group", "member", "driver")
 MAPPING = "RAYCOLLECT_MUTATION_MAP"  # the folder into which the test workers of `map` write
 
 MOST_S = 20.0  # the time that the tests of one mutant take unchanged, at most
-MOST_FILES = 8
+MOST_FILES = 20
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 LIMIT_S, LIMIT_TIMES = 60.0, 8.0  # a run has failed after this, and after so many times the time it takes unchanged
 

@@ -482,7 +482,6 @@ def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
     assert (seen.request, list(seen.running), seen.ended) == (7, [1], 0)
     go.set()
     heard.next(Done)
-    here._sequencer.wait(1)
     here.received(Measure(request=3, seq=1))
     found.append(heard.next(Measured))
     assert [(one.has_begun, one.has_ended) for one in found] == [(True, False), (False, False), (True, True)]
