@@ -10,9 +10,13 @@ or does not end in time. Functions that no test enters are counted on their own.
 
 The map is of the same state: a test that is gone since then would count as one that fails.
 
-`tests/mutants.json` has those that were left on 28 November 2026 of 600 of the state before the tests were cut: 482, of
-which 316 were killed, 105 survived, and 61 stood in functions that no pure test enters, and by then 333, 83 and 66. A
-later run ``--again`` of them may not kill a smaller share; mutants of code that has moved or changed are left out.
+`tests/mutants.json` has 515. 396 are left of 600 of the state before the tests were cut: at their last run, which was
+earlier, 281 were killed, 56 survived, and 59 stood in functions that no pure test enters. 119 are left of 120 that were
+drawn on 28 November 2026, with seed 28, from the 40 files of engine, group and member of which at most one was left.
+First 77 were killed, 28 survived, and 15 were not entered: by the most specific tests alone, with a map of those of
+captured, driver, engine, errors, group, member, observe and traced. With 23 that new tests kill, 2 that the shortest
+tests kill, and one less whose code is deleted, it is 102, 6 and 11. A later run ``--again`` may not kill a smaller
+share; mutants of code that has moved or changed are left out.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS = ("planner", "engine", "pos", "channel", "group", "member", "driver")
 MAPPING = "RAYCOLLECT_MUTATION_MAP"  # the folder into which the test workers of `map` write
 
-MOST_S = 20.0  # the time that the tests of one mutant take unchanged, at most
-MOST_FILES = 8
+MOST_S = 20.0  # the time that the most specific tests of a mutant take unchanged, at most
+MOST_FILES = 8  # that these are in
+SHORT_S = 10.0  # the time of the shortest ones among the others, at most
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 LIMIT_S, LIMIT_TIMES = 60.0, 8.0  # a run has failed after this, and after so many times the time it takes unchanged
 
@@ -207,7 +212,7 @@ def draw_map(out: Path) -> None:
 
 
 class Tests:
-    """Which tests to run for a function: of those that enter it the most specific ones, as many as time allows."""
+    """Which tests to run for a function: of those that enter it the most specific, and the shortest of the others."""
 
     def __init__(self, reach: dict[str, tuple[float, list[str]]]) -> None:
         self.took_s = {test: took_s for test, (took_s, _) in reach.items()}
@@ -231,6 +236,12 @@ class Tests:
                 left_s -= self.took_s[test]
                 files.add(file)
                 chosen.append(test)
+        left_s = SHORT_S
+        for test in sorted(entering.difference(chosen), key=lambda one: (self.took_s[one], one)):
+            left_s -= self.took_s[test]
+            if left_s < 0:
+                break
+            chosen.append(test)
         return chosen
 
 
@@ -345,6 +356,9 @@ def main() -> None:
     running.add_argument("--count", type=int, default=600)
     running.add_argument("--seed", type=int, default=7)
     running.add_argument("--workers", type=int, default=2)
+    running.add_argument(
+        "--files", nargs="*", default=["raycollect/"], help="how the names of the files to draw from begin"
+    )
     running.add_argument("--again", type=Path, help="outcomes of an earlier run: the same mutants, if they still exist")
     given = parser.parse_args()
     if given.command == "serve":
@@ -358,6 +372,7 @@ def main() -> None:
         known = {replace(Mutant(**one), outcome="") for one in json.loads(given.again.read_text())}
         found = [one for one in found if one.mutant in known]
     else:
+        found = [one for one in found if one.mutant.file.startswith(tuple(given.files))]
         found = random.Random(given.seed).sample(found, min(given.count, len(found)))
     run(found, Tests(json.loads(given.map.read_text())), given.out, given.workers)
 

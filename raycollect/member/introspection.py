@@ -63,10 +63,10 @@ def look_at_process() -> Seen:
 
 def measure(message: Measure, sequencer: PlanSequencer, bytes_done: BytesDone | None) -> Measured:
     """How far a plan, or a run, is; `bytes_done`: of one under way."""
+    is_running = message.seq in sequencer.running()  # first: it may end meanwhile
     has_ended = sequencer.has_ended(message.seq)
-    has_begun = has_ended or bytes_done is not None or message.seq in sequencer.running()
     progress = (bytes_done or NOWHERE)._asdict()
-    return Measured(request=message.request, has_begun=has_begun, has_ended=has_ended, **progress)
+    return Measured(request=message.request, has_begun=is_running or has_ended, has_ended=has_ended, **progress)
 
 
 def survey(message: Survey, store: Store) -> Surveyed:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import ray
 
 from raycollect.channel.messages import Abort, Arrivals, Done, Forget, Ran, Run
-from raycollect.core.model import TENSOR, Address, Key
+from raycollect.core.model import TENSOR, Address, Key, task_key
 from raycollect.engine.step_program import CAPTURES
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import (
@@ -29,6 +31,7 @@ from raycollect.member import mixin
 from raycollect.member.lease import Lease
 from raycollect.member.methods import Methods
 from raycollect.member.mixin import CollectiveParticipant, by_value
+from raycollect.member.participant import this_participant
 from raycollect.observe import Tracer
 from raycollect.observe.trace import WAIT
 from raycollect.pos.handle import Handle
@@ -165,6 +168,7 @@ class Turning(CollectiveParticipant):
     """Tells whether the turn is held."""
 
     turn: threading.Lock
+    expected: Any = None
 
     def plain(self) -> bool:
         return self.turn.locked()
@@ -176,6 +180,21 @@ class Turning(CollectiveParticipant):
     def items(self, count: int) -> Iterator[bool]:
         for _ in range(count):
             yield self.turn.locked()
+
+    def same(self, value: Any) -> Any:
+        assert value is self.expected
+        return 3
+
+    async def later(self, value: Any) -> Any:
+        return self.same(value)
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    def two(self) -> Iterator[Any]:
+        yield full(1)
+        yield full(2)
+
+    def some(self) -> Iterator[Any]:
+        yield full(1)
 
 
 def called_by_ray(one: Turning, name: str, *args: Any) -> Any:
@@ -206,6 +225,27 @@ def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken
         assert one.turn.locked() or at == 3
     items.close()
     assert not one.turn.locked()
+
+
+@pytest.mark.parametrize("name", ["same", "later"])
+def test_a_method_gets_the_tensor_itself_for_a_ref_of_this_process(ordered: Any, name: str) -> None:
+    one = Turning()
+    one.turn, one.expected = ordered(True), full(1)
+    handle = this_participant().keep(task_key(bytes([1]) * 24, 1), pinned(one.expected))
+    for argument in (handle, one.expected):
+        found = called_by_ray(one, name, argument)
+        assert (asyncio.run(found) if name == "later" else found) == 3
+
+
+def test_items_of_a_generator_are_kept_under_the_refs_that_their_number_tells(ordered: Any) -> None:
+    """Where only the caller knows how many refs there are, they go by value."""
+    one = Turning()
+    one.turn = ordered(True)
+    assert len(list(called_by_ray(one, "two"))) == 2
+    store = this_participant().store
+    for index in (1, 2):
+        np.testing.assert_array_equal(store.look(task_key(bytes(24), index)).value, full(index))
+    assert [type(item) for item in called_by_ray(one, "some")] == [np.ndarray]
 
 
 def test_a_plan_that_waits_for_a_method_has_that_in_its_timeline() -> None:

@@ -16,10 +16,11 @@ import pytest
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import AliasError
 from raycollect.planner import Request
-from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, MakeFleet
 from tests.pure.meaning import ROOTED
 from tests.pure.teams import Team, pinned
+from tests.support.values import replace
 
 torch = pytest.importorskip("torch")
 
@@ -331,6 +332,23 @@ def test_calls_of_a_batch_that_meet_in_memory_keep_their_order(seed: int, mix: s
     outcomes = convoy.run(requests, convoy.memberships * len(requests))
     assert {outcome.error for outcome in outcomes.values()} == {None}
     np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_call_that_reads_what_a_fused_one_writes_keeps_its_place(at: int, convoy: Convoy) -> None:
+    """Two sums could run as one kernel, before or after the product between them, if they met it in no memory."""
+    ranks = range(convoy.count)
+    values = [[np.full(3, rank + 2.0) for rank in ranks] for _ in range(3)]
+    values[1][0] = values[at][0]  # under two keys
+    first, middle, last = allreduces(convoy, values)
+    middle = replace(middle, op=ReduceOp.PRODUCT, inplace=False)
+    given = [value.copy() for value in values[1]]
+    if at == 0:
+        given[0] = sum(values[0])
+    outcomes = convoy.run([first, middle, last], convoy.memberships * 3)
+    for rank in ranks:
+        assert outcomes[rank].error is None
+        np.testing.assert_array_equal(outcomes[rank].outputs[0].value, np.prod(given, axis=0))
 
 
 def _request(kind: OpKind, convoy: Convoy, keys: Sequence[Any]) -> Request:

@@ -25,6 +25,7 @@ from raycollect.errors import (
 from raycollect.planner import Made, Request, plan
 from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy
+from tests.support.values import replace
 
 SIZE = 6
 
@@ -239,6 +240,27 @@ def test_a_read_only_operand_and_a_staging_that_holds_no_element_are_refused() -
             assert found == [(0, 0, "staging_nbytes"), (0, 1, "staging_nbytes")]
         outcomes = convoy.run(allreduces(convoy, values), convoy.memberships * 2, staging=8)
         assert all(outcome.error is None for outcome in outcomes.values())
+
+
+def test_what_a_send_has_made_can_be_sent_on() -> None:
+    """Only the end of one round tells what the next send gives."""
+    with convoy_of([[0, 1]]) as convoy:
+        spec, value = convoy.memberships[0].spec, np.arange(3.0)
+        there = Request(
+            kind=OpKind.SEND,
+            group=spec,
+            operands=((0, convoy.keep(0, value), None), (1, None, None)),
+            root=0,
+            peer=1,
+            timeout_s=WAIT_S,
+        )
+        back = replace(there, operands=((0, None, None), (1, Made(0), None)), root=1, peer=0)
+        again = replace(there, operands=((0, Made(1), None), (1, None, None)))
+        outcomes = convoy.run([there, back, again], convoy.memberships * 3)
+        assert [outcomes[one].error for one in (0, 1)] == [None] * 2
+        for output in (*outcomes[0].outputs, *outcomes[1].outputs):
+            np.testing.assert_array_equal(output.value, value)
+        assert [len(outcomes[one].outputs) for one in (0, 1)] == [1, 2]
 
 
 def test_staging_that_can_not_be_had_between_two_rounds_is_told_in_the_last_one() -> None:

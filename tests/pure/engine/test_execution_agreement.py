@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.core.model import Key, OpKind
+from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.engine.run import Outcome
 from raycollect.errors import (
     AllocationError,
@@ -18,6 +19,7 @@ from raycollect.errors import (
 )
 from raycollect.pos import Container
 from tests.pure.fleet import WAIT_S, HoldAt, MakeFleet, numbers
+from tests.pure.local_world import LocalCommunicator
 
 # ---------------------------------------------------------------------------------------------- refused
 
@@ -39,6 +41,27 @@ def test_an_output_that_cannot_be_made_is_refused_on_all(fleet: MakeFleet, monke
             assert type(outcome.error) is AllocationError
             assert {v.rank for v in outcome.error.violations} == {1}, "only the destination had to make one"
     one.works_on()
+
+
+class Offered(LocalCommunicator):
+    """Notes the kernels that it may prepare before the agreement."""
+
+    kernels: Sequence[Kernel | None] = ()
+
+    def agree(self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, *more: Any) -> Sequence[bytes]:
+        self.kernels = [*self.kernels, kernel]
+        return super().agree(launch, arrival, kernel, *more)
+
+
+def test_a_backend_may_prepare_a_kernel_only_if_the_ranks_own_tensors_fit(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    offered = Offered(one.communicators[0]._world, 0)  # type: ignore[attr-defined]
+    one.communicators[0] = offered
+    for size, dtype, fits in ((3, "float64", True), (4, "float64", False), (3, "float32", False)):
+        gives = one.keep_all([np.ones(3) for _ in range(2)])
+        takes = one.keep_all([[np.zeros(size, dtype) for _ in range(2)] for _ in range(2)])
+        assert [outcome.error is None for outcome in one.run(OpKind.ALLGATHER, gives, takes)] == [fits] * 2
+        assert (offered.kernels[-1] is not None) == fits
 
 
 # ---------------------------------------------------------------------------------------------- waiting

@@ -16,8 +16,10 @@ from raycollect.core.protocols import NoFaults
 from raycollect.engine.agreement import Arrival, Spec, alone, encode_arrival
 from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
+    FaultError,
     InternalError,
     KernelError,
+    PlanAbortedError,
     StoreFullError,
     TensorDirtyError,
 )
@@ -128,6 +130,22 @@ def test_a_launch_is_always_closed_once(point: str | None, error: BaseException,
     assert counted.calls[-1] == f"end {point is None}"
     assert sum(call.startswith("end") for call in counted.calls) == 1
     one.communicators[0] = counted._inner
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        (KernelError(detail="ours"), 1),
+        (KernelError(detail="theirs", rank=0), 0),
+        (PlanAbortedError(detail="theirs"), -1),
+    ],
+)
+def test_only_a_kernel_that_failed_here_names_this_rank(error: FaultError, rank: int, fleet: MakeFleet) -> None:
+    one = fleet(2)
+    one.faults = FailAt(point="before_kernel", rank=1, error=lambda: error)
+    found = one.run(OpKind.ALLREDUCE, one.keep_all(numbers(0, 2)))[1].error
+    assert isinstance(found, type(error))
+    assert (found.op, found.group_name, found.rank) == ("allreduce", one.spec.group_id, rank)
 
 
 def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) -> None:

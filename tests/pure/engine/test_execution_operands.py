@@ -97,5 +97,5 @@ def test_memory_of_programs_is_bounded(fleet: MakeFleet) -> None:
     key = one.keep(0, np.ones(2))
     for timeout_s in range(1, 40):
         one.must(OpKind.ALLREDUCE, [key], timeout_s=float(timeout_s))
-    found = one.stores[0].look(key)
-    assert 1 <= len(found.memo) <= 8  # type: ignore[union-attr]
+        found = one.stores[0].look(key)
+        assert 1 <= len(found.memo) <= 8  # type: ignore[union-attr]

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Faults
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.run import Run
-from raycollect.errors import GroupBrokenError
+from raycollect.errors import GroupBrokenError, KernelError
 from raycollect.observe import Recorder
 from raycollect.planner import Membership, Request, plan
 from raycollect.pos import Store
-from tests.pure.fleet import contain
+from tests.pure.fleet import FailAt, contain
 from tests.support.values import replace
 
 TIMEOUT_S = 3.0
@@ -27,6 +28,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.story: list[tuple[Any, ...]] = []
+        self.owed: list[Any] = []  # the dtypes of the kernels that were agreed on and have not run
 
     def agree(self, launch: Launch, arrival: bytes, *others: Any) -> Sequence[bytes]:
         self.story.append(("agree", launch.seq, launch.timeout_s, arrival))
@@ -37,6 +39,7 @@ class Noted:
 
     def end(self, launch: Launch, ok: bool, owed: Any = ()) -> tuple[int, ...]:
         self.story.append(("end", launch.seq, ok))
+        self.owed = [kernel.src.dtype for kernel in owed]
         return launch.ranks if ok else ()
 
     def abort(self, seq: int) -> None:
@@ -55,14 +58,16 @@ def _program(groups: int, **arguments: Any) -> Any:
     return plan(requests, memberships).program(0)
 
 
-def _run(program: Any, exchange: Any = None) -> tuple[Run, dict[str, Noted]]:
+def _run(
+    program: Any, exchange: Any = None, value: Any = None, faults: Faults | None = None
+) -> tuple[Run, dict[str, Noted]]:
     communicators: dict[str, Noted] = {}
 
     def find(group_id: str) -> Communicator:
         return communicators.setdefault(group_id, Noted())  # type: ignore[return-value]
 
-    instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic)
-    operands = [contain(np.ones(1)) for _ in range(program.keys)]
+    instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic, faults=faults)
+    operands = [contain(np.ones(1) if value is None else value) for _ in range(program.keys)]
     keys = [b""] * program.keys
     return Run(program, 50, find, instruments, operands=operands, keys=keys, exchange=exchange), communicators
 
@@ -99,6 +104,17 @@ def test_an_abort_reaches_a_commit_and_what_comes_after_it() -> None:
     before = list(story)
     run.abort()
     assert story == before, "nothing is open any more"
+
+
+@pytest.mark.parametrize(
+    ("point", "nth", "owed"),
+    [("before_kernel", 1, ["f8", "i8"]), ("after_kernel", 1, ["i8"]), ("after_kernel", 2, []), ("before_check", 1, [])],
+)
+def test_who_fails_owes_the_kernels_that_all_expect_of_it(point: str, nth: int, owed: list[str]) -> None:
+    value = [np.ones(1), np.ones(1, np.int64)]  # of two dtypes: one kernel each, in one launch
+    run, communicators = _run(_program(1), value=value, faults=FailAt(point=point, rank=0, nth=nth))
+    assert isinstance(run.run().error, KernelError)
+    assert communicators["g0"].owed == owed
 
 
 def test_a_check_that_nobody_keeps_is_said_at_once() -> None:

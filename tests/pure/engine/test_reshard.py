@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.tcp.link import Link
-from raycollect.core.protocols import NoFaults
+from raycollect.core.model import Launch
+from raycollect.core.protocols import Communicator, NoFaults
 from raycollect.engine.reshard_operands import ReshardBuffers
-from raycollect.errors import AliasError, LayoutError, ReadOnlyError
+from raycollect.errors import AliasError, CollectiveTimeoutError, LayoutError, ReadOnlyError
 from raycollect.planner import Reshard, plan
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
 from raycollect.planner.sizes import least_between
 from raycollect.pos import tensors
-from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.engine.reshard_runs import must, run
 from tests.pure.fleet import FailAt, contain
 from tests.pure.resharding import (
@@ -239,6 +240,38 @@ def test_what_is_written_in_part_stays_dirty() -> None:
         must(run(convoy, reshard, {0: np.ones(2, np.float32)}, {0: target}))
         assert convoy.stores[0].statistics().dirty == 1
     np.testing.assert_array_equal(target, [0, 1, 1])
+
+
+class Deserted:
+    """A communicator whose other ranks come to the agreement alone, and to no later launch."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def agree(self, launch: Launch, arrival: bytes, *more: Any) -> Any:
+        if not arrival:
+            raise CollectiveTimeoutError(missing=(1,))
+        return self._inner.agree(launch, arrival, *more)
+
+
+def test_a_target_with_copies_of_ones_own_is_dirty_if_the_rest_never_comes() -> None:
+    with convoy_of([[0, 1], [0, 1]]) as convoy:
+        for group_id, inner in list(convoy.communicators[0].items()):
+            convoy.communicators[0][group_id] = Deserted(inner)  # type: ignore[assignment]
+        spec = convoy.memberships[1].spec
+        cut, other = layout([4, 4], mesh={"r": 2}, spec=("r",)), layout([4, 4], mesh={"r": 2}, spec=(None, "r"))
+        asked = request_of(bound({"": cut}, {"": other}, (0, 1), (0, 1)), spec)
+        given = [np.ones((2, 4), np.float32) for _ in range(2)]
+        taken = [np.zeros((4, 2), np.float32) for _ in range(2)]
+        operands = tuple((rank, convoy.keep(rank, given[rank]), convoy.keep(rank, taken[rank])) for rank in range(2))
+        summed = allreduces(convoy, [[np.ones(1), np.ones(1)]])
+        outcomes = convoy.run([*summed, replace(asked, operands=operands)], convoy.memberships)
+        assert isinstance(outcomes[0].error, CollectiveTimeoutError)
+        assert taken[0].any()
+        assert convoy.stores[0].is_dirty([(taken[0].ctypes.data, taken[0].ctypes.data + taken[0].nbytes)])
 
 
 def test_tensors_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,16 @@ def test_other_operands_behind_the_same_first_one_are_other_memory(fleet: Fleet)
                 np.testing.assert_array_equal(rows, values)
 
 
+def test_pieces_of_a_fresh_tensor_are_not_taken_for_the_whole(fleet: Fleet):
+    for seed in range(3):
+        values = fresh(seed, (WORLD, 2))
+        expected = [np.stack([value[rank] for value in values]) for rank in range(WORLD)]
+        keys = fleet.keep_all(values)
+        ran(fleet.run(OpKind.ALLTOALL, keys, keys))
+        for value, right in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(value, right)
+
+
 def test_two_calls_on_one_fresh_tensor_are_both_repeated():
     with convoy_of(2) as convoy:
         for seed in range(3):

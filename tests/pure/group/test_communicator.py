@@ -193,6 +193,15 @@ def _all_call(here: Table) -> list[int]:
     return [call.seq for call in calls]
 
 
+def test_a_rank_that_the_others_never_join_says_who_is_missing_and_how_long_it_waited(
+    table: Callable[..., Table],
+) -> None:
+    here = table()
+    error = error_of(here.start(Call(here.process_groups[0], timeout_s=0.1)))
+    assert isinstance(error, CollectiveTimeoutError)
+    assert (error.missing, error.timeout_s) == ((1, 2), 0.1)
+
+
 @pytest.mark.parametrize("kind", [Plain, Seeing])
 def test_ranks_out_of_step_meet_and_go_on(table: Callable[..., Table], kind: type[Plain]) -> None:
     """Where the backend can, with what they have, above all numbers that a rank has seen; else with new ones."""

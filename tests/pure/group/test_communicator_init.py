@@ -13,7 +13,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.channel.messages import Gone, Meet, Message, Met, Withdraw
-from raycollect.core.model import GroupSpec
+from raycollect.core.model import GroupSpec, Launch
 from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -22,9 +22,11 @@ from raycollect.errors import (
     InternalError,
     KernelError,
     ParticipantDiedError,
+    PlanAbortedError,
     RaycollectError,
 )
 from raycollect.group import communicator_init
+from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator_client import CoordinatorClient
 from raycollect.group.group_member import GroupMember
 from tests.pure.group.tables import WORLD, Call, Seeing, Table, assert_set, error_of
@@ -195,3 +197,12 @@ def test_a_death_that_follows_the_end_of_a_meeting_does_not_change_how_it_ends()
         client.stop(ParticipantDiedError(rank=1, detail="as it was late"))
     assert isinstance(found.result(WAIT_S), CollectiveTimeoutError)
     thread.join()
+
+
+def test_a_wait_for_the_controllers_answer_ends_with_an_abort_or_in_time() -> None:
+    aborted = ChannelExchange("", 0, lambda message: aborted.abort(message.seq))
+    with pytest.raises(PlanAbortedError):
+        aborted(Launch(seq=7, ranks=(0, 1), timeout_s=WAIT_S), b"")
+    silent = ChannelExchange("", 0, lambda message: None)
+    with pytest.raises(CollectiveTimeoutError):
+        silent(Launch(seq=7, ranks=(0, 1), timeout_s=0.01), b"")

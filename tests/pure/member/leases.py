@@ -32,8 +32,8 @@ class Heard:
 
     peer = "the controller"
 
-    def __init__(self, controller: str = "me") -> None:
-        self.hello = {"controller": controller, "description": "a test"}
+    def __init__(self, controller: str = "me", **more: Any) -> None:
+        self.hello = {"controller": controller, "description": "a test", **more}
         self.messages: list[Message] = []
         self._came: SimpleQueue[Message] = SimpleQueue()
 
@@ -56,8 +56,8 @@ def join(**changes: Any) -> Join:
     return Join(request=1, group=group, **{name: changes.get(name, value) for name, value in fields.items()})
 
 
-def leased(premises: Participant, controller: str = "me") -> tuple[Lease, Heard]:
-    heard = Heard(controller)
+def leased(premises: Participant, controller: str = "me", **hello: Any) -> tuple[Lease, Heard]:
+    heard = Heard(controller, **hello)
     premises.opened(cast(Any, heard))
     heard.next(Welcome)
     heard.messages.clear()

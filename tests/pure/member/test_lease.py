@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgpack
+import numpy as np
 import pytest
 
-from raycollect.channel.messages import Done, Gone, Joined, Leave, Message
+from raycollect.channel import Mailbox
+from raycollect.channel.mailbox import IN_ORDER
+from raycollect.channel.messages import (
+    Abort,
+    Collect,
+    Collected,
+    Done,
+    Gone,
+    Joined,
+    Leave,
+    Look,
+    Measure,
+    Measured,
+    Message,
+    Order,
+    Record,
+    Seen,
+    Ticked,
+)
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import timers
+from raycollect.core.model import Launch, task_key
 from raycollect.core.protocols import Joining
 from raycollect.engine.run import Outcome
 from raycollect.errors import (
+    CollectiveTimeoutError,
     GroupBrokenError,
     GroupExistsError,
     MismatchError,
@@ -33,7 +55,8 @@ from raycollect.member.lease import Lease
 from raycollect.member.plan_queue import Came
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
-from tests.pure.member.leases import WAIT_S, Backend, backend, join, leased, plan, premises
+from tests.pure.fleet import contain
+from tests.pure.member.leases import WAIT_S, Backend, Heard, backend, join, leased, plan, premises
 from tests.pure.participants import participant
 from tests.pure.thread_faults import apart
 from tests.support.values import named_member
@@ -354,6 +377,151 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(backend: B
     assert "a value of rank 1 is lost" in str(from_wire(joined.error or {}))
     assert closed
     here.end("the test is over")
+
+
+def test_a_member_whose_backend_can_not_connect_has_not_joined(backend: Backend, premises: Any) -> None:
+    def create(joining: Joining) -> Any:
+        raise CollectiveTimeoutError(missing=(1,))
+
+    backend.create = create
+    here, heard = leased(premises)
+    here.received(join())
+    error = from_wire(heard.next(Joined).error or {})
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == (1,)
+    here.end("the test is over")
+
+
+class Scripted:
+    """A communicator whose ranks are all here; `at` is called in the agreement and in each launch."""
+
+    def __init__(self, at: Callable[[str], None]) -> None:
+        self._at = at
+
+    def agree(self, launch: Launch, arrival: bytes, *_: Any) -> Sequence[bytes]:
+        self._at("agreement")
+        return [arrival] * len(launch.ranks)
+
+    def launch(self, *_: Any) -> None:
+        self._at("launch")
+
+    def end(self, launch: Launch, ok: bool, *_: Any) -> tuple[int, ...]:
+        return launch.ranks if ok else ()
+
+    def abort(self, seq: int) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+@pytest.fixture
+def ordering(backend: Backend, premises: Any) -> Iterator[Callable[..., tuple[Lease, Heard]]]:
+    """Gives a member of a group of two, and orders a plan of it, which calls `at`; the changes are of the join."""
+    made = list[Lease]()
+
+    def order(
+        at: Callable[[str], None], *, in_order: bool = True, hello: Any = None, send: Any = None, **changes: Any
+    ) -> Any:
+        backend.create = lambda joining: Scripted(at)
+        here, heard = leased(premises, **(hello or {}))
+        made.append(here)
+        here.received(join(group_id=group("g", (5, 6)).spec.group_id, **changes))
+        heard.next(Joined)
+        premises.store.put(key_of(0), contain(np.ones(3)))
+        if send is None:
+            here.received(Order(payload=plan(Ticket(1, 0)), in_order=in_order, after=b""))
+        else:
+            send(plan(Ticket(1, 0)))
+        return here, heard
+
+    yield order
+    for here in made:
+        here.end("the test is over")
+
+
+@pytest.mark.parametrize(("in_order", "ordered"), [(True, True), (False, True), (False, False)])
+def test_no_method_runs_beside_a_plan_where_they_come_one_by_one(
+    ordering: Any, premises: Any, in_order: bool, ordered: bool
+) -> None:
+    seen = list[bool]()
+    members = [named_member("W", ordered=ordered)] * 2
+    _, heard = ordering(lambda _: seen.append(premises.methods.lock.locked()), in_order=in_order, members=members)
+    assert heard.next(Done).error is None
+    assert seen == [ordered] * 2
+
+
+def test_outputs_of_an_actor_task_are_what_it_returns(premises: Any, backend: Backend) -> None:
+    backend.create = lambda joining: Scripted(lambda _: None)
+    one = group("g", (5, 6))
+    here, heard = leased(premises)
+    here.received(join(group_id=one.spec.group_id))
+    heard.next(Joined)
+    premises.store.put(key_of(0), contain(np.ones(3)))
+    program = flying(asked(one, (0, 1), inplace=False)).plan.program(0)
+    found = premises.run_task(encode_order(Ticket(1, 0), [key_of(0)], encode_program(program)), bytes(24))
+    assert found.key == task_key(bytes(24), 1)
+    assert heard.next(Done).error is None
+    here.end("the test is over")
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_controller_hears_whether_its_recording_begins(premises: Any, is_taken: bool) -> None:
+    here, heard = leased(premises)
+    if is_taken:
+        premises.runtime.tracer.begin("another")
+    here.received(Record(request=1, limit=10, metrics=False))
+    assert bool(heard.next(Ticked).refusal) == is_taken
+    here.received(Collect(request=2, ends=True))
+    assert bool(heard.next(Collected).payload) != is_taken
+    here.end("the test is over")
+
+
+def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
+    came, go = threading.Event(), threading.Event()
+
+    def at(_: str) -> None:
+        came.set()
+        assert go.wait(WAIT_S)
+
+    here, heard = ordering(at)
+    assert came.wait(WAIT_S)
+    found = []
+    for seq in (1, 2):
+        here.received(Measure(request=seq, seq=seq))
+        found.append(heard.next(Measured))
+    here.received(Look(request=7))
+    seen = heard.next(Seen)
+    assert (seen.request, list(seen.running), seen.ended) == (7, [1], 0)
+    go.set()
+    heard.next(Done)
+    here.received(Measure(request=3, seq=1))
+    found.append(heard.next(Measured))
+    assert [(one.has_begun, one.has_ended) for one in found] == [(True, False), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(ordering: Any, aborted: bool) -> None:
+    """Who has aborted waits for the answer of each."""
+    lent, mailbox, letters = SimpleQueue[Lease](), Mailbox(), list[Any]()
+    slot = mailbox.take_slot()
+    assert slot is not None
+
+    def send(payload: bytes) -> None:
+        letters.append(slot.write(b"", payload, IN_ORDER, answers=True))
+        mailbox.wake_slots([slot])
+
+    def at(what: str) -> None:
+        if what == "launch" and aborted:
+            lent.get(timeout=WAIT_S).received(Abort(seq=1, reason="cancelled"))
+
+    here, heard = ordering(at, hello={"mailbox": (mailbox.segment, slot.at)}, send=send)
+    lent.put(here)
+    if aborted:
+        assert heard.next(Done).error is None
+    assert wait_until(lambda: letters[0].has_ended != aborted)
+    assert aborted == any(isinstance(one, Done) for one in heard.messages)
+    mailbox.close()
 
 
 def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(

@@ -31,6 +31,18 @@ from tests.pure.watched import WatchedCondition
 __all__ = ["backend", "premises"]  # fixtures
 
 
+class Waited(Methods):
+    """Tells that somebody waits for the end of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    def wait_for(self, *args: Any) -> bool:
+        self.is_awaited.set()
+        return super().wait_for(*args)
+
+
 class Desk:
     """A plan queue, both ways to it, and what it carries out."""
 
@@ -45,7 +57,8 @@ class Desk:
         assert slot is not None
         self.slot = slot
         client = MailboxClient(self.mailbox.segment, slot.at)
-        self.queue = PlanQueue(Store(), self.sequencer, reporter, Methods(), self._run, client)
+        self.methods = Waited()
+        self.queue = PlanQueue(Store(), self.sequencer, reporter, self.methods, self._run, client)
 
     def post(self, message: Order) -> None:
         """Sends a letter."""
@@ -150,6 +163,28 @@ def test_a_run_behind_an_unknown_call_waits_for_the_actor_task_and_asks_nobody(d
         desk.queue.pass_fence(seq)
         waits.result(WAIT_S)
     assert desk.told.empty()
+
+
+def test_a_plan_behind_a_method_that_runs_asks_nobody_whether_it_is_over(desk: Desk) -> None:
+    with desk.methods.lock:
+        waits = threads.apart(desk.queue.wait_for_call, b"task", 3)
+        assert desk.methods.is_awaited.wait(WAIT_S)
+        desk.methods.note(b"task", is_over=True)
+        waits.result(WAIT_S)
+    assert desk.told.empty()
+
+
+def test_the_end_of_a_call_wakes_who_waits_for_it() -> None:
+    made, looks = Methods(), threading.Event()
+
+    def is_over() -> bool:
+        looks.set()
+        return bool(made.is_over(b"task"))
+
+    waits = threads.apart(made.wait_for, is_over, None)
+    assert looks.wait(WAIT_S)
+    made.note(b"task", is_over=True)
+    assert waits.result(WAIT_S)
 
 
 def test_threads_that_note_the_ends_of_calls_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
