@@ -100,7 +100,7 @@ def test_survives_pickle_and_the_wire_with_fields_and_message(cls: type[Raycolle
     assert len(str(error)) > 5
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         pickled = pickle.dumps(error, protocol)
-        assert b"raycollect.errors._" not in pickled.replace(b"raycollect.errors._rebuild", b""), "a private module"
+        assert b"raycollect.errors._" not in pickled, "a private module"
         _assert_same(pickle.loads(pickled), error)
     _assert_same(copy.deepcopy(error), error)
     _assert_same(from_wire(msgpack.unpackb(msgpack.packb(to_wire(error)))), error)
