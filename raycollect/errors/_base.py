@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -14,25 +15,28 @@ class RaycollectError(RuntimeError):
     """Base of all errors of this package; a RuntimeError, as what `ray.util.collective` raises."""
 
     cure: ClassVar[str] = ""  # what to do about it; empty where only the detail can tell
+    _message: ClassVar[str] = ""  # formatted with `self`; if empty, the message is `detail` or the summary
 
     def __str__(self) -> str:
         text, advice = self._text(), self._advice()
         return f"{text}\nWhat to do: {advice}." if advice else text
 
     def _text(self) -> str:
-        return getattr(self, "detail", "") or summary(type(self))
+        return self._message.format(self=self) or getattr(self, "detail", "") or summary(type(self))
 
     def _advice(self) -> str:
         return self.cure
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return copyreg.__newobj__, (type(self),), values  # type: ignore[attr-defined] # since Python 2.3; see PEP 307
 
 
 def kept(error: _Error) -> _Error:
-    """An error prepared for keeping: without tracebacks, whose frames would keep all their objects alive.
+    """Prepares an error for keeping.
 
-    It also loses its `__context__`, which may be the user's.
+    The error loses its tracebacks, whose frames keep all their objects alive, and its `__context__`, which may belong
+    to the user.
     """
     one: BaseException | None = error
     while one is not None:
@@ -42,21 +46,17 @@ def kept(error: _Error) -> _Error:
 
 
 def anew(error: _Error) -> _Error:
-    """A copy of a kept error, to be raised: the frames that a traceback adds may hold the keeper."""
+    """Copies a kept error, to be raised. Frames that a traceback adds to the kept error itself may hold its keeper."""
     found = copy.copy(error)
     found.__cause__ = error.__cause__
     return found
 
 
 def summary(cls: type) -> str:
-    """The default text of an error: the first line of its class's docstring."""
+    """Returns the default text of an error: the first line of its class's docstring."""
     return (cls.__doc__ or cls.__name__).split("\n", 1)[0].rstrip(".")
 
 
 def culprit(rank: int, actor: str) -> str:
-    """Who is at fault, behind what is: ``", rank 1 (Trainer 7f3a)"``; empty for nobody."""
+    """Returns the rank and actor at fault as a suffix, ``", rank 1 (Trainer 7f3a)"``; empty if neither is known."""
     return (f", rank {rank}" if rank >= 0 else "") + (f" ({actor})" if actor else "")
-
-
-def _rebuild(cls: type[RaycollectError], values: dict[str, Any]) -> RaycollectError:
-    return cls(**values)

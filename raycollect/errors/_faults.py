@@ -1,16 +1,16 @@
-"""Errors that occur while a plan is in flight."""
+"""Errors that occur while a plan is in flight, and errors of versions of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from raycollect.errors._base import RaycollectError, culprit
-from raycollect.errors.text import listed
+from raycollect.errors.text import MOST_LISTED, listed
 
 COULD_NOT_LOOK = "could not look: "
-"""Begins what a process reports about itself where looking failed; the cause follows."""
+"""The prefix of a process's report about itself if looking failed; the cause follows."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -20,10 +20,10 @@ class FaultError(RaycollectError):
     Attributes:
         op: The operation.
         group_name: The group.
-        rank: The rank at fault; -1 where there is none.
+        rank: The rank at fault; -1 if there is none.
         actor: The actor of that rank.
         detail: What happened.
-        story: The last events of the participant that reported it, oldest first.
+        story: The last events of the participant that reported the error, oldest first.
     """
 
     op: str = ""
@@ -40,8 +40,7 @@ class FaultError(RaycollectError):
             where += f" on group {self.group_name!r}"
         text = f"{where}{culprit(self.rank, self.actor)}: {super()._text()}"
         if self.story and self._tells_story:
-            text += "\nWhat the rank that reported it did last:"
-            text += "".join(f"\n  | {line}" for line in self.story)
+            text += "\n  | ".join(("\nWhat the rank that reported it did last:", *self.story))
         return text
 
 
@@ -65,20 +64,20 @@ class RankReport:
     """What a rank was doing while others waited for it.
 
     Attributes:
-        rank: Its rank.
-        actor: Its actor's name for people.
-        answers: False where its process gave no answer: it is stopped, or a call in it holds the interpreter's lock.
-        has_begun: Whether it had begun the collective in question.
-        step: Where in it the rank was: in the consistency check, or in which bundle of calls or call of a captured
+        rank: The rank.
+        actor: The display name of the rank's actor.
+        answers: False if the process gave no answer: it is stopped, or a call in it holds the interpreter's lock.
+        has_begun: Whether the rank had begun the collective in question.
+        step: The rank's position in the collective: the consistency check, or a bundle of calls or a call of a captured
             step; or empty.
-        awaited_s: How long others had waited for it in the consistency check, from the first arrival on, in seconds; 0:
-            nobody did.
-        doing: The outermost call of the user's that was under way there: name, file and line; empty for none. Where its
-            process could not say so: ``"could not look: "``, and the cause.
-        stack: From there on a line per frame, the innermost last.
-        ended: The last collective, or run, of this controller that it had ended; 0: none, or these are members' own
-            calls.
-        story: Its last events, oldest first; empty for members' own calls.
+        awaited_s: How long others had waited for the rank in the consistency check, from the first arrival on, in
+            seconds; 0 if nobody had.
+        doing: The outermost user call under way: name, file and line; empty for none. If the process could not look:
+            ``"could not look: "``, followed by the cause.
+        stack: One line per frame from that call on, innermost last.
+        ended: The last collective, or run, of this controller that the rank had ended; 0 for none, or in a report about
+            members' own calls.
+        story: The rank's last events, oldest first; empty for members' own calls.
     """
 
     rank: int
@@ -91,10 +90,6 @@ class RankReport:
     story: tuple[str, ...]
     step: str = ""
     awaited_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("stack", "story"):  # lists, where it has travelled
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __str__(self) -> str:
         who = f"rank {self.rank} ({self.actor})" if self.actor else f"rank {self.rank}"
@@ -120,14 +115,13 @@ class CollectiveTimeoutError(FaultError):
     """Not everyone came in time.
 
     Attributes:
-        missing: The ranks that had not arrived; where all had, and a kernel did not end, those that gave no answer, or
-            did not leave it when it was aborted.
+        missing: The ranks that had not arrived. If all ranks had arrived and a kernel did not end: the ranks that gave
+            no answer, or did not leave the kernel when it was aborted.
         timeout_s: The limit, in seconds.
         reports: What these ranks were doing just after.
-        within: In a kernel, the ranks that ran it with the one that reports this; empty: it waited in the consistency
-            check.
-        cut: The links between hosts over which nothing was acknowledged, by the hosts' addresses: ``"10.0.0.1 and
-            10.0.0.2"``. Then the ranks in `missing` may be healthy.
+        within: The ranks that ran the kernel with the reporting rank; empty if it waited in the consistency check.
+        cut: The links between hosts on which nothing was acknowledged, by the hosts' addresses: ``"10.0.0.1 and
+            10.0.0.2"``. The ranks in `missing` may be healthy then.
     """
 
     missing: tuple[int, ...] = ()
@@ -136,10 +130,10 @@ class CollectiveTimeoutError(FaultError):
     within: tuple[int, ...] = ()
     cut: tuple[str, ...] = ()
     cure = "see what the missing ranks are doing; raise timeout_s if they are only slow"
-    _tells_story: ClassVar[bool] = False  # of one that waited; what matters is in the reports
+    _tells_story: ClassVar[bool] = False  # the reporting rank only waited; the reports tell more
 
     def told(self, who: Sequence[str], others: Sequence[str]) -> str:
-        """The text of `detail`, from the names of the ranks in `missing` and in `within`."""
+        """Returns the text of `detail`, from the names of the ranks in `missing` and in `within`."""
         if not others:
             return f"after {self.timeout_s:g} s these had not arrived: {listed(who) or 'nobody'}"
         silent = f"these gave no answer: {listed(who)}"
@@ -147,13 +141,11 @@ class CollectiveTimeoutError(FaultError):
         return f"after {self.timeout_s:g} s in the kernel, with {listed(others)}: {silent if who else alive}"
 
     def unfinished(self, who: Sequence[str]) -> str:
-        """The text of `detail` where the caller's limit is over, from the names of those who are not done."""
+        """Returns the text of `detail` for a caller's limit that is over, from the names of those that are not done."""
         return f"after {self.timeout_s:g} s these had not finished: {listed(who) or 'nobody'}"
 
     def _text(self) -> str:
-        text = super()._text()
-        if self.reports:
-            text += "\n  - " + listed(self.reports, "\n  - ")
+        text = listed((super()._text(), *self.reports), "\n  - ", 1 + MOST_LISTED)
         if self.cut:
             text += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is gone"
         return text
@@ -196,14 +188,112 @@ class MethodError(FaultError):
     def _text(self) -> str:
         who = f" of {self.actor}" if self.actor else ""
         what = f"raised {self.raised}: {self.detail}" if self.raised else f"returned {self.detail}"
-        return f"call {self.call} of the step, {self.op}{who}, {what}" + "".join(
-            f"\n  | {line}" for line in self.trace.splitlines()
-        )
+        return "\n  | ".join((f"call {self.call} of the step, {self.op}{who}, {what}", *self.trace.splitlines()))
 
     def _advice(self) -> str:
-        return self.cure if self.raised else _RETURN_PLAIN
+        plain = "let the step return plain values and arrays, read other things with an ordinary method"
+        return self.cure if self.raised else f"{plain}, and capture it again"
 
 
-_RETURN_PLAIN = (
-    "let the step return plain values and arrays, read other things with an ordinary method, and capture it again"
-)
+@dataclass(eq=False, kw_only=True)
+class VersionError(RaycollectError):
+    """A version of weights can't be put or read; what methods see is as it was.
+
+    Attributes:
+        name: The name of the publication.
+        version: The version, in words; empty for none.
+        rank: The rank at fault, of the publisher or of the receiver group; -1 for none.
+        actor: The actor of that rank.
+        detail: What happened.
+    """
+
+    name: str
+    detail: str = ""
+    version: str = ""
+    rank: int = -1
+    actor: str = ""
+
+    def _text(self) -> str:
+        which = f"version {self.version} of {self.name!r}" if self.version else f"publication {self.name!r}"
+        return f"{which}{culprit(self.rank, self.actor)}: {super()._text()}"
+
+
+class UnknownVersionError(VersionError):
+    """No version of that name is there: none was put, or the publication was closed."""
+
+    cure = "call publish() and put() first, and update to one of the two newest versions, which a publisher keeps"
+
+
+class PublisherReplacedError(VersionError):
+    """Another publisher has taken this name since."""
+
+    cure = "let one publisher put versions of a name; the newer one goes on"
+
+
+class PublicationExistsError(VersionError):
+    """Another process publishes under this name, and lives."""
+
+    cure = "publish under another name; or close() the other publication, or end its process, and call publish() again"
+
+
+class VersionNotPutError(VersionError):
+    """A version was not put: a rank of the publisher failed, or replicas differ; no receiver can see anything of it."""
+
+    cure = "see the cause, and call put() again; after a death, call publish() again with the actors that live"
+
+
+class VersionNotWholeError(VersionError):
+    """A receiver could not get all parts with the right digests; the group's methods see what they saw before."""
+
+    cure = (
+        "call update() again: it reads only what is missing; where the subscription has ended, or all of its actors, "
+        "call subscribe() again"
+    )
+
+
+class VersionDirtyError(VersionError):
+    """A method was refused: an update has begun to write this actor's tensors in place, and has not ended."""
+
+    cure = "update again; what has landed is not read again"
+
+
+@dataclass(eq=False, kw_only=True)
+class VersionTimeoutError(VersionError):
+    """Ranks did not answer in time.
+
+    Attributes:
+        missing: The ranks that did not answer.
+        timeout_s: The limit, in seconds.
+        is_shown: Whether the other ranks show the version already; the missing ranks will before their next method.
+        reports: What the missing ranks were doing just after.
+    """
+
+    missing: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    is_shown: bool = False
+    reports: tuple[RankReport, ...] = ()
+    cure = "see what these ranks are doing; raise timeout_s if they are only busy, and call update() again"
+
+    def _text(self) -> str:
+        return listed((super()._text(), *self.reports), "\n  - ", 1 + MOST_LISTED)
+
+    def _advice(self) -> str:
+        return self.cure if self.missing else "call it again; raise timeout_s if what it waited for takes so long"
+
+
+@dataclass(eq=False, kw_only=True)
+class PushError(VersionError):
+    """Some of several receiver groups could not be updated; the others show the version.
+
+    Attributes:
+        receipts: The receipt of each group, in the order of the subscriptions; None for one that was not updated.
+        errors: The error of each group, as `Subscription.update` raises it; None for one that was updated.
+    """
+
+    receipts: tuple[Any, ...] = ()
+    errors: tuple[RaycollectError | None, ...] = ()
+    cure = "see the error of each group, and update those groups again"
+
+    def _text(self) -> str:
+        told = (f"group {at}: {type(error).__name__}: {error._text()}" for at, error in enumerate(self.errors) if error)
+        return f"{super()._text()}\n  - " + listed(told, "\n  - ")

@@ -1,10 +1,131 @@
-"""Errors of the control plane, of handles, batches, captured steps and memory, and our own bugs."""
+"""Errors of groups, controllers, channels, handles, batches, captured steps and memory, and internal errors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raycollect.errors._base import RaycollectError, culprit
+from raycollect.errors._base import RaycollectError, culprit, summary
+
+
+@dataclass(eq=False, kw_only=True)
+class GroupError(RaycollectError):
+    """Something is wrong with the group itself."""
+
+    group_name: str
+    detail: str = ""
+
+    def _text(self) -> str:
+        told = summary(type(self))
+        return f"group {self.group_name!r}: {self.detail or told[:1].lower() + told[1:]}"
+
+
+class UnknownGroupError(GroupError):
+    """No group of that name is declared in this process."""
+
+    cure = (
+        "declare it (again) before it is used: declare_collective_group(actors, group_name=...) on the driver, or "
+        "init_collective_group(...) in all members. Calls that take refs derive a group where group_name is left out"
+    )
+
+
+class GroupExistsError(GroupError):
+    """A group of that name is declared already."""
+
+    cure = "destroy_collective_group(name) first, or choose another name"
+
+
+class InvalidGroupError(GroupError, ValueError):
+    """The actors, ranks, world size or options can't form a group; a ValueError as well."""
+
+
+class GroupBrokenError(GroupError):
+    """A member died or a collective failed in mid-kernel, so this group can't communicate any more."""
+
+    cure = (
+        "group.rebuild() forms it again over the members that live, group.replace(dead, new) with others in their "
+        "place. Where the members made it: destroy_collective_group(name), and init_collective_group in all of them; "
+        "in torch.distributed, destroy_process_group and init_process_group"
+    )
+
+
+class UnknownBackendError(GroupError, ValueError):
+    """No backend of that name exists; a ValueError as well."""
+
+
+class BackendNotInstalledError(GroupError):
+    """The library that a backend needs is not installed."""
+
+
+class BackendUnavailableError(GroupError):
+    """The backend can't serve these members."""
+
+
+class ControlError(RaycollectError):
+    """Who may drive whom."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ControllerConflictError(ControlError):
+    """A participant is leased to another controlling process.
+
+    Attributes:
+        actor: The participant.
+        holder: The process that drives the participant now.
+    """
+
+    actor: str
+    holder: str
+    _message = "{self.actor} is driven by another controller: {self.holder}."
+    cure = (
+        "let that process destroy its groups, or end, or drive the actor from there; a group that was derived from "
+        "refs lasts until the process ends, so declare one there, and destroy it"
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class SelfDrivenError(ControlError):
+    """An actor asked for a plan in which it takes part itself; it would wait for itself for ever."""
+
+    actor: str
+    _message = "{self.actor} drives a plan in which it takes part: its own method would have to end first."
+    cure = (
+        "put col.this_process() in its place, and its tensors in the place of their refs; or call from the driver or "
+        "another actor, or use the imperative API inside the members"
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class BoundToProcessError(ControlError):
+    """An object that works only in the process that made it was passed to another one; nothing was sent.
+
+    Attributes:
+        found: The object.
+        instead: What to pass instead.
+    """
+
+    found: str
+    instead: str
+    _message = "{self.found} works only in the process that made it, and can't be passed to an actor or a task."
+
+    def _advice(self) -> str:
+        return self.instead
+
+
+class ForkedError(ControlError):
+    """A process that was forked from one that Ray is connected in; the connection is that one's."""
+
+    _message = "this process was forked from one that is connected to Ray, and neither Ray nor raycollect work in it."
+    cure = (
+        "call from the parent; or start this process by 'spawn' (multiprocessing.get_context), or let it join a group "
+        "with init_collective_group(..., rendezvous='file:///path')"
+    )
+
+
+class RayClientError(ControlError):
+    """Ray Client (ray://) has no ObjectRef ids and no way to reach the participants."""
+
+    _message = "raycollect can't work through Ray Client (ray://): the driver must be a process of the cluster."
+    cure = "run the script on a cluster node (ray job submit), with ray.init(address='auto')"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,8 +156,8 @@ class HolderUnreachableError(ChannelError):
     """The process that holds a tensor could not be reached in time; it may well live, and the tensor is as it was.
 
     Attributes:
-        op: What was asked of it: ``"get"`` or ``"free"``.
-        actor: What a person calls it.
+        op: The request: ``"get"`` or ``"free"``.
+        actor: The display name of the holder's actor.
         ref: The ref, in hexadecimal.
     """
 
@@ -60,7 +181,6 @@ class HandleError(RaycollectError, TypeError):
     detail: str
 
 
-@dataclass(eq=False, kw_only=True)
 class HandleAttributeError(HandleError, AttributeError):
     """A handle was asked for an attribute that only the value may have; an AttributeError as well."""
 
@@ -84,9 +204,9 @@ class TracedValueError(CaptureError):
     """A step's function used what stands for a value of each run as the value, while it was traced; nothing ran.
 
     Attributes:
-        value: What stands there: the argument, or the call that gives the value.
-        parameter: The parameter of the function that it is, or is in; empty for what calls give.
-        use: How it was used: ``"+"``, ``"bool()"``, ``"ray.get()"``.
+        value: The argument, or the call that gives the value.
+        parameter: The function's parameter that holds the value; empty for results of calls.
+        use: How the value was used: ``"+"``, ``"bool()"``, ``"ray.get()"``.
         where: The line, as ``"train.py:12"``.
     """
 
@@ -95,18 +215,14 @@ class TracedValueError(CaptureError):
     parameter: str = ""
     use: str
     where: str
-
-    def _text(self) -> str:
-        return f"{self.use} at {self.where} uses the value of {self.value}: {self.detail}"
+    _message = "{self.use} at {self.where} uses the value of {self.value}: {self.detail}"
 
     def _advice(self) -> str:
         if not self.parameter:
             return "do it in a method of the actor, or return the value from the step and use it after the call"
-        static = f'@col.step(static=("{self.parameter}",))'
-        return (
-            f"do it in a method of an actor, or before the call; or make {self.parameter} static, by {static}: the "
-            "function is traced for each of its values, then"
-        )
+        static = f'{self.parameter} static, by @col.step(static=("{self.parameter}",))'
+        then = "the function is traced for each of its values, then"
+        return f"do it in a method of an actor, or before the call; or make {static}: {then}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -120,13 +236,11 @@ class UnrecordableCallError(CaptureError):
 
     call: str
     where: str
+    _message = "{self.call} at {self.where} {self.detail}"
     cure = (
         "call it before the step, and pass what it returns; or let a method of an actor, whose class inherits "
         "raycollect.CollectiveParticipant, do it"
     )
-
-    def _text(self) -> str:
-        return f"{self.call} at {self.where} {self.detail}"
 
 
 _AGAIN = "capture the step again; or use raycollect.step, which records itself again"
@@ -136,17 +250,15 @@ _AGAIN = "capture the step again; or use raycollect.step, which records itself a
 class CaptureBrokenError(CaptureError):
     """A captured step does not run again: a run of it failed before, or a group of it has changed; nothing was sent.
 
-    After a failed run values may be half-made. The error of that run, or of the group, is its cause.
+    After a failed run, values may be incomplete. The cause of this error is the error of that run, or of the group.
 
     Attributes:
-        why: How that run failed, or what became of the group, in one line; see `brief`.
+        why: How that run failed, or what happened to the group, in one line; see `brief`.
     """
 
     why: str = ""
+    _message = "{self.detail}: {self.why}"
     cure = f"correct the cause, bring the actors to a known state, and {_AGAIN}"
-
-    def _text(self) -> str:
-        return f"{self.detail}: {self.why}"
 
     def _advice(self) -> str:
         if self.why.startswith("UnknownGroupError"):
@@ -172,9 +284,7 @@ class RetryError(RaycollectError):
 
     op: str
     detail: str
-
-    def _text(self) -> str:
-        return f"{self.op} can't be run again: {self.detail}"
+    _message = "{self.op} can't be run again: {self.detail}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -196,11 +306,10 @@ class StoreFullError(RaycollectError):
     """The Python Object Store can't take more than `limit` entries."""
 
     limit: int
+    _message = (
+        "the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is gone."
+    )
     cure = "raycollect.free(refs) what is no longer used"
-
-    def _text(self) -> str:
-        holds = f"the Python Object Store holds {self.limit} tensors"
-        return f"{holds}, its limit while this Ray can't tell when a ref is gone."
 
 
 @dataclass(eq=False, kw_only=True)
@@ -208,10 +317,10 @@ class ArenaFullError(RaycollectError, MemoryError):
     """The shared memory of this process for tensors can't take more; a MemoryError as well.
 
     Attributes:
-        nbytes: How many bytes were asked for.
-        in_use: How many tensors take.
-        limit: How many they may take.
-        detail: What the system said, where the limit is not what was in the way.
+        nbytes: The requested size, in bytes.
+        in_use: How many bytes tensors take.
+        limit: How many bytes tensors may take.
+        detail: The system's message, if the limit was not the reason.
     """
 
     nbytes: int
@@ -234,9 +343,9 @@ class ResourceLimitError(RaycollectError):
 
     Attributes:
         resource: ``"file descriptors"`` or ``"threads"``.
-        limit: How many the process may have, as far as it knows; -1: it knows of no limit.
-        detail: What failed for that.
-        rank: The rank whose process it is; -1: the process that raises this.
+        limit: How many the process may have; -1 if unknown.
+        detail: What failed because of that.
+        rank: The rank of the process; -1 for the process that raises this.
         actor: The actor of that rank.
     """
 
@@ -258,7 +367,7 @@ class ResourceLimitError(RaycollectError):
 
 
 def located(error: RaycollectError, rank: int, actor: str) -> RaycollectError:
-    """An error that a member has sent; one of its process says whose that is."""
+    """Adds rank and actor to an error that a member has sent, if it is about the member's process."""
     if isinstance(error, ResourceLimitError) and not error.actor:
         error.rank, error.actor = rank, actor
     return error
@@ -269,6 +378,4 @@ class InternalError(RaycollectError):
     """A bug of raycollect."""
 
     detail: str
-
-    def _text(self) -> str:
-        return f"{self.detail} (this is a bug of raycollect: please report it)"
+    _message = "{self.detail} (this is a bug of raycollect: please report it)"

@@ -11,10 +11,10 @@ from raycollect.errors._base import RaycollectError
 from raycollect.errors.text import listed, shown
 
 MOST_S = 1e9
-"""The longest time limit, in seconds; the system waits for no longer than about nine times that."""
+"""The longest time limit, in seconds. The system's own is about nine times that."""
 
 MOST_VIOLATIONS = 100
-"""How many reasons of a refusal its text lists."""
+"""How many violations the message of a refusal lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,14 @@ class Violation:
     Attributes:
         kind: A key of the table `REFUSALS`, such as ``"mismatch"``.
         rank: The rank whose operand is at fault; -1 for none.
-        field: What is wrong with it: ``"shape"``, ``"dtype"``, ``"ref"``, ...
+        field: What is wrong with the operand: ``"shape"``, ``"dtype"``, ``"ref"``, ...
         found: What was found.
         expected: What would have been right.
         actor: The actor of that rank, as ``Class(id)``.
         ref: The hexadecimal id of the ObjectRef.
-        call: The call of a batch or captured step, from 0; -1 where there is only one.
+        call: The call of a batch or captured step, from 0; -1 if there is only one.
         is_step: Whether calls are counted over a captured step, methods included.
-        value: The value at fault where it has no ref: the result of a call of a captured step.
+        value: The value at fault if it has no ref: the result of a call of a captured step.
     """
 
     kind: str
@@ -47,12 +47,9 @@ class Violation:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "the call"
-        if self.actor:
-            who += f" ({self.actor})"
-        if self.ref:
-            who += f", ref {self.ref}"
-        if self.value:
-            who += f", {self.value}"
+        who += f" ({self.actor})" if self.actor else ""
+        who += f", ref {self.ref}" if self.ref else ""
+        who += f", {self.value}" if self.value else ""
         if self.call >= 0:
             who = f"call {self.call} of the {'step' if self.is_step else 'batch'}, {who}"
         text = f"{who}: {self.field} is {self.found}"
@@ -64,9 +61,9 @@ class RefusedError(RaycollectError):
     """The plan was refused before anything ran; tensors are untouched and the group works on.
 
     Attributes:
-        op: The operation asked for, such as ``"allreduce"``.
-        group_name: The group it was asked of.
-        violations: Every reason, not only the first.
+        op: The operation, such as ``"allreduce"``.
+        group_name: The group of the call.
+        violations: All reasons, not only the first.
     """
 
     op: str
@@ -131,14 +128,10 @@ class MismatchError(RefusedError):
     cure = "make op, reduce op, root, dtype and shape equal on all ranks; no tensor was touched"
 
     def _advice(self) -> str:
-        in_pieces = any(" of output" in one.field or " of input" in one.field for one in self.violations)
-        return _PIECES if in_pieces else self.cure
-
-
-_PIECES = (
-    "give all pieces one dtype, and each output the shape of what is given to it: output i of a list that of what rank "
-    "i gives; no tensor was touched"
-)
+        if not any(" of output" in one.field or " of input" in one.field for one in self.violations):
+            return self.cure
+        shapes = "each output the shape of what is given to it: output i of a list that of what rank i gives"
+        return f"give all pieces one dtype, and {shapes}; no tensor was touched"
 
 
 class ReadOnlyError(RefusedError):
@@ -240,16 +233,16 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "producer_failed": ProducerFailedError,
     "allocation": AllocationError,
 }
-"""Violation.kind -> the error that is raised when every violation is of that kind."""
+"""The error that is raised if all violations are of one kind, by that kind."""
 
 
 def wrong_argument(field: str, found: str, expected: str) -> Violation:
-    """A violation of an argument of the call itself."""
+    """Returns a violation by an argument of the call itself."""
     return Violation(kind="argument", field=field, found=found, expected=expected)
 
 
 def wrong_time_limit(timeout_s: object, *, also: Collection[float | None] = (None,)) -> list[Violation]:
-    """The violation of a time limit for which nobody can wait, and which is none of `also`, which mean something."""
+    """Returns the violation by a time limit that is neither a positive, finite number of seconds nor one of `also`."""
     if is_time_limit(timeout_s) or (isinstance(timeout_s, (int, float, type(None))) and timeout_s in also):
         return []
     if not isinstance(timeout_s, int) and isinstance(timeout_s, Integral):  # numpy's; last, as that takes longer
@@ -258,44 +251,40 @@ def wrong_time_limit(timeout_s: object, *, also: Collection[float | None] = (Non
 
 
 def wrong_wait(timeout_s: object) -> list[Violation]:
-    """The violation of the time of a wait: without an end for None and inf, a mere look where the time is over.
-
-    Callers subtract now from a deadline.
-    """
-    if isinstance(timeout_s, (int, float)) and -math.inf < timeout_s <= 0:
-        return []
-    return wrong_time_limit(timeout_s, also=(None, math.inf))
+    """Returns the violation by the time limit of a wait. None and inf wait without a limit; 0 and less only look."""
+    is_over = isinstance(timeout_s, (int, float)) and -math.inf < timeout_s <= 0  # a deadline minus the time now
+    return [] if is_over else wrong_time_limit(timeout_s, also=(None, math.inf))
 
 
 def is_time_limit(value: object, per_s: int = 1) -> bool:
-    """Whether somebody can wait for so many of what a second has `per_s` of."""
+    """Returns whether a value is a time limit in units of which a second has `per_s`."""
     return isinstance(value, (int, float)) and 0 < value <= MOST_S * per_s
 
 
 def refuse(op: str, violations: Iterable[Violation]) -> None:
-    """Raises InvalidArgumentError where there are any."""
+    """Raises the error of these violations, if there are any."""
     if found := tuple(violations):
         raise refusal(op, "", found)
 
 
 def wrong_flags(**flags: object) -> list[Violation]:
-    """The violations of what should be True or False, by name; 0, 1 and None may stand for them."""
+    """Returns the violations by flags, given by name, that are not True, False, 0, 1 or None."""
     return [wrong_argument(name, shown(value), "True or False") for name, value in flags.items() if not _is_flag(value)]
 
 
 def _is_flag(value: object) -> bool:
-    if value is None or isinstance(value, (int, Integral)):
-        return value is None or value in (0, 1)
-    return type(value).__name__ in ("bool", "bool_")  # numpy's, which this does not import
+    if isinstance(value, (int, Integral)):
+        return value in (0, 1)
+    return value is None or type(value).__name__ in ("bool", "bool_")  # numpy's, which this module does not import
 
 
 def wrong_layout(field: str, found: str, expected: str, rank: int = -1) -> Violation:
-    """A violation of a layout, or of a tensor that does not fit one."""
+    """Returns a violation by a layout, or by a tensor that does not fit one."""
     return Violation(kind="layout", rank=rank, field=field, found=found, expected=expected)
 
 
 def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:
-    """Builds the most specific error of the table `REFUSALS` for at least one violation."""
+    """Builds the most specific error of the table `REFUSALS` for one or more violations."""
     kinds = {violation.kind for violation in violations}
     cls = REFUSALS[kinds.pop()] if len(kinds) == 1 else RefusedError
     return cls(op=op, group_name=group_name, violations=violations)

@@ -1,4 +1,4 @@
-"""Values and lists in words, none of which is ever long."""
+"""Short texts of values and lists, for messages."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import reprlib
 from collections.abc import Iterable
 
 MOST_LISTED = 20
-"""The default for how many items a text lists."""
+"""How many items a text lists by default."""
 
 _MOST_BITS = 1 << 10
-"""Larger numbers are not written out: Python refuses to write some, and takes long over others."""
+"""Numbers of more bits are not written out: Python refuses some of them, and is slow for others."""
 
 _VOWELS = ("a", "e", "i", "o", "nd")
-"""How names begin that are spoken with a vowel first; "ndarray" is spelt."""
+"""The beginnings of names whose article is "an"; "ndarray" is spelled out when read."""
 
 
 def a_type(value: object, *, in_full: bool = False) -> str:
-    """The type of a value with its article: ``"a list"``; `in_full` with the module: ``"a numpy.ndarray"``."""
+    """Returns the type of a value with its article, ``"a list"``; with `in_full`, ``"a numpy.ndarray"``."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}" if in_full and kind.__module__ != "builtins" else kind.__qualname__
     return f"{'an' if name.lower().startswith(_VOWELS) else 'a'} {name}"
 
 
 def too_large(exc: BaseException) -> str:
-    """What memory was missing for, in the words of whoever should have given it."""
+    """Returns a text for a failed allocation, with the allocator's own message."""
     said = str(exc) if isinstance(exc, MemoryError) else f"{type(exc).__name__}: {exc}"
     return f"too large for the memory that is left ({said or 'MemoryError'})"
 
 
 def listed(parts: Iterable[object], between: str = ", ", most: int = MOST_LISTED) -> str:
-    """A list in words; of a long one the beginning and the count of the rest: ``"a, b, and 17 more"``."""
+    """Joins the items of a list. A long list is cut: ``"a, b, and 17 more"``."""
     given = iter(parts)
     words = list(map(str, itertools.islice(given, most)))
     more = sum(1 for _ in given)
@@ -39,7 +39,7 @@ def listed(parts: Iterable[object], between: str = ", ", most: int = MOST_LISTED
 
 
 def as_name(value: object) -> str:
-    """What was given as a name: a text as it is, anything else as `shown` has it."""
+    """Returns a text unchanged, and any other value as `shown` writes it."""
     return value if isinstance(value, str) else shown(value)
 
 
@@ -48,7 +48,7 @@ MOST_NAME = 1000
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be sent: half of a surrogate pair can't."""
+    """Returns whether a text can be encoded; half of a surrogate pair can't."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -57,7 +57,7 @@ def is_unicode(text: str) -> bool:
 
 
 def is_path(value: object) -> bool:
-    """Whether a file can have this path, a string or what has one."""
+    """Returns whether a value is a valid path of a file: a string or an `os.PathLike`."""
     path = value.__fspath__() if isinstance(value, os.PathLike) else value
     try:
         return isinstance(path, str) and b"\0" not in os.fsencode(path)
@@ -66,7 +66,7 @@ def is_path(value: object) -> bool:
 
 
 def not_a_name(value: object) -> str:
-    """Why a value can't be the name of a group or of a publication; empty where it can."""
+    """Returns why a value can't be the name of a group or publication; empty if it can."""
     if not isinstance(value, str) or not value:
         return f"{shown(value)}, not a non-empty string"
     if len(value) > MOST_NAME:
@@ -75,7 +75,7 @@ def not_a_name(value: object) -> str:
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.repr`, also of numbers that Python does not write."""
+    """`reprlib.Repr` that also handles integers of any size."""
 
     def repr_int(self, number: int, level: int) -> str:
         bits = number.bit_length()
@@ -86,5 +86,5 @@ _short = _Short()
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut to fit into a sentence."""
+    """Returns the `repr` of a value, cut to fit into a sentence."""
     return _short.repr(value)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from hashlib import blake2b
-from typing import Any, TypeVar
+from types import GenericAlias
+from typing import Any, TypeVar, get_type_hints
 from urllib.parse import quote, unquote
 
 from ray.exceptions import RayError
@@ -86,7 +87,7 @@ Holders = Sequence[tuple[Holder, Atoms]]
 
 _HOLDERS = Codec[Holder](Holder, "record of a holder")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
-_VERSIONS = Codec[Any](tuple[int, int, str, bytes, int, dict[Atom, bytes], dict[str, str], int], "record of a version")
+_VERSIONS = Codec[Any](GenericAlias(tuple, tuple(get_type_hints(Version).values())), "record of a version")
 
 
 class _Records:

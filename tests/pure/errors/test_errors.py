@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import re
 import traceback
 from dataclasses import MISSING, asdict, fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgpack
@@ -18,11 +20,8 @@ from raycollect.errors import (
     REFUSALS,
     CaptureBrokenError,
     CollectiveTimeoutError,
-    DispatchError,
-    FaultError,
     KernelError,
     MethodError,
-    MismatchError,
     ParticipantDiedError,
     PlanAbortedError,
     ProtocolError,
@@ -30,7 +29,6 @@ from raycollect.errors import (
     RankReport,
     RaycollectError,
     RefusedError,
-    StoreFullError,
     UnknownGroupError,
     VersionError,
     VersionTimeoutError,
@@ -100,7 +98,7 @@ def test_survives_pickle_and_the_wire_with_fields_and_message(cls: type[Raycolle
     assert len(str(error)) > 5
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         pickled = pickle.dumps(error, protocol)
-        assert b"raycollect.errors._" not in pickled.replace(b"raycollect.errors._rebuild", b""), "a private module"
+        assert b"raycollect.errors._" not in pickled, "a private module"
         _assert_same(pickle.loads(pickled), error)
     _assert_same(copy.deepcopy(error), error)
     _assert_same(from_wire(msgpack.unpackb(msgpack.packb(to_wire(error)))), error)
@@ -213,105 +211,65 @@ def test_violations_of_one_kind_give_the_leaf_and_of_several_the_base(kind: str)
 # ---------------------------------------------------------------------------------------------- messages
 
 
-def test_a_refusal_names_rank_actor_ref_field_found_expected_and_cure_of_every_violation() -> None:
-    violations = tuple(replace(VIOLATION, rank=rank) for rank in range(10))
-    text = str(MismatchError(op="allreduce", group_name="ring", violations=violations))
-    for part in ("allreduce", "'ring'", "Worker(3f2a91)", "00c0ffee", "shape is [3]", "expected [4]"):
-        assert part in text
-    assert re.findall(r"rank (\d)", text) == [str(rank) for rank in range(10)]
-    assert text.endswith(f"What to do: {MismatchError.cure}.")
+def _variants() -> list[RaycollectError]:
+    """Errors whose messages depend on their fields: on which are given, and on what they hold."""
+    mismatch = replace(VIOLATION, ref="", value="what call 1 (grow) of W(aa) gave", call=2, is_step=True)
+    piece = replace(VIOLATION, field="shape of output 0")
+    late = VersionTimeoutError(name="policy", missing=(1,), reports=(REPORT,))
+    doing = [
+        replace(REPORT, answers=False, awaited_s=1.5),
+        replace(REPORT, has_begun=True, step="call 3", doing="", ended=0),
+        replace(REPORT, actor="", doing=""),
+        replace(REPORT, doing=f"{errors.COULD_NOT_LOOK}no thread"),
+        replace(REPORT, doing=f"{errors.COULD_NOT_LOOK}no thread", has_begun=True),
+    ]
+    refused = refusal("reduce", "g", (VIOLATION, replace(VIOLATION, rank=5)))
+    why = [brief(one) for one in (refused, ParticipantDiedError(op="x"), UnknownGroupError(group_name="g"))]
+    return [
+        refusal("allreduce", "", (Violation(kind="unsupported", field="op", found="None"), mismatch)),
+        refusal("alltoall", "g", (piece, replace(mismatch, is_step=False))),
+        refusal("gather_object", "g", (replace(VIOLATION, kind="not_tensor"),)),
+        CollectiveTimeoutError(detail="late", reports=tuple(doing)),
+        CollectiveTimeoutError(detail="late", missing=(3,), timeout_s=1.0, story=("0.1 begin",)),
+        MethodError(op="step", actor="W(aa)", call=3, detail="a value of type set"),
+        PushError(name="policy", detail="1 of 2", receipts=("receipt", None), errors=(None, late)),
+        VersionTimeoutError(name="policy", version="3 of epoch 1"),
+        errors.TracedValueError(detail="d", value="rate", use="+", where="train.py:12"),
+        *(CaptureBrokenError(detail="broken", why=one) for one in why),
+        errors.HolderUnreachableError(op="get", peer="10.0.0.1:5", ref="00c0", detail="refused"),
+        errors.ResourceLimitError(resource="threads", limit=7, actor="W(aa)", rank=1, detail="no start"),
+        errors.ArenaFullError(nbytes=7, in_use=3, limit=9),
+    ]
 
 
-def test_a_refusal_of_thousands_of_ranks_and_a_timeout_of_as_many_are_told_in_short() -> None:
-    """All that there is to know is in the error's fields."""
+def test_messages_are_as_in_the_file() -> None:
+    """`RAYCOLLECT_UPDATE_GOLDEN=1` rewrites the file; read the difference before you keep it."""
+    by_name = sorted(CLASSES, key=lambda cls: cls.__name__)
+    given = [_sample(cls, in_full=in_full) for cls in by_name for in_full in (False, True)]
+    texts = dict.fromkeys(f"{type(one).__name__}\n{one}\n" for one in (*given, *_variants()))
+    found = "\n".join(texts)
+    path = Path(__file__).with_name("messages.txt")
+    if os.environ.get("RAYCOLLECT_UPDATE_GOLDEN"):
+        path.write_text(found, encoding="utf-8")
+        pytest.skip(f"{path.name} was rewritten")
+    assert found == path.read_text(encoding="utf-8")
+
+
+def test_the_message_of_thousands_of_ranks_is_short_and_the_fields_have_all() -> None:
     many = tuple(Violation(kind="mismatch", rank=rank, field="shape", found="(1,)") for rank in range(5000))
     error = refusal("allreduce", "g", many)
+    late = CollectiveTimeoutError(detail="late", missing=tuple(range(5000)), reports=(REPORT,) * 5000)
     assert error.violations == many
-    assert "and 4900 more" in str(error)
-    report = RankReport(
-        rank=1, actor="W", answers=True, has_begun=False, doing="W.f", stack=("a", "b"), ended=0, story=()
-    )
-    late = CollectiveTimeoutError(detail="late", missing=tuple(range(5000)), reports=(report,) * 5000)
-    assert "and 4980 more" in str(late)
-    assert len(str(late)) < 10_000
-    assert str(late).endswith(f"{late.cure}.")
-
-
-@pytest.mark.parametrize("cls", [cls for cls in CLASSES if issubclass(cls, FaultError) and cls is not MethodError])
-def test_a_fault_names_op_group_rank_actor_detail_and_story(cls: type[FaultError]) -> None:
-    story = ("0.1 plan 3 start", "0.2 plan 3 check")
-    text = str(cls(op="broadcast", group_name="ring", rank=4, actor="Worker(aa)", detail="it broke", story=story))
-    for part in ("broadcast", "'ring'", "rank 4", "Worker(aa)", "it broke"):
-        assert part in text
-    if cls is CollectiveTimeoutError:  # its reports are what matters
-        assert story[0] not in text
-    else:
-        told = "\nWhat the rank that reported it did last:\n  | 0.1 plan 3 start\n  | 0.2 plan 3 check"
-        assert told in text
-    assert ("What to do" in text) == bool(cls.cure)
-
-
-def test_a_method_that_raised_and_one_that_returned_what_can_not_travel() -> None:
-    raised = MethodError(op="step", actor="W(aa)", call=3, raised="KeyError", detail="'x'", trace="one\ntwo")
-    assert str(raised).startswith("call 3 of the step, step of W(aa), raised KeyError: 'x'\n  | one\n  | two\n")
-    assert "correct the method" in str(raised)
-    returned = str(MethodError(op="step", actor="W(aa)", call=3, detail="a value of type set"))
-    assert "step of W(aa), returned a value of type set\n" in returned
-    assert "raised" not in returned
-    assert "mend" not in returned
-    assert "ordinary method" in returned
-
-
-def test_a_violation_names_the_call_of_the_step_or_batch_and_the_value() -> None:
-    assert str(Violation(kind="unsupported", rank=-1, field="op", found="None")) == "the call: op is None"
-    one = replace(VIOLATION, ref="", value="what call 1 (grow) of W(aa) gave", call=2, is_step=True)
-    assert str(one).startswith("call 2 of the step, rank ")
-    assert ", what call 1 (grow) of W(aa) gave: " in str(one)
-    assert "call 2 of the batch" in str(replace(one, is_step=False))
-
-
-def test_what_to_do_about_pieces_is_another_thing_than_to_make_them_equal() -> None:
-    """The pieces of an all-to-all differ from pair to pair."""
-    mismatch = Violation(kind="mismatch", rank=1, field="shape of output 0", found="[2]", expected="[3]")
-    assert "output i of a list that of what rank i gives" in str(refusal("alltoall", "g", (mismatch,)))
-    assert "equal on all ranks" in str(refusal("allreduce", "g", (replace(mismatch, field="shape"),)))
+    assert max(len(str(error)), len(str(late))) < 10_000
+    assert all(str(one).endswith(f"{one.cure}.") for one in (error, late))
 
 
 def test_an_error_in_brief_is_one_line() -> None:
-    assert brief(PlanAbortedError(op="x", detail="no", story=("0.1 begin",))) == "PlanAbortedError: x: no"
+    error = PlanAbortedError(op="x", detail="no", story=("0.1 begin",))
+    assert brief(error) == f"PlanAbortedError: {str(error).splitlines()[0]}"
     refused = refusal("reduce", "g", (VIOLATION, replace(VIOLATION, rank=5)))
-    assert brief(refused) == f"{type(refused).__name__}: reduce was refused: {VIOLATION}, and 1 more"
-    broken = CaptureBrokenError(detail="broken", why=brief(refused))
-    assert str(broken).count("What to do") == 1
-    assert "capture the step again" in str(broken)
-    lost = CaptureBrokenError(detail="broken", why=brief(ParticipantDiedError(op="x")))
-    assert "group.replace(dead, new)" in str(lost)
-
-
-@pytest.mark.parametrize(
-    ("error", "parts"),
-    [
-        (UnknownGroupError(group_name="ring"), ("'ring'", "no group of that name", "declare_collective_group")),
-        (errors.GroupBrokenError(group_name="ring", detail="so it is"), ("'ring': so it is", "What to do: group.")),
-        (KernelError(op="broadcast", group_name="g"), ("A communication library failed",)),
-        (PlanAbortedError(op="captured step of W(aa)", detail="closed"), ("captured step of W(aa): closed",)),
-        (StoreFullError(limit=17), ("17", "raycollect.free")),
-        (errors.ArenaFullError(nbytes=7, in_use=3, limit=9), ("7 bytes", "3 of at most 9", "RAYCOLLECT_ARENA_LIMIT")),
-        (errors.ArenaFullError(nbytes=7, in_use=3, limit=9, detail="no pages"), ("7 bytes", "no pages", "What to do")),
-        (ProtocolError(detail="bad frame", peer="10.0.0.1:5"), ("10.0.0.1:5: bad frame",)),
-        (ProtocolError(detail="bad frame"), ("bad frame",)),
-        (errors.InternalError(detail="impossible"), ("impossible", "bug of raycollect")),
-        (errors.SelfDrivenError(actor="Worker(aa)"), ("Worker(aa)", "What to do")),
-        (errors.ControllerConflictError(actor="Worker(aa)", holder="pid 7"), ("Worker(aa)", "pid 7", "What to do")),
-        (errors.RayClientError(), ("ray://", "What to do")),
-        (errors.ForkedError(), ("forked", "What to do")),
-        (CollectiveTimeoutError(detail="late", missing=(3,), timeout_s=1.0), ("late", "timeout_s")),
-        (DispatchError(detail="queue full"), ("queue full", "no kernel ran")),
-    ],
-)
-def test_messages_say_what_and_what_to_do(error: RaycollectError, parts: tuple[str, ...]) -> None:
-    for part in parts:
-        assert part in str(error)
+    assert str(VIOLATION) in brief(refused)
+    assert len(brief(refused).splitlines()) == 1
 
 
 def test_errors_are_hashed_by_identity_and_violations_are_frozen() -> None:
