@@ -35,7 +35,7 @@ from raycollect.backends.tcp.communicator import TcpCommunicator, check_descript
 from raycollect.core.codec import Codec
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Joining, Rendezvous
-from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError, RaycollectError
+from raycollect.errors import BackendUnavailableError, InvalidGroupError, RaycollectError
 from raycollect.errors.text import listed
 
 CHUNK_NBYTES = 4 << 20  # The bytes that one call of the library moves: it holds the GIL that long
@@ -66,13 +66,12 @@ def create(joining: Joining) -> GlooCommunicator:
         raise InvalidGroupError(group_name=spec.name, detail=detail)
     check_descriptors(spec, joining.rank, descriptors(spec.world_size))
     gloo = import_module(LIBRARY).gloo
-    if spec.world_size == 1:
-        return GlooCommunicator(None, joining, connect(joining))
-    _check_libraries(joining, gloo.__name__)
+    if spec.world_size > 1:
+        _check_libraries(joining, gloo.__name__)
     mesh = connect(joining)
     try:
         # Connecting holds the GIL until all are there, so it starts when all are: connected by the mesh.
-        return GlooCommunicator(GlooLink(gloo, joining), joining, mesh)
+        return GlooCommunicator(GlooLink(gloo, joining) if spec.world_size > 1 else None, joining, mesh)
     except BaseException:
         mesh.close()
         raise
@@ -102,8 +101,7 @@ class GlooCommunicator(Meshed):
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch. Closes the library's connections if others may be inside it: nothing else wakes them."""
         if any(self._is_for_library(launch, kernel) for kernel in owed):
-            with suppress(GroupBrokenError), self._use as link:  # else they are closed
-                self._break(link, f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
+            self._break(f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
         return super().end(launch, ok, owed)
 
     def close(self) -> None:
@@ -112,14 +110,14 @@ class GlooCommunicator(Meshed):
         self._use.close()
 
     def _run(self, launch: Launch, kernel: Kernel) -> None:
-        with self._use as link:
-            try:
-                with translated(kernel.kind, self._group_name, self.rank):
-                    _RUNS[kernel.kind](self, link, launch, kernel)
-            except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
-                # A failed kernel leaves the library's context unusable.
-                self._break(link, f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
-                raise self._failed(exc, launch, kernel) from exc.__cause__
+        run = self._broadcast if kernel.kind is OpKind.BROADCAST else self._reduce
+        try:
+            with self._use as link, translated(kernel.kind, self._group_name, self.rank):
+                run(link, launch, kernel)
+        except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
+            # A failed kernel leaves the library's context unusable.
+            self._break(f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
+            raise self._failed(exc, launch, kernel) from exc.__cause__
 
     def _reduce(self, link: GlooLink, launch: Launch, kernel: Kernel) -> None:
         # ALLREDUCE, or REDUCE to `kernel.peer`; elsewhere the library writes to memory of its own
@@ -152,17 +150,10 @@ class GlooCommunicator(Meshed):
             link.limit(left_s)
             yield lo, hi
 
-    def _break(self, link: GlooLink, reason: str) -> None:
+    def _break(self, reason: str) -> None:
         # So that nobody waits for this rank inside the library.
         self._broken = self._broken or reason
-        link.close()
-
-
-_RUNS = {
-    OpKind.ALLREDUCE: GlooCommunicator._reduce,
-    OpKind.REDUCE: GlooCommunicator._reduce,
-    OpKind.BROADCAST: GlooCommunicator._broadcast,
-}
+        self._use.close()
 
 
 class GlooLink:
@@ -174,9 +165,6 @@ class GlooLink:
     def __init__(self, gloo: Any, joining: Joining) -> None:
         spec, rank, host = joining.spec, joining.rank, joining.host
         self._gloo = gloo
-        # The fork spells two names differently.
-        self._dtypes = getattr(gloo, "glooDataType_t", None) or gloo.GlooDataType_t
-        self._ring = (getattr(gloo, "allreduceAlgorithm", None) or gloo.AllreduceAlgorithm).RING
         try:
             self._context = gloo.rendezvous.Context(rank, spec.world_size)
             self.limit(JOIN_TIMEOUT_S)
@@ -190,7 +178,6 @@ class GlooLink:
             detail = f"backend 'gloo': rank {rank} can't connect to the others from {host}: {exc}"
             raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
         self._held = store, theirs, device  # the context needs them and does not hold them
-        self._is_open = True
 
     def limit(self, timeout_s: float) -> None:
         """Limits each wait for another rank from now on, where the library can."""
@@ -202,21 +189,20 @@ class GlooLink:
 
         The library may write `out` on all ranks.
         """
-        dtype = getattr(self._dtypes, f"gloo{own.dtype.name.capitalize()}")
-        theirs = getattr(self._gloo.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
-        run, how = (self._gloo.allreduce, self._ring) if root is None else (self._gloo.reduce, root)
+        gloo = self._gloo
+        run, how = (gloo.allreduce, gloo.RING) if root is None else (gloo.reduce, root)
+        dtype = getattr(gloo, f"gloo{own.dtype.name.capitalize()}")
+        theirs = getattr(gloo.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
         run(self._context, own.ctypes.data, out.ctypes.data, own.size, dtype, theirs, how)
 
     def broadcast(self, array: Array, root: int) -> None:
         """Copies the root's bytes to all."""
         pointer = array.ctypes.data
-        self._gloo.broadcast(self._context, pointer, pointer, array.nbytes, self._dtypes.glooUint8, root)
+        self._gloo.broadcast(self._context, pointer, pointer, array.nbytes, self._gloo.glooUint8, root)
 
     def close(self) -> None:
-        """Closes the connections; may be called twice."""
-        is_open, self._is_open = self._is_open, False
-        if is_open:
-            self._context.closeConnections()
+        """Closes the connections."""
+        self._context.closeConnections()
 
 
 class _Store:
