@@ -21,22 +21,13 @@ from typing import Any
 import numpy as np
 
 from raycollect import backends
+from raycollect.backends import options
 from raycollect.backends.arrays import Array, native
 from raycollect.backends.capabilities import Capabilities
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.folds import finish
 from raycollect.backends.in_use import InUse
 from raycollect.backends.kernels import translated
-from raycollect.backends.options import (
-    AllGatherOptions,
-    AllReduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    RecvOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    SendOptions,
-)
 from raycollect.core import threads
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
@@ -45,14 +36,14 @@ from raycollect.errors.text import shown
 
 # The operations of a `BaseGroup`, whose names are the same there, and the options of each: by reduce op, peer and limit
 _OPTIONS: dict[OpKind, Callable[[Any, int, timedelta], Any]] = {
-    OpKind.ALLREDUCE: lambda op, peer, left: AllReduceOptions(reduceOp=op, timeout_ms=left),
-    OpKind.BARRIER: lambda op, peer, left: BarrierOptions(timeout_ms=left),
-    OpKind.REDUCE: lambda op, peer, left: ReduceOptions(reduceOp=op, root_rank=peer, timeout_ms=left),
-    OpKind.ALLGATHER: lambda op, peer, left: AllGatherOptions(timeout_ms=left),
-    OpKind.BROADCAST: lambda op, peer, left: BroadcastOptions(root_rank=peer, timeout_ms=left),
-    OpKind.REDUCESCATTER: lambda op, peer, left: ReduceScatterOptions(reduceOp=op, timeout_ms=left),
-    OpKind.SEND: lambda op, peer, left: SendOptions(dst_rank=peer, timeout_ms=left),
-    OpKind.RECV: lambda op, peer, left: RecvOptions(src_rank=peer, timeout_ms=left),
+    OpKind.ALLREDUCE: lambda op, peer, left: options.AllReduceOptions(reduceOp=op, timeout_ms=left),
+    OpKind.BARRIER: lambda op, peer, left: options.BarrierOptions(timeout_ms=left),
+    OpKind.REDUCE: lambda op, peer, left: options.ReduceOptions(reduceOp=op, root_rank=peer, timeout_ms=left),
+    OpKind.ALLGATHER: lambda op, peer, left: options.AllGatherOptions(timeout_ms=left),
+    OpKind.BROADCAST: lambda op, peer, left: options.BroadcastOptions(root_rank=peer, timeout_ms=left),
+    OpKind.REDUCESCATTER: lambda op, peer, left: options.ReduceScatterOptions(reduceOp=op, timeout_ms=left),
+    OpKind.SEND: lambda op, peer, left: options.SendOptions(dst_rank=peer, timeout_ms=left),
+    OpKind.RECV: lambda op, peer, left: options.RecvOptions(src_rank=peer, timeout_ms=left),
 }
 
 # Such a class knows the first four. AVG is a sum, divided here.
@@ -170,25 +161,29 @@ class AdoptedCommunicator(Exchanged):
     def _call(self, group: Any, kernel: Kernel, left: timedelta) -> None:
         kind, src, dst = kernel.kind, kernel.src, kernel.dst
         op = None if kernel.op is None else self._reduce_ops[kernel.op]
-        options = _OPTIONS[kind](op, kernel.peer, left)
+        how = _OPTIONS[kind](op, kernel.peer, left)
         call, is_root = getattr(group, kind.value), self.rank == kernel.peer
+        # The sizes of pieces may differ, but the largest one is the same on all ranks
         if kind is OpKind.BARRIER:
-            call(options)
-        elif kind in (OpKind.ALLGATHER, OpKind.REDUCESCATTER):
-            pieces, one = (dst, src) if kind is OpKind.ALLGATHER else (src, dst)
-            most = max(piece.size for piece in pieces)  # the same on all ranks, whose shapes may differ
-            row, own = [_padded(piece, most) for piece in pieces], _padded(one, most)
+            call(how)
+        elif kind is OpKind.ALLGATHER:
+            most = max(piece.size for piece in dst)
+            row = [_padded(piece, most) for piece in dst]
             if most:
-                call(*([row], [own]) if kind is OpKind.ALLGATHER else ([own], [row]), options)
-            if kind is OpKind.REDUCESCATTER:
-                self._give(own, dst, kernel.op)
-            for piece, values in zip(pieces, row, strict=True) if kind is OpKind.ALLGATHER else ():
+                call([row], [_padded(src, most)], how)
+            for piece, values in zip(dst, row, strict=True):
                 self._give(values, piece)
+        elif kind is OpKind.REDUCESCATTER:
+            most = max(piece.size for piece in src)
+            own = _padded(dst, most)
+            if most:
+                call([own], [[_padded(piece, most) for piece in src]], how)
+            self._give(own, dst, kernel.op)
         else:
             given = dst if src is None else src
             tensor = np.array(given, native(given.dtype), order="C")
             if tensor.size:
-                call([tensor], options)
+                call([tensor], how)
             is_giver = kind is OpKind.SEND or (kind is OpKind.REDUCE and not is_root)
             if not is_giver and dst is not None and not (kind is OpKind.BROADCAST and is_root and dst is src):
                 self._give(tensor, dst, kernel.op)
