@@ -139,13 +139,12 @@ class AdoptedCommunicator(Exchanged):
 
     def _run(self, launch: Launch, kernel: Kernel) -> None:
         self._check_kernel(launch, kernel)
-        with self._use as group:
-            try:
-                with translated(kernel.kind, self._group_name, self.rank):
-                    self._call(group, kernel, timedelta(seconds=launch.timeout_s))
-            except BaseException as exc:
-                self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
-                raise
+        try:
+            with translated(kernel.kind, self._group_name, self.rank):
+                self._use.call(self._call, kernel, timedelta(seconds=launch.timeout_s))
+        except BaseException as exc:
+            self._broken = self._broken or f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
+            raise
 
     def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
         pair, runs = kernel.kind in (OpKind.SEND, OpKind.RECV), f"what backend {self._backend!r} runs"

@@ -112,8 +112,8 @@ class GlooCommunicator(Meshed):
     def _run(self, launch: Launch, kernel: Kernel) -> None:
         run = self._broadcast if kernel.kind is OpKind.BROADCAST else self._reduce
         try:
-            with self._use as link, translated(kernel.kind, self._group_name, self.rank):
-                run(link, launch, kernel)
+            with translated(kernel.kind, self._group_name, self.rank):
+                self._use.call(run, launch, kernel)
         except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
             # A failed kernel leaves the library's context unusable.
             self._break(f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")

@@ -117,24 +117,29 @@ class TcpCommunicator:
         self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
     ) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks`; what the kernel sends may go with them (`Run.go_ahead`)."""
-        with self._use as link:
-            self._begun = None
-            if kernel is None:
-                return recognized(link.agree(launch, arrival), expected)
-            run = self._run(link, launch)
-            brought = link.agree(launch, arrival, partial(run.go_ahead, kernel))
-            self._begun = run
-            return recognized(brought, expected)
+        return recognized(self._use.call(self._agree, launch, arrival, kernel), expected)
 
     __call__ = agree  # for communicators that use this one as their `Exchange`
+
+    def _agree(self, link: Link, launch: Launch, arrival: bytes, kernel: Kernel | None) -> Sequence[bytes]:
+        self._begun = None
+        if kernel is None:
+            return link.agree(launch, arrival)
+        run = self._run(link, launch)
+        brought = link.agree(launch, arrival, partial(run.go_ahead, kernel))
+        self._begun = run
+        return brought
 
     def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         """Runs kernels in the caller's thread, each for at most `launch.timeout_s`."""
         for kernel in kernels:
-            with self._use as link, translated(kernel.kind, self._group_name, self.rank):
-                link.begin(launch)
-                begun, self._begun = self._begun, None
-                (begun or self._run(link, launch)).run(launch, kernel)
+            self._use.call(self._launch, launch, kernel)
+
+    def _launch(self, link: Link, launch: Launch, kernel: Kernel) -> None:
+        with translated(kernel.kind, self._group_name, self.rank):
+            link.begin(launch)
+            begun, self._begun = self._begun, None
+            (begun or self._run(link, launch)).run(launch, kernel)
 
     def _run(self, link: Link, launch: Launch) -> Run:
         hosts = Hosts.of(self._hosts, launch.ranks) if self._hosts else None
@@ -145,18 +150,15 @@ class TcpCommunicator:
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""
-        with suppress(GroupBrokenError), self._use as link:
-            return link.silent(launch, timeout_s)
+        with suppress(GroupBrokenError):
+            return self._use.call(Link.silent, launch, timeout_s)
         return ()
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
         self._begun = None
-        try:
-            with self._use as link:
-                link.end(launch, ok)
-        except GroupBrokenError:
-            pass  # a closed communicator has left all launches
+        with suppress(GroupBrokenError):  # a closed communicator has left all launches
+            self._use.call(Link.end, launch, ok)
         return ()
 
     def abort(self, seq: int) -> None:

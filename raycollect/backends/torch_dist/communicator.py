@@ -92,10 +92,12 @@ class TorchCommunicator(Meshed):
         self._run(everyone, Kernel(kind=OpKind.BARRIER))
 
     def _run(self, launch: Launch, kernel: Kernel) -> None:
-        with self._use as library:
-            calls = Calls(library, launch, self._check_going)
-            with self._failing(kernel, calls, launch), translated(kernel.kind, self._group_name, self.rank):
-                run(calls, launch, kernel)
+        self._use.call(self._run_in, launch, kernel)
+
+    def _run_in(self, library: Library, launch: Launch, kernel: Kernel) -> None:
+        calls = Calls(library, launch, self._check_going)
+        with self._failing(kernel, calls, launch), translated(kernel.kind, self._group_name, self.rank):
+            run(calls, launch, kernel)
 
     def close(self) -> None:
         """Shuts the library down, once a running kernel has noticed."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from raycollect.backends import in_use
 from raycollect.backends.adopted import adopt
 from raycollect.backends.gloo.communicator import GlooCommunicator
 from raycollect.backends.in_use import InUse
@@ -38,15 +40,17 @@ def test_the_last_one_out_releases_it_once(seed: int) -> None:
     begin = threading.Barrier(6)
     refused = list[BaseException]()
 
+    def enter(found: object) -> None:
+        assert found is held
+        inside[0] += 1
+        assert inside[0] == 1
+        inside[0] -= 1
+
     def work(times: int) -> None:
         begin.wait(WAIT_S)
         try:
             for _ in range(times):
-                with use as found:
-                    assert found is held
-                    inside[0] += 1
-                    assert inside[0] == 1
-                    inside[0] -= 1
+                use.call(enter)
         except GroupBrokenError as exc:
             refused.append(exc)
 
@@ -62,10 +66,49 @@ def test_the_last_one_out_releases_it_once(seed: int) -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert released == [held]
-    with pytest.raises(GroupBrokenError), use:
-        pass
+    with pytest.raises(GroupBrokenError):
+        use.call(enter)
     use.close()
     assert released == [held]
+
+
+def _interrupted_at(line: int | None, use: InUse[object]) -> set[int]:
+    """A call in which Ctrl-C comes at a line of `InUse`; gives the lines that it has reached."""
+    reached = set[int]()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != in_use.__file__:
+            return None
+        if event == "line" and frame.f_lineno not in reached:
+            reached.add(frame.f_lineno)
+            if frame.f_lineno == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        use.call(lambda _: None)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return reached
+
+
+def test_an_interrupted_call_shuts_nobody_out() -> None:
+    lines = _interrupted_at(None, InUse(object(), id, "g"))
+    assert len(lines) > 3
+    for line in lines:
+        released = list[object]()
+        use = InUse(object(), released.append, "g")
+        _interrupted_at(line, use)
+        other = threading.Thread(target=use.call, args=(lambda _: None,), daemon=True)
+        other.start()
+        other.join(WAIT_S)
+        assert not other.is_alive(), f"interrupted at line {line}"
+        use.close()
+        assert len(released) == 1
 
 
 # ---------------------------------------------------------------------------------------------- in a kernel
@@ -119,7 +162,7 @@ def _torch(slow: Slow, joining: Joining, mesh: Any) -> Communicator:
 def _adopted(slow: Slow, joining: Joining, mesh: Any) -> Communicator:
     create: Any = adopt("slow", Slow).factory
     made = create(joining)
-    made._use._held = slow  # the one that the test has
+    made._use._held = [slow]  # the one that the test has
     return made
 
 
