@@ -116,7 +116,7 @@ class IpcCommunicator(OnGpu):
         self._imports = Imports()
         self._loans = Loans()
         self._lock = threading.Lock()
-        self._is_inside = self._is_closed = self._is_released = False
+        self._is_inside = self._is_closed = self._is_releasing = self._is_released = False
         self._is_at_others = self._is_stuck = False  # whether its kernels use others' memory; and don't end
         self._stuck_in: Launch | None = None  # the launch that a rank which is stuck has not left
 
@@ -128,9 +128,10 @@ class IpcCommunicator(OnGpu):
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch; returns the ranks that are known to have run all of it."""
         super().end(launch, ok, owed)
-        if self._is_stuck and not self._is_released:
-            self._stuck_in = launch
-            return ()  # the others keep what this rank's kernels may use yet
+        with self._lock:  # either this finds what it uses released, or `_release` finds the launch
+            if self._is_stuck and not self._is_released:
+                self._stuck_in = launch
+                return ()  # the others keep what this rank's kernels may use yet
         return self._host.end(launch, ok)
 
     def close(self) -> None:
@@ -238,17 +239,22 @@ class IpcCommunicator(OnGpu):
 
     def _release(self) -> None:
         with self._lock:
-            if not self._is_closed or self._is_inside or self._is_released:
+            if not self._is_closed or self._is_inside or self._is_releasing or self._is_released:
                 return
-            self._is_released = True
+            self._is_releasing = True
         self._loans.forsake()
+        has_ended, is_closed = True, False
         with suppress(Exception), on_device(self.number):  # fails if the device has failed, or the process ends
-            self._is_released = self._stream.has_ended()  # else its GPU may use all of it yet
-            if self._is_released:
+            has_ended = self._stream.has_ended()  # else its GPU may use all of it yet
+            if has_ended:
                 self._imports.close()
                 self._exports.forsake_rooms()
-                if self._stuck_in is not None:
-                    self._host.end(self._stuck_in, False)
+                is_closed = True
+        with self._lock:
+            self._is_releasing, self._is_released = False, has_ended
+            stuck_in = self._stuck_in if is_closed else None
+        if stuck_in is not None:
+            self._host.end(stuck_in, False)
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         why = refusal_reason(op, dtype)
