@@ -46,6 +46,7 @@ from tests.pure.conformance import (
     allowed,
     bits,
     body_arrive,
+    body_sum_of_ones,
     check_allreduce,
     check_cases,
     is_absent,
@@ -341,6 +342,34 @@ def test_a_subset_works_while_a_rank_that_was_missed_is_still_away(team_of: Team
     launch = team.launch(ranks=(0, 1))
     assert len(team.must(body_arrive, launch, ranks=(0, 1))) == 2
     check_allreduce(team, ReduceOp.SUM, "float64", 7, "plain", False)
+
+
+def body_leave_or_sum(communicator: Communicator, launch: Launch, quitter: int, size: int) -> None:
+    """A rank leaves after the agreement, with which it may have sent its part of a sum, and got those of others."""
+    kernel, ok = sum_of(np.full(size, 7, np.int64)), False
+    try:
+        communicator.agree(launch, b"", kernel)
+        if communicator.rank != quitter:
+            communicator.launch(launch, (kernel,))
+            ok = True
+    finally:
+        communicator.end(launch, ok, () if ok else (kernel,))
+
+
+@pytest.mark.parametrize("size", [1, 70_000, 700_000])
+def test_after_a_launch_that_failed_on_some_ranks_the_next_one_works_where_a_backend_resumes(
+    team_of: TeamOf, size: int
+) -> None:
+    """And nothing of the failed one comes into it; see `Capabilities.resumes`."""
+    team = team_of(3)
+    if not backends.get(team.backend).resumes:
+        pytest.skip(f"{team.backend} does not resume")
+    for quitter in team.everyone:
+        results = team.run(body_leave_or_sum, team.launch(), quitter, size)
+        assert all(result is None or isinstance(result, PlanAbortedError) for result in results), results
+        for _ in range(2):
+            for result in team.must(body_sum_of_ones, team.launch(), size):
+                np.testing.assert_array_equal(result, np.full(size, 3))
 
 
 # ------------------------------------------------------------------------------- who never comes
