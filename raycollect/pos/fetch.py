@@ -108,9 +108,6 @@ class _Clients:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def close(self) -> None:
-        self._shrink(0)
-
     def _ask(self, address: Address, client: DataClient, message: Any, timeout_s: float, read: _Read) -> Any:
         asked_s = time.monotonic()
         try:
@@ -134,9 +131,10 @@ class _Clients:
 
     def _give(self, place: tuple[str, int], client: DataClient) -> None:
         self._idle.append((place, client))
-        self._shrink(MAX_IDLE)
+        self.shrink(MAX_IDLE)
 
-    def _shrink(self, most: int) -> None:
+    def shrink(self, most: int) -> None:
+        """Closes idle connections, until there are so many at most."""
         with suppress(IndexError):
             while len(self._idle) > most:
                 self._idle.pop(0)[1].close()
@@ -167,7 +165,7 @@ def forget_local(secret: bytes) -> None:
 @atexit.register  # a thread may have given one back after its controller closed them
 def close_idle() -> None:
     """Closes the idle data connections of this process."""
-    _clients.close()
+    _clients.shrink(0)
 
 
 def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", timeout_s: float = 60.0) -> Any:
@@ -307,22 +305,23 @@ def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None
     try:
         yield
     except ChannelError as exc:
-        raise _no_answer(op, key, actor, incarnation, exc) from exc
+        if isinstance(exc, ConnectionLostError) and not _is_gone(exc):
+            short = sockets.shortage(1) if _is_full(exc) else ""
+            detail = f"{exc.detail}; {short}" if short else exc.detail
+            raise HolderUnreachableError(op=op, actor=actor, ref=key.hex(), detail=detail, peer=exc.peer) from exc
+        violation = Violation(
+            kind="lost",
+            rank=-1,
+            field="holder",
+            found=f"out of reach ({exc.detail})",
+            expected=_OF_PROCESS.format(incarnation[:6]) if incarnation else "",
+            actor=actor,
+            ref=key.hex(),
+        )
+        raise TensorLostError(op=op, group_name="", violations=(violation,)) from exc
 
 
-def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelError) -> RaycollectError:
-    if isinstance(cause, ConnectionLostError) and not _is_gone(cause):
-        short = sockets.shortage(1) if _is_full(cause) else ""
-        detail = f"{cause.detail}; {short}" if short else cause.detail
-        return HolderUnreachableError(op=op, actor=actor, ref=key.hex(), detail=detail, peer=cause.peer)
-    found = f"out of reach ({cause.detail})"
-    expected = (
-        f"its process {incarnation[:6]}, whose tensors no restart of the actor brings back" if incarnation else ""
-    )
-    violation = Violation(
-        kind="lost", rank=-1, field="holder", found=found, expected=expected, actor=actor, ref=key.hex()
-    )
-    return TensorLostError(op=op, group_name="", violations=(violation,))
+_OF_PROCESS = "its process {}, whose tensors no restart of the actor brings back"
 
 
 def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
@@ -375,12 +374,11 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
         if len(container.tensors) > MOST_TENSORS:
             found = f"of {len(container.tensors)} tensors, expected at most {MOST_TENSORS}: return several values"
             raise refused("unsupported", found, message.key)
-        views = [arrays.memory(tensor) for tensor in container.tensors]
-        nbytes = sum(view.nbytes for view in views)
+        pairs = [(arrays.memory(tensor), tensor) for tensor in container.tensors]
+        nbytes = sum(view.nbytes for view, _ in pairs)
         lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
-        pairs = list(zip(views, container.tensors, strict=True))
         offers = [_offer(view, tensor, lend) for view, tensor in pairs]
-        if any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full: none is lent
+        if lend and any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full
             offers = [_offer(view, tensor, False) for view, tensor in pairs]
         if all(offer.is_copy for offer in offers):
             claim.close()  # a slow reader of copies holds up nobody

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
@@ -87,6 +88,25 @@ def test_a_torch_tensor_arrives_as_one(dtype: str) -> None:
     found = _fetched([value, np.ones(2)])
     assert torch.equal(found[0], value)
     assert type(found[1]) is np.ndarray
+
+
+class Sink(Wire):
+    """A data connection that keeps nothing of what is sent."""
+
+    def send(self, message: Any, blobs: Any = ()) -> None:
+        self.answers.append(message)
+
+
+def test_a_value_that_is_sent_is_copied_once() -> None:
+    store, wire, value = Store(), Sink(Fetch(key=KEY)), np.ones(1 << 20)
+    store.put(KEY, contain(value))
+    tracemalloc.start()
+    try:
+        serve(wire, store)  # type: ignore[arg-type]
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert value.nbytes <= peak_nbytes < 1.5 * value.nbytes
 
 
 @contextmanager
