@@ -25,7 +25,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from raycollect.core import shared_memory
@@ -55,8 +55,8 @@ _USED_AT = _BOARDS_AT + SLOTS // BOARD * FUTEX_NBYTES
 _CELLS_AT = -(-(_USED_AT + 8 * SLOTS) // _CELL_NBYTES) * _CELL_NBYTES
 NBYTES = _CELLS_AT + SLOTS * CELLS * _CELL_NBYTES
 
-IN_ORDER, ANSWERS = 1, 2
-"""Flags of letters: `Order.in_order`; and that the mark of its end is waited for."""
+IN_ORDER, AWAITED = 1, 2
+"""Flags of letters: `Order.in_order`; that somebody waits for the mark of its end."""
 
 _TAKEN, _ENDED = 1, 2  # a cell's mark: the letter's number, shifted, and one of these
 _SHIFT = 2
@@ -66,8 +66,10 @@ _SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in cas
 _WRITER = 1 << 21  # values of the words, of one writer: a slot's, counted from 1, or the controller's, 0
 
 
-def _nothing() -> None:
-    pass
+def _cells_of(slot: int) -> tuple[int, ...]:
+    """The word where each cell of a slot begins, by letter, modulo the ring."""
+    first = slot * CELLS * _CELL_WORDS
+    return tuple(range(first, first + CELLS * _CELL_WORDS, _CELL_WORDS))
 
 
 class _Words:
@@ -76,7 +78,7 @@ class _Words:
     def __init__(self, mapped: mmap.mmap, *, init: bool) -> None:
         self.whole = memoryview(mapped)
         (never_posted,) = semaphores(self.whole[_FENCE_AT:_WORD_AT], 1, init=init)
-        self.fence: Callable[[], object] = _nothing if _IN_ORDER else never_posted.take
+        self.fence: Callable[[], object] = never_posted.take  # a full barrier
         self.done = self.futex(_WORD_AT)
         self.used = self.whole[_USED_AT : _USED_AT + 8 * SLOTS].cast("Q")
         self.cells = self.whole[_CELLS_AT:].cast("Q")
@@ -86,90 +88,106 @@ class _Words:
         return Futex(self.whole[at : at + FUTEX_NBYTES], mask)
 
 
+class Letters:
+    """Those of one plan, for its participants.
+
+    Args:
+        mailbox: Theirs.
+        look: Somebody waits for the marks of their ends; called where one of the cells is needed: sets `is_closed` if
+            that is over. None: nobody does.
+
+    Attributes:
+        mailbox: As above.
+        is_closed: Whether nobody waits for their marks any more, and their cells may be written again.
+    """
+
+    __slots__ = ("_marks", "_masks", "_words", "is_closed", "look", "mailbox")
+
+    def __init__(self, mailbox: Mailbox, look: Callable[[], object] | None = None) -> None:
+        self.mailbox = mailbox
+        self.look = look
+        self.is_closed: bool = look is None
+        self._words = mailbox.words
+        self._marks: dict[int, int] = {}  # what each one's mark says when all have ended, by its word
+        self._masks: dict[int, int] = {}  # by board, the bits of their slots
+
+    def wrote(self, slot: Slot, mark_at: int, ended: int) -> None:
+        """One of them was written: its slot, the word of its mark, and what that says when all have ended."""
+        self._marks[mark_at] = ended
+        self._masks[slot.board] = self._masks.get(slot.board, 0) | slot.bit
+
+    def deliver(self) -> None:
+        """Wakes those to whom they were written."""
+        for board, mask in self._masks.items():
+            self.mailbox.wake_board(board, mask)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether one of the participants has said that all have ended the plan well."""
+        words = self._words
+        for mark_at, ended in self._marks.items():  # noqa: SIM110 - it is in each wait, and a generator takes longer
+            if words[mark_at] == ended:
+                return True
+        return False
+
+
 class Slot:
     """The controller's end of one participant's slot. For whoever holds the lock under which plans are sent.
 
     Attributes:
         at: Its number.
+        board: At which word its participant sleeps.
+        bit: By which bit that is addressed there.
         number: That of the last letter, from 1.
     """
 
     def __init__(self, words: _Words, at: int) -> None:
         self.at: int = at
-        self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
-        first = at * CELLS * _CELL_WORDS
-        self._cells = tuple(range(first, first + CELLS * _CELL_WORDS, _CELL_WORDS))
+        self.board: int = at // BOARD
+        self.bit: int = 1 << at % BOARD
         self.number: int = 0
-        self._open: list[Letter | None] = [None] * CELLS  # those whose end nobody has seen
+        self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
+        self._cells = _cells_of(at)
+        self._before: list[Letters | None] = [None] * CELLS  # of what each cell was written for, if that is awaited
         for cell in self._cells:
             self._words[cell] = self._words[cell + 1] = 0
 
-    def write(self, first: bytes, rest: bytes, flags: int, *, answers: bool = False) -> Letter | None:
-        """Writes a letter of two parts, which wakes nobody; None: it has to go over the channel.
-
-        `answers`: the mark of its end is waited for, and the cell is not written again before `Letter.close`.
-        """
+    def write(self, letters: Letters, first: bytes, rest: bytes, flags: int = 0) -> bool:
+        """Writes one of some letters, of two parts, which wakes nobody; False: it has to go over the channel."""
         number = self.number + 1
-        at = number % CELLS
-        cell, before, words = self._cells[at], self._open[at], self._words
-        split, nbytes = len(first), len(first) + len(rest)
+        at, split, nbytes = number % CELLS, len(first), len(first) + len(rest)
+        cell, before, words = self._cells[at], self._before[at], self._words
         is_free = number <= CELLS or words[cell + 1] >> _SHIFT == number - CELLS
-        if not is_free or nbytes > INLINE_NBYTES or (before is not None and not before.is_closed):
-            return None
+        if not is_free or nbytes > INLINE_NBYTES:
+            return False
+        if before is not None and not before.is_closed:
+            if before.look is not None:
+                before.look()
+            if not before.is_closed:
+                return False
         self.number = number
-        words[cell + 2] = (flags | ANSWERS * answers) << 32 | split
+        if letters.look is not None:
+            flags |= AWAITED
+            self._before[at] = letters
+        words[cell + 2] = flags << 32 | split
         words[cell + 3] = nbytes
         start = 8 * (cell + _HEAD_WORDS)
-        self._bytes[start : start + split] = first
+        if split:
+            self._bytes[start : start + split] = first
         self._bytes[start + split : start + nbytes] = rest
-        letter = Letter(words, cell + 1, number << _SHIFT | _ENDED)
-        self._open[at] = letter if answers else None
-        self._fence()
+        letters.wrote(self, cell + 1, number << _SHIFT | _ENDED)
+        if not _IN_ORDER:
+            self._fence()
         words[cell] = number
-        return letter
-
-
-class Letter:
-    """What was written to one cell.
-
-    Attributes:
-        is_closed: Whether nobody waits for its mark any more.
-    """
-
-    __slots__ = ("_at", "_ended", "_words", "is_closed")
-
-    def __init__(self, words: memoryview, at: int, ended: int) -> None:
-        self._words, self._at, self._ended = words, at, ended
-        self.is_closed: bool = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the participant has said that all have ended the plan well."""
-        return self._words[self._at] == self._ended
-
-
-class Letters:
-    """Those that brought one plan, and whose marks are waited for, with their `mailbox`."""
-
-    __slots__ = ("_all", "mailbox")
-
-    def __init__(self, mailbox: Mailbox, letters: Sequence[Letter]) -> None:
-        self.mailbox = mailbox
-        self._all = letters
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether one of the participants has said that all have ended the plan well."""
-        return any(letter.has_ended for letter in self._all)
-
-    def close(self) -> None:
-        """Nobody waits for their marks any more."""
-        for letter in self._all:
-            letter.is_closed = True
+        return True
 
 
 class Mailbox:
     """The controller's end. Any thread may call it.
+
+    Attributes:
+        segment: How participants of this host find it.
+        words: All cells.
 
     Raises:
         OSError: This system has no anonymous shared memory, or no futex that is known here.
@@ -177,11 +195,12 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._own = shared_memory.OwnSegment(_NAME, NBYTES, _CELLS_AT)
-        self.segment: Segment = self._own.segment  # how participants of this host find it
-        self._words = _Words(self._own.mapped, init=True)
+        self.segment: Segment = self._own.segment
+        self._map = _Words(self._own.mapped, init=True)
+        self.words: memoryview = self._map.cells
         boards = range(_BOARDS_AT, _USED_AT, FUTEX_NBYTES)
-        self._boards = [self._words.futex(at) for at in boards]
-        self._done = self._words.done
+        self._boards = [self._map.futex(at) for at in boards]
+        self._done = self._map.done
         self._values = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -190,7 +209,7 @@ class Mailbox:
 
         That of a process that has died is never given out again: 1,024 deaths leave the channel for all.
         """
-        used = self._words.used
+        used = self._map.used
         with self._lock:
             at = next((at for at in range(SLOTS) if not used[at]), None)
             if at is None:
@@ -200,16 +219,11 @@ class Mailbox:
             except OSError:  # there is no memory left
                 return None
             used[at] = 1
-        return Slot(self._words, at)
+        return Slot(self._map, at)
 
-    def wake_slots(self, slots: Iterable[Slot]) -> None:
-        """Wakes those to whom letters were written."""
-        masks: dict[int, int] = {}
-        for slot in slots:
-            board, bit = divmod(slot.at, BOARD)
-            masks[board] = masks.get(board, 0) | 1 << bit
-        for board, mask in masks.items():
-            self._change(self._boards[board], mask)
+    def wake_board(self, board: int, mask: int) -> None:
+        """Wakes those of a board's slots who have one of these bits."""
+        self._change(self._boards[board], mask)
 
     def seen(self) -> int:
         """What `wait` is given: read before the letters are looked at."""
@@ -224,7 +238,8 @@ class Mailbox:
         self._change(self._done)
 
     def _change(self, futex: Futex, mask: int = EVERYBODY) -> None:
-        self._words.fence()
+        if not _IN_ORDER:
+            self._map.fence()
         futex.word[0] = next(self._values) % _WRITER
         futex.wake(mask)
 
@@ -264,8 +279,7 @@ class MailboxClient:
         board, bit = divmod(slot, BOARD)
         self._mask = 1 << bit
         self._board = words.futex(_BOARDS_AT + board * FUTEX_NBYTES, self._mask)
-        first = slot * CELLS * _CELL_WORDS
-        self._cells = tuple(range(first, first + CELLS * _CELL_WORDS, _CELL_WORDS))
+        self._cells = _cells_of(slot)
         self._first_value = _WRITER * (slot + 1)
         self._values = itertools.count(1)
         self._number = 1
@@ -277,7 +291,8 @@ class MailboxClient:
         cell, until_s = self._cells[number % CELLS], time.monotonic() + timeout_s
         while True:
             seen = board.word[0]
-            self._fence()
+            if not _IN_ORDER:
+                self._fence()
             if words[cell] == number:
                 break
             if self._woken:
@@ -288,7 +303,8 @@ class MailboxClient:
                 return None
             board.wait(seen, min(left_s, _SLICE_S))
         self._number = number + 1
-        self._fence()
+        if not _IN_ORDER:
+            self._fence()
         head, start = words[cell + 2], 8 * (cell + _HEAD_WORDS)
         split, end = start + (head & 0xFFFFFFFF), start + words[cell + 3]
         first, rest = bytes(self._bytes[start:split]), bytes(self._bytes[split:end])
@@ -310,6 +326,7 @@ class MailboxClient:
         self._used[self._slot] = 0
 
     def _change(self, futex: Futex, mask: int = EVERYBODY) -> None:
-        self._fence()
+        if not _IN_ORDER:
+            self._fence()
         futex.word[0] = self._first_value + next(self._values) % _WRITER
         futex.wake(mask)

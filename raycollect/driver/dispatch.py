@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from raycollect.channel.mailbox import Letter, Letters, Slot
+from raycollect.channel.mailbox import Letters
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
@@ -218,7 +218,10 @@ def _send_parts(
     is_awaited: bool,
 ) -> None:
     """Sends each participant its part; if one can't be sent, the plan ends for all."""
-    keys, letters, slots = tuple(tracker.refs), list[Letter](), list[Slot]()
+    keys, mailbox = tuple(tracker.refs), controller.mailbox
+    letters = None if mailbox is None else Letters(mailbox, tracker.look if is_awaited else None)
+    if is_awaited:
+        tracker.letters = letters
     retried = unsettled_retries(tracker.refs)
     for at, peer in enumerate(peers):
         outputs = prepared.outputs[at]
@@ -231,10 +234,7 @@ def _send_parts(
             if behind:
                 made = peer.submit_behind(order, len(outputs), behind)
             elif prepared.fits_channel:
-                letter = peer.submit_in_order(order, tracker, at, answers=is_awaited)
-                if letter is not None and peer.slot is not None:
-                    letters.append(letter)
-                    slots.append(peer.slot)
+                peer.submit_in_order(order, tracker, at, letters)
             else:
                 made = peer.submit(order, len(outputs))
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
@@ -244,12 +244,8 @@ def _send_parts(
         peer.last_seq = tracker.seq
         if outputs:
             tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
-    if controller.mailbox is not None and slots:
-        if is_awaited:
-            tracker.letters = Letters(controller.mailbox, letters)
-            if tracker.is_known:  # it has failed meanwhile
-                tracker.letters.close()
-        controller.mailbox.wake_slots(slots)
+    if letters is not None:
+        letters.deliver()
 
 
 def explained(error: RefusedError, asked: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:

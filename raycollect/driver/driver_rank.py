@@ -143,7 +143,7 @@ class DriverLink(ParticipantLink):
         self.order(Order(payload=payload, in_order=True, after=b""))
         return found
 
-    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, *, answers: bool = False) -> None:
+    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, letters: Any) -> None:
         """Hands over a program without outputs."""
         self.order(Order(payload=payload, in_order=True, after=b""))
 

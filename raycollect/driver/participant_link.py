@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 from raycollect.channel import Link
-from raycollect.channel.mailbox import IN_ORDER, Letter, Slot
+from raycollect.channel.mailbox import IN_ORDER, Letters, Slot
 from raycollect.channel.messages import (
     Collected,
     Keeps,
@@ -135,36 +135,30 @@ class ParticipantLink:
             direct_transport.on_completed(one, settled)
         return made
 
-    def submit_in_order(
-        self, payload: bytes, tracker: PlanTracker, position: int, *, answers: bool = False
-    ) -> Letter | None:
+    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, letters: Letters | None) -> None:
         """Sends a program without outputs, to run where an actor task would, or as an actor task.
 
         Args:
             payload: The program with its ticket.
             tracker: Its plan.
             position: The participant's position there.
-            answers: Whether the caller looks at the letter's end.
-
-        Returns:
-            The letter, for whose slot the caller calls `Mailbox.wake_slots`; None: it went another way.
+            letters: To which a letter is added where it goes by the mailbox; the caller delivers them.
         """
         calls = self.calls
         if calls is None:
             self.submit(payload, 0)
-            return None
+            return
         with calls.lock:
-            after = calls.last
+            after, slot = calls.last, self.slot
             if after is None:
                 self.submit(payload, 0)
-                return None
+                return
             self.keep_behind(ref(tracker), position)
-            letter = None
-            if self.slot is not None and not self.is_lost:
-                letter = self.slot.write(after, payload, IN_ORDER, answers=answers)
-            if letter is None:
+            is_written = False
+            if slot is not None and letters is not None and not self.is_lost:
+                is_written = slot.write(letters, after, payload, IN_ORDER)
+            if not is_written:
                 self.order(Order(payload=payload, in_order=True, after=after))
-            return letter
 
     def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
         """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""

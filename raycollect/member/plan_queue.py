@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from raycollect.channel import MailboxClient
-from raycollect.channel.mailbox import ANSWERS, IN_ORDER, Received
+from raycollect.channel.mailbox import AWAITED, IN_ORDER, Received
 from raycollect.channel.messages import Behind, Order, Waiting
 from raycollect.core import threads
 from raycollect.core.model import UNKNOWN_TASK, Key
@@ -56,7 +56,7 @@ class Came(NamedTuple):
 def _read(letter: Received) -> Came:
     number, flags, after, payload = letter
     order = Order(payload=payload, in_order=bool(flags & IN_ORDER), after=after)
-    return Came(*decode_order(payload), order, number if flags & ANSWERS else 0)
+    return Came(*decode_order(payload), order, number if flags & AWAITED else 0)
 
 
 class PlanQueue:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from raycollect.channel import Mailbox, MailboxClient
-from raycollect.channel.mailbox import Letter, Slot
+from raycollect.channel.mailbox import Letters, Slot
 from raycollect.channel.messages import Order
 from raycollect.core import threads
 from raycollect.core.model import Key, task_key
@@ -95,11 +95,11 @@ class Fickle:
         self._slot = slot
         self._note = note
 
-    def write(self, first: bytes, rest: bytes, flags: int, *, answers: bool) -> Letter | None:
-        found = self._slot.write(first, rest, flags, answers=answers) if dispatch_number(rest) % 3 else None
-        if found is not None:
+    def write(self, letters: Letters, first: bytes, rest: bytes, flags: int) -> bool:
+        is_written = dispatch_number(rest) % 3 > 0 and self._slot.write(letters, first, rest, flags)
+        if is_written:
             self._note(rest)
-        return found
+        return is_written
 
 
 class Noting(ParticipantLink):

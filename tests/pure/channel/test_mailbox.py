@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from raycollect.channel import Mailbox, MailboxClient
-from raycollect.channel.mailbox import ANSWERS, BOARD, CELLS, IN_ORDER, INLINE_NBYTES, SLOTS, Received, Slot
+from raycollect.channel.mailbox import AWAITED, BOARD, CELLS, IN_ORDER, INLINE_NBYTES, SLOTS, Letters, Received, Slot
 from tests.support.values import replace
 
 WAIT_S = 20.0
@@ -29,9 +29,14 @@ def ends(mailbox: Mailbox) -> tuple[Slot, MailboxClient]:
     return slot, MailboxClient(mailbox.segment, slot.at)
 
 
+def letters(mailbox: Mailbox, *, awaited: bool = False) -> Letters:
+    """Those of a plan."""
+    return Letters(mailbox, (lambda: None) if awaited else None)
+
+
 def test_a_letter_comes_as_it_was_written(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
-    for number, (first, rest, flags, answers) in enumerate(
+    for number, (first, rest, flags, awaited) in enumerate(
         [
             (b"", b"a plan", 0, False),
             (b"", b"", 0, True),
@@ -40,17 +45,16 @@ def test_a_letter_comes_as_it_was_written(mailbox: Mailbox) -> None:
         ],
         1,
     ):
-        assert slot.write(first, rest, flags, answers=answers)
-        assert client.take(WAIT_S) == Received(number, flags | ANSWERS * answers, first, rest)
-        if answers:
-            client.ended(number)
+        assert slot.write(letters(mailbox, awaited=awaited), first, rest, flags)
+        assert client.take(WAIT_S) == Received(number, flags | AWAITED * awaited, first, rest)
 
 
 def test_what_is_too_long_for_a_cell_is_left_to_the_channel(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
-    assert slot.write(b"", b"x" * (INLINE_NBYTES + 1), 0) is None
-    assert slot.write(b"t", b"x" * INLINE_NBYTES, 0) is None
-    assert slot.write(b"", b"next", 0)
+    plan = letters(mailbox)
+    assert not slot.write(plan, b"", b"x" * (INLINE_NBYTES + 1))
+    assert not slot.write(plan, b"t", b"x" * INLINE_NBYTES)
+    assert slot.write(plan, b"", b"next")
     assert client.take(WAIT_S) == Received(1, 0, b"", b"next")
 
 
@@ -58,31 +62,43 @@ def test_a_cell_is_free_when_its_letter_was_taken(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
     for turn in range(3):
         sent = [b"%d" % (turn * CELLS + number) for number in range(CELLS)]
-        assert all(slot.write(b"", one, 0) for one in sent)
-        assert slot.write(b"", b"one too many", 0) is None
+        assert all(slot.write(letters(mailbox), b"", one) for one in sent)
+        assert not slot.write(letters(mailbox), b"", b"one too many")
         taken = [client.take(WAIT_S) for _ in sent]
         assert [one.rest for one in taken if one is not None] == sent
         assert client.take(0.0) is None
 
 
-def test_a_cell_whose_end_somebody_waits_for_is_free_when_that_is_closed(mailbox: Mailbox) -> None:
+def test_a_cell_whose_end_somebody_waits_for_is_free_when_that_is_over(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
-    letter = slot.write(b"", b"awaited", 0, answers=True)
-    assert letter is not None
+    looks = list[int]()
+    plan = Letters(mailbox, lambda: looks.append(1))
+    assert slot.write(plan, b"", b"awaited")
     for _ in range(CELLS - 1):
-        assert slot.write(b"", b"another", 0)
+        assert slot.write(letters(mailbox), b"", b"another")
     while client.take(0.0) is not None:
         pass
-    assert not letter.has_ended
+    assert not plan.have_ended
     client.ended(1)
-    assert letter.has_ended
-    assert slot.write(b"", b"next", 0) is None, "nobody has seen the end"
-    letter.is_closed = True
-    following = slot.write(b"", b"next", 0, answers=True)
-    assert following is not None
-    assert not following.has_ended
+    assert plan.have_ended
+    assert not slot.write(letters(mailbox), b"", b"next"), "nobody has seen the end"
+    assert looks == [1]
+    plan.is_closed = True
+    following = letters(mailbox, awaited=True)
+    assert slot.write(following, b"", b"next")
     client.ended(1)
-    assert not following.has_ended, "a late mark for the letter before it"
+    assert not following.have_ended, "a late mark for the letter before it"
+
+
+def test_whoever_is_asked_for_a_cell_may_give_it_back(mailbox: Mailbox) -> None:
+    slot, client = ends(mailbox)
+    plan = Letters(mailbox, lambda: setattr(plan, "is_closed", plan.have_ended))
+    for _ in range(CELLS):
+        assert slot.write(plan, b"", b"awaited")
+        assert client.take(0.0)
+    assert not slot.write(letters(mailbox), b"", b"next")
+    client.ended(CELLS)
+    assert slot.write(letters(mailbox), b"", b"next")
 
 
 def test_only_those_who_are_addressed_wake(mailbox: Mailbox) -> None:
@@ -97,9 +113,10 @@ def test_only_those_who_are_addressed_wake(mailbox: Mailbox) -> None:
     threads = {at: threading.Thread(target=take, args=(at,)) for at in came}
     for one in threads.values():
         one.start()
+    plan = letters(mailbox)
     for at in addressed:
-        assert all_ends[at][0].write(b"", b"%d" % at, 0)
-    mailbox.wake_slots(all_ends[at][0] for at in addressed)
+        assert all_ends[at][0].write(plan, b"", b"%d" % at)
+    plan.deliver()
     for at in addressed:
         threads[at].join(WAIT_S)
         assert came[at] == [Received(1, 0, b"", b"%d" % at)]
@@ -111,15 +128,15 @@ def test_only_those_who_are_addressed_wake(mailbox: Mailbox) -> None:
 
 def test_threads_of_the_controller_wake_at_an_end_and_when_they_are_told(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
-    letter = slot.write(b"", b"a plan", 0, answers=True)
-    assert letter is not None
+    plan = letters(mailbox, awaited=True)
+    assert slot.write(plan, b"", b"a plan")
     assert client.take(WAIT_S)
     has_looked, is_told = threading.Event(), threading.Event()
 
     def wait() -> None:
         while not is_told.is_set():
             seen = mailbox.seen()
-            if letter.has_ended:
+            if plan.have_ended:
                 has_looked.set()
             mailbox.wait(seen, WAIT_S)
 
@@ -141,7 +158,7 @@ def test_a_change_after_the_look_is_not_slept_through(mailbox: Mailbox) -> None:
     seen = {mailbox.seen()}
     for at, (slot, client) in enumerate(slots):
         for _ in range(3):
-            assert slot.write(b"", b"a plan", 0)
+            assert slot.write(letters(mailbox), b"", b"a plan")
             received = client.take(0.0)
             assert received is not None
             client.ended(received.number)
@@ -157,7 +174,7 @@ def test_a_slot_is_given_again_when_it_was_given_back(mailbox: Mailbox) -> None:
     assert mailbox.take_slot() is None
     assert taken[7] is not None
     for _ in range(CELLS):
-        assert taken[7].write(b"", b"before", 0)
+        assert taken[7].write(letters(mailbox), b"", b"before")
     client = MailboxClient(mailbox.segment, 7)
     for _ in range(3):
         assert client.take(0.0)
@@ -165,7 +182,7 @@ def test_a_slot_is_given_again_when_it_was_given_back(mailbox: Mailbox) -> None:
     slot, again = ends(mailbox)
     assert slot.at == 7
     assert again.take(0.0) is None, "what was written before is gone"
-    assert slot.write(b"", b"first", 0)
+    assert slot.write(letters(mailbox), b"", b"first")
     assert again.take(0.0) == Received(1, 0, b"", b"first")
 
 

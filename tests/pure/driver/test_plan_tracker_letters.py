@@ -25,8 +25,8 @@ class Sent:
         self.slots: list[Slot] = [slot for slot in slots if slot is not None]
         self.clients = [MailboxClient(mailbox.segment, slot.at) for slot in self.slots]
         self.tracker: PlanTracker = tracked(WORLD)
-        letters = [slot.write(b"", b"a plan", 0, answers=True) for slot in self.slots]
-        self.tracker.letters = Letters(mailbox, [letter for letter in letters if letter is not None])
+        self.tracker.letters = letters = Letters(mailbox, self.tracker.look)
+        assert all(slot.write(letters, b"", b"a plan") for slot in self.slots)
         assert all(client.take(WAIT_S) for client in self.clients)
 
 
@@ -76,9 +76,14 @@ def test_who_dies_after_the_mark_has_not_failed(sent: Sent) -> None:
     assert sent.tracker.error is None
 
 
-def test_a_plan_that_has_failed_frees_its_cells(sent: Sent) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_plan_that_has_ended_frees_its_cells(mailbox: Mailbox, sent: Sent, fails: bool) -> None:
+    """Also one that nobody has asked for since."""
     slot, client = sent.slots[0], sent.clients[0]
-    sent.tracker.fail(KernelError(detail="broken"))
+    if fails:
+        sent.tracker.fail(KernelError(detail="broken"))
+    else:
+        client.ended(1)
     for _ in range(2 * CELLS):
-        assert slot.write(b"", b"another", 0)
+        assert slot.write(Letters(mailbox), b"", b"another")
         assert client.take(0.0)

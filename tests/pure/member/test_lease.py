@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raycollect.channel import Mailbox
-from raycollect.channel.mailbox import IN_ORDER
+from raycollect.channel.mailbox import IN_ORDER, Letters
 from raycollect.channel.messages import (
     Abort,
     Collect,
@@ -503,13 +503,14 @@ def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(ordering: Any, aborted: bool) -> None:
     """Who has aborted waits for the answer of each."""
-    lent, mailbox, letters = SimpleQueue[Lease](), Mailbox(), list[Any]()
+    lent, mailbox = SimpleQueue[Lease](), Mailbox()
+    letters = Letters(mailbox, lambda: None)
     slot = mailbox.take_slot()
     assert slot is not None
 
     def send(payload: bytes) -> None:
-        letters.append(slot.write(b"", payload, IN_ORDER, answers=True))
-        mailbox.wake_slots([slot])
+        assert slot.write(letters, b"", payload, IN_ORDER)
+        letters.deliver()
 
     def at(what: str) -> None:
         if what == "launch" and aborted:
@@ -519,7 +520,7 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
     lent.put(here)
     if aborted:
         assert heard.next(Done).error is None
-    assert wait_until(lambda: letters[0].has_ended != aborted)
+    assert wait_until(lambda: letters.have_ended != aborted)
     assert aborted == any(isinstance(one, Done) for one in heard.messages)
     mailbox.close()
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from raycollect.channel import Mailbox, MailboxClient
+from raycollect.channel.mailbox import Letters
 from raycollect.channel.messages import Order
 from raycollect.core import threads
 from raycollect.core.model import UNKNOWN_TASK
@@ -62,8 +63,9 @@ class Desk:
 
     def post(self, message: Order) -> None:
         """Sends a letter."""
-        assert self.slot.write(message.after, message.payload, 0)
-        self.mailbox.wake_slots([self.slot])
+        letters = Letters(self.mailbox)
+        assert self.slot.write(letters, message.after, message.payload)
+        letters.deliver()
 
     def received(self, message: Order) -> None:
         self.queue.received(message)

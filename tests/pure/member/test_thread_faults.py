@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from raycollect.channel import Mailbox, MailboxClient
+from raycollect.channel.mailbox import Letters
 from raycollect.channel.messages import Collect, Collected, Done, Gone, Joined, Order, Unable
 from raycollect.core.model import Key
 from raycollect.engine.value_codec import pack_values
@@ -144,8 +145,9 @@ def test_a_mailbox_that_fails_is_looked_at_again(premises: Any) -> None:
         made.received(order)
         assert done.wait(WAIT_S)
     done.clear()
-    assert slot.write(b"", order.payload, 0)
-    mailbox.wake_slots([slot])
+    letters = Letters(mailbox)
+    assert slot.write(letters, b"", order.payload)
+    letters.deliver()
     assert done.wait(WAIT_S)
     made.close("the test is over")
     mailbox.close()
