@@ -46,7 +46,7 @@ class Observer:
     bundle: Bundle | None = field(init=False, default=None)  # that is under way
     step: Kernels | None = field(init=False, default=None)  # the latest that was begun
     left: int = field(init=False, default=0)  # how many of its kernels have not ended
-    began_s: float = field(init=False, default=0.0)  # the times are noted where a timeline is recorded
+    began_s: float = field(init=False, default=0.0)  # noted where a timeline is recorded
     check_s: float = field(init=False, default=0.0)  # when the agreement began; 0: not yet
     agreed_s: float = field(init=False, default=0.0)  # 0: not yet
     ended_s: float = field(init=False, default=0.0)
@@ -102,13 +102,11 @@ class Observer:
 
     # ------------------------------------------------------------------------------------------ timeline
 
-    def agreed(self, *, is_repeated: bool = False) -> None:
-        """Notes that all have agreed; the agreement of a repeated run of one kernel is noted with its end."""
-        ring = self.ring
-        if ring is not None:
-            self.agreed_s = ring.clock()
-            if not is_repeated:
-                ring.put(CHECK, _CHECK, self.check_s, self.agreed_s, self.seq, self._number(ring))
+    def agreed(self, ring: Ring) -> None:
+        """Records the agreement; that of a repeated run of one kernel is recorded with its end."""
+        cached = self.cached
+        if cached is None or self.prepared is not cached or type(cached.bundles[0]) is not Direct:
+            ring.put(CHECK, _CHECK, self.check_s, self.agreed_s, self.seq, self._number(ring))
 
     def note(self, failed: str) -> None:
         """Notes the end of the run; `failed`: the name of its error, or empty."""

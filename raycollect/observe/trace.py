@@ -94,13 +94,6 @@ Entry = tuple[int, str, str, float, float, int, int, int, str, float]
 agreement ended, or 0."""
 
 
-class Mark(NamedTuple):
-    """How far the entries of a ring were read."""
-
-    number: int = 0  # of the entry that comes next
-    missing: frozenset[int] = frozenset()  # before it, but yet to come: their threads have taken the numbers
-
-
 class Ring:
     """The newest entries of one process. Any thread may call it.
 
@@ -172,17 +165,6 @@ class Ring:
         now_s = self.clock()
         if now_s - begin_s >= WAIT_S:
             self.add(WAIT, name, begin_s, now_s, seq)
-
-    def since(self, mark: Mark) -> tuple[Mark, list[Span]]:
-        """The spans after a mark (`Mark()`: from the beginning), and the mark that follows them."""
-        entries = self.entries.copy()
-        fresh = [one for one in entries if one[0] >= mark.number or one[0] in mark.missing]
-        found = {one[0] for one in fresh}
-        number = max(mark.number, 1 + max(found, default=-1))
-        oldest = entries[0][0] if len(entries) == entries.maxlen else 0  # what came before it was overwritten
-        numbers = (*mark.missing, *range(max(mark.number, oldest), number))
-        missing = frozenset(one for one in numbers if one >= oldest and one not in found)
-        return Mark(number, missing), list(_spans(fresh, list(self._labels)))
 
     def read(self) -> Recorded:
         """All that it holds."""

@@ -14,7 +14,6 @@ from raycollect.observe.trace import (
     KERNEL,
     METHOD,
     PART,
-    Mark,
     Recorded,
     decode_recorded,
     encode_recorded,
@@ -57,53 +56,6 @@ def test_short_waits_are_none() -> None:
     ring.waited("b", 2.0 - 1e-6)
     ring.waited("c", 2.0)
     assert [one.name for one in ring.read().spans] == ["a"]
-
-
-def test_who_follows_a_ring_sees_each_span_once() -> None:
-    ring = Ring(limit=100)
-    mark, seen = Mark(), list[str]()
-    for number in range(10):
-        ring.add(METHOD, str(number), number, number + 1)
-        if number % 3 == 0:
-            mark, spans = ring.since(mark)
-            seen += [one.name for one in spans]
-    _, spans = ring.since(mark)
-    assert seen + [one.name for one in spans] == list(map(str, range(10)))
-    assert ring.since(Mark(100)) == (Mark(100), [])
-
-
-def test_who_follows_a_ring_misses_no_span_of_a_thread_that_is_late() -> None:
-    """It has taken a number, and another thread comes before it with the next one."""
-    ring = Ring(limit=5)
-    thread, late = ring.meet(), [next(ring.numbers) for _ in range(2)]
-
-    def add(number: int) -> None:
-        ring.entries.append((number, METHOD, str(number), 1.0, 2.0, thread, 0, 0, "", 0.0))
-
-    def read(mark: Mark) -> tuple[Mark, list[str]]:
-        after, spans = ring.since(mark)
-        return after, [one.name for one in spans]
-
-    add(next(ring.numbers))
-    mark, seen = read(Mark())
-    assert (mark, seen) == (Mark(3, frozenset(late)), ["2"])
-    add(late[1])
-    add(next(ring.numbers))
-    mark, seen = read(mark)
-    assert (mark, seen) == (Mark(4, frozenset(late[:1])), ["1", "3"])
-    assert read(mark) == (mark, [])
-    add(late[0])
-    mark, seen = read(mark)
-    assert (mark, seen) == (Mark(4), ["0"])
-    never = next(ring.numbers)
-    for number in range(never + 1, never + 4):
-        add(number)
-    mark, _ = read(mark)
-    assert mark == Mark(8, frozenset([never]))
-    for number in range(8, 8 + 20):
-        add(number)
-    mark, seen = read(mark)
-    assert (mark, len(seen)) == (Mark(28), 5), "what was overwritten is not waited for"
 
 
 def test_one_records_at_a_time() -> None:
