@@ -16,12 +16,10 @@ from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone, agreed_nbyte
 from raycollect.engine.steps import Bundle, Direct, Kernels
 from raycollect.observe import Label, Recorder, Ring, run_steps
 from raycollect.observe.run_steps import RunStep, calls
-from raycollect.observe.trace import AGAIN, CHECK, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
+from raycollect.observe.trace import AGAIN, CHECK, CHECK_NAME, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
 from raycollect.planner import Program
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-_CHECK = "consistency check"
 
 _PLACES = {
     "waiting": run_steps.FOR_AN_OPERAND,
@@ -106,7 +104,7 @@ class Observer:
         """Records the agreement; that of a repeated run of one kernel is recorded with its end."""
         cached = self.cached
         if cached is None or self.prepared is not cached or type(cached.bundles[0]) is not Direct:
-            ring.put(CHECK, _CHECK, self.check_s, self.agreed_s, self.seq, self._number(ring))
+            ring.put(CHECK, CHECK_NAME, self.check_s, self.agreed_s, self.seq, self._number(ring))
 
     def note(self, failed: str) -> None:
         """Notes the end of the run; `failed`: the name of its error, or empty."""
@@ -122,7 +120,7 @@ class Observer:
             )
             return
         if self.check_s and not agreed_s:
-            ring.put(CHECK, _CHECK, self.check_s, until_s, self.seq, self._number(ring), failed)
+            ring.put(CHECK, CHECK_NAME, self.check_s, until_s, self.seq, self._number(ring), failed)
         if prepared is not None and agreed_s:
             ended_s, bundles = self.ended_s or until_s, prepared.bundles
             if type(bundles[0]) is Direct:

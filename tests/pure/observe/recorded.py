@@ -13,7 +13,7 @@ from raycollect.observe.trace import (
     PLAN,
     RUN,
 )
-from raycollect.observe.whole import Missing, Process, Slice, Thread, Trace
+from raycollect.observe.whole import Missing, Process, Slice, Trace
 
 LABEL = Label(op="allreduce", group_id="g1", rank=1, ranks=2, nbytes=4096, calls=1)
 
@@ -24,7 +24,7 @@ def a_slice(kind: str, begin_ms: float, end_ms: float, thread: int = 1, **more: 
 
 
 def a_process(name: str, pid: int, slices: list[Slice], **more: Any) -> Process:
-    threads = {one.thread: Thread(pid + one.thread - 1, f"thread {one.thread}") for one in slices}
+    threads = {one.thread: f"thread {one.thread}" for one in slices}
     return Process(name=name, host="h", pid=pid, leader="L", threads=threads, slices=tuple(slices), **more)
 
 

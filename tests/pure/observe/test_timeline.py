@@ -85,21 +85,24 @@ def test_what_a_ring_held_survives_the_wire() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda doc: doc[:3],
-        lambda doc: [[["nonsense", "x", ""]] * 9, *doc[1:]],
-        lambda doc: [doc[0], [["op", [], 1, 2, 3, 4, ""]] * 9, *doc[2:]],
-        lambda doc: [doc[0], doc[1], [[0, 2.0, 1.0, 1, 1, 0]], *doc[3:]],
-        lambda doc: [doc[0], doc[1], [[0, float("nan"), 1.0, 1, 1, 0]], *doc[3:]],
-        lambda doc: [doc[0], doc[1], [[0, 1.0, float("inf"), 1, 1, 0]], *doc[3:]],
-        lambda doc: [doc[0], doc[1], [[99, 1.0, 2.0, 1, 1, 0]], *doc[3:]],
-        lambda doc: [doc[0], doc[1], [7], *doc[3:]],
-        lambda doc: [*doc[:4], [[1, 2, 3]], doc[5]],
-        lambda doc: [*doc[:5], {"g": ["x"]}],
-        lambda doc: [*doc[:5], 7],
-        lambda doc: 7,
+        lambda entry, doc: doc[:3],
+        lambda entry, doc: [[[*entry[:1], "nonsense", *entry[2:]]], *doc[1:]],
+        lambda entry, doc: [[[*entry[:3], 2.0, 1.0, *entry[5:]]], *doc[1:]],
+        lambda entry, doc: [[[*entry[:3], float("nan"), *entry[4:]]], *doc[1:]],
+        lambda entry, doc: [[[*entry[:4], float("inf"), *entry[5:]]], *doc[1:]],
+        lambda entry, doc: [[[*entry[:9], 99.0]], *doc[1:]],
+        lambda entry, doc: [[[*entry[:7], 99, *entry[8:]]], *doc[1:]],
+        lambda entry, doc: [[[*entry[:7], -1, *entry[8:]]], *doc[1:]],
+        lambda entry, doc: [[entry[:9]], *doc[1:]],
+        lambda entry, doc: [[7], *doc[1:]],
+        lambda entry, doc: [doc[0], [["op", [], 1, 2, 3, 4, ""]] * 9, *doc[2:]],
+        lambda entry, doc: [*doc[:3], [[1, 2, 3]], doc[4]],
+        lambda entry, doc: [*doc[:4], {"g": ["x"]}],
+        lambda entry, doc: [*doc[:4], 7],
+        lambda entry, doc: 7,
     ],
 )
 def test_spans_that_make_no_sense_are_refused(change: Any) -> None:
     document = msgpack.unpackb(encode_recorded(recorded()), strict_map_key=False)
     with pytest.raises(ValueError, match="malformed spans"):
-        decode_recorded(msgpack.packb(change(document)))
+        decode_recorded(msgpack.packb(change(document[0][-1], document)))
