@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,7 @@ SHARE_OF_MEMORY = 0.1  # the part of the memory that /dev/shm has to have: Ray k
 FEW = 4096  # too few open files, or processes, for one that drives actors
 
 _CHILD_TIMEOUT_S = 60.0  # to import torch on a busy machine takes several seconds
-_AT_ONCE = 4
+_children = threading.Semaphore(4)
 
 
 class Problem(Exception):
@@ -109,9 +110,9 @@ def checks() -> list[Check]:
 
 
 def examine() -> list[Row]:
-    """Makes all checks, some at a time; returns their rows in the order of the table."""
-    with threads.pool("raycollect-doctor", _AT_ONCE) as workers:
-        return [row for rows in workers.map(Check.rows, checks()) for row in rows]
+    """Makes all checks side by side; returns their rows in the order of the table."""
+    looks = [threads.apart(check.rows) for check in checks()]
+    return [row for look in looks for row in look.result()]
 
 
 def lacking(rows: Iterable[Row]) -> tuple[str, ...]:
@@ -141,7 +142,8 @@ def run_child(code: str, timeout_s: float = _CHILD_TIMEOUT_S) -> Any:
         path = os.pathsep.join(filter(None, (folder, path)))
     command, environ = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, errors="replace", timeout=timeout_s)
+        with _children:
+            done = subprocess.run(command, env=environ, capture_output=True, errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired as exc:
         raise Problem(f"no answer after {timeout_s:g} s") from exc
     if done.returncode < 0:
