@@ -11,12 +11,9 @@ import logging
 import os
 import secrets
 import threading
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -26,7 +23,7 @@ from raycollect.core import ray_internals
 from raycollect.errors import TimelineError
 from raycollect.observe import Place, Ring, Tracer, chrome
 from raycollect.observe.clocks import ROUND_TRIPS, SAME_CLOCK, Alignment, Fix, Sample, clock_id, fix
-from raycollect.observe.trace import LIMIT, PLAN, RUN, decode_recorded
+from raycollect.observe.trace import LIMIT, decode_recorded
 from raycollect.observe.whole import Missing, Process, Trace, process_of
 
 _log = logging.getLogger("raycollect")
@@ -238,7 +235,7 @@ class TimelineSession:
         return Trace(
             began_s=self.began_s,
             ended_s=ended_s,
-            processes=(_with_bytes(own, processes), *processes),
+            processes=(own, *processes),
             missing=tuple(missing),
         )
 
@@ -305,26 +302,6 @@ def _this_process() -> tuple[str, str]:
     if actor_id:
         return ray_internals.short_actor(ray_internals.current_class(), actor_id), ray_internals.node_address()
     return ("task" if ray_internals.is_worker() else "driver"), ray_internals.node_address()
-
-
-def _with_bytes(own: Process, others: Sequence[Process]) -> Process:
-    """Adds to the plans the bytes that participants have seen: the controller does not know the sizes of tensors."""
-    numbers = sorted(one.seq for one in own.slices if one.kind in (PLAN, RUN))
-    nbytes: dict[int, int] = {}
-    for process in others:
-        launches: dict[int, int] = defaultdict(int)
-        for one in process.slices:
-            if one.calls and one.seq and not one.meeting:
-                launches[one.seq] = max(launches[one.seq], one.nbytes)  # a batch, of whose bytes its calls are part
-        sums: dict[int, int] = defaultdict(int)
-        for seq, most in launches.items():
-            at = bisect_right(numbers, seq)  # a captured step has several plans
-            if at:
-                sums[numbers[at - 1]] += most
-        for seq, total in sums.items():
-            nbytes[seq] = max(nbytes.get(seq, 0), total)
-    filled = (one._replace(nbytes=nbytes.get(one.seq, 0)) if one.kind in (PLAN, RUN) else one for one in own.slices)
-    return replace(own, slices=tuple(filled))
 
 
 def _write(tracing: TimelineSession, pid: int, target: Path, undo: Callable[[], None]) -> None:
