@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -16,7 +17,14 @@ from msgspec import structs
 from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
-OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall")
+# Operation -> which part of the whole tensor a rank gives, and which it takes; "": it works in place
+OPERATIONS: Mapping[str, tuple[str, str]] = {
+    "allreduce": ("whole", ""),
+    "broadcast": ("whole", ""),
+    "allgather": ("piece", "whole"),
+    "reducescatter": ("whole", "piece"),
+    "alltoall": ("whole", "whole"),
+}
 WAYS = ("captured", "refs", "members")
 FACTOR = 4  # from one size of a range to the next
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -126,7 +134,7 @@ def _time(given: dict[str, Any], as_json: bool) -> None:
     address = given.pop("address")
     with ray_warnings_aside(as_json):
         start_ray(address)
-        backend, rows = measuring.measure(measuring.Settings(**given))
+        backend, rows = measuring.measure(**given)
     operation, ranks, runs = given["operation"], given["ranks"], given["runs"]
     if as_json:
         shown = {"operation": operation, "ranks": ranks, "backend": backend, "dtype": "float32", "runs": runs}

@@ -27,38 +27,15 @@ from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import CollectiveTimeoutError, KernelError
 from raycollect.group.link_costs import Measured
-from raycollect.planner.topology import Link
 
 BACKENDS = ("shm", "tcp")  # what is measured, inside this host
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes that are sent
 MISFIT = 4.0  # the largest factor between a time and its line with which the line is written
 _TIMEOUT_S = 60.0
-_SECONDS_PER_SIZE = 0.15
 _TRIPS = (9, 400)  # the least and the most round trips that are timed
+_NBYTES = 512 << 20  # about what the trips of one size send in all
 _BLOCK = 5  # round trips of which the median is taken
 _POLL_S = 0.002
-
-
-def fit(times: Mapping[int, float]) -> tuple[Link, float]:
-    """The line of the least sum of squared relative errors whose latency is not below zero, from bytes -> seconds.
-
-    Returns:
-        The line, and the largest factor between a time and the line.
-
-    Raises:
-        ValueError: There are fewer than two sizes, a time is not above zero, or times do not grow with the bytes.
-    """
-    if len(times) < 2 or not all(0 < time_s < float("inf") for time_s in times.values()):
-        raise ValueError(f"no line through {dict(times)}")
-    nbytes, seconds = np.array(list(times), float), np.array(list(times.values()), float)
-    slope, latency = np.polyfit(nbytes, seconds, 1, w=1 / seconds).tolist()
-    if latency < 0:  # through the origin, then
-        relative = nbytes / seconds
-        latency, slope = 0.0, float(relative.sum() / (relative @ relative))
-    if slope <= 0:
-        raise ValueError(f"times do not grow with the bytes: {dict(times)}")
-    link = Link(latency_s=latency, bandwidth=1 / slope)
-    return link, max(max(t / link.time_s(n), link.time_s(n) / t) for n, t in times.items())
 
 
 def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _TIMEOUT_S) -> Measured:
@@ -84,18 +61,32 @@ def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _T
 
 
 def line_of(backend: str, times: Mapping[int, float]) -> Measured:
-    """The link that takes these times, bytes -> seconds; KernelError: they are too far from any line."""
-    try:
-        link, misfit = fit(times)
-        if misfit > MISFIT:
-            raise ValueError(f"times are up to {misfit:.1f} times off any line: is the machine busy? {times}")
-    except ValueError as exc:
-        raise KernelError(op="calibrate", group_name=backend, detail=str(exc)) from exc
+    """The line of the least sum of squared relative errors whose latency is not below zero, from bytes -> seconds.
+
+    Raises:
+        KernelError: There is none: there are fewer than two sizes, a time is not above zero, or times do not grow with
+            the bytes. Or times are too far from it.
+    """
+    failed = partial(KernelError, op="calibrate", group_name=backend)
+    if len(times) < 2 or not all(0 < time_s < float("inf") for time_s in times.values()):
+        raise failed(detail=f"no line through {dict(times)}")
+    nbytes, seconds = np.array(list(times), float), np.array(list(times.values()), float)
+    slope, latency_s = np.polyfit(nbytes, seconds, 1, w=1 / seconds).tolist()
+    if latency_s < 0:  # through the origin, then
+        relative = nbytes / seconds
+        latency_s, slope = 0.0, float(relative.sum() / (relative @ relative))
+    if slope <= 0:
+        raise failed(detail=f"times do not grow with the bytes: {dict(times)}")
+    line_s = latency_s + slope * nbytes
+    misfit = float(np.maximum(seconds / line_s, line_s / seconds).max())
+    if misfit > MISFIT:
+        detail = f"times are up to {misfit:.1f} times off any line: is the machine busy? {dict(times)}"
+        raise failed(detail=detail)
     how = (
         f"measured: half of the least median of {_BLOCK} round trips between two processes of one host, "
         f"{min(times)} to {max(times)} bytes; times are within a factor of {misfit:.2f} of the line"
     )
-    return Measured(place="inside", backend=backend, latency_s=link.latency_s, bandwidth=link.bandwidth, how=how)
+    return Measured(place="inside", backend=backend, latency_s=latency_s, bandwidth=1 / slope, how=how)
 
 
 # ---------------------------------------------------------------------------------------------- in the two processes
@@ -116,30 +107,23 @@ def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[i
 
 
 def _one_way_s(communicator: Communicator, seq: int, nbytes: int) -> float:
-    """Returns the time in one direction; rank 0 says how many round trips there are."""
+    """Returns the time in one direction."""
     rank = communicator.rank
     array = np.zeros(nbytes, np.uint8)
     launch = Launch(seq=seq, ranks=(0, 1), timeout_s=_TIMEOUT_S)
-    there = _kernel(OpKind.RECV if rank else OpKind.SEND, array, 1 - rank)
-    back = _kernel(OpKind.SEND if rank else OpKind.RECV, array, 1 - rank)
-    count = np.zeros(1, np.int64)
-    tell = _kernel(OpKind.RECV if rank else OpKind.SEND, count, 1 - rank)
+    kernels = _kernel(OpKind.SEND, array, 1 - rank), _kernel(OpKind.RECV, array, 1 - rank)
+    there, back = reversed(kernels) if rank else kernels
     communicator.agree(launch, b"")
-
-    def run(kernel: Kernel) -> None:
-        communicator.launch(launch, (kernel,))
 
     def trip() -> float:
         begun = time.perf_counter()
-        run(there)
-        run(back)
+        communicator.launch(launch, (there,))
+        communicator.launch(launch, (back,))
         return time.perf_counter() - begun
 
-    warm = [trip() for _ in range(3)]
-    least, most = _TRIPS
-    count[0] = min(most, max(least, int(_SECONDS_PER_SIZE / min(warm))))
-    run(tell)
-    times = [trip() for _ in range(int(count[0]))]
+    for _ in range(3):
+        trip()
+    times = [trip() for _ in range(min(max(_NBYTES // nbytes, _TRIPS[0]), _TRIPS[1]))]
     communicator.end(launch, True)
     # Other work on the machine only adds to times: the quietest few trips tell most about the link.
     return min(statistics.median(times[at : at + _BLOCK]) for at in range(0, len(times), _BLOCK)) / 2

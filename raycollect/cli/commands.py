@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -153,8 +152,6 @@ Examples:
   raycollect doctor --json
 """
 
-_COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
-
 
 @main.command("doctor", short_help="What is here, what is missing, what installs it.", epilog=_DOCTOR_EXAMPLES)
 @as_json
@@ -172,10 +169,8 @@ def doctor(context: click.Context, as_json: bool) -> None:
     if as_json:
         print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})
     else:
-        for state, line in examining.table(findings, shutil.get_terminal_size((120, 24)).columns):
-            click.echo(line.replace(state, click.style(state, fg=_COLOURS[state]), 1) if state else line)
         said = f"missing, and required: {', '.join(lacking)}" if lacking else "nothing is missing that is required"
-        click.echo(f"\n{said}")
+        click.echo("\n".join([*examining.table(findings), said]))
     context.exit(1 if lacking else 0)
 
 

@@ -6,7 +6,7 @@ All ways use the same float32 tensors. Each way is checked before it is timed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 import raycollect as col
+from raycollect.cli.bench import OPERATIONS
 from raycollect.errors import KernelError, RaycollectError, anew
 from raycollect.observe.summary import bus_factor
 
@@ -24,16 +25,6 @@ GROUP = "raycollect-bench"
 ELEMENT_NBYTES = np.dtype(np.float32).itemsize
 WARMUP = 3  # untimed runs of each way, besides the one whose result is checked
 BURST = 5  # how many runs a way does when it is its turn
-WAYS = ("captured", "refs", "members")
-
-# Operation -> which part of the whole tensor a rank gives, and which it takes; "": it works in place.
-OPERATIONS: Mapping[str, tuple[str, str]] = {
-    "allreduce": ("whole", ""),
-    "broadcast": ("whole", ""),
-    "allgather": ("piece", "whole"),
-    "reducescatter": ("whole", "piece"),
-    "alltoall": ("whole", "whole"),
-}
 
 
 def _arguments(operation: str, given: Any, taken: Any) -> tuple[Any, ...]:
@@ -103,19 +94,7 @@ class Rank(col.CollectiveParticipant):
         return timed(lambda: call(*arguments, GROUP), count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings of a benchmark."""
-
-    operation: str  # one of `OPERATIONS`
-    ranks: int  # actors, at least 2
-    sizes: tuple[int, ...]  # bytes, rounded down to whole elements, the same number (at least 1) for each rank
-    backend: str
-    runs: int  # of each way at each size
-    ways: tuple[str, ...]  # some of `WAYS`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One way at one size."""
 
@@ -137,8 +116,18 @@ def _each(actors: Sequence[Any], method: str, *args: Any) -> list[Any]:
     return found
 
 
-def measure(settings: Settings) -> tuple[str, list[Row]]:
+def measure(
+    operation: str, ranks: int, sizes: Sequence[int], backend: str, runs: int, ways: Sequence[str]
+) -> tuple[str, list[Row]]:
     """Times a collective between actors, which it makes and ends.
+
+    Args:
+        operation: One of `OPERATIONS`.
+        ranks: How many actors, at least 2.
+        sizes: In bytes, rounded down to whole elements, the same number (at least 1) for each rank.
+        backend: That of their group.
+        runs: How many are timed of each way at each size.
+        ways: Some of `WAYS`.
 
     Returns:
         The backend, and the rows by way and size.
@@ -148,56 +137,48 @@ def measure(settings: Settings) -> tuple[str, list[Row]]:
         RaycollectError: The group could not be made, or a call failed.
     """
     remote: Any = ray.remote(num_cpus=0)(Rank)
-    actors = [remote.remote(rank, settings.ranks) for rank in range(settings.ranks)]
+    actors = [remote.remote(rank, ranks) for rank in range(ranks)]
     try:
-        group = col.declare_collective_group(actors, backend=settings.backend, group_name=GROUP)
+        group = col.declare_collective_group(actors, backend=backend, group_name=GROUP)
         try:
-            wholes = dict.fromkeys(whole_of(settings.operation, settings.ranks, nbytes) for nbytes in settings.sizes)
-            rows = [row for whole in wholes for row in _at_size(actors, settings, whole)]
+            wholes = dict.fromkeys(whole_of(operation, ranks, nbytes) for nbytes in sizes)
+            rows = [row for whole in wholes for row in _at_size(actors, operation, whole, runs, ways)]
         finally:
             group.destroy()
     finally:
         for actor in actors:
             ray.kill(actor)
-    rows.sort(key=lambda row: settings.ways.index(row.way))  # stable: sizes stay as they were given
+    rows.sort(key=lambda row: ways.index(row.way))  # stable: sizes stay as they were given
     return group.backend, rows
 
 
-def _at_size(actors: Sequence[Any], settings: Settings, whole: int) -> list[Row]:
-    _each(actors, "prepare", settings.operation, whole)
+def _at_size(actors: Sequence[Any], operation: str, whole: int, runs: int, ways: Sequence[str]) -> Iterator[Row]:
+    _each(actors, "prepare", operation, whole)
     given, taken = ([actor.get.remote(name) for actor in actors] for name in ("given", "taken"))
-    refs = partial(getattr(col, f"{settings.operation}_refs"), *_arguments(settings.operation, given, taken), GROUP)
+    refs = partial(getattr(col, f"{operation}_refs"), *_arguments(operation, given, taken), GROUP)
     with col.capture() as step:
         refs()
-    ways: dict[str, Callable[[int], list[float]]] = {
+    times_of: dict[str, Callable[[int], list[float]]] = {
         "captured": partial(timed, step.run),
         "refs": partial(timed, refs),
         "members": lambda count: [max(one) for one in zip(*_each(actors, "times", count), strict=True)],  # the slowest
     }
+    for way in ways:
+        _check(actors, way, times_of[way])
+    for way in ways:
+        times_of[way](WARMUP)
     # In another order each time: what one way leaves behind (caches, sleeping threads) the next one pays for.
-    times: dict[str, list[float]] = {way: [] for way in settings.ways}
+    times: dict[str, list[float]] = {way: [] for way in ways}
     order = random.Random(whole)  # the same in each measurement
-    for way in settings.ways:
-        _check(actors, way, ways[way])
-    for way in settings.ways:
-        ways[way](WARMUP)
-    for begun in range(0, settings.runs, BURST):
-        for way in order.sample(settings.ways, len(settings.ways)):
-            times[way] += ways[way](min(BURST, settings.runs - begun))
+    for begun in range(0, runs, BURST):
+        for way in order.sample(ways, len(ways)):
+            times[way] += times_of[way](min(BURST, runs - begun))
     step.close()
-    nbytes, factor = whole * ELEMENT_NBYTES, bus_factor(settings.operation, settings.ranks)
-    percentiles = {way: np.percentile(spent_s, (50, 90)).tolist() for way, spent_s in times.items()}
-    return [
-        Row(
-            way=way,
-            nbytes=nbytes,
-            median_s=median_s,
-            p90_s=p90_s,
-            algorithm_bandwidth=nbytes / median_s,
-            bus_bandwidth=nbytes / median_s * factor,
-        )
-        for way, (median_s, p90_s) in percentiles.items()
-    ]
+    nbytes, factor = whole * ELEMENT_NBYTES, bus_factor(operation, len(actors))
+    for way, spent_s in times.items():
+        median_s, p90_s = np.percentile(spent_s, (50, 90)).tolist()
+        rate = nbytes / median_s
+        yield Row(way, nbytes, median_s, p90_s, algorithm_bandwidth=rate, bus_bandwidth=rate * factor)
 
 
 def _check(actors: Sequence[Any], way: str, run: Callable[[int], object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from raycollect.core import files, html, ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
-from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_flags, wrong_time_limit
+from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_time_limit
 from raycollect.errors.text import is_path, shown
 from raycollect.member.runtime import this_runtime
 from raycollect.observe import chrome
@@ -93,7 +93,6 @@ def timeline(
     path: str | os.PathLike[str] | None = None,
     *,
     limit: int = LIMIT,
-    metrics: bool = False,
     timeout_s: float = STOP_S,
 ) -> Timeline:
     """Records where the time of collectives goes: in this process, and on all participants that it drives.
@@ -105,7 +104,6 @@ def timeline(
         path: Where to write it at the end, as Perfetto (https://ui.perfetto.dev) reads it; packed, where the name ends
             with ``.gz``. None: nowhere; `Timeline.summary` and `Timeline.trace` have it.
         limit: How many entries each process keeps, the newest ones; at most 500,000.
-        metrics: Whether participants publish calls, bytes and times to Ray's metrics, too.
         timeout_s: How long participants may take at the end to say what they have recorded, in seconds.
 
     Raises:
@@ -113,13 +111,13 @@ def timeline(
         InvalidArgumentError: An argument makes no sense.
         OSError: There is no folder in which the file could be, or the path names something other than a regular file.
     """
-    _check(path, limit, timeout_s, metrics)
+    _check(path, limit, timeout_s)
     target = None if path is None else Path(path).absolute()
     if target is not None and not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for the timeline")
     if target is not None:
         files.check(target)
-    tracing = this_runtime().timelines.begin("timeline()", limit=limit, metrics=bool(metrics))
+    tracing = this_runtime().timelines.begin("timeline()", limit=limit)
     try:
         _observe(tracing)
         tracing.begun()  # runs by the doorbell would overtake the message
@@ -154,8 +152,8 @@ def _observe(tracing: TimelineSession | None) -> None:
         controller.observed(tracing)
 
 
-def _check(path: Any, limit: Any, timeout_s: Any, metrics: Any) -> None:
-    wrong = [*wrong_time_limit(timeout_s, also=(0,)), *wrong_flags(metrics=metrics)]
+def _check(path: Any, limit: Any, timeout_s: Any) -> None:
+    wrong = [*wrong_time_limit(timeout_s, also=(0,))]
     if path is not None and not is_path(path):
         wrong.append(wrong_argument("path", shown(path), "that of a file"))
     if type(limit) is not int or not 1 <= limit <= MOST:

@@ -11,7 +11,7 @@ from raycollect.core.model import TensorInfo
 from raycollect.core.protocols import Faults
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.run_cache import RunCache
-from raycollect.observe import Recorder, Tracer
+from raycollect.observe import Counters, Recorder, Tracer
 from raycollect.pos import Store
 
 # Where faults can be injected.
@@ -39,3 +39,4 @@ class Instruments:
     staging: FusionPool = field(default_factory=FusionPool)
     cache: RunCache = field(default_factory=RunCache)
     tracer: Tracer = field(default_factory=Tracer)
+    counters: Counters = field(default_factory=Counters)

@@ -16,12 +16,10 @@ from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone, agreed_nbyte
 from raycollect.engine.steps import Bundle, Direct, Kernels
 from raycollect.observe import Label, Recorder, Ring, run_steps
 from raycollect.observe.run_steps import RunStep, calls
-from raycollect.observe.trace import AGAIN, CHECK, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
+from raycollect.observe.trace import AGAIN, CHECK, CHECK_NAME, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
 from raycollect.planner import Program
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-_CHECK = "consistency check"
 
 _PLACES = {
     "waiting": run_steps.FOR_AN_OPERAND,
@@ -46,7 +44,7 @@ class Observer:
     bundle: Bundle | None = field(init=False, default=None)  # that is under way
     step: Kernels | None = field(init=False, default=None)  # the latest that was begun
     left: int = field(init=False, default=0)  # how many of its kernels have not ended
-    began_s: float = field(init=False, default=0.0)  # the times are noted where a timeline is recorded
+    began_s: float = field(init=False, default=0.0)  # noted where a timeline is recorded
     check_s: float = field(init=False, default=0.0)  # when the agreement began; 0: not yet
     agreed_s: float = field(init=False, default=0.0)  # 0: not yet
     ended_s: float = field(init=False, default=0.0)
@@ -102,13 +100,11 @@ class Observer:
 
     # ------------------------------------------------------------------------------------------ timeline
 
-    def agreed(self, *, is_repeated: bool = False) -> None:
-        """Notes that all have agreed; the agreement of a repeated run of one kernel is noted with its end."""
-        ring = self.ring
-        if ring is not None:
-            self.agreed_s = ring.clock()
-            if not is_repeated:
-                ring.put(CHECK, _CHECK, self.check_s, self.agreed_s, self.seq, self._number(ring))
+    def agreed(self, ring: Ring) -> None:
+        """Records the agreement; that of a repeated run of one kernel is recorded with its end."""
+        cached = self.cached
+        if cached is None or self.prepared is not cached or type(cached.bundles[0]) is not Direct:
+            ring.put(CHECK, CHECK_NAME, self.check_s, self.agreed_s, self.seq, self._number(ring))
 
     def note(self, failed: str) -> None:
         """Notes the end of the run; `failed`: the name of its error, or empty."""
@@ -124,7 +120,7 @@ class Observer:
             )
             return
         if self.check_s and not agreed_s:
-            ring.put(CHECK, _CHECK, self.check_s, until_s, self.seq, self._number(ring), failed)
+            ring.put(CHECK, CHECK_NAME, self.check_s, until_s, self.seq, self._number(ring), failed)
         if prepared is not None and agreed_s:
             ended_s, bundles = self.ended_s or until_s, prepared.bundles
             if type(bundles[0]) is Direct:

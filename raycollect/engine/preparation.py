@@ -31,10 +31,12 @@ from raycollect.engine.fusion_buffer import FusionBuffer, Item, room
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.missing_operand import MissingOperand
 from raycollect.engine.operands import TaskBuffers
-from raycollect.engine.prepared import Prepared, places_of
+from raycollect.engine.prepared import Count, Prepared, places_of
+from raycollect.engine.progress import nbytes_of_bundle
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.engine.run_cache import single
 from raycollect.engine.schedule import Scheduler
+from raycollect.engine.steps import Bundle
 from raycollect.errors import KernelError, RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
@@ -117,9 +119,15 @@ class Preparation:
             first=self.first,
             blobs=tuple(blobs),
             bundles=bundles,
+            counts=tuple(map(self._count, bundles)),
             writes=[span for bundle in bundles for span in bundle.ranges],
             buffer=self.buffer,
         )
+
+    def _count(self, bundle: Bundle) -> Count:
+        share, calls = bundle.share, bundle.tasks
+        tally = self._instruments.counters.of(share.group_id, share.op)
+        return tally, calls, nbytes_of_bundle(bundle), calls / len(self.program.tasks)
 
     def check_unchanged(self, cached: Prepared) -> None:
         """After the agreement, to which this rank brought what an earlier run had found out: is it still so?

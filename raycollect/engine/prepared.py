@@ -10,8 +10,12 @@ from raycollect.backends import arrays
 from raycollect.core.model import Kernel
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.steps import Bundle
+from raycollect.observe import Tally
 from raycollect.planner import Program
 from raycollect.pos import Container, Range, Store
+
+Count = tuple[Tally, int, int, float]
+"""How a bundle is counted: where, its calls, their bytes, and its part of the time in the agreement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +32,7 @@ class Prepared:
     first: Kernel | None  # that the backend may prepare before the agreement
     blobs: tuple[bytes, ...]  # that all have brought
     bundles: tuple[Bundle, ...]
+    counts: tuple[Count, ...]  # for each bundle
     writes: Sequence[Range]  # addresses that the bundles write
     buffer: FusionBuffer | None = None  # in which small tensors travel
 

@@ -22,7 +22,7 @@ from raycollect.engine.observer import Observer
 from raycollect.engine.preparation import Preparation
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, BytesDone
-from raycollect.engine.steps import Boxes, Direct, Kernels
+from raycollect.engine.steps import Boxes, Kernels
 from raycollect.errors import (
     FaultError,
     KernelError,
@@ -121,12 +121,16 @@ class Run(Launches):
             finally:
                 if ring is not None:
                     observer.note(failed)
+                if failed:
+                    self._count_failure()
+                if instruments.counters.is_idle:
+                    instruments.counters.wake()
         return Outcome(outputs=outputs, ended=ended) if outputs or ended else OK
 
     def _run_all(self, observer: Observer) -> tuple[Container, ...]:
         """Does all but to end the launch; returns the outputs."""
         program, seq, instruments = self.program, self.seq, self.instruments
-        faults, rank = instruments.faults, program.agreement.rank
+        faults, rank, clock = instruments.faults, program.agreement.rank, instruments.counters.clock
         self.open()
         if faults is not None:
             faults.at("start", seq, rank)
@@ -140,16 +144,26 @@ class Run(Launches):
         if faults is not None:
             faults.at("before_check", seq, rank)
         prepared = observer.prepared = self._agree(cached, preparation, operands)
+        began_s = observer.agreed_s = clock()
+        if observer.ring is not None:
+            observer.agreed(observer.ring)
         observer.slot.at = observer.words
         if faults is not None:
             faults.at("after_check", seq, rank)
         with instruments.store.writing(prepared.writes, self.aborted or _never, program.timeout_s):
+            waited_s, at = began_s - observer.check_s, 0
             for bundle in prepared.bundles:
                 bundle.run(self)
+                ended_s = clock()
+                tally, calls, nbytes, part = prepared.counts[at]  # `zip` takes longer
+                tally.calls += calls
+                tally.nbytes += nbytes
+                tally.seconds += ended_s - began_s
+                tally.wait_seconds += waited_s * part
+                began_s, at = ended_s, at + 1
+        observer.ended_s = began_s
         if faults is not None:
             faults.at("end", seq, rank)
-        if observer.ring is not None:
-            observer.ended_s = observer.ring.clock()
         outputs = () if preparation is None else self._keep(preparation)
         if self.succeeded is not None:
             self.succeeded()
@@ -211,13 +225,12 @@ class Run(Launches):
 
     def _agree(self, cached: Prepared | None, preparation: Preparation | None, operands: Operands) -> Prepared:
         """Brings all ranks together; returns what follows from what all have brought."""
-        observer, ring = self.observer, self.observer.ring
+        observer = self.observer
         if self.program.shares[0].template.boxes and not is_batch(self.program):  # alike on all ranks
             self._show_boxes(cached)
         observer.slot.at = run_steps.IN_CHECK
         observer.recorder.add("check", self.seq, self.program.name)
-        if ring is not None:
-            observer.check_s = ring.clock()
+        observer.check_s = self.instruments.counters.clock()
         blobs: Sequence[bytes] | None = None
         if cached is not None:
             try:
@@ -227,8 +240,6 @@ class Run(Launches):
                 preparation.refuse(exc.violations)
             else:
                 if blobs is cached.blobs:
-                    if ring is not None:
-                        observer.agreed(is_repeated=type(cached.bundles[0]) is Direct)
                     return cached
         agreement = Agreement(self.program)
         if blobs is None:
@@ -242,7 +253,6 @@ class Run(Launches):
             preparation.check_unchanged(cached)
         prepared = preparation.prepared(agreement, blobs)
         observer.event("agreed")
-        observer.agreed()
         if prepared.places:
             self.instruments.cache.keep(prepared, operands, is_call=self.is_call)  # type: ignore[arg-type]
         return prepared
@@ -341,6 +351,12 @@ class Run(Launches):
             if self._buffer is not None and (is_ok or not self.packs):
                 self._buffer.give()
         return self.program.places_of(ranks) if ranks and not self._number and self.succeeded is None else ()
+
+    def _count_failure(self) -> None:
+        # With the bundle under way, or the first one.
+        bundle, program = self.observer.bundle, self.program
+        share = program.shares[program.tasks[0].share] if bundle is None else bundle.share
+        self.instruments.counters.of(share.group_id, share.op).failures += 1
 
     def _keep(self, preparation: Preparation) -> tuple[Container, ...]:
         outputs = preparation.made()

@@ -173,6 +173,7 @@ class RunCache:
             first=kernel if is_first else None,
             blobs=known.blobs,
             bundles=(Direct(bundle.share, 1, steps, written, owners, written, bundle.verdicts, versioned),),
+            counts=known.counts,
             writes=written,
         )
 

@@ -141,6 +141,11 @@ class ProcessGroups:
         self.remove(process_group)
         process_group.close(reason)
 
+    def name_of(self, group_id: str) -> str:
+        """The name of a group; its id where there is none."""
+        groups = (*tuple(self.by_id.values()), *self.all())
+        return next((one.spec.name for one in groups if one.spec.group_id == group_id), group_id)
+
     def places(self) -> dict[str, Place]:
         """The groups, by id, for timelines."""
         return {one.spec.group_id: Place.of(one.spec, one.rank) for one in (*self.all(), *tuple(self.by_id.values()))}

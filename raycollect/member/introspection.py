@@ -23,7 +23,6 @@ from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer, arrivals
 from raycollect.observe import Ring, run_steps
 from raycollect.observe.clocks import clock_id
-from raycollect.observe.metrics import Publisher
 from raycollect.observe.stacks import what_runs
 from raycollect.observe.trace import MOST, encode_recorded
 from raycollect.pos import Store
@@ -83,14 +82,10 @@ class RecordingAgent:
         self._reporter = reporter
         self._sequencer = sequencer
         self._tracer = runtime.tracer
-        self._publisher: Publisher | None = None
 
     def record(self, message: Record) -> None:
         """Begins to record, unless this process records a timeline of its own."""
         ring = self._tracer.begin(self._controller, min(max(message.limit, 1), MOST))
-        self._end_publishing()
-        if ring is not None and message.metrics:
-            self._publisher = Publisher(ring, self._runtime.process_groups.places)
         self._tell_time(message.request, "" if ring is not None else "it records a timeline of its own")
 
     def tick(self, message: Tick) -> None:
@@ -100,24 +95,16 @@ class RecordingAgent:
     def collect(self, message: Collect) -> None:
         """Tells what was recorded; `ends`: and stops recording."""
         ring = self._tracer.end(self._controller) if message.ends else self._tracer.of(self._controller)
-        if message.ends:
-            self._end_publishing()
         # Packing takes a while, and aborts come on this thread.
         threads.apart(threads.survives, self._tell_recorded, message.request, ring)
 
     def end(self) -> None:
         """Stops recording."""
         threads.survives(self._tracer.end, self._controller)
-        threads.survives(self._end_publishing)
 
     def _tell_time(self, request: int, refusal: str) -> None:
         at_s = self._runtime.instruments.clock()
         self._reporter.tell(Ticked(request=request, at_s=at_s, clock=clock_id(), refusal=refusal))
-
-    def _end_publishing(self) -> None:
-        publisher, self._publisher = self._publisher, None
-        if publisher is not None:
-            publisher.close()
 
     def _tell_recorded(self, request: int, ring: Ring | None) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from raycollect.engine.instruments import Instruments
 from raycollect.group.process_groups import ProcessGroups
-from raycollect.observe import Recorder, Tracer
+from raycollect.observe import Recorder, Tracer, metrics
 from raycollect.observe.timeline_session import Timelines
 from raycollect.pos import Store, tensors
 
@@ -43,6 +43,7 @@ class Runtime:
         )
         self.tracer: Tracer = self.instruments.tracer
         self.process_groups: ProcessGroups = ProcessGroups(self.instruments.cache, self.tracer)
+        metrics.publish(self.instruments.counters, self.process_groups.name_of)
         self.timelines: Timelines = Timelines(self.tracer, self.process_groups.places)
         self._parts: dict[type, Any] = {}
         self._making = threading.RLock()  # a part may need another one

@@ -8,6 +8,7 @@ in it.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -19,12 +20,9 @@ from typing import Any
 from raycollect.core import files
 from raycollect.observe.summary import summarize
 from raycollect.observe.trace import PART, PLAN, RUN
-from raycollect.observe.whole import Missing, Process, Slice, Thread, Trace
+from raycollect.observe.whole import Missing, Process, Slice, Trace
 
 FORMAT = 2
-_OTHER_TID = 10_000_000
-"""Where the ids of rows begin that belong to no single thread."""
-
 _ARGS = ("seq", "op", "group_id", "rank", "ranks", "nbytes", "calls", "meeting", "error", "group", "backend")
 _DEFAULTS = Slice._field_defaults
 _PLANS = (PLAN, RUN)
@@ -35,15 +33,13 @@ Event = dict[str, Any]
 def document(trace: Trace) -> dict[str, Any]:
     """A timeline in the JSON object form of the format."""
     events: list[Event] = []
-    pids, tids = set[int](), set[int]()
-    drawn: list[_ProcessRows] = []
+    tids = itertools.count(1)
+    drawn = [_ProcessRows(process, number, trace.began_s) for number, process in enumerate(trace.processes, 1)]
     processes = []
-    for at, process in enumerate(trace.processes):
-        one = _ProcessRows(process, _free(process.pid, pids), trace.began_s)
-        events += one.heads(at, tids)
-        drawn.append(one)
-        facts = {name: getattr(process, name) for name in ("name", "host", "pid", "uncertainty_s", "dropped")}
-        processes.append({**facts, "ranks": [list(one) for one in process.ranks], "id": drawn[-1].pid})
+    for one in drawn:
+        events += one.heads(tids)
+        facts = {name: getattr(one.process, name) for name in ("name", "host", "pid", "uncertainty_s", "dropped")}
+        processes.append({**facts, "ranks": list(map(list, one.process.ranks)), "id": one.pid})
     for one in drawn:
         events += [_event(slice_, one.pid, tid, trace.began_s) for slice_, tid in one.placed]
     events += _flows(drawn, trace.began_s)
@@ -74,47 +70,38 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     files.write(path, gzip.compress(data, 5) if Path(path).suffix == ".gz" else data)
 
 
-def _free(wanted: int, taken: set[int]) -> int:
-    """The id, or, where another host's process has it, one above those that systems give."""
-    found = wanted
-    if found in taken or found <= 0:
-        found = max(_OTHER_TID, max(taken, default=0) + 1)
-    taken.add(found)
-    return found
-
-
 @dataclass
 class _ProcessRows:
     """A process on its way into a file."""
 
     process: Process
-    pid: int  # its id in the file
+    pid: int  # its id in the file: processes of two hosts may have the same one
     origin_s: float  # when the file's times begin
     placed: list[tuple[Slice, int]] = field(default_factory=list)  # its spans, each with the id of its row
     rows: dict[tuple[int, int], int] = field(default_factory=dict)  # (thread, which of its rows) -> the id of the row
 
-    def heads(self, at: int, tids: set[int]) -> Iterator[Event]:
+    def heads(self, tids: Iterator[int]) -> Iterator[Event]:
         yield self._named("process_name", 0, name=self.process.title)
-        yield self._named("process_sort_index", 0, sort_index=at)
+        yield self._named("process_sort_index", 0, sort_index=self.pid)
         by_row: dict[tuple[int, bool], list[Slice]] = defaultdict(list)
         for one in self.process.slices:
             by_row[one.thread, one.kind in _PLANS].append(one)
         # A plan ends on another thread than the one that has sent it: plans are rows for themselves.
         plans = [one for (_, is_plan), some in by_row.items() if is_plan for one in some]
-        yield from self._place(plans, -1, Thread(0, "plans"), tids, nests=False)
+        yield from self._place(plans, -1, "plans", tids, nests=False)
         for (thread, is_plan), some in by_row.items():
             if not is_plan:
-                known = self.process.threads.get(thread, Thread(0, "a thread"))
-                yield from self._place(some, thread, known, tids, nests=True)
+                name = self.process.threads.get(thread, "a thread")
+                yield from self._place(some, thread, name, tids, nests=True)
 
     def _place(
-        self, slices: Sequence[Slice], thread: int, known: Thread, tids: set[int], *, nests: bool
+        self, slices: Sequence[Slice], thread: int, name: str, tids: Iterator[int], *, nests: bool
     ) -> Iterator[Event]:
         for one, row in _rows(slices, self.origin_s, nests=nests):
             tid = self.rows.get((thread, row))
             if tid is None:
-                tid = self.rows[thread, row] = _free(known.native if not row else 0, tids)
-                yield self._named("thread_name", tid, name=known.name if not row else f"{known.name} ({row + 1})")
+                tid = self.rows[thread, row] = next(tids)
+                yield self._named("thread_name", tid, name=name if not row else f"{name} ({row + 1})")
                 yield self._named("thread_sort_index", tid, sort_index=len(self.rows))
             self.placed.append((one, tid))
 

@@ -1,104 +1,91 @@
-"""What participants publish to Ray's metrics while a timeline is recorded with ``metrics=True``.
-
-A thread reads the numbers from the ring every few seconds, so collectives do nothing for them.
-"""
+"""Publishes what a process has counted to Ray's metrics."""
 
 from __future__ import annotations
 
-import threading
+import math
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Protocol
 
-from ray.util.metrics import Counter, Histogram
+from ray.util.metrics import Counter
 
-from raycollect.core import threads
-from raycollect.observe import Place, Ring, Span
-from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, Mark
+from raycollect.core import ray_internals, threads
+from raycollect.core.timers import Watcher
+from raycollect.observe.counters import Counters, Tally
+
+ENVIRONMENT_VARIABLE = "RAYCOLLECT_METRICS"
 
 EVERY_S = 2.0
-"""How often the ring is read, in seconds."""
+"""How often totals are published while they change, in seconds."""
 
-TAGS = ("group", "op", "backend", "rank")
-_BOUNDS_S = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
+TAGS = ("group", "operation")
 
-CALLS, NBYTES, SECONDS, CHECK_SECONDS = (
-    "raycollect_calls",
-    "raycollect_bytes",
-    "raycollect_seconds",
-    "raycollect_check_seconds",
-)
 METRICS = {
-    CALLS: "Collectives that this rank has run.",
-    NBYTES: "Bytes of these collectives, as nccl-tests count them.",
-    SECONDS: "Time of a collective on this rank, from leaving the consistency check to the end of its kernels.",
-    CHECK_SECONDS: "Time in the consistency check of a plan: how long this rank waited until all had agreed.",
+    "raycollect_calls_total": ("calls", "Collectives that this rank has completed."),
+    "raycollect_bytes_total": ("nbytes", "Bytes of these collectives, as nccl-tests count them."),
+    "raycollect_seconds_total": ("seconds", "Time of these, from the end of the agreement to the end of the kernels."),
+    "raycollect_wait_seconds_total": ("wait_seconds", "Time that this rank waited in the agreement for other ranks."),
+    "raycollect_failures_total": ("failures", "Runs that failed on this rank, aborted ones included."),
 }
-"""Name -> description. Ray puts ``ray_`` before names, and ``_total`` behind those of counters."""
+"""Name -> (field of `Tally`, description). Ray puts ``ray_`` before the names."""
+
+
+class Meter(Protocol):
+    """One of Ray's counters."""
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        """Adds to it."""
 
 
 @cache
-def ray_meters() -> Mapping[str, Any]:
-    """Ray's counters and histograms, by name."""
-    return {
-        **{name: Counter(name, METRICS[name], tag_keys=TAGS) for name in (CALLS, NBYTES)},
-        **{
-            name: Histogram(name, METRICS[name], boundaries=_BOUNDS_S, tag_keys=TAGS)
-            for name in (SECONDS, CHECK_SECONDS)
-        },
-    }
+def ray_meters() -> Mapping[str, Meter]:
+    """Returns Ray's counters, by name."""
+    return {name: Counter(name, description, tag_keys=TAGS) for name, (_, description) in METRICS.items()}
 
 
-class Publisher:
-    """Publishes the spans that come into a ring, until it is closed; `places` gives this process's groups by id."""
+class Publisher(Watcher):
+    """Publishes totals from the timer's thread, every few seconds while they change, and only where Ray runs."""
 
     def __init__(
-        self, ring: Ring, places: Callable[[], Mapping[str, Place]], meters: Mapping[str, Any] | None = None
+        self,
+        counters: Counters,
+        meters: Callable[[], Mapping[str, Meter]] = ray_meters,
+        is_connected: Callable[[], bool] = ray_internals.is_connected,
     ) -> None:
-        self._ring = ring
-        self._places = places
+        super().__init__()
+        self._counters = counters
         self._meters = meters
-        self._mark = Mark()
-        self._over = threading.Event()
-        self._ended = threads.apart(self._work)
+        self._is_connected = is_connected
+        self._published: dict[tuple[str, Tally], float] = {}
 
-    def close(self) -> None:
-        """Lets the thread publish the rest and end. Never waits."""
-        self._over.set()
+    def wake(self) -> None:
+        """Publishes soon. Never raises."""
+        if self._is_connected():
+            threads.survives(self.look_after, EVERY_S)
 
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the end of the thread; False where it has not ended in time."""
-        return threads.has_ended(self._ended, timeout_s)
+    def look(self) -> float:
+        """Publishes what was counted since the last look."""
+        counters, has_changed = self._counters, False
+        counters.is_idle = self._is_connected()  # first: what is counted from now on calls `wake`
+        if not counters.is_idle:
+            return math.inf
+        meters = self._meters()
+        for tally in counters.tallies():
+            tags = {"group": tally.group, "operation": tally.operation}
+            for name, (field, _) in METRICS.items():
+                total = getattr(tally, field)
+                fresh = total - self._published.get((name, tally), 0)
+                if fresh > 0:
+                    meters[name].inc(fresh, tags=tags)
+                    self._published[name, tally] = total
+                    has_changed = True
+        counters.is_idle = not has_changed
+        return EVERY_S if has_changed else math.inf
 
-    def _work(self) -> None:
-        while not self._over.wait(EVERY_S):
-            threads.survives(self._flush, place="publishing metrics")
-        threads.survives(self._flush, place="publishing metrics")
 
-    def _flush(self) -> None:
-        meters = ray_meters() if self._meters is None else self._meters
-        self._mark, spans = self._ring.since(self._mark)
-        places = {**self._ring.groups, **self._places()}
-        for span in spans:
-            _publish(span, places, meters)
-
-
-def _publish(span: Span, places: Mapping[str, Place], meters: Mapping[str, Any]) -> None:
-    label = span.label
-    if span.error or not (span.kind == CHECK or (span.kind in (COLLECTIVE, KERNEL) and label.calls)):
-        return
-    place = places.get(label.group_id)
-    tags = {
-        "group": label.group_id if place is None else place.name,
-        "op": label.op,
-        "backend": "" if place is None else place.backend,
-        "rank": str(label.rank),
-    }
-    took_s = span.end_s - span.begin_s
-    if span.kind == CHECK:
-        meters[CHECK_SECONDS].observe(took_s, tags=tags)
-        return
-    for name, value in ((CALLS, label.calls), (NBYTES, label.nbytes)):
-        if value > 0:  # Ray accepts no other
-            meters[name].inc(value, tags=tags)
-    meters[SECONDS].observe(took_s, tags=tags)
+def publish(counters: Counters, name_of: Callable[[str], str]) -> None:
+    """Has the totals of a process published, unless its environment forbids it; `name_of`: as in `Counters`."""
+    counters.name_of = name_of
+    if os.environ.get(ENVIRONMENT_VARIABLE) != "0":
+        counters.publish = Publisher(counters).wake

@@ -74,22 +74,35 @@ class SummaryRow:
     last_share: float
 
 
-_HEAD = (
-    "group",
-    "op",
-    "backend",
-    "calls",
-    "bytes",
-    "median",
-    "p99",
-    "algbw",
-    "busbw",
-    "waiting",
-    "skew",
-    "worst skew",
-    "last rank",
-)
+def _bandwidth(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s" if rate else ""
+
+
+def _has_check(row: SummaryRow) -> bool:
+    return row.last_rank >= 0
+
+
+_COLUMNS: Mapping[str, Callable[[SummaryRow], str]] = {
+    "group": lambda row: row.group,
+    "op": lambda row: row.op,
+    "backend": lambda row: row.backend,
+    "calls": lambda row: str(row.calls),
+    "bytes": lambda row: nbytes_words(row.nbytes) if row.nbytes else "",
+    "median": lambda row: seconds_words(row.median_s),
+    "p99": lambda row: seconds_words(row.p99_s),
+    "algbw": lambda row: _bandwidth(row.algorithm_bandwidth),
+    "busbw": lambda row: _bandwidth(row.bus_bandwidth),
+    "waiting": lambda row: f"{row.waiting:.0%}" if row.waiting or _has_check(row) else "",
+    "skew": lambda row: seconds_words(row.skew_s) if _has_check(row) else "",
+    "worst skew": lambda row: seconds_words(row.worst_skew_s) if _has_check(row) else "",
+    "last rank": lambda row: f"{row.last_rank} ({row.last_share:.0%})" if _has_check(row) else "",
+}
+_HEAD = tuple(_COLUMNS)
 _RIGHT = frozenset(_HEAD[3:])
+
+
+def _cells(row: SummaryRow) -> tuple[str, ...]:
+    return tuple(cell(row) for cell in _COLUMNS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -139,29 +152,6 @@ class Summary:
     def _repr_html_(self) -> str:
         told = html.table(_HEAD, map(_cells, self.rows), right=_RIGHT, count=len(self.rows))
         return html.block("summary", self._title, told, html.lines(self._notes) if self._notes else "")
-
-
-def _cells(row: SummaryRow) -> tuple[str, ...]:
-    has_check = row.last_rank >= 0
-    return (
-        row.group,
-        row.op,
-        row.backend,
-        str(row.calls),
-        nbytes_words(row.nbytes) if row.nbytes else "",
-        seconds_words(row.median_s),
-        seconds_words(row.p99_s),
-        _bandwidth(row.algorithm_bandwidth),
-        _bandwidth(row.bus_bandwidth),
-        f"{row.waiting:.0%}" if row.waiting or has_check else "",
-        seconds_words(row.skew_s) if has_check else "",
-        seconds_words(row.worst_skew_s) if has_check else "",
-        f"{row.last_rank} ({row.last_share:.0%})" if has_check else "",
-    )
-
-
-def _bandwidth(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s" if rate else ""
 
 
 _Row = tuple[str, str, str]

@@ -11,12 +11,9 @@ import logging
 import os
 import secrets
 import threading
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -26,8 +23,7 @@ from raycollect.core import ray_internals
 from raycollect.errors import TimelineError
 from raycollect.observe import Place, Ring, Tracer, chrome
 from raycollect.observe.clocks import ROUND_TRIPS, SAME_CLOCK, Alignment, Fix, Sample, clock_id, fix
-from raycollect.observe.metrics import Publisher
-from raycollect.observe.trace import LIMIT, PLAN, RUN, decode_recorded
+from raycollect.observe.trace import LIMIT, decode_recorded
 from raycollect.observe.whole import Missing, Process, Trace, process_of
 
 _log = logging.getLogger("raycollect")
@@ -87,7 +83,7 @@ def _ask(peer: Peer, clock: Callable[[], float], count: int, done: Future[Fix | 
 class _Tracked:
     """A participant that was asked to record."""
 
-    def __init__(self, peer: Peer, limit: int, *, metrics: bool) -> None:
+    def __init__(self, peer: Peer, limit: int) -> None:
         self.peer = peer
         # Its clock at the beginning; None: this process's clock, or not known
         self.first: Future[Fix | None] | None = None
@@ -95,7 +91,7 @@ class _Tracked:
         self.clock = ""
         self.process: Process | None = None  # what it has recorded, once that is collected for good
         self.asked = Future[None]()  # done when it has answered; the future of the question would keep this alive
-        peer.ask(Record, limit=limit, metrics=metrics).add_done_callback(self._began)
+        peer.ask(Record, limit=limit).add_done_callback(self._began)
 
     def _began(self, asked: Future[Ticked | None]) -> None:
         tick = asked.result()
@@ -130,7 +126,7 @@ class Timelines:
         self.changing: threading.Lock = threading.Lock()  # held while one begins or ends
         self._has_begun = False  # for the environment
 
-    def begin(self, what: str, *, limit: int = LIMIT, metrics: bool = False) -> TimelineSession:
+    def begin(self, what: str, *, limit: int = LIMIT) -> TimelineSession:
         """Begins one; `what` names who does, for messages.
 
         Raises:
@@ -144,7 +140,7 @@ class Timelines:
             if ring is None:
                 detail = "the controller that drives this process records a timeline of it: read that one"
                 raise TimelineError(detail=detail)
-            self.running = TimelineSession(self, ring, what, limit=limit, metrics=metrics)
+            self.running = TimelineSession(self, ring, what, limit=limit)
             return self.running
 
     def begin_from_environment(self) -> None:
@@ -171,22 +167,18 @@ class Timelines:
 class TimelineSession:
     """A timeline from its beginning on; `limit` is that of the participants' rings. Any thread may call it."""
 
-    def __init__(
-        self, timelines: Timelines, ring: Ring, holder: str, *, limit: int = LIMIT, metrics: bool = False
-    ) -> None:
+    def __init__(self, timelines: Timelines, ring: Ring, holder: str, *, limit: int = LIMIT) -> None:
         self.began_s: float = ring.clock()  # by `time.monotonic`
         self.leader: str = secrets.token_hex(8)  # the id of its plans among those of several timelines
         self.holder = holder  # who began it, as the `Tracer` knows it
         self._timelines = timelines
         self._ring = ring
         self._limit = limit
-        self._metrics = metrics
         self._lock = threading.Lock()
         self._tracked: dict[int, _Tracked] = {}
         self._is_over = False
         self._ended_s = 0.0
         self._whole: Trace | None = None  # once it has ended
-        self._publisher = Publisher(ring, dict) if metrics else None
 
     def end(self, timeout_s: float = STOP_S) -> Trace:
         """Ends it, and collects what was recorded; a second call returns the same."""
@@ -197,8 +189,6 @@ class TimelineSession:
                     self._is_over = True
                 self._ended_s = monotonic()
                 timelines.tracer.end(self.holder)
-                if self._publisher is not None:
-                    self._publisher.close()
             if self._whole is None:
                 try:
                     self._whole = timelines.last = self._collected(timeout_s, self._ended_s, ends=True)
@@ -216,7 +206,7 @@ class TimelineSession:
         with self._lock:
             if self._is_over or id(peer) in self._tracked:
                 return
-            self._tracked[id(peer)] = _Tracked(peer, self._limit, metrics=self._metrics)
+            self._tracked[id(peer)] = _Tracked(peer, self._limit)
 
     def begun(self, timeout_s: float = BEGIN_S) -> None:
         """Waits until all participants record, or the time is over."""
@@ -245,7 +235,7 @@ class TimelineSession:
         return Trace(
             began_s=self.began_s,
             ended_s=ended_s,
-            processes=(_with_bytes(own, processes), *processes),
+            processes=(own, *processes),
             missing=tuple(missing),
         )
 
@@ -312,26 +302,6 @@ def _this_process() -> tuple[str, str]:
     if actor_id:
         return ray_internals.short_actor(ray_internals.current_class(), actor_id), ray_internals.node_address()
     return ("task" if ray_internals.is_worker() else "driver"), ray_internals.node_address()
-
-
-def _with_bytes(own: Process, others: Sequence[Process]) -> Process:
-    """Adds to the plans the bytes that participants have seen: the controller does not know the sizes of tensors."""
-    numbers = sorted(one.seq for one in own.slices if one.kind in (PLAN, RUN))
-    nbytes: dict[int, int] = {}
-    for process in others:
-        launches: dict[int, int] = defaultdict(int)
-        for one in process.slices:
-            if one.calls and one.seq and not one.meeting:
-                launches[one.seq] = max(launches[one.seq], one.nbytes)  # a batch, of whose bytes its calls are part
-        sums: dict[int, int] = defaultdict(int)
-        for seq, most in launches.items():
-            at = bisect_right(numbers, seq)  # a captured step has several plans
-            if at:
-                sums[numbers[at - 1]] += most
-        for seq, total in sums.items():
-            nbytes[seq] = max(nbytes.get(seq, 0), total)
-    filled = (one._replace(nbytes=nbytes.get(one.seq, 0)) if one.kind in (PLAN, RUN) else one for one in own.slices)
-    return replace(own, slices=tuple(filled))
 
 
 def _write(tracing: TimelineSession, pid: int, target: Path, undo: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from raycollect.core.codec import Codec
@@ -24,6 +24,8 @@ KINDS = (PLAN, RUN, PART, WAIT, CHECK, COLLECTIVE, KERNEL, STAGING, METHOD, CALL
 
 AGAIN = "again"
 """In the ring only: a part, its agreement and its one kernel in one entry, for loops whose runs take some 100 us."""
+
+CHECK_NAME = "consistency check"
 
 _MOST_LABELLED = 1024
 """How many things are remembered by their labels."""
@@ -80,25 +82,34 @@ class Place(NamedTuple):
         return cls(spec.name, spec.backend, rank, spec.world_size)
 
 
-class Recorded(NamedTuple):
-    """What a ring held when it was read."""
-
-    spans: tuple[Span, ...]  # by the order in which they ended
-    dropped: int  # how many entries were overwritten because the ring was full
-    threads: dict[int, tuple[int, str]]  # thread -> (its id in the system, its name)
-    groups: dict[str, Place]  # group id -> the group
-
-
 Entry = tuple[int, str, str, float, float, int, int, int, str, float]
 """Its number; the fields of a `Span`, with an empty name for the op, and a number for the label; of `AGAIN` when the
 agreement ended, or 0."""
 
 
-class Mark(NamedTuple):
-    """How far the entries of a ring were read."""
+class Recorded(NamedTuple):
+    """What a ring held when it was read."""
 
-    number: int = 0  # of the entry that comes next
-    missing: frozenset[int] = frozenset()  # before it, but yet to come: their threads have taken the numbers
+    entries: tuple[Entry, ...]  # by the order in which they ended
+    labels: tuple[Label, ...]  # by their numbers
+    dropped: int  # how many entries were overwritten because the ring was full
+    threads: dict[int, str]  # their names
+    groups: dict[str, Place]  # group id -> the group
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans; an entry may stand for three."""
+        spans = list[Span]()
+        for _, kind, name, begin_s, end_s, thread, seq, number, error, agreed_s in self.entries:
+            label = self.labels[number]
+            part = Span(PART if kind == AGAIN else kind, name or label.op, begin_s, end_s, thread, seq, label, error)
+            spans.append(part)
+            if kind == AGAIN and not agreed_s:
+                spans.append(part._replace(kind=CHECK, name=CHECK_NAME))
+            elif kind == AGAIN:
+                spans.append(part._replace(kind=CHECK, name=CHECK_NAME, end_s=agreed_s, error=""))
+                spans.append(part._replace(kind=KERNEL, name=label.op, begin_s=agreed_s))
+        return tuple(spans)
 
 
 class Ring:
@@ -114,7 +125,7 @@ class Ring:
         self.groups: dict[str, Place] = {}  # that labels name, as far as they were noted
         self.entries: deque[Entry] = deque(maxlen=limit)  # the oldest first
         self.numbers: itertools.count[int] = itertools.count()
-        self._threads: dict[int, tuple[int, str]] = {}
+        self._threads: dict[int, str] = {}
         self._labels: dict[Label, int] = {NO_LABEL: 0}
         self.labelled: dict[tuple[int, ...], tuple[object, int]] = {}  # ids -> these objects, their label
         self._lock = threading.Lock()
@@ -123,7 +134,7 @@ class Ring:
         """Registers the name of this thread for readers of the ring, and returns its number."""
         thread = threading.get_ident()
         if thread not in self._threads:
-            self._threads[thread] = threading.get_native_id(), threading.current_thread().name
+            self._threads[thread] = threading.current_thread().name
         return thread
 
     def label(self, label: Label) -> int:
@@ -173,38 +184,12 @@ class Ring:
         if now_s - begin_s >= WAIT_S:
             self.add(WAIT, name, begin_s, now_s, seq)
 
-    def since(self, mark: Mark) -> tuple[Mark, list[Span]]:
-        """The spans after a mark (`Mark()`: from the beginning), and the mark that follows them."""
-        entries = self.entries.copy()
-        fresh = [one for one in entries if one[0] >= mark.number or one[0] in mark.missing]
-        found = {one[0] for one in fresh}
-        number = max(mark.number, 1 + max(found, default=-1))
-        oldest = entries[0][0] if len(entries) == entries.maxlen else 0  # what came before it was overwritten
-        numbers = (*mark.missing, *range(max(mark.number, oldest), number))
-        missing = frozenset(one for one in numbers if one >= oldest and one not in found)
-        return Mark(number, missing), list(_spans(fresh, list(self._labels)))
-
     def read(self) -> Recorded:
         """All that it holds."""
         entries = self.entries.copy()
         is_full = len(entries) == entries.maxlen  # else a number without an entry is one that is yet to come
         dropped = max(one[0] for one in entries) + 1 - len(entries) if is_full else 0
-        spans = tuple(_spans(entries, list(self._labels)))
-        return Recorded(spans, dropped, dict(self._threads), dict(self.groups))
-
-
-def _spans(entries: Iterable[Entry], labels: Sequence[Label]) -> Iterator[Span]:
-    for _, kind, name, begin_s, end_s, thread, seq, label_at, error, agreed_s in entries:
-        label = labels[label_at]
-        if kind != AGAIN:
-            yield Span(kind, name or label.op, begin_s, end_s, thread, seq, label, error)
-            continue
-        yield Span(PART, name or label.op, begin_s, end_s, thread, seq, label, error)
-        yield Span(
-            CHECK, "consistency check", begin_s, agreed_s or end_s, thread, seq, label, "" if agreed_s else error
-        )
-        if agreed_s:
-            yield Span(KERNEL, label.op, agreed_s, end_s, thread, seq, label, error)
+        return Recorded(tuple(entries), tuple(self._labels), dropped, dict(self._threads), dict(self.groups))
 
 
 class Tracer:
@@ -237,47 +222,21 @@ class Tracer:
             return self.ring if self.holder == holder else None
 
 
-class _Rows(NamedTuple):
-    """What a ring held, as it travels: the few labels and names once."""
+_RECORDED = Codec[Recorded](Recorded, "spans")
 
-    names: tuple[tuple[str, str, str], ...]  # kind, name and error of spans
-    labels: tuple[Label, ...]
-    # For each span the place of its names; begin, end, thread, seq; the place of its label
-    spans: tuple[tuple[int, float, float, int, int, int], ...]
-    dropped: int
-    threads: dict[int, tuple[int, str]]
-    groups: dict[str, Place]
-
-
-_RECORDED = Codec[_Rows](_Rows, "spans")
-
-
-def encode_recorded(recorded: Recorded) -> bytes:
-    """Packs what a ring held."""
-    labels: dict[Label, int] = {}
-    names: dict[tuple[str, str, str], int] = {}
-    rows = []
-    for kind, name, begin_s, end_s, thread, seq, label, error in recorded.spans:
-        what = names.setdefault((kind, name, error), len(names))
-        rows.append((what, begin_s, end_s, thread, seq, labels.setdefault(label, len(labels))))
-    _, dropped, threads, groups = recorded
-    return _RECORDED.encode(_Rows(tuple(names), tuple(labels), tuple(rows), dropped, threads, groups))
+encode_recorded: Callable[[Recorded], bytes] = _RECORDED.encode
+"""Packs what a ring held."""
 
 
 def decode_recorded(payload: bytes | bytearray) -> Recorded:
     """Unpacks what `encode_recorded` made; ValueError: it is malformed."""
     try:
-        names, labels, rows, dropped, threads, groups = _RECORDED.decode(payload)
-        spans = []
-        for what, begin_s, end_s, thread, seq, label in rows:
-            if not 0 <= begin_s <= end_s < float("inf"):
-                raise ValueError(f"malformed spans: from {begin_s} to {end_s}")
-            kind, name, error = names[what]
-            if kind not in KINDS:
-                raise ValueError(f"malformed spans: of kind {kind[:80]!r}")
-            spans.append(Span(kind, name, begin_s, end_s, thread, seq, labels[label], error))
-        return Recorded(tuple(spans), dropped, threads, groups)
+        recorded = _RECORDED.decode(payload)
     except ProtocolError as exc:
         raise ValueError(exc.detail) from exc
-    except LookupError as exc:
-        raise ValueError(f"malformed spans: {exc}") from exc
+    for _, kind, _, begin_s, end_s, _, _, label, _, agreed_s in recorded.entries:
+        if not 0 <= begin_s <= (agreed_s or end_s) <= end_s < float("inf"):
+            raise ValueError(f"malformed spans: from {begin_s} to {end_s}")
+        if (kind != AGAIN and kind not in KINDS) or not 0 <= label < len(recorded.labels):
+            raise ValueError(f"malformed spans: of kind {kind[:80]!r}, with label {label}")
+    return recorded

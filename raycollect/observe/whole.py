@@ -31,13 +31,6 @@ class Slice(NamedTuple):
     backend: str = ""
 
 
-class Thread(NamedTuple):
-    """A thread: its id in the system, and its name."""
-
-    native: int
-    name: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
     """One process of a timeline."""
@@ -50,7 +43,7 @@ class Process:
     ranks: tuple[tuple[str, int], ...] = ()  # (group, rank) of its memberships
     uncertainty_s: float = 0.0  # the error of its times against the timeline's clock, either way
     dropped: int = 0  # how many entries its ring has overwritten
-    threads: Mapping[int, Thread] = field(default_factory=dict, repr=False)
+    threads: Mapping[int, str] = field(default_factory=dict, repr=False)  # their names
     slices: tuple[Slice, ...] = field(default=(), repr=False)
 
     @property
@@ -102,7 +95,7 @@ def process_of(recorded: Recorded, known: Process, aligned: Alignment = SAME_CLO
         ranks=tuple(places),
         uncertainty_s=aligned.uncertainty_s,
         dropped=recorded.dropped,
-        threads={ident: Thread(*thread) for ident, thread in recorded.threads.items()},
+        threads=recorded.threads,
         slices=tuple(_slice(span, groups, aligned) for span in recorded.spans),
     )
 

@@ -20,7 +20,7 @@ from raycollect.engine.instruments import POINTS, Instruments
 from raycollect.engine.run import Keep, Outcome, Run
 from raycollect.engine.run_cache import RunCache
 from raycollect.errors import KernelError, RefusedError
-from raycollect.observe import Recorder, Tracer
+from raycollect.observe import Counters, Recorder, Tracer
 from raycollect.planner import Membership, Plan, Request, decode_program, encode_program, plan
 from raycollect.pos import Container, Store
 from tests.pure.local_world import LocalCommunicator, LocalWorld
@@ -115,6 +115,7 @@ class Fleet:
         self.recorders = [Recorder(Ticks()) for _ in range(world)]
         self.caches = [RunCache() for _ in range(world)]
         self.tracers = [Tracer() for _ in range(world)]
+        self.counters = [Counters() for _ in range(world)]
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.waiting: list[Callable[[Key], None] | None] = [None] * world
         self.takes: list[Keep | None] = [None] * world
@@ -176,6 +177,7 @@ class Fleet:
                 allocate=self.allocate,
                 cache=self.caches[rank],
                 tracer=self.tracers[rank],
+                counters=self.counters[rank],
             ),
             operands=operands,
             keys=planned.sources(position),  # type: ignore[arg-type]
@@ -271,6 +273,7 @@ class Convoy:
         self.staging = [FusionPool() for _ in range(self.count)]
         self.caches = [RunCache() for _ in range(self.count)]
         self.tracers = [Tracer() for _ in range(self.count)]
+        self.counters = [Counters() for _ in range(self.count)]
         self.allocate: Callable[[Any], Any] = arrays.empty
         self.waiting: Callable[[Key], None] | None = None
         self.seq = 1
@@ -310,6 +313,7 @@ class Convoy:
                     staging=self.staging[one],
                     cache=self.caches[one],
                     tracer=self.tracers[one],
+                    counters=self.counters[one],
                 ),
                 keys=planned.sources(position),  # type: ignore[arg-type]
                 aborted=partial(aborts.get, one),

@@ -76,8 +76,8 @@ def in_the_source() -> tuple[set[str], list[str]]:
 
 
 def _is_apart(path: Path) -> bool:
-    """It starts all of them; and `observe` calls a value so."""
-    return path.name == "threads.py" or "observe" in path.parts
+    """It starts all of them."""
+    return path.name == "threads.py"
 
 
 def test_each_thread_of_the_package_is_in_the_table_and_has_a_fault() -> None:

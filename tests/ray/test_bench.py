@@ -9,12 +9,11 @@ from click.testing import CliRunner
 
 import raycollect as col
 from raycollect.cli import measuring
+from raycollect.cli.bench import OPERATIONS, WAYS
 from raycollect.cli.commands import main
 from raycollect.errors import ArenaFullError, KernelError
-from tests.support.values import replace
 
-WAYS = measuring.WAYS
-TINY = measuring.Settings(operation="allreduce", ranks=3, sizes=(100,), backend="auto", runs=1, ways=WAYS)
+TINY = {"operation": "allreduce", "ranks": 3, "sizes": (100,), "backend": "auto", "runs": 1, "ways": WAYS}
 
 
 @pytest.mark.usefixtures("tidy")
@@ -34,10 +33,10 @@ def test_an_allreduce_is_timed():
 
 @pytest.mark.full
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.parametrize("operation", measuring.OPERATIONS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_is_right_in_every_way(operation):
-    whole = measuring.whole_of(operation, TINY.ranks, 100)
-    _, rows = measuring.measure(replace(TINY, operation=operation))
+    whole = measuring.whole_of(operation, TINY["ranks"], 100)
+    _, rows = measuring.measure(**{**TINY, "operation": operation})
     assert [(row.way, row.nbytes) for row in rows] == [(way, whole * 4) for way in WAYS]
     assert all(0 < row.median_s <= row.p90_s for row in rows)
 
@@ -45,9 +44,9 @@ def test_every_operation_is_right_in_every_way(operation):
 @pytest.mark.usefixtures("tidy")
 def test_failures_are_raised_and_leave_no_group(monkeypatch):
     with pytest.raises(ArenaFullError, match=r"^the arena has no room for") as raised:
-        measuring.measure(replace(TINY, sizes=(1 << 50,)))
+        measuring.measure(**{**TINY, "sizes": (1 << 50,)})
     assert type(raised.value) is ArenaFullError, "and not Ray's wrapper with its traceback"
 
     monkeypatch.setattr(col, "allreduce_refs", lambda given, group: col.barrier(group))  # which moves nothing
     with pytest.raises(KernelError, match=r"refs: 75 elements are wrong, by rank: \[25, 25, 25\]"):
-        measuring.measure(replace(TINY, ways=("refs",)))
+        measuring.measure(**{**TINY, "ways": ("refs",)})

@@ -65,14 +65,10 @@ class Measure(Message, frozen=True, kw_only=True):
 
 
 class Record(Message, frozen=True, kw_only=True):
-    """Record a timeline, with so many entries at most; answered by `Ticked` with the same `request`.
-
-    `metrics`: publish what is recorded to Ray's metrics, too.
-    """
+    """Record a timeline, with so many entries at most; answered by `Ticked` with the same `request`."""
 
     request: int
     limit: int
-    metrics: bool
 
 
 class Tick(Message, frozen=True, kw_only=True):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from raycollect.observe import Label
@@ -16,7 +13,7 @@ from raycollect.observe.trace import (
     PLAN,
     RUN,
 )
-from raycollect.observe.whole import Missing, Process, Slice, Thread, Trace
+from raycollect.observe.whole import Missing, Process, Slice, Trace
 
 LABEL = Label(op="allreduce", group_id="g1", rank=1, ranks=2, nbytes=4096, calls=1)
 
@@ -27,7 +24,7 @@ def a_slice(kind: str, begin_ms: float, end_ms: float, thread: int = 1, **more: 
 
 
 def a_process(name: str, pid: int, slices: list[Slice], **more: Any) -> Process:
-    threads = {one.thread: Thread(pid + one.thread - 1, f"thread {one.thread}") for one in slices}
+    threads = {one.thread: f"thread {one.thread}" for one in slices}
     return Process(name=name, host="h", pid=pid, leader="L", threads=threads, slices=tuple(slices), **more)
 
 
@@ -55,27 +52,3 @@ def two_ranks() -> Trace:
         ]
         ranks.append(a_process(f"W{rank}", 20 + 10 * rank, slices, ranks=(("default", rank),)))
     return a_trace(a_process("driver", 10, plans, leads=True), *ranks)
-
-
-class Numbers(dict[str, Any]):
-    """Meters that only remember."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: dict[tuple[str, str], float] = {}
-        self.observed: list[tuple[str, float, dict[str, str]]] = []
-        self.broken = False
-        self.asked = threading.Event()
-
-    def __missing__(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(inc=partial(self._count, name), observe=partial(self._observe, name))
-
-    def _count(self, name: str, value: float, tags: dict[str, str]) -> None:
-        if self.broken:
-            self.asked.set()
-            raise RuntimeError("no agent")
-        key = name, "/".join(tags.values())
-        self.counted[key] = self.counted.get(key, 0) + value
-
-    def _observe(self, name: str, value: float, tags: dict[str, str]) -> None:
-        self.observed.append((name, value, dict(tags)))
