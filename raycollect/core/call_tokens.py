@@ -42,12 +42,17 @@ _LENT = Codec[tuple[bytes, PackedRef]](tuple[bytes, PackedRef], "token")  # who 
 
 _ended: deque[CallTokens] = deque()
 """Those that lend no more. A thread that lets go of a ref while Ray is being shut down ends the process, and the hub's
-hears of the end of actors then. So what was not lent is let go of in threads of the user's, by `let_go`."""
+hears of the end of actors then. So what was not lent is let go of in other threads, by `let_go`."""
+
+_letting_go = threading.RLock()  # a finalizer may do the same
 
 
 def let_go() -> None:
-    """Gives back what was not lent of those that have ended; called by a thread of the user's."""
-    with suppress(IndexError):  # there are no more; another thread may do the same
+    """Gives back what was not lent of those that have ended. Returns when no other thread does that any more.
+
+    The controller calls it before Ray is shut down.
+    """
+    with _letting_go, suppress(IndexError):  # there are no more
         while True:
             _ended.popleft()._let_go()
 

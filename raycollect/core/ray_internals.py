@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -221,26 +222,34 @@ def is_in(session: object) -> bool:
     )
 
 
-def before_shutdown(call: Callable[[], None]) -> Callable[[], None]:
+_before_shutdown: list[Callable[[], object]] = []
+
+
+def before_shutdown(call: Callable[[], object], *, is_last: bool = False) -> Callable[[], None]:
     """Makes a call before `ray.shutdown()` ends this process's actors; returns what undoes that.
 
     Ray has no hook for it, so its function is replaced. Whoever has imported the function itself bypasses this, and so
-    does Ray at the end of the interpreter.
+    does Ray at the end of the interpreter. `is_last`: the call comes after all others.
     """
-    before = ray.shutdown
+    shutdown = ray.shutdown
+    if not hasattr(shutdown, "__raycollect__"):
 
-    @functools.wraps(before)
-    def shutdown(*args: Any, **kwargs: Any) -> None:
-        if is_connected():
-            call()
-        before(*args, **kwargs)
+        @functools.wraps(shutdown)
+        def after_calls(*args: Any, **kwargs: Any) -> None:
+            if is_connected():
+                for one in reversed(_before_shutdown[:]):
+                    one()
+            shutdown(*args, **kwargs)
 
-    def undo() -> None:
-        if ray.shutdown is shutdown:
-            ray.shutdown = before
+        after_calls.__raycollect__ = True  # type: ignore[attr-defined]
+        ray.shutdown = after_calls
+    _before_shutdown.insert(0 if is_last else len(_before_shutdown), call)
+    return functools.partial(_undo_before_shutdown, call)
 
-    ray.shutdown = shutdown
-    return undo
+
+def _undo_before_shutdown(call: Callable[[], object]) -> None:
+    with suppress(ValueError):  # it was undone
+        _before_shutdown.remove(call)
 
 
 def session() -> Any:

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from time import monotonic
 from typing import Any
 
@@ -75,6 +75,7 @@ class Controller:
                     if lacking is None:
                         raise
                     raise anew(lacking) from exc
+                _close_before_ray()
             return cls._current
 
     @classmethod
@@ -137,7 +138,7 @@ class Controller:
         return rank if rank is not None and found is not None and found.rank_of(rank.actor_id) >= 0 else None
 
     def close(self) -> None:
-        """Gives back all leases."""
+        """Gives back all leases; may be called twice."""
         for tracker in self.trackers():  # runs that have ended well are not failed
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
         self.timeouts.stop()
@@ -252,8 +253,12 @@ def _make_mailbox() -> Mailbox | None:
         return None
 
 
-@atexit.register  # runs before Ray's own: a thread that lets go of a ref while Ray shuts down ends the process
-def _close_at_exit() -> None:
+@atexit.register  # runs before Ray's own
+def _close_running() -> None:
+    """Ends before Ray does: a thread that lets go of a ref while Ray shuts down ends the process."""
     running = Controller.running()
     if running is not None:
         threads.survives(running.close)
+
+
+_close_before_ray = cache(partial(ray_internals.before_shutdown, _close_running, is_last=True))
