@@ -61,6 +61,7 @@ def test_ray_starts_by_itself():
 
 
 _STALE = """
+import threading
 import numpy as np, ray
 import raycollect as col
 from tests.support.actors import Buffers
@@ -82,6 +83,7 @@ handle, put = ray.get(refs[0]), ray.put(1)
 group = col.declare_collective_group(workers, group_name="g")
 col.allreduce_refs(refs, "g")
 ray.shutdown()
+print("hub:", "runs" if any(one.name == "raycollect-hub" for one in threading.enumerate()) else "has ended")
 calls = {
     "get": lambda: col.get(refs[0]),
     "list": lambda: col.get([refs]),
@@ -105,7 +107,9 @@ errors_of({name: calls[name] for name in calls if name not in ("handle", "named"
 
 @pytest.mark.full
 def test_what_is_left_of_a_ray_that_was_shut_down_starts_none():
-    told = [line.split() for line in run("-c", _STALE).splitlines() if line.endswith(("False", "True"))]
+    output = run("-c", _STALE)
+    assert "hub: has ended" in output, "its thread would let go of what is Ray's while Ray ends"
+    told = [line.split() for line in output.splitlines() if line.endswith(("False", "True"))]
     down = {name: error for name, error, is_up in told if is_up == "False"}
     assert down == {
         **dict.fromkeys(("get", "list", "handle", "free", "allreduce", "named", "put"), "TensorLostError"),
