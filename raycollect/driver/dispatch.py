@@ -244,8 +244,6 @@ def _send_parts(
         peer.last_seq = tracker.seq
         if outputs:
             tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
-    if letters is not None:
-        letters.deliver()
 
 
 def explained(error: RefusedError, asked: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:

@@ -142,7 +142,7 @@ class ParticipantLink:
             payload: The program with its ticket.
             tracker: Its plan.
             position: The participant's position there.
-            letters: To which a letter is added where it goes by the mailbox; the caller delivers them.
+            letters: To which a letter is added where it goes by the mailbox.
         """
         calls = self.calls
         if calls is None:

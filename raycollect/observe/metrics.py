@@ -85,7 +85,7 @@ class Publisher(Watcher):
 
 
 def publish(counters: Counters, name_of: Callable[[str], str]) -> None:
-    """Has the totals of a process published, unless its environment forbids it; `name_of`: as in `Counters`."""
+    """Has the totals of a process published, if its environment says so; `name_of`: as in `Counters`."""
     counters.name_of = name_of
-    if os.environ.get(ENVIRONMENT_VARIABLE) != "0":
+    if os.environ.get(ENVIRONMENT_VARIABLE, "0") != "0":
         counters.publish = Publisher(counters).wake

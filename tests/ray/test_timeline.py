@@ -161,7 +161,7 @@ def test_a_full_ring_says_what_it_has_lost(actors):
 
 def test_participants_hand_what_they_count_to_rays_metrics(actors):
     """This Ray's metrics agent exports nothing here: what is seen is what its `Counter` is given."""
-    workers = actors(Worker, 2)
+    workers = actors(Worker, 2, runtime_env={"env_vars": {"RAYCOLLECT_METRICS": "1"}})
     col.declare_collective_group(workers, group_name="counted")
 
     def listen(self):

@@ -510,7 +510,6 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
 
     def send(payload: bytes) -> None:
         assert slot.write(letters, b"", payload, IN_ORDER)
-        letters.deliver()
 
     def at(what: str) -> None:
         if what == "launch" and aborted:

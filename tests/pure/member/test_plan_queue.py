@@ -63,9 +63,7 @@ class Desk:
 
     def post(self, message: Order) -> None:
         """Sends a letter."""
-        letters = Letters(self.mailbox)
-        assert self.slot.write(letters, message.after, message.payload)
-        letters.deliver()
+        assert self.slot.write(Letters(self.mailbox), message.after, message.payload)
 
     def received(self, message: Order) -> None:
         self.queue.received(message)

@@ -136,9 +136,12 @@ def test_groups_of_one_name_are_counted_together() -> None:
     assert one is not counters.of("default/1", "broadcast")
 
 
-@pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True), ("", True)])
-def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch, value: str, is_on: bool) -> None:
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, value)
+@pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True), (None, False)])
+def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch, value: str | None, is_on: bool) -> None:
+    if value is None:
+        monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, value)
     counters = Counters()
     idle = counters.publish
     publish(counters, str)
