@@ -94,22 +94,25 @@ class Letters:
 
     Args:
         mailbox: Theirs.
-        look: Somebody waits for the marks of their ends; called where one of the cells is needed: sets `is_closed` if
+        look: Somebody waits for the marks of their ends; called where one of the cells is needed, and closes them if
             that is over. None: nobody does.
 
     Attributes:
         mailbox: As above.
-        is_closed: Whether nobody waits for their marks any more, and their cells may be written again.
+        look: As above; None once they are closed: nobody waits any more, and their cells may be written again.
     """
 
-    __slots__ = ("_marks", "_words", "is_closed", "look", "mailbox")
+    __slots__ = ("_marks", "_words", "look", "mailbox")
 
     def __init__(self, mailbox: Mailbox, look: Callable[[], object] | None = None) -> None:
         self.mailbox = mailbox
         self.look = look
-        self.is_closed: bool = look is None
         self._words = mailbox.words
         self._marks: dict[int, int] = {}  # what each one's mark says when all have ended, by its word
+
+    def close(self) -> None:
+        """Nobody waits for their ends any more."""
+        self.look = None
 
     def wrote(self, mark_at: int, ended: int) -> None:
         """One of them was written: the word of its mark, and what that says when all have ended."""
@@ -139,7 +142,7 @@ class Slot:
         self._board, self._bit = at // BOARD, 1 << at % BOARD
         self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
         self._cells = _cells_of(at)
-        self._before: list[Letters | None] = [None] * CELLS  # of what each cell was written for, if that is awaited
+        self._before: list[Letters | None] = [None] * CELLS  # by cell, what was written there, if its end is awaited
         for cell in self._cells:
             self._words[cell] = self._words[cell + 1] = 0
 
@@ -151,15 +154,16 @@ class Slot:
         is_free = number <= CELLS or words[cell + 1] >> _SHIFT == number - CELLS
         if not is_free or nbytes > INLINE_NBYTES:
             return False
-        if before is not None and not before.is_closed:
+        if before is not None and before.look is not None:
+            before.look()
             if before.look is not None:
-                before.look()
-            if not before.is_closed:
                 return False
         self.number = number
-        if letters.look is not None:
-            flags |= AWAITED
+        if letters.look is None:
+            self._before[at] = None
+        else:
             self._before[at] = letters
+            flags |= AWAITED
         words[cell + 2] = flags << 32 | split
         words[cell + 3] = nbytes
         start = 8 * (cell + _HEAD_WORDS)
@@ -212,6 +216,10 @@ class Mailbox:
                 return None
             used[at] = 1
         return Slot(self._map, at)
+
+    def give_back(self, slot: Slot) -> None:
+        """Takes back a slot from which nobody takes letters."""
+        self._map.used[slot.at] = 0
 
     def wake_slot(self, board: int, bit: int) -> None:
         """Wakes the participant that sleeps at a board's word, and is addressed by that bit."""

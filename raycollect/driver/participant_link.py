@@ -60,6 +60,7 @@ class ParticipantLink:
     Attributes:
         is_here: Whether it is this process.
         is_lost: Whether its connection has ended.
+        has_mailbox: Whether it takes letters from the controller's mailbox; None: it has not answered.
     """
 
     is_here: ClassVar[bool] = False
@@ -86,7 +87,7 @@ class ParticipantLink:
         self.link: Link | None = None
         self._owner = owner
         self._answer: RaycollectError | None = None
-        self._has_mailbox = False
+        self.has_mailbox: bool | None = None
         self._answered = threading.Event()
         self._submits: dict[int, Any] = {}
         self._requests = itertools.count(1)
@@ -221,7 +222,7 @@ class ParticipantLink:
             )
         if self._answer is not None:
             raise anew(self._answer)
-        return self._has_mailbox
+        return self.has_mailbox is True
 
     def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
         """Asks for something; `question` is the message, and `fields` are all of its fields but the request.
@@ -261,7 +262,7 @@ class ParticipantLink:
         """A message of the participant; on the hub's thread."""
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
-            self._has_mailbox = isinstance(message, Welcome) and message.has_mailbox
+            self.has_mailbox = isinstance(message, Welcome) and message.has_mailbox
             self._answered.set()
         elif isinstance(message, Collected):
             self._collect_part(message)

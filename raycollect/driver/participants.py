@@ -190,9 +190,10 @@ class Participants:
             "worker": ray_internals.worker_id(),
         }
         is_near = member.machine == ray_internals.machine_id() and peer.calls is not None
-        slot = self._mailbox.take_slot() if is_near and self._mailbox is not None else None
-        if slot is not None and self._mailbox is not None:
-            hello["mailbox"] = self._mailbox.segment, slot.at
+        mailbox = self._mailbox if is_near else None
+        slot = None if mailbox is None else mailbox.take_slot()
+        if mailbox is not None and slot is not None:
+            hello["mailbox"] = mailbox.segment, slot.at
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             if peer.welcome(max(deadline_s - monotonic(), 0.1)):
@@ -206,6 +207,10 @@ class Participants:
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
+        finally:
+            # Who may have got it, and not answered yet, gives it back itself
+            if mailbox is not None and slot is not None and (peer.link is None or peer.has_mailbox is False):
+                mailbox.give_back(slot)
         peer.lend_tokens(owner, self._soon)
         self.add(peer, group_id)
         if peer.is_lost:  # perhaps before it was added, and nobody hears of it again

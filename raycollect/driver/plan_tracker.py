@@ -200,7 +200,7 @@ class PlanTracker:
     def look(self) -> None:
         """Takes what participants have said in shared memory."""
         letters = self.letters
-        if letters is not None and not letters.is_closed and letters.have_ended:
+        if letters is not None and letters.look is not None and letters.have_ended:
             self._ended(range(len(self.plan.participants)), None, ())
         doorbell = None if self.runs is None else self.runs.doorbell
         if doorbell is None or not self.slots:
@@ -375,7 +375,7 @@ class PlanTracker:
         if not known:
             self._unresolved.release()
             if self.letters is not None:
-                self.letters.is_closed = True
+                self.letters.close()
                 if self._waiting - {threading.get_ident()}:
                     self.letters.mailbox.wake()
             if self.ring is not None:

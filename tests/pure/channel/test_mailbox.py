@@ -83,7 +83,7 @@ def test_a_cell_whose_end_somebody_waits_for_is_free_when_that_is_over(mailbox: 
     assert plan.have_ended
     assert not slot.write(letters(mailbox), b"", b"next"), "nobody has seen the end"
     assert looks == [1]
-    plan.is_closed = True
+    plan.close()
     following = letters(mailbox, awaited=True)
     assert slot.write(following, b"", b"next")
     client.ended(1)
@@ -92,7 +92,7 @@ def test_a_cell_whose_end_somebody_waits_for_is_free_when_that_is_over(mailbox: 
 
 def test_whoever_is_asked_for_a_cell_may_give_it_back(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
-    plan = Letters(mailbox, lambda: setattr(plan, "is_closed", plan.have_ended))
+    plan = Letters(mailbox, lambda: plan.close() if plan.have_ended else None)
     for _ in range(CELLS):
         assert slot.write(plan, b"", b"awaited")
         assert client.take(0.0)
@@ -183,6 +183,15 @@ def test_a_slot_is_given_again_when_it_was_given_back(mailbox: Mailbox) -> None:
     assert again.take(0.0) is None, "what was written before is gone"
     assert slot.write(letters(mailbox), b"", b"first")
     assert again.take(0.0) == Received(1, 0, b"", b"first")
+
+
+def test_a_slot_that_nobody_has_taken_is_given_again(mailbox: Mailbox) -> None:
+    slot = mailbox.take_slot()
+    assert slot is not None
+    mailbox.give_back(slot)
+    again = mailbox.take_slot()
+    assert again is not None
+    assert again.at == slot.at
 
 
 def test_other_memory_is_not_mapped(mailbox: Mailbox) -> None:
