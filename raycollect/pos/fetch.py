@@ -369,11 +369,13 @@ class _Offer:
 
 
 def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
+    key = Key(message.key)
+    count = len(find(store, key).tensors)
+    if count > MOST_TENSORS:  # before they are claimed one by one
+        found = f"of {count} tensors, expected at most {MOST_TENSORS}: return several values"
+        raise refused("unsupported", found, message.key)
     with ExitStack() as claim:
-        container = claim.enter_context(reading(store, Key(message.key), link.has_ended))
-        if len(container.tensors) > MOST_TENSORS:
-            found = f"of {len(container.tensors)} tensors, expected at most {MOST_TENSORS}: return several values"
-            raise refused("unsupported", found, message.key)
+        container = claim.enter_context(reading(store, key, link.has_ended))
         pairs = [(arrays.memory(tensor), tensor) for tensor in container.tensors]
         nbytes = sum(view.nbytes for view, _ in pairs)
         lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
