@@ -3,8 +3,7 @@
 The controller makes the memory; each participant maps it and has one slot. Each slot has two rings of `IN_FLIGHT`
 cells: runs, which the controller writes, and answers, which the participant writes. Run n uses the n-th cell, modulo
 the ring. A cell's number is written last, and says that the rest is there; the controller writes no cell again before
-its run has ended. So nothing is ever reset, and a superfluous wake-up only costs a look. `order_bell` uses the same
-cells for orders, which nobody answers: a cell is free once its order was taken.
+its run has ended. So nothing is ever reset, and a superfluous wake-up only costs a look.
 
 The controller writes the cells of all participants and then wakes all at once (`core.futex`). A participant reads the
 futex's word, then looks at its cell, and sleeps only while the word stays as it was. A wake-up may be lost where

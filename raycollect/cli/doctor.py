@@ -29,6 +29,7 @@ import click
 import raycollect
 from raycollect import backends
 from raycollect.core import shared_memory, threads
+from raycollect.errors import InvalidArgumentError
 from raycollect.group import link_costs
 from raycollect.planner.wording import counted, nbytes_words
 
@@ -297,7 +298,11 @@ def measured_costs() -> str:
     path, _, is_there = link_costs.looked_up(os.environ)
     if not is_there:
         raise Problem(f"no {path}: the planner uses defaults")
-    links = link_costs.read(path).measured
+    try:
+        links = link_costs.read(path).measured
+    except InvalidArgumentError as exc:
+        (wrong,) = exc.violations
+        raise Problem(f"{wrong.field} is {wrong.found}") from exc
     return f"{path}: {', '.join(f'{one.place} over {one.backend}' for one in links) or 'no links'}"
 
 

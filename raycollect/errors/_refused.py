@@ -233,11 +233,11 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "producer_failed": ProducerFailedError,
     "allocation": AllocationError,
 }
-"""The error that is raised if all violations are of one kind, by that kind."""
+"""Maps a kind to the error that is raised if all violations are of that kind."""
 
 
 def wrong_argument(field: str, found: str, expected: str) -> Violation:
-    """Returns a violation by an argument of the call itself."""
+    """Returns a violation caused by an argument of the call itself."""
     return Violation(kind="argument", field=field, found=found, expected=expected)
 
 
@@ -268,7 +268,7 @@ def refuse(op: str, violations: Iterable[Violation]) -> None:
 
 
 def wrong_flags(**flags: object) -> list[Violation]:
-    """Returns the violations by flags, given by name, that are not True, False, 0, 1 or None."""
+    """Returns the violations caused by flags, given by name, that are not True, False, 0, 1 or None."""
     return [wrong_argument(name, shown(value), "True or False") for name, value in flags.items() if not _is_flag(value)]
 
 
@@ -279,7 +279,7 @@ def _is_flag(value: object) -> bool:
 
 
 def wrong_layout(field: str, found: str, expected: str, rank: int = -1) -> Violation:
-    """Returns a violation by a layout, or by a tensor that does not fit one."""
+    """Returns a violation caused by a layout, or by a tensor that does not fit one."""
     return Violation(kind="layout", rank=rank, field=field, found=found, expected=expected)
 
 

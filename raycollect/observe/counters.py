@@ -29,10 +29,10 @@ class Tally:
 
     group: str
     operation: str
-    calls: int = 0  # that have succeeded
+    calls: int = 0  # whose kernels have all ended well
     nbytes: int = 0  # of these, as nccl-tests count them
     seconds: float = 0.0  # of these, from the end of the agreement to the end of the kernels
-    wait_seconds: float = 0.0  # in the agreement, until all ranks had come
+    wait_seconds: float = 0.0  # of the agreement of these, most of which is waiting for the other ranks
     failures: int = 0
 
 
@@ -42,8 +42,8 @@ class Counters:
     Attributes:
         clock: In seconds; never goes back.
         name_of: Returns the name of a group, by its id.
-        publish: Called when totals change that nobody looks at.
-        is_idle: Whether the next run has to call `wake`, as nobody looks at the totals now.
+        publish: Called when totals change and no look at them is scheduled.
+        is_idle: Whether the next run has to call `wake`, because no look is scheduled.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -25,7 +25,10 @@ METRICS = {
     "raycollect_calls_total": ("calls", "Collectives that this rank has completed."),
     "raycollect_bytes_total": ("nbytes", "Bytes of these collectives, as nccl-tests count them."),
     "raycollect_seconds_total": ("seconds", "Time of these, from the end of the agreement to the end of the kernels."),
-    "raycollect_wait_seconds_total": ("wait_seconds", "Time that this rank waited in the agreement for other ranks."),
+    "raycollect_wait_seconds_total": (
+        "wait_seconds",
+        "Time of their agreement, most of which is waiting for other ranks.",
+    ),
     "raycollect_failures_total": ("failures", "Runs that failed on this rank, aborted ones included."),
 }
 """Name -> (field of `Tally`, description). Ray puts ``ray_`` before the names."""
@@ -63,6 +66,8 @@ class Publisher(Watcher):
         """Publishes soon. Never raises."""
         if self._is_connected():
             threads.survives(self.look_after, EVERY_S)
+        else:
+            self._counters.is_idle = True  # the process may join Ray later
 
     def look(self) -> float:
         """Publishes what was counted since the last look."""
@@ -85,7 +90,7 @@ class Publisher(Watcher):
 
 
 def publish(counters: Counters, name_of: Callable[[str], str]) -> None:
-    """Has the totals of a process published, if its environment says so; `name_of`: as in `Counters`."""
+    """Publishes the totals of a process if its environment asks for it; `name_of`: as in `Counters`."""
     counters.name_of = name_of
-    if os.environ.get(ENVIRONMENT_VARIABLE, "0") != "0":
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "1":
         counters.publish = Publisher(counters).wake

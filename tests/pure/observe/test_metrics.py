@@ -136,7 +136,7 @@ def test_groups_of_one_name_are_counted_together() -> None:
     assert one is not counters.of("default/1", "broadcast")
 
 
-@pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True), (None, False)])
+@pytest.mark.parametrize(("value", "is_on"), [("0", False), ("", False), ("1", True), (None, False)])
 def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch, value: str | None, is_on: bool) -> None:
     if value is None:
         monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
