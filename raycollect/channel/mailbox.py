@@ -3,14 +3,14 @@
 Each participant has a slot: a ring of `CELLS` cells, which the controller writes. Letter n is in the n-th cell, modulo
 the ring. Its number is written last, and says that the rest is there. The participant marks the cell, with the letter's
 number: when it has taken the letter, and, where the letter asks for that, when all participants have ended the plan
-well. So nothing is ever reset, and a late mark for an earlier letter means nothing. Whoever else has an end to tell, as
-every failure, tells it over the channel.
+well. So no cell is reset while the slot is in use, and an end that comes late, when the cell has a newer letter, is not
+marked. Whoever else has an end to tell, as every failure, tells it over the channel.
 
 The controller wakes each participant as soon as its letter is written, which then begins while the letters of others
 are encoded. To wake all by one call at the end took 1.3 times as long with two participants, and gained nothing with
-sixteen. `BOARD` slots sleep at one word, each with a bit of its own. A participant reads the word, then looks at its
-cell, and sleeps only while the word stays as it was. Threads of the controller do the same at a word of their own. Each
-process writes values that no other one writes, so that whoever has read the word sees every change of it.
+sixteen. A participant reads the word at which it sleeps, then looks at its cell, and sleeps only while the word stays
+as it was. Threads of the controller do the same at a word of their own. Each process writes values that hardly any
+other one writes, so that whoever has read the word sees every change of it.
 
 A letter that finds no free cell, or is too long for one, goes over the channel instead. It may overtake others then, or
 be overtaken: the participant puts plans in order by their tickets.
@@ -24,23 +24,21 @@ import itertools
 import mmap
 import os
 import platform
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from raycollect.core import shared_memory
-from raycollect.core.futex import EVERYBODY, FUTEX_NBYTES, Futex
+from raycollect.core.futex import FUTEX_NBYTES, Futex
 from raycollect.core.model import Segment
-from raycollect.core.semaphores import SEM_NBYTES, semaphores
 
 CELLS = 16
 """How many letters may be under way to one participant."""
 
 SLOTS = 1024
 """How many participants may have a slot at once; the memory of a slot that is not used costs nothing."""
-
-BOARD = 32  # how many slots sleep at one word: a system call addresses as many
 
 _NAME = "raycollect-mailbox"
 _CELL_NBYTES = 4096
@@ -49,10 +47,10 @@ INLINE_NBYTES = _CELL_NBYTES - 8 * _HEAD_WORDS
 """The longest letter, in bytes."""
 
 _CELL_WORDS = _CELL_NBYTES // 8
-_FENCE_AT = 64  # after the token: a semaphore that is never posted
-_WORD_AT = _FENCE_AT + SEM_NBYTES  # where threads of the controller sleep
-_BOARDS_AT = _WORD_AT + FUTEX_NBYTES
-_USED_AT = _BOARDS_AT + SLOTS // BOARD * FUTEX_NBYTES
+_FENCE_AT = 64  # after the token: a word at which nobody sleeps
+_WORD_AT = _FENCE_AT + FUTEX_NBYTES  # where threads of the controller sleep
+_WORDS_AT = _WORD_AT + FUTEX_NBYTES  # where participants do
+_USED_AT = _WORDS_AT + SLOTS * FUTEX_NBYTES
 _CELLS_AT = -(-(_USED_AT + 8 * SLOTS) // _CELL_NBYTES) * _CELL_NBYTES
 NBYTES = _CELLS_AT + SLOTS * CELLS * _CELL_NBYTES
 
@@ -74,19 +72,21 @@ def _cells_of(slot: int) -> tuple[int, ...]:
 
 
 class _Words:
-    """The segment as both ends see it; `init`: in the process that made it."""
+    """The segment as both ends see it."""
 
-    def __init__(self, mapped: mmap.mmap, *, init: bool) -> None:
+    def __init__(self, mapped: mmap.mmap) -> None:
         self.whole = memoryview(mapped)
-        (never_posted,) = semaphores(self.whole[_FENCE_AT:_WORD_AT], 1, init=init)
-        self.fence: Callable[[], object] = never_posted.take  # a full barrier
+        self.fence: Callable[[], object] = self.futex(_FENCE_AT).wake  # a full barrier
         self.done = self.futex(_WORD_AT)
         self.used = self.whole[_USED_AT : _USED_AT + 8 * SLOTS].cast("Q")
         self.cells = self.whole[_CELLS_AT:].cast("Q")
         self.bytes = self.whole[_CELLS_AT:]
 
-    def futex(self, at: int, mask: int = EVERYBODY) -> Futex:
-        return Futex(self.whole[at : at + FUTEX_NBYTES], mask)
+    def futex(self, at: int) -> Futex:
+        return Futex(self.whole[at : at + FUTEX_NBYTES])
+
+    def slot_futex(self, slot: int) -> Futex:
+        return self.futex(_WORDS_AT + slot * FUTEX_NBYTES)
 
 
 class Letters:
@@ -108,7 +108,7 @@ class Letters:
         self.mailbox = mailbox
         self.look = look
         self._words = mailbox.words
-        self._marks: dict[int, int] = {}  # what each one's mark says when all have ended, by its word
+        self._marks: list[tuple[int, int]] = []  # the word of each one's mark, and what it says when all have ended
 
     def close(self) -> None:
         """Nobody waits for their ends any more."""
@@ -116,13 +116,13 @@ class Letters:
 
     def wrote(self, mark_at: int, ended: int) -> None:
         """One of them was written: the word of its mark, and what that says when all have ended."""
-        self._marks[mark_at] = ended
+        self._marks.append((mark_at, ended))  # somebody may look meanwhile
 
     @property
     def have_ended(self) -> bool:
         """Whether one of the participants has said that all have ended the plan well."""
         words = self._words
-        for mark_at, ended in self._marks.items():  # noqa: SIM110 - it is in each wait, and a generator takes longer
+        for mark_at, ended in self._marks:  # noqa: SIM110 - it is in each wait, and a generator takes longer
             if words[mark_at] == ended:
                 return True
         return False
@@ -139,7 +139,7 @@ class Slot:
     def __init__(self, words: _Words, at: int) -> None:
         self.at: int = at
         self.number: int = 0
-        self._board, self._bit = at // BOARD, 1 << at % BOARD
+        self._futex = words.slot_futex(at)
         self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
         self._cells = _cells_of(at)
         self._before: list[Letters | None] = [None] * CELLS  # by cell, what was written there, if its end is awaited
@@ -154,8 +154,9 @@ class Slot:
         is_free = number <= CELLS or words[cell + 1] >> _SHIFT == number - CELLS
         if not is_free or nbytes > INLINE_NBYTES:
             return False
-        if before is not None and before.look is not None:
-            before.look()
+        look = None if before is None else before.look  # another thread may close them now
+        if before is not None and look is not None:
+            look()
             if before.look is not None:
                 return False
         self.number = number
@@ -174,7 +175,7 @@ class Slot:
         if not _IN_ORDER:
             self._fence()
         words[cell] = number
-        letters.mailbox.wake_slot(self._board, self._bit)
+        letters.mailbox.wake(self._futex)
         return True
 
 
@@ -192,19 +193,15 @@ class Mailbox:
     def __init__(self) -> None:
         self._own = shared_memory.OwnSegment(_NAME, NBYTES, _CELLS_AT)
         self.segment: Segment = self._own.segment
-        self._map = _Words(self._own.mapped, init=True)
+        self._map = _Words(self._own.mapped)
         self.words: memoryview = self._map.cells
-        boards = range(_BOARDS_AT, _USED_AT, FUTEX_NBYTES)
-        self._boards = [self._map.futex(at) for at in boards]
         self._done = self._map.done
         self._values = itertools.count(1)
         self._lock = threading.Lock()
+        self._slots: dict[int, Slot] = {}  # those that were given out last
 
     def take_slot(self) -> Slot | None:
-        """A slot for a participant, until that gives it back (`MailboxClient.close`); None: all are taken.
-
-        That of a process that has died is never given out again: 1,024 deaths leave the channel for all.
-        """
+        """A slot for a participant, until that gives it back (`MailboxClient.close`); None: all are taken."""
         used = self._map.used
         with self._lock:
             at = next((at for at in range(SLOTS) if not used[at]), None)
@@ -215,33 +212,33 @@ class Mailbox:
             except OSError:  # there is no memory left
                 return None
             used[at] = 1
-        return Slot(self._map, at)
+            slot = self._slots[at] = Slot(self._map, at)
+            return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Takes back a slot from which nobody takes letters."""
-        self._map.used[slot.at] = 0
-
-    def wake_slot(self, board: int, bit: int) -> None:
-        """Wakes the participant that sleeps at a board's word, and is addressed by that bit."""
-        self._change(self._boards[board], bit)
+        """Takes back the slot of a process that has died, or has not taken it."""
+        with self._lock:
+            if self._slots.get(slot.at) is slot:  # else it was given back before
+                self._map.used[slot.at] = 0
 
     def seen(self) -> int:
         """What `wait` is given: read before the letters are looked at."""
-        return int(self._done.word[0])
+        seen = int(self._done.word[0])
+        if not _IN_ORDER:
+            self._map.fence()
+        return seen
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Waits until a participant has marked an end, or `wake` was called, since `seen`; it may return earlier."""
         self._done.wait(seen, min(timeout_s, _SLICE_S))
 
-    def wake(self) -> None:
-        """Wakes all threads that wait, so that they look again."""
-        self._change(self._done)
-
-    def _change(self, futex: Futex, mask: int = EVERYBODY) -> None:
+    def wake(self, futex: Futex | None = None) -> None:
+        """Wakes who sleeps at a futex of the mailbox; by default all threads that `wait`, so that they look again."""
+        futex = futex or self._done
         if not _IN_ORDER:
             self._map.fence()
         futex.word[0] = next(self._values) % _WRITER
-        futex.wake(mask)
+        futex.wake()
 
     def close(self) -> None:
         """Closes the descriptor; the memory lives until both ends are gone."""
@@ -258,7 +255,7 @@ class Received(NamedTuple):
 
 
 class MailboxClient:
-    """A participant's end. One thread takes letters; any thread may call the other methods.
+    """A participant's end. One thread takes letters and marks them; any thread may call `wake`.
 
     Args:
         segment: The controller's `Mailbox.segment`.
@@ -273,24 +270,22 @@ class MailboxClient:
         if segment.nbytes != NBYTES or not 0 <= slot < SLOTS:
             raise ValueError(f"no slot {slot} in {segment.nbytes} bytes")
         with shared_memory.opened(segment, _NAME, os.O_RDWR) as fd:
-            words = _Words(mmap.mmap(fd, NBYTES), init=False)
+            words = _Words(mmap.mmap(fd, NBYTES))
         self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
         self._used, self._slot, self._done = words.used, slot, words.done
-        board, bit = divmod(slot, BOARD)
-        self._mask = 1 << bit
-        self._board = words.futex(_BOARDS_AT + board * FUTEX_NBYTES, self._mask)
+        self._futex = words.slot_futex(slot)
         self._cells = _cells_of(slot)
         self._first_value = _WRITER * (slot + 1)
-        self._values = itertools.count(1)
+        self._values = itertools.count(secrets.randbelow(_WRITER))  # the slot may have been another's
         self._number = 1
         self._woken = False
 
     def take(self, timeout_s: float) -> Received | None:
         """Waits for the next letter; returns None where the time is over, or `wake` was called."""
-        words, number, board = self._words, self._number, self._board
+        words, number, futex = self._words, self._number, self._futex
         cell, until_s = self._cells[number % CELLS], time.monotonic() + timeout_s
         while True:
-            seen = board.word[0]
+            seen = futex.word[0]
             if not _IN_ORDER:
                 self._fence()
             if words[cell] == number:
@@ -301,32 +296,36 @@ class MailboxClient:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return None
-            board.wait(seen, min(left_s, _SLICE_S))
+            futex.wait(seen, min(left_s, _SLICE_S))
         self._number = number + 1
         if not _IN_ORDER:
             self._fence()
         head, start = words[cell + 2], 8 * (cell + _HEAD_WORDS)
         split, end = start + (head & 0xFFFFFFFF), start + words[cell + 3]
         first, rest = bytes(self._bytes[start:split]), bytes(self._bytes[split:end])
+        if not _IN_ORDER:
+            self._fence()
         words[cell + 1] = number << _SHIFT | _TAKEN
         return Received(number, head >> 32, first, rest)
 
     def ended(self, number: int) -> None:
-        """Says that all participants have ended what a letter asked for; its controller's threads look again."""
-        self._words[self._cells[number % CELLS] + 1] = number << _SHIFT | _ENDED
-        self._change(self._done)
+        """Says that all participants have ended what a letter asked for; for the thread that takes letters."""
+        words, mark_at = self._words, self._cells[number % CELLS] + 1
+        if words[mark_at] >> _SHIFT == number:  # else nobody waited any more, and a later letter was taken from there
+            words[mark_at] = number << _SHIFT | _ENDED
+            self._change(self._done)
 
     def wake(self) -> None:
         """Makes `take` return, now or when it is next called."""
         self._woken = True
-        self._change(self._board, self._mask)
+        self._change(self._futex)
 
     def close(self) -> None:
         """Gives the slot back. Called by the thread that takes letters, or after its end."""
         self._used[self._slot] = 0
 
-    def _change(self, futex: Futex, mask: int = EVERYBODY) -> None:
+    def _change(self, futex: Futex) -> None:
         if not _IN_ORDER:
             self._fence()
         futex.word[0] = self._first_value + next(self._values) % _WRITER
-        futex.wake(mask)
+        futex.wake()

@@ -47,14 +47,19 @@ hears of the end of actors then. So what was not lent is let go of in other thre
 _letting_go = threading.RLock()  # a finalizer may do the same
 
 
-def let_go() -> None:
-    """Gives back what was not lent of those that have ended. Returns when no other thread does that any more.
+def let_go(*, waits: bool = False) -> None:
+    """Gives back what was not lent of those that have ended.
 
-    The controller calls it before Ray is shut down.
+    `waits`: returns when no other thread does that any more, as the controller needs before Ray is shut down. Else it
+    leaves it to another thread that does so now: finalizers may run there, which wait for others.
     """
-    with _letting_go, suppress(IndexError):  # there are no more
-        while True:
-            _ended.popleft()._let_go()
+    if _letting_go.acquire(blocking=waits):
+        try:
+            with suppress(IndexError):  # there are no more
+                while True:
+                    _ended.popleft()._let_go()
+        finally:
+            _letting_go.release()
 
 
 class LentToken(NamedTuple):

@@ -1,4 +1,4 @@
-"""A word in shared memory at which processes sleep; one system call wakes those that are addressed (Linux).
+"""A word in shared memory at which processes sleep, and which wakes all of them by one system call (Linux).
 
 Where each sleeper has a semaphore of its own, one that is woken on the waker's core takes that core at once: the waker
 gets to wake the next one only when the first waits. Here all are ready to go on before the waker loses its core.
@@ -12,7 +12,6 @@ import ctypes
 import errno
 import platform
 import struct
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -20,11 +19,8 @@ from typing import Any
 from raycollect.core.semaphores import TimeSpec
 
 FUTEX_NBYTES = 64  # a cache line, of which the first 4 bytes are the word
-EVERYBODY = (1 << 32) - 1
-"""The mask of all sleepers."""
-
 _NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}  # of the system call
-_WAIT, _WAKE = 9, 10  # FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET
+_WAIT, _WAKE = 0, 1
 _ALL = (1 << 31) - 1
 _RETRY = frozenset({errno.EINTR, errno.ETIMEDOUT})
 
@@ -41,16 +37,16 @@ class Futex:
 
     Args:
         memory: Writable shared memory of `FUTEX_NBYTES` bytes, 4-byte aligned; kept alive.
-        mask: The bits by which sleepers of this process are addressed.
 
     Attributes:
         word: The word alone, an unsigned number of 32 bits. Whoever wakes changes it first.
+        wake: Wakes all who sleep; a full barrier as well.
 
     Raises:
         OSError: The system call's number is not known for this processor.
     """
 
-    def __init__(self, memory: memoryview, mask: int = EVERYBODY) -> None:
+    def __init__(self, memory: memoryview) -> None:
         number = _NUMBERS.get(platform.machine())
         if number is None or struct.calcsize("P") != 8:
             raise OSError(errno.ENOSYS, f"no futex is known for {platform.machine()}")
@@ -58,19 +54,13 @@ class Futex:
         self._held = (ctypes.c_char * FUTEX_NBYTES).from_buffer(memory)
         # Made once: converting the arguments takes longer than the call.
         call = partial(_syscall(), ctypes.c_long(number), ctypes.c_void_p(ctypes.addressof(self._held)))
-        self._wake: Callable[..., int] = partial(call, ctypes.c_long(_WAKE), ctypes.c_long(_ALL), None, None)
+        self.wake: Callable[[], int] = partial(call, ctypes.c_long(_WAKE), ctypes.c_long(_ALL))
         self._wait = partial(call, ctypes.c_long(_WAIT))
-        self._mask = ctypes.c_uint32(mask)
-
-    def wake(self, mask: int = EVERYBODY) -> int:
-        """Wakes those who sleep and have one of these bits; a full barrier as well. Returns how many there were."""
-        return self._wake(ctypes.c_uint32(mask))
 
     def wait(self, seen: int, timeout_s: float) -> bool:
         """Sleeps until it is woken, unless the word differs from `seen`; False: not woken in time, or a signal."""
-        until_s = time.monotonic() + timeout_s
-        spec = TimeSpec(int(until_s), int((until_s % 1.0) * 1e9))
-        if self._wait(ctypes.c_long(seen), ctypes.byref(spec), None, self._mask) == 0:
+        spec = TimeSpec(int(timeout_s), int((timeout_s % 1.0) * 1e9))
+        if self._wait(ctypes.c_long(seen), ctypes.byref(spec)) == 0:
             return True
         number = ctypes.get_errno()
         if number == errno.EAGAIN:

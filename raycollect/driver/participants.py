@@ -8,12 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from raycollect.channel import Hub, Mailbox
+from raycollect.channel.mailbox import Slot
 from raycollect.channel.messages import (
     Bye,
     Join,
@@ -74,6 +76,7 @@ class Participants:
         self._owner = owner
         self._controller_id = controller_id
         self._mailbox = mailbox
+        self._left: list[tuple[Slot, int]] = []  # the slots and processes of those whose connections have ended
         self._hub = Hub()
         self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
         self._is_due = False
@@ -89,7 +92,7 @@ class Participants:
         """Gives all back."""
         self._hub.close()
         self._is_due = False  # what was due is not called any more
-        call_tokens.let_go()  # they refer to this
+        call_tokens.let_go(waits=True)  # they refer to this
 
     # ------------------------------------------------------------------------------------------ who they are
 
@@ -126,7 +129,17 @@ class Participants:
         if not self._forget(peer):
             return False
         peer.link = None
+        if peer.slot is not None:
+            self._left.append((peer.slot, int(peer.info["pid"])))
         return True
+
+    def _give_back_slots(self) -> None:
+        """Takes back the slots of participants that have died; those that live do so themselves."""
+        for one in self._left[:]:
+            slot, pid = one
+            if self._mailbox is not None and not Path(f"/proc/{pid}").exists():
+                self._mailbox.give_back(slot)
+                self._left.remove(one)
 
     def _forget(self, peer: ParticipantLink) -> bool:
         actor_id = peer.info["actor_id"]
@@ -191,6 +204,7 @@ class Participants:
         }
         is_near = member.machine == ray_internals.machine_id() and peer.calls is not None
         mailbox = self._mailbox if is_near else None
+        self._give_back_slots()
         slot = None if mailbox is None else mailbox.take_slot()
         if mailbox is not None and slot is not None:
             hello["mailbox"] = mailbox.segment, slot.at
@@ -208,8 +222,8 @@ class Participants:
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
         finally:
-            # Who may have got it, and not answered yet, gives it back itself
-            if mailbox is not None and slot is not None and (peer.link is None or peer.has_mailbox is False):
+            # Who may have got it, and has not answered, gives it back itself
+            if mailbox is not None and slot is not None and peer.has_mailbox is False:
                 mailbox.give_back(slot)
         peer.lend_tokens(owner, self._soon)
         self.add(peer, group_id)

@@ -172,14 +172,15 @@ class PlanTracker:
         return {self._keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for the outcome, inside of `Deferred` where it has letters; False: it is not known in time."""
+        """Waits for the outcome; False: it is not known in time."""
         if self.runs is not None:
             return self.runs.wait(self, timeout_s)
         letters = self.letters
         if letters is None:
             return self.wait_for_word(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._waiting |= {threading.get_ident()}  # before it looks, so that it is woken
+        with self._lock:
+            self._waiting |= {threading.get_ident()}  # before it looks, so that it is woken
         while True:
             seen = letters.mailbox.seen()
             if self.resolved:

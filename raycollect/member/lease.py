@@ -203,6 +203,8 @@ class Lease:
         try:
             self.plan_queue.start()
         except RuntimeError:
+            self._mailbox = None
+            self.plan_queue.drop_mailbox()
             return False
         return True
 

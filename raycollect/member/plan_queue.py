@@ -2,8 +2,8 @@
 
 They run one after the other, each between two methods if the actor's methods come one by one. A plan then holds up its
 actor's methods until the other participants have come. Where methods overlap, Ray has few threads, or an event loop,
-and starts actor tasks in any order: plans that came early would keep these threads from the methods and plans for which
-they wait.
+and starts actor tasks in any order: plans without outputs that came early would keep these threads from the methods and
+plans for which they wait.
 
 What comes one way may overtake what comes the other. A plan whose predecessor has not ended is laid aside until it has,
 so that the thread never waits for a plan that it would have to run itself.
@@ -124,8 +124,13 @@ class PlanQueue:
 
     def start(self) -> None:
         """Starts the thread, if it has not been. RuntimeError, as `ResourceLimitError`: none can be started."""
-        if self._thread is None:
-            self._thread = threads.start("raycollect-order", self._work)
+        with self._lock:  # Ray's threads may begin two actor tasks at once
+            if self._thread is None:
+                self._thread = threads.start("raycollect-order", self._work)
+
+    def drop_mailbox(self) -> None:
+        """Takes no letters: the thread could not be started, and the controller gives the slot to others."""
+        self._mailbox = None
 
     def _work(self) -> None:
         threads.repeat(self._take)

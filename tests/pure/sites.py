@@ -186,7 +186,7 @@ class Site:
         self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, holder), client)
         assert self.lease.listen()
         self.queue = Line(lambda task: task())
-        info = {"participant": True, "actor": holder.actor, "actor_id": holder.actor_id, "incarnation": "i"}
+        info = {"participant": True, "actor": holder.actor, "actor_id": holder.actor_id, "incarnation": "i", "pid": 1}
         self.fences = 0  # how many came
         self.calls = SubmittedCalls()
         actor = SimpleNamespace(_raycollect_run=self, _raycollect_fence=SimpleNamespace(options=self._fence_options))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from raycollect.channel import Mailbox, MailboxClient
-from raycollect.channel.mailbox import AWAITED, BOARD, CELLS, IN_ORDER, INLINE_NBYTES, SLOTS, Letters, Received, Slot
+from raycollect.channel.mailbox import AWAITED, CELLS, IN_ORDER, INLINE_NBYTES, SLOTS, Letters, Received, Slot
 from tests.support.values import replace
 
 WAIT_S = 20.0
@@ -90,6 +90,29 @@ def test_a_cell_whose_end_somebody_waits_for_is_free_when_that_is_over(mailbox: 
     assert not following.have_ended, "a late mark for the letter before it"
 
 
+def test_an_end_that_comes_late_costs_no_cell(mailbox: Mailbox) -> None:
+    """Its caller has given up, and a later letter was taken from its cell."""
+    slot, client = ends(mailbox)
+    plan, following = letters(mailbox, awaited=True), letters(mailbox, awaited=True)
+    assert slot.write(plan, b"", b"given up")
+    plan.close()
+    for _ in range(CELLS - 1):
+        assert slot.write(letters(mailbox), b"", b"another")
+    assert slot.write(following, b"", b"next") is False, "nobody has taken the first"
+    while client.take(0.0) is not None:
+        pass
+    assert slot.write(following, b"", b"next")
+    assert client.take(0.0)
+    client.ended(1)
+    assert not following.have_ended
+    client.ended(CELLS + 1)
+    assert following.have_ended
+    following.close()
+    for _ in range(2 * CELLS):
+        assert slot.write(letters(mailbox), b"", b"another")
+        assert client.take(0.0)
+
+
 def test_whoever_is_asked_for_a_cell_may_give_it_back(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
     plan = Letters(mailbox, lambda: plan.close() if plan.have_ended else None)
@@ -102,9 +125,8 @@ def test_whoever_is_asked_for_a_cell_may_give_it_back(mailbox: Mailbox) -> None:
 
 
 def test_only_those_who_are_addressed_wake(mailbox: Mailbox) -> None:
-    """On one board and on another."""
-    all_ends = [ends(mailbox) for _ in range(BOARD + 2)]
-    addressed = {1, 3, BOARD + 1}
+    all_ends = [ends(mailbox) for _ in range(4)]
+    addressed = {1, 3}
     came: dict[int, list[Received | None]] = {at: [] for at in (0, *addressed)}
 
     def take(at: int) -> None:
@@ -192,6 +214,10 @@ def test_a_slot_that_nobody_has_taken_is_given_again(mailbox: Mailbox) -> None:
     again = mailbox.take_slot()
     assert again is not None
     assert again.at == slot.at
+    mailbox.give_back(slot)
+    other = mailbox.take_slot()
+    assert other is not None
+    assert other.at != again.at, "it was given back before, and is another's now"
 
 
 def test_other_memory_is_not_mapped(mailbox: Mailbox) -> None:

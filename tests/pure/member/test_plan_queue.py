@@ -141,6 +141,24 @@ def test_the_connection_ends_where_a_cell_has_no_plan(desk: Desk) -> None:
     assert desk.told.get(timeout=WAIT_S) == "closed"
 
 
+def test_two_threads_that_bring_the_first_plans_start_one_thread() -> None:
+    """As Ray's do that begin two actor tasks of a threaded actor at once."""
+    for _ in range(20):
+        desk, begin = Desk(), threading.Barrier(2)
+
+        def start(desk: Desk = desk, begin: threading.Barrier = begin) -> None:
+            begin.wait(WAIT_S)
+            desk.queue.start()
+
+        before = [one for one in threading.enumerate() if one.name == "raycollect-order"]
+        for one in [threads.apart(start) for _ in range(2)]:
+            one.result(WAIT_S)
+        started = [one for one in threading.enumerate() if one.name == "raycollect-order" and one not in before]
+        assert len(started) == 1
+        desk.close()
+        started[0].join(WAIT_S)
+
+
 def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:
     """Ray may still pickle what it returned."""
     with crew_of() as crew:
