@@ -86,7 +86,8 @@ class _Participant(Participant):
 
     def take(self, order: Order) -> None:
         """Runs a program after those before; ConnectionLostError: the lease has ended."""
-        self.leased().plan_queue.received(order)
+        lease = self.leased()
+        lease.plan_queue.received(order, lease.run_ordered)
 
     def close(self) -> None:
         self._is_closed = True
@@ -154,6 +155,6 @@ class DriverLink(ParticipantLink):
                 self._participant.leased().received(message)
         super().send(message)
 
-    def order(self, message: Order) -> None:
+    def order(self, message: Order, letters: Any = None) -> None:
         """Hands over a program, past the connection: one that came by it might overtake, or be overtaken."""
         self._participant.take(message)

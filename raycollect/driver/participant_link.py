@@ -150,16 +150,11 @@ class ParticipantLink:
             self.submit(payload, 0)
             return
         with calls.lock:
-            after, slot = calls.last, self.slot
-            if after is None:
+            if calls.last is None:
                 self.submit(payload, 0)
                 return
             self.keep_behind(ref(tracker), position)
-            is_written = False
-            if slot is not None and letters is not None and not self.is_lost:
-                is_written = slot.write(letters, after, payload, IN_ORDER)
-            if not is_written:
-                self.order(Order(payload=payload, in_order=True, after=after))
+            self.order(Order(payload=payload, in_order=True, after=calls.last), letters)
 
     def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
         """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""
@@ -191,12 +186,14 @@ class ParticipantLink:
         elif link is not None:
             link.close()
 
-    def order(self, message: Order) -> None:
-        """Sends a program by the channel, past the methods that wait in the actor's queue."""
-        link = self.link
+    def order(self, message: Order, letters: Letters | None = None) -> None:
+        """Sends a program past the methods in the actor's queue: as one of some letters, or by the channel."""
+        link, slot = self.link, self.slot
         if link is None or self.is_lost:
             raise ConnectionLostError(detail="its connection has ended")
-        link.send(message)
+        flags = IN_ORDER if message.in_order else 0
+        if letters is None or slot is None or not slot.write(letters, message.after, message.payload, flags):
+            link.send(message)
 
     def unsent(self, exc: Exception, rank: int) -> RaycollectError:
         """What to tell where something could not be sent to it, for the reason that `exc` gives."""

@@ -95,9 +95,7 @@ class Lease:
         self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
-        self.plan_queue: PlanQueue = PlanQueue(
-            self._store, self._sequencer, self._reporter, holder.methods, self.run_ordered, mailbox
-        )
+        self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, mailbox)
         self._executor = Executor(self._sequencer, self._reporter, self.plan_queue)
 
     def end(self, reason: str) -> None:
@@ -135,7 +133,7 @@ class Lease:
         came = Came(*decode_order(payload), task=task)
         ticket = came.ticket
         try:
-            result = self.plan_queue.add(came)
+            result = self.plan_queue.add(came, self.run_ordered)
         except RuntimeError as exc:
             error = threads.failed("starting the thread for plans", exc)
             self.not_begun(ticket.seq, error, ticket.predecessor)
@@ -201,7 +199,7 @@ class Lease:
     def listen(self) -> bool:
         """Takes letters from the mailbox from now on; False: no more threads can be started."""
         try:
-            self.plan_queue.start()
+            self.plan_queue.start(self.run_ordered)
         except RuntimeError:
             self._mailbox = None
             self.plan_queue.drop_mailbox()
@@ -316,7 +314,7 @@ class Lease:
 
     def _order(self, message: messages.Order) -> None:
         try:
-            self.plan_queue.received(message)
+            self.plan_queue.received(message, self.run_ordered)
         except ResourceLimitError as exc:  # there are no more threads
             self.not_begun(decode_order(message.payload)[0].seq, exc)
 

@@ -64,7 +64,6 @@ class PlanQueue:
 
     Args:
         methods: Those of the actor.
-        run: Carries out a plan, and settles its result; it raises nothing.
         mailbox: The controller's; None: all comes over the channel.
     """
 
@@ -74,14 +73,12 @@ class PlanQueue:
         sequencer: PlanSequencer,
         reporter: Reporter,
         methods: Methods,
-        run: Callable[[Came], object],
         mailbox: MailboxClient | None = None,
     ) -> None:
         self._store = store
         self._methods = methods
         self._sequencer = sequencer
         self._reporter = reporter
-        self._run = run
         self._mailbox = mailbox
         self._lock = threading.Lock()
         self._results: set[Future[Any]] = set()  # those that are not settled
@@ -90,15 +87,15 @@ class PlanQueue:
         self._thread: threading.Thread | None = None
         self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
 
-    def received(self, message: Order) -> None:
+    def received(self, message: Order, run: Callable[[Came], object]) -> None:
         """A plan came over the channel; on its thread. ProtocolError: it is malformed. RuntimeError: as of `start`."""
         came = Came(*decode_order(message.payload), message)
-        self.start()  # first, so that nothing is queued if no thread can be started
+        self.start(run)  # first, so that nothing is queued if no thread can be started
         self._put(came)
 
-    def add(self, came: Came) -> Future[Any]:
+    def add(self, came: Came, run: Callable[[Came], object]) -> Future[Any]:
         """Runs a plan that an actor task has brought; returns its result. RuntimeError: as of `start`."""
-        self.start()
+        self.start(run)
         result = Future[Any]()
         with self._lock:
             self._results.add(result)
@@ -122,18 +119,21 @@ class PlanQueue:
         else:
             result.set_exception(error)
 
-    def start(self) -> None:
-        """Starts the thread, if it has not been. RuntimeError, as `ResourceLimitError`: none can be started."""
+    def start(self, run: Callable[[Came], object]) -> None:
+        """Starts the thread, if it has not been. RuntimeError, as `ResourceLimitError`: none can be started.
+
+        `run` carries out all plans that come, and settles their results; it raises nothing.
+        """
         with self._lock:  # Ray's threads may begin two actor tasks at once
             if self._thread is None:
-                self._thread = threads.start("raycollect-order", self._work)
+                self._thread = threads.start("raycollect-order", self._work, run)
 
     def drop_mailbox(self) -> None:
         """Takes no letters: the thread could not be started, and the controller gives the slot to others."""
         self._mailbox = None
 
-    def _work(self) -> None:
-        threads.repeat(self._take)
+    def _work(self, run: Callable[[Came], object]) -> None:
+        threads.repeat(partial(self._take, run))
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -203,7 +203,7 @@ class PlanQueue:
         if reason is not None:
             raise PlanAbortedError(detail=reason)
 
-    def _take(self) -> bool:
+    def _take(self, run: Callable[[Came], object]) -> bool:
         mailbox = self._mailbox
         if mailbox is None or not self._waiting.empty():
             came = self._waiting.get()
@@ -220,7 +220,7 @@ class PlanQueue:
                 raise
         ticket, sequencer = came.ticket, self._sequencer
         if sequencer.has_ended(ticket.predecessor):
-            self._run(came)
+            run(came)
         else:
             sequencer.after(ticket.seq, ticket.predecessor, partial(self._put, came))
         return True

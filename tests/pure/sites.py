@@ -88,18 +88,13 @@ class Line:
 
 
 class Fickle:
-    """A slot of a mailbox that leaves every third letter to the channel, and notes the others."""
+    """A slot of a mailbox that leaves every third letter to the channel."""
 
-    def __init__(self, slot: Slot, note: Callable[[bytes], None]) -> None:
-        self.at = slot.at
+    def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._note = note
 
     def write(self, letters: Letters, first: bytes, rest: bytes, flags: int) -> bool:
-        is_written = dispatch_number(rest) % 3 > 0 and self._slot.write(letters, first, rest, flags)
-        if is_written:
-            self._note(rest)
-        return is_written
+        return dispatch_number(rest) % 3 > 0 and self._slot.write(letters, first, rest, flags)
 
 
 class Noting(ParticipantLink):
@@ -107,10 +102,10 @@ class Noting(ParticipantLink):
 
     note: Callable[[bytes], None]
 
-    def order(self, message: Order) -> None:
+    def order(self, message: Order, letters: Letters | None = None) -> None:
         if message.in_order:
             self.note(message.payload)
-        super().order(message)
+        super().order(message, letters)
 
 
 class Turn:
@@ -193,7 +188,7 @@ class Site:
         self.peer = Noting(owner, info, actor, calls=self.calls)
         self.peer.note = self._note_order
         if slot is not None:
-            self.peer.slot = cast(Any, Fickle(slot, self._note_order))
+            self.peer.slot = cast(Any, Fickle(slot))
         self._line = Line(self.lease.received, self._cut)
         self.peer.link = self._line  # type: ignore[assignment]
 

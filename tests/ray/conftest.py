@@ -16,17 +16,17 @@ from tests.support.steps import Learner
 
 @pytest.fixture
 def submits(monkeypatch):
-    """What participants get, by an actor task or the channel: (actor, number of outputs)."""
+    """What participants get, by an actor task, the mailbox or the channel: (actor, number of outputs)."""
     sent, submit, order = [], ParticipantLink.submit, ParticipantLink.order
 
     def counted(self, payload, outputs):
         sent.append((self.info["actor"], outputs))
         return submit(self, payload, outputs)
 
-    def ordered(self, message):
+    def ordered(self, message, letters=None):
         if message.in_order:
             sent.append((self.info["actor"], 0))
-        return order(self, message)
+        return order(self, message, letters)
 
     monkeypatch.setattr(ParticipantLink, "submit", counted)
     monkeypatch.setattr(ParticipantLink, "order", ordered)

@@ -82,11 +82,11 @@ def test_failed_send_of_an_order_aborts_the_call(make_group, monkeypatch):
     workers, refs = make_group(3)
     order, told = dispatch.ParticipantLink.order, []
 
-    def second_fails(self, message):
+    def second_fails(self, message, letters=None):
         told.append(self.info["actor"])
         if len(told) == 2:
             raise errors.ConnectionLostError(detail="cut")
-        order(self, message)
+        order(self, message, letters)
 
     with monkeypatch.context() as patch, pytest.raises(errors.ParticipantDiedError, match="no order") as caught:
         patch.setattr(dispatch.ParticipantLink, "order", second_fails)

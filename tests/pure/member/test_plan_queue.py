@@ -59,14 +59,14 @@ class Desk:
         self.slot = slot
         client = MailboxClient(self.mailbox.segment, slot.at)
         self.methods = Waited()
-        self.queue = PlanQueue(Store(), self.sequencer, reporter, self.methods, self._run, client)
+        self.queue = PlanQueue(Store(), self.sequencer, reporter, self.methods, client)
 
     def post(self, message: Order) -> None:
         """Sends a letter."""
         assert self.slot.write(Letters(self.mailbox), message.after, message.payload)
 
     def received(self, message: Order) -> None:
-        self.queue.received(message)
+        self.queue.received(message, self._run)
 
     def _run(self, came: Came) -> None:
         assert self.sequencer.start(came.ticket.seq, came.ticket.predecessor) is None
@@ -148,7 +148,7 @@ def test_two_threads_that_bring_the_first_plans_start_one_thread() -> None:
 
         def start(desk: Desk = desk, begin: threading.Barrier = begin) -> None:
             begin.wait(WAIT_S)
-            desk.queue.start()
+            desk.queue.start(desk._run)
 
         before = [one for one in threading.enumerate() if one.name == "raycollect-order"]
         for one in [threads.apart(start) for _ in range(2)]:

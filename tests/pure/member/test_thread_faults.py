@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +21,7 @@ from raycollect.member import lease, token_lenders
 from raycollect.member.lease import Lease
 from raycollect.member.methods import Methods
 from raycollect.member.participant import Participant
-from raycollect.member.plan_queue import Came, PlanQueue
+from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
@@ -123,11 +122,11 @@ def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda came: done.set())
-    made = _queue(lambda came: desk.run(came))
+    made = _queue()
     order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"")
     with fail_at(desk, "run", thread="raycollect-order"):
-        made.received(order)
-    made.received(order)
+        made.received(order, lambda came: desk.run(came))
+    made.received(order, lambda came: desk.run(came))
     assert done.wait(WAIT_S)
     made.close("the test is over")
 
@@ -139,10 +138,10 @@ def test_a_mailbox_that_fails_is_looked_at_again(premises: Any) -> None:
     slot = mailbox.take_slot()
     assert slot is not None
     client = MailboxClient(mailbox.segment, slot.at)
-    made = _queue(lambda came: done.set(), client)
+    made = _queue(client)
     order = Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b"")
     with fail_at(client, "take", thread="raycollect-order"):
-        made.received(order)
+        made.received(order, lambda came: done.set())
         assert done.wait(WAIT_S)
     done.clear()
     assert slot.write(Letters(mailbox), b"", order.payload)
@@ -151,9 +150,9 @@ def test_a_mailbox_that_fails_is_looked_at_again(premises: Any) -> None:
     mailbox.close()
 
 
-def _queue(run: Callable[[Came], object], mailbox: MailboxClient | None = None) -> PlanQueue:
+def _queue(mailbox: MailboxClient | None = None) -> PlanQueue:
     reporter = cast(Any, SimpleNamespace(tell=lambda message: None))
-    return PlanQueue(Store(), PlanSequencer(), reporter, Methods(), run, mailbox)
+    return PlanQueue(Store(), PlanSequencer(), reporter, Methods(), mailbox)
 
 
 @fault_in("raycollect-order")
