@@ -27,6 +27,7 @@ import platform
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -75,12 +76,12 @@ class _Words:
     """The segment as both ends see it."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
-        self.whole = memoryview(mapped)
+        self.whole: memoryview = memoryview(mapped)
         self.fence: Callable[[], object] = self.futex(_FENCE_AT).wake  # a full barrier
-        self.done = self.futex(_WORD_AT)
-        self.used = self.whole[_USED_AT : _USED_AT + 8 * SLOTS].cast("Q")
-        self.cells = self.whole[_CELLS_AT:].cast("Q")
-        self.bytes = self.whole[_CELLS_AT:]
+        self.done: Futex = self.futex(_WORD_AT)
+        self.used: memoryview = self.whole[_USED_AT : _USED_AT + 8 * SLOTS].cast("Q")
+        self.cells: memoryview = self.whole[_CELLS_AT:].cast("Q")
+        self.bytes: memoryview = self.whole[_CELLS_AT:]
 
     def futex(self, at: int) -> Futex:
         return Futex(self.whole[at : at + FUTEX_NBYTES])
@@ -102,11 +103,11 @@ class Letters:
         look: As above; None once they are closed: nobody waits any more, and their cells may be written again.
     """
 
-    __slots__ = ("_marks", "_words", "look", "mailbox")
+    __slots__ = ("__weakref__", "_marks", "_words", "look", "mailbox")
 
     def __init__(self, mailbox: Mailbox, look: Callable[[], object] | None = None) -> None:
-        self.mailbox = mailbox
-        self.look = look
+        self.mailbox: Mailbox = mailbox
+        self.look: Callable[[], object] | None = look
         self._words = mailbox.words
         self._marks: list[tuple[int, int]] = []  # the word of each one's mark, and what it says when all have ended
 
@@ -142,7 +143,8 @@ class Slot:
         self._futex = words.slot_futex(at)
         self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
         self._cells = _cells_of(at)
-        self._before: list[Letters | None] = [None] * CELLS  # by cell, what was written there, if its end is awaited
+        # By cell, those of which one was written there, if their ends are awaited
+        self._before: list[weakref.ref[Letters] | None] = [None] * CELLS
         for cell in self._cells:
             self._words[cell] = self._words[cell + 1] = 0
 
@@ -150,7 +152,8 @@ class Slot:
         """Writes one of some letters, of two parts, and wakes its participant; False: it has to go over the channel."""
         number = self.number + 1
         at, split, nbytes = number % CELLS, len(first), len(first) + len(rest)
-        cell, before, words = self._cells[at], self._before[at], self._words
+        cell, written, words = self._cells[at], self._before[at], self._words
+        before = None if written is None else written()
         is_free = number <= CELLS or words[cell + 1] >> _SHIFT == number - CELLS
         if not is_free or nbytes > INLINE_NBYTES:
             return False
@@ -163,7 +166,7 @@ class Slot:
         if letters.look is None:
             self._before[at] = None
         else:
-            self._before[at] = letters
+            self._before[at] = weakref.ref(letters)
             flags |= AWAITED
         words[cell + 2] = flags << 32 | split
         words[cell + 3] = nbytes

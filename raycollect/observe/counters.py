@@ -50,7 +50,7 @@ class Counters:
         self.clock = clock
         self.name_of: Callable[[str], str] = str
         self.publish: Callable[[], None] = lambda: None
-        self.is_idle = True
+        self.is_idle: bool = True
         self._tallies: dict[tuple[str, str], Tally] = {}
         self._known: dict[tuple[str, str], Tally] = {}  # by the group's id and the operation
         self._lock = threading.Lock()

@@ -165,6 +165,9 @@ def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     here = this_participant()
     # Known by the programs that the caches had: one more after each look
     here.runtime.instruments.cache._layouts.clear()
+    counters = here.runtime.instruments.counters  # which keep one for each of 256 groups and operations
+    counters._tallies.clear()
+    counters._known.clear()
     if here._lease is not None:
         here._lease._captures._late.clear()
     found = figures_of_process()
