@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -34,7 +33,7 @@ from typing import NamedTuple
 
 from raycollect.core import shared_memory
 from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
-from raycollect.core.futex import FUTEX_NBYTES, Futex
+from raycollect.core.futex import FUTEX_NBYTES, STORES_IN_ORDER, Futex
 from raycollect.core.model import TASK_NBYTES, Segment
 from raycollect.core.semaphores import SEM_NBYTES, semaphores
 from raycollect.core.signals import waiting
@@ -45,8 +44,6 @@ _CELL_NBYTES = 4096
 _HEAD_WORDS = 4 + TASK_NBYTES // 8  # number, seq, predecessor, length, and the task that it comes behind
 INLINE_NBYTES = _CELL_NBYTES - 8 * _HEAD_WORDS  # the longest message that fits into a cell
 
-# Whether processors see each other's stores in the order in which they were made.
-_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 _BY_CHANNEL = 1 << 63  # the length of a message that does not
 _BEHIND = 1 << 62  # added to the length where there is such a task
 _PRESENT_NBYTES = 8
@@ -104,14 +101,14 @@ class Ring:
         if nbytes and fits:
             start = 8 * (cell + _HEAD_WORDS)
             self._bytes[start : start + nbytes] = payload
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._fence()
         words[cell] = number
         return fits
 
     def read(self, cell: int) -> bytes | None:
         """The message in a cell that was written; None where it goes over the channel."""
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._fence()
         nbytes = self.words[cell + 3] & ~_BEHIND
         start = 8 * (cell + _HEAD_WORDS)
@@ -176,7 +173,7 @@ class Doorbell:
 
     def ring(self, number: int) -> None:
         """Wakes all who sleep, once this run was written for all of them."""
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._fence()
         self._futex.word[0] = number % _WOKEN
         self._futex.wake()
@@ -190,7 +187,7 @@ class Doorbell:
             if words[cell] != number:
                 found.append(None)
             else:
-                found.append(b"" if _IN_ORDER and not words[cell + 3] else ring.read(cell))
+                found.append(b"" if STORES_IN_ORDER and not words[cell + 3] else ring.read(cell))
         return found
 
     def wait(self, timeout_s: float, number: int = 0, slots: Collection[int] = ()) -> None:
@@ -296,7 +293,7 @@ class DoorbellClient:
                     self._futex.wait(seen, min(until_s - now_s, _SLICE_S))
         self._number += 1
         self._has_slept = has_slept
-        if _IN_ORDER and not words[cell + 3]:
+        if STORES_IN_ORDER and not words[cell + 3]:
             return Entry(number, words[cell + 1], words[cell + 2], b"")
         payload = ring.read(cell)
         return Entry(number, words[cell + 1], words[cell + 2], payload, ring.task(cell))

@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import platform
 import secrets
 import threading
 import time
@@ -32,7 +31,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from raycollect.core import shared_memory
-from raycollect.core.futex import FUTEX_NBYTES, Futex
+from raycollect.core.futex import FUTEX_NBYTES, STORES_IN_ORDER, Futex
 from raycollect.core.model import Segment
 
 CELLS = 16
@@ -61,7 +60,6 @@ IN_ORDER, AWAITED = 1, 2
 _TAKEN, _ENDED = 1, 2  # a cell's mark: the letter's number, shifted, and one of these
 _SHIFT = 2
 
-_IN_ORDER = platform.machine() in ("x86_64", "AMD64")  # processors see each other's stores in the order they were made
 _SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in case a wake-up is lost
 _WRITER = 1 << 21  # values of the words, of one writer: a slot's, counted from 1, or the controller's, 0
 
@@ -175,7 +173,7 @@ class Slot:
             self._bytes[start : start + split] = first
         self._bytes[start + split : start + nbytes] = rest
         letters.wrote(cell + 1, number << _SHIFT | _ENDED)
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._fence()
         words[cell] = number
         letters.mailbox.wake(self._futex)
@@ -227,7 +225,7 @@ class Mailbox:
     def seen(self) -> int:
         """What `wait` is given: read before the letters are looked at."""
         seen = int(self._done.word[0])
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._map.fence()
         return seen
 
@@ -238,7 +236,7 @@ class Mailbox:
     def wake(self, futex: Futex | None = None) -> None:
         """Wakes who sleeps at a futex of the mailbox; by default all threads that `wait`, so that they look again."""
         futex = futex or self._done
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._map.fence()
         futex.word[0] = next(self._values) % _WRITER
         futex.wake()
@@ -289,7 +287,7 @@ class MailboxClient:
         cell, until_s = self._cells[number % CELLS], time.monotonic() + timeout_s
         while True:
             seen = futex.word[0]
-            if not _IN_ORDER:
+            if not STORES_IN_ORDER:
                 self._fence()
             if words[cell] == number:
                 break
@@ -301,12 +299,12 @@ class MailboxClient:
                 return None
             futex.wait(seen, min(left_s, _SLICE_S))
         self._number = number + 1
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._fence()
         head, start = words[cell + 2], 8 * (cell + _HEAD_WORDS)
         split, end = start + (head & 0xFFFFFFFF), start + words[cell + 3]
         first, rest = bytes(self._bytes[start:split]), bytes(self._bytes[split:end])
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._fence()
         words[cell + 1] = number << _SHIFT | _TAKEN
         return Received(number, head >> 32, first, rest)
@@ -328,7 +326,7 @@ class MailboxClient:
         self._used[self._slot] = 0
 
     def _change(self, futex: Futex) -> None:
-        if not _IN_ORDER:
+        if not STORES_IN_ORDER:
             self._fence()
         futex.word[0] = self._first_value + next(self._values) % _WRITER
         futex.wake()

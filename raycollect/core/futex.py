@@ -19,6 +19,9 @@ from typing import Any
 from raycollect.core.semaphores import TimeSpec
 
 FUTEX_NBYTES = 64  # a cache line, of which the first 4 bytes are the word
+STORES_IN_ORDER: bool = platform.machine() in ("x86_64", "AMD64")
+"""Whether processors see each other's stores in the order in which they were made."""
+
 _NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}  # of the system call
 _WAIT, _WAKE = 0, 1
 _ALL = (1 << 31) - 1

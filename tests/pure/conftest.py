@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from raycollect.channel import Mailbox
 from tests.fake_cupy import Fake
 from tests.pure.closing import closing_all
 from tests.pure.communicators import Workers
@@ -35,6 +36,14 @@ def mixed(fake: Fake) -> Iterator[Callable[[str], Mixed]]:
     """Makes fleets on a backend, whose tensors lie on devices of different kinds."""
     with mixing(fake) as make:
         yield make
+
+
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox]:
+    """A controller's mailbox."""
+    made = Mailbox()
+    yield made
+    made.close()
 
 
 def _has_ray() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,13 +12,6 @@ from raycollect.channel.mailbox import AWAITED, CELLS, IN_ORDER, INLINE_NBYTES, 
 from tests.support.values import replace
 
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def mailbox() -> Iterator[Mailbox]:
-    made = Mailbox()
-    yield made
-    made.close()
 
 
 def ends(mailbox: Mailbox) -> tuple[Slot, MailboxClient]:

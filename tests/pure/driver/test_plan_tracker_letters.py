@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,13 +27,6 @@ class Sent:
         self.tracker.letters = letters = Letters(mailbox, self.tracker.look)
         assert all(slot.write(letters, b"", b"a plan") for slot in self.slots)
         assert all(client.take(WAIT_S) for client in self.clients)
-
-
-@pytest.fixture
-def mailbox() -> Iterator[Mailbox]:
-    made = Mailbox()
-    yield made
-    made.close()
 
 
 @pytest.fixture
