@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycollect.core import ray_internals
 from raycollect.core.user_line import user_line
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.engine.step_program import captured_key
+from raycollect.ray_bridge import ray_internals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

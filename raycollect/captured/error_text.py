@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from raycollect.captured.calls import StepRequests
-from raycollect.core import ray_internals
 from raycollect.errors import (
     FaultError,
     MethodError,
@@ -15,6 +14,7 @@ from raycollect.errors import (
     RefusedError,
     Violation,
 )
+from raycollect.ray_bridge import ray_internals
 
 _Error = TypeVar("_Error", bound=RaycollectError)
 

@@ -16,7 +16,6 @@ from raycollect.captured.compiler import StepCompiler, together
 from raycollect.captured.error_text import StepErrorText
 from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
-from raycollect.core import direct_transport, ray_internals
 from raycollect.core.deadline import Deadline
 from raycollect.core.model import Member
 from raycollect.core.signals import Allowed
@@ -44,6 +43,7 @@ from raycollect.errors import (
 from raycollect.errors.text import listed
 from raycollect.planner import Membership, Source
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport, ray_internals
 
 GRACE_S = 1.0  # how long others may take to report their errors after the first error, in seconds
 

@@ -10,7 +10,6 @@ import ray
 
 from raycollect.captured.calls import StepRequests
 from raycollect.captured.step_values import Parameters, Returned, packed
-from raycollect.core import ray_internals
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.batch import Batch
 from raycollect.driver.operand_binding import Operand
@@ -20,6 +19,7 @@ from raycollect.engine.step_program import Given
 from raycollect.engine.value_codec import pack_value
 from raycollect.errors import CaptureError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type, listed
+from raycollect.ray_bridge import ray_internals
 
 _AS_ARGUMENT = (
     "a plain value or an array, alone or in lists, tuples and dicts; pass anything else as an argument of its own: a "

@@ -17,12 +17,11 @@ from raycollect.captured.explanation import explain_capture
 from raycollect.captured.install import Installed, install
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import MISSING
-from raycollect.core import direct_transport, html, recorded_calls, threads
+from raycollect.core import html, threads
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import TensorInfo
 from raycollect.core.signals import Deferred, guarded
-from raycollect.core.submitted_calls import Recorder
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
@@ -44,6 +43,8 @@ from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.report import StepExplanation
 from raycollect.planner.wording import counted
+from raycollect.ray_bridge import direct_transport, recorded_calls
+from raycollect.ray_bridge.submitted_calls import Recorder
 
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
 

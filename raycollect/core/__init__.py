@@ -1,1 +1,1 @@
-"""What all other folders stand on: shared values, protocols of backends, shared memory, threads, Ray's internals."""
+"""What all other folders stand on, without Ray: shared values, protocols of backends, shared memory, threads."""

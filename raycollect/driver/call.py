@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from raycollect.core import ray_internals
 from raycollect.core.deadline import Deadline
-from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import PREFIXES, GroupLike, Key, OpKind, ReduceOp, name_of
 from raycollect.core.placeholder import Placeholder
 from raycollect.core.signals import Deferred
@@ -25,6 +23,8 @@ from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, w
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, Membership, root_parameter
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.driver_handle import is_handle
 
 _PARTS: dict[OpKind, tuple[str, str]] = {
     OpKind.ALLREDUCE: ("tensor_refs", ""),

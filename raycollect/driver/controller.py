@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from raycollect.channel import Mailbox
-from raycollect.core import limits, ray_internals, threads
+from raycollect.core import limits, threads
 from raycollect.core.model import GroupLike, name_of
 from raycollect.core.signals import Allowed, Deferred
 from raycollect.driver.controller_messages import ControllerMessages
@@ -33,6 +33,7 @@ from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.planner import Membership, plan_cache
 from raycollect.pos import fetch
+from raycollect.ray_bridge import ray_internals
 
 _MOST_LINKS = 256  # for how many plans it is known who takes part
 

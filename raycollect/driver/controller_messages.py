@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import messages
-from raycollect.core import direct_transport, threads
+from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
@@ -20,6 +20,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport
 
 if TYPE_CHECKING:
     from raycollect.driver.controller import Controller

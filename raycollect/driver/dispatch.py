@@ -23,7 +23,6 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.core.signals import Allowed, Deferred
-from raycollect.core.submitted_calls import AllHeld, unsettled_retries
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink
@@ -50,6 +49,7 @@ from raycollect.planner import (
 )
 from raycollect.planner.ir import Operands
 from raycollect.planner.plan_cache import PlanCache
+from raycollect.ray_bridge.submitted_calls import AllHeld, unsettled_retries
 
 _CALLS = attrgetter("calls")
 

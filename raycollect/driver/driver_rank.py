@@ -22,8 +22,6 @@ from ray._raylet import ActorID
 
 from raycollect.backends import arrays
 from raycollect.channel.messages import Leave, Order
-from raycollect.core import ray_internals
-from raycollect.core.driver_handle import DriverHandle
 from raycollect.core.model import TASK_NBYTES, Key, task_key
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.participant_link import ParticipantLink
@@ -34,6 +32,8 @@ from raycollect.member.runtime import Runtime
 from raycollect.planner import decode_order
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.driver_handle import DriverHandle
 
 _ID_NBYTES = 16  # of Ray's id of an actor
 

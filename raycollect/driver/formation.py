@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect import backends
-from raycollect.core import submitted_calls, threads
+from raycollect.core import threads
 from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.model import Member
 from raycollect.core.signals import Allowed, deliver
@@ -21,6 +21,7 @@ from raycollect.group import cluster_registry, link_costs
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import membership_of, placed
 from raycollect.planner import Membership
+from raycollect.ray_bridge import submitted_calls
 
 _log = logging.getLogger("raycollect")
 

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycollect.core import html, ray_internals
-from raycollect.core.driver_handle import DriverHandle, is_handle
+from raycollect.core import html
 from raycollect.core.model import GroupLike, name_of
 from raycollect.core.signals import Deferred
 from raycollect.driver import group_change, member_discovery
@@ -22,6 +21,8 @@ from raycollect.group.rank_table import Place, RankTable
 from raycollect.member import init
 from raycollect.planner import Membership
 from raycollect.planner.wording import counted
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.driver_handle import DriverHandle, is_handle
 
 _log = logging.getLogger("raycollect")
 

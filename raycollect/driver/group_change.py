@@ -6,14 +6,14 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from raycollect.core import ray_internals
-from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import Member
 from raycollect.driver.participants import Participants
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import a_type, listed, shown
 from raycollect.group.membership import is_participant
 from raycollect.planner import Membership
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.driver_handle import is_handle
 
 ANSWER_S = 2.0
 """How long a member that is said to be dead may take to show that it lives, in seconds."""

@@ -13,7 +13,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from raycollect.core import ray_internals, threads
+from raycollect.core import threads
 from raycollect.core.claims import ClaimedError
 from raycollect.core.signals import Allowed, Deferred
 from raycollect.driver import member_discovery
@@ -35,6 +35,7 @@ from raycollect.group import cluster_registry
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import unknown
 from raycollect.planner import Membership
+from raycollect.ray_bridge import ray_internals
 
 _log = logging.getLogger("raycollect")
 

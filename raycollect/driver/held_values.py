@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from raycollect.core import direct_transport
 from raycollect.driver.operand_binding import stale
 from raycollect.driver.work import absence
 from raycollect.errors import CollectiveTimeoutError, Violation
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport
 
 Place = TypeVar("Place")
 """What a caller calls a ref."""

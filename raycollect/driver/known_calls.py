@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from ray import ObjectRef
 
-from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, Key, OpKind, ReduceOp, name_of
 from raycollect.core.signals import Deferred
 from raycollect.driver import batch
@@ -21,6 +20,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, prepare, send_prepared
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.planner import STAGING_NBYTES
+from raycollect.ray_bridge import ray_internals
 
 MOST = 256
 """How many calls are remembered; then all are forgotten."""

@@ -9,11 +9,11 @@ from typing import Any
 from raycollect.channel import Link
 from raycollect.channel.messages import Unused
 from raycollect.core import threads
-from raycollect.core.call_tokens import CallTokens
 from raycollect.core.model import Key
-from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.errors import ConnectionLostError, RaycollectError
 from raycollect.pos import fetch
+from raycollect.ray_bridge.call_tokens import CallTokens
+from raycollect.ray_bridge.submitted_calls import SubmittedCalls
 
 
 class LentTokens:

@@ -11,13 +11,13 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycollect import backends
 from raycollect.backends import Gpu
-from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Member
 from raycollect.errors import ActorGoneError, CollectiveTimeoutError, GroupBrokenError, SelfDrivenError
 from raycollect.errors.text import listed
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import is_participant
 from raycollect.member import participant
+from raycollect.ray_bridge import direct_transport, ray_internals
 
 _RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
 OF_ANOTHER_RAY = "the actors are of a Ray that was shut down"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raycollect.core import direct_transport, ray_internals
 from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key
 from raycollect.driver.pending import plain
@@ -18,6 +17,7 @@ from raycollect.errors.text import a_type, listed
 from raycollect.group.membership import is_participant
 from raycollect.planner import Membership
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport, ray_internals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

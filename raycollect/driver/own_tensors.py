@@ -12,8 +12,6 @@ from typing import Any
 import ray
 
 from raycollect.backends import arrays
-from raycollect.core import ray_internals
-from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import operand_binding
 from raycollect.driver.call import Call
@@ -23,6 +21,8 @@ from raycollect.driver.pending import Pending
 from raycollect.errors import Violation, refusal
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.driver_handle import is_handle
 
 MOST_LOOKED_AT_NBYTES = 100 << 10
 """The most that Ray sends to the owner of a ref anyway, beside any object store."""

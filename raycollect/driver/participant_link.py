@@ -26,9 +26,8 @@ from raycollect.channel.messages import (
     Unable,
     Welcome,
 )
-from raycollect.core import direct_transport, threads
+from raycollect.core import threads
 from raycollect.core.signals import waiting
-from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
@@ -44,6 +43,8 @@ from raycollect.errors import (
     kept,
 )
 from raycollect.member import participant
+from raycollect.ray_bridge import direct_transport
+from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
 
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages

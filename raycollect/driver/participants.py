@@ -28,11 +28,10 @@ from raycollect.channel.messages import (
     Survey,
     Surveyed,
 )
-from raycollect.core import call_tokens, limits, ray_internals, threads
+from raycollect.core import limits, threads
 from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.model import Member
 from raycollect.core.signals import waiting
-from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.dispatch_lock import answered
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.errors import (
@@ -50,6 +49,8 @@ from raycollect.errors.text import listed
 from raycollect.group.coordinator import Orders
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.planner import Membership
+from raycollect.ray_bridge import call_tokens, ray_internals
+from raycollect.ray_bridge.submitted_calls import SubmittedCalls
 
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages

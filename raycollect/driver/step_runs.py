@@ -12,11 +12,9 @@ from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Forget, Run
-from raycollect.core import ray_internals
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import UNKNOWN_TASK, Key
 from raycollect.core.signals import Deferred, deliver
-from raycollect.core.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
@@ -37,6 +35,8 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import listed
 from raycollect.planner import Membership
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 
 _SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raycollect.core import files, html, ray_internals
+from raycollect.core import files, html
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.driver.controller import Controller
 from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_time_limit
@@ -17,6 +17,7 @@ from raycollect.observe.summary import Summary, summarize
 from raycollect.observe.timeline_session import STOP_S, TimelineSession
 from raycollect.observe.trace import LIMIT, MOST
 from raycollect.observe.whole import Trace
+from raycollect.ray_bridge import ray_internals
 
 
 class Timeline(BoundToProcess):

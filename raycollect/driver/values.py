@@ -13,7 +13,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 
-from raycollect.core import direct_transport, ray_internals, threads
+from raycollect.core import threads
 from raycollect.core.model import Address, Key
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
@@ -33,6 +33,7 @@ from raycollect.errors.text import a_type
 from raycollect.group.membership import is_participant
 from raycollect.pos import fetch
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport, ray_internals
 
 _T = TypeVar("_T")
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, html, threads
+from raycollect.core import html, threads
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
@@ -42,6 +42,7 @@ from raycollect.errors.text import listed
 from raycollect.planner.wording import counted, seconds_words
 from raycollect.pos import unkept
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport
 
 MOST_NAMED = 8  # how many pending participants are named where a collective is shown
 

@@ -20,11 +20,12 @@ import ray
 from msgspec.structs import replace
 from ray.exceptions import RayError
 
-from raycollect.core import ray_internals, threads
+from raycollect.core import threads
 from raycollect.core.codec import Codec, Wire
 from raycollect.errors import ProtocolError, RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.planner import Membership
+from raycollect.ray_bridge import ray_internals
 
 MOST_RECORD_NBYTES = 64 << 20
 """The longest record; that of a group of 100,000 members takes a third of it."""

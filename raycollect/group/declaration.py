@@ -9,14 +9,14 @@ from numbers import Integral
 from typing import Any
 
 from raycollect import backends
-from raycollect.core import ray_internals
-from raycollect.core.driver_handle import is_handle
 from raycollect.core.model import GroupSpec, Member
 from raycollect.errors import MOST_S, InvalidGroupError, is_time_limit
 from raycollect.errors.text import as_name, listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, on_backend
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.driver_handle import is_handle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from contextlib import suppress
 import ray
 from ray.experimental import internal_kv
 
-from raycollect.core import ray_internals
 from raycollect.errors import InvalidGroupError
 from raycollect.group.bootstrap_store import Record
+from raycollect.ray_bridge import ray_internals
 
 _NAMESPACE = b"raycollect"
 

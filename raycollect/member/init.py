@@ -8,7 +8,6 @@ from typing import Any
 
 from raycollect import backends
 from raycollect.backends import gpus
-from raycollect.core import ray_internals
 from raycollect.core.model import GroupLike, GroupSpec, name_of
 from raycollect.errors import (
     BackendNotInstalledError,
@@ -26,6 +25,7 @@ from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 from raycollect.member.runtime import this_runtime
+from raycollect.ray_bridge import ray_internals
 
 DEFAULT_TIMEOUT_MS = 30_000
 """How long members wait for each other if `init_collective_group` does not say, in milliseconds."""

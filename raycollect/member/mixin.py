@@ -12,8 +12,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
-from raycollect.core import direct_transport, ray_internals, submitted_calls, threads
-from raycollect.core.call_tokens import LentToken
+from raycollect.core import threads
 from raycollect.engine.step_runner import Invoke
 from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
 from raycollect.errors.text import listed, shown
@@ -22,6 +21,8 @@ from raycollect.member.participant import Participant, describe, this_participan
 from raycollect.member.returns import BY_VALUE, UNKNOWN, Returns, keep, keep_item, needs_nothing
 from raycollect.observe.trace import METHOD
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport, ray_internals, submitted_calls
+from raycollect.ray_bridge.call_tokens import LentToken
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -23,11 +23,8 @@ from msgspec import ValidationError, convert
 from raycollect.backends import Gpu, arrays, gpus, streams
 from raycollect.channel import DataLink, Link, MailboxClient, Server
 from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
-from raycollect.core import ray_internals, threads
-from raycollect.core.call_tokens import LentToken
-from raycollect.core.direct_transport import Returned
+from raycollect.core import threads
 from raycollect.core.model import Key, Segment
-from raycollect.core.serialization import take_over
 from raycollect.errors import (
     ChannelError,
     ConnectionLostError,
@@ -48,6 +45,10 @@ from raycollect.planner import decode_order
 from raycollect.pos import Container, Store, fetch, obstacle
 from raycollect.pos.handle import Handle
 from raycollect.pos.ref_tokens import RefTokenPool
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.call_tokens import LentToken
+from raycollect.ray_bridge.direct_transport import Returned
+from raycollect.ray_bridge.serialization import take_over
 
 STORE_LIMIT_WITHOUT_TOKENS = 1024
 """How many values a store holds if Ray can't tell when a ref is gone."""

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.core import direct_transport, ray_internals
-from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.errors.text import a_type
 from raycollect.member.participant import Participant
 from raycollect.pos import Container, unkept
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import direct_transport, ray_internals
+from raycollect.ray_bridge.call_tokens import LentToken
 
 BY_VALUE = "__raycollect_by_value__"
 """The attribute of methods whose returns are never kept."""

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from ray.util.metrics import Counter
 
-from raycollect.core import ray_internals, threads
+from raycollect.core import threads
 from raycollect.core.timers import Watcher
 from raycollect.observe.counters import Counters, Tally
+from raycollect.ray_bridge import ray_internals
 
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_METRICS"
 

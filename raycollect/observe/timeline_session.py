@@ -19,12 +19,12 @@ from time import monotonic
 from typing import Any, Protocol
 
 from raycollect.channel.messages import Collect, Message, Record, Tick, Ticked, Unable
-from raycollect.core import ray_internals
 from raycollect.errors import TimelineError
 from raycollect.observe import Place, Ring, Tracer, chrome
 from raycollect.observe.clocks import ROUND_TRIPS, SAME_CLOCK, Alignment, Fix, Sample, clock_id, fix
 from raycollect.observe.trace import LIMIT, decode_recorded
 from raycollect.observe.whole import Missing, Process, Trace, process_of
+from raycollect.ray_bridge import ray_internals
 
 _log = logging.getLogger("raycollect")
 

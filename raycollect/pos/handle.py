@@ -16,11 +16,11 @@ from raycollect.core.codec import Codec
 from raycollect.core.model import Address, Key, Structure, TensorInfo
 from raycollect.core.placeholder import Placeholder
 from raycollect.core.placement import Placement
-from raycollect.core.serialization import PackedRef, as_pickled
 from raycollect.errors import HandleAttributeError, HandleError
 from raycollect.planner.wording import counted, nbytes_words
 from raycollect.pos import Container, fetch, tensors
 from raycollect.pos.container import paths
+from raycollect.ray_bridge.serialization import PackedRef, as_pickled
 
 MOST_ROWS = 20
 """How many tensors of a handle are shown; the others are counted."""

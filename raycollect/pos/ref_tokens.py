@@ -13,8 +13,9 @@ from typing import Any
 
 import ray
 
-from raycollect.core import ray_internals, threads
+from raycollect.core import threads
 from raycollect.core.model import Key
+from raycollect.ray_bridge import ray_internals
 
 
 class RefTokenPool:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import ray
 
 from raycollect.captured.step_values import Fixed, Returned
-from raycollect.core import recorded_calls
 from raycollect.driver import values
 from raycollect.driver.pending import Pending, plain
+from raycollect.ray_bridge import recorded_calls
 from raycollect.traced.kept import Kept
 
 

@@ -9,9 +9,9 @@ import ray
 from raycollect.captured.recording import Recording
 from raycollect.captured.step_values import structured
 from raycollect.core.placeholder import Placeholder
-from raycollect.core.submitted_calls import recording
 from raycollect.driver.pending import Pending
 from raycollect.errors import CaptureError
+from raycollect.ray_bridge.submitted_calls import recording
 
 
 class Kept(Placeholder):

@@ -15,11 +15,11 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, ov
 from raycollect.captured.step import CapturedRun
 from raycollect.core import html
 from raycollect.core.signals import Allowed, Deferred
-from raycollect.core.submitted_calls import recording
 from raycollect.driver.batch import check_arguments
 from raycollect.errors import CaptureBrokenError, CaptureError, GroupError, refuse, wrong_argument
 from raycollect.planner import STAGING_NBYTES
 from raycollect.planner.report import StepExplanation
+from raycollect.ray_bridge.submitted_calls import recording
 from raycollect.traced.eager import EndedRun, run_eagerly
 from raycollect.traced.kept import unkept
 from raycollect.traced.signature import CallReader

@@ -23,12 +23,12 @@ from urllib.parse import quote, unquote
 
 from ray.exceptions import RayError
 
-from raycollect.core import ray_internals
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Address, Key
 from raycollect.errors import ProtocolError, VersionError, VersionTimeoutError
 from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Layout
+from raycollect.ray_bridge import ray_internals
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.protocol import Atom, Version
 

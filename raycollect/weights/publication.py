@@ -10,7 +10,6 @@ from math import prod
 from types import TracebackType
 from typing import Any
 
-from raycollect.core import ray_internals
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.driver.operand_binding import ensure_ray
@@ -30,6 +29,7 @@ from raycollect.errors import (
 from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
+from raycollect.ray_bridge import ray_internals
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Atoms, Directory, Holder, sweep
 from raycollect.weights.protocol import Atom, Phase, Version

@@ -13,7 +13,6 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Look, Seen
-from raycollect.core import ray_internals
 from raycollect.core.model import TENSOR, Address, Key
 from raycollect.driver import held_values
 from raycollect.driver.plan_tracker import retrieve_errors
@@ -39,6 +38,7 @@ from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos import Range
 from raycollect.pos.handle import Handle
+from raycollect.ray_bridge import ray_internals
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts

@@ -11,7 +11,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from raycollect.core import ray_internals
 from raycollect.core.model import Key
 from raycollect.driver.operand_binding import ensure_ray
 from raycollect.errors import (
@@ -31,6 +30,7 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
+from raycollect.ray_bridge import ray_internals
 from raycollect.weights import agent, atoms, protocol
 from raycollect.weights.directory import Directory, Holder, Holders
 from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version

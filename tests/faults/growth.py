@@ -24,13 +24,13 @@ import numpy as np
 import ray
 
 from raycollect import backends
-from raycollect.core import call_tokens, ray_internals
 from raycollect.core.model import task_key
 from raycollect.driver.controller import Controller
 from raycollect.member.participant import this_participant
 from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
+from raycollect.ray_bridge import call_tokens, ray_internals
 from tests.support.cycles import target_of
 
 _Cache = type(functools.lru_cache(int))

@@ -18,7 +18,6 @@ from raycollect.channel.mailbox import Letters, Slot
 from raycollect.channel.messages import Order
 from raycollect.core import threads
 from raycollect.core.model import Key, task_key
-from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.errors import ConnectionLostError, RaycollectError
@@ -27,6 +26,7 @@ from raycollect.member.methods import Methods
 from raycollect.member.runtime import Runtime
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.planner import decode_order
+from raycollect.ray_bridge.submitted_calls import SubmittedCalls
 from tests.pure.fleet import contain
 
 WAIT_S = 60.0

@@ -24,12 +24,13 @@ import raycollect
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.channel import DataClient, Server
 from raycollect.channel.messages import Done, Fetch, Fetched
-from raycollect.core import direct_transport, threads
+from raycollect.core import threads
 from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.errors import BackendUnavailableError, PlanAbortedError, from_wire
 from raycollect.group import cluster_registry
 from raycollect.pos import Store
 from raycollect.pos.fetch import serve
+from raycollect.ray_bridge import direct_transport
 from tests.faults import test_thread_faults as of_actors
 from tests.faults.thread_failures import fail_at
 from tests.pure.backends.test_nccl_join import create

@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.core import direct_transport
+from raycollect.ray_bridge import direct_transport
 from tests.support.actors import Buffers, held
 from tests.support.waiting import wait_until
 

@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.core import ray_internals
+from raycollect.ray_bridge import ray_internals
 from tests.support.actors import Worker
 from tests.support.checks import refused
 from tests.support.waiting import wait_until

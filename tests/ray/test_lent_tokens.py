@@ -14,9 +14,9 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.core import call_tokens, submitted_calls
 from raycollect.driver.controller import Controller
 from raycollect.member import token_lenders
+from raycollect.ray_bridge import call_tokens, submitted_calls
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, Plain
 from tests.support.waiting import has_ended, wait_until

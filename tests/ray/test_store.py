@@ -258,9 +258,9 @@ def test_store_is_bounded_without_reference_counts_of_ray(actors):
     """The feature is Ray's own and may go: then `free` and a limit take its place."""
 
     def forget(self):
-        from raycollect.core import ray_internals
         from raycollect.member import participant
         from raycollect.member.runtime import this_runtime
+        from raycollect.ray_bridge import ray_internals
 
         assert this_runtime()._parts.get(participant.Participant) is None
         ray_internals.on_last_ref = lambda ref, callback: False
@@ -289,8 +289,8 @@ class Blind(col.CollectiveParticipant):
 
 def test_full_store_fails_only_the_plan_of_the_output(actors):
     def forget(self):
-        from raycollect.core import ray_internals
         from raycollect.member import participant
+        from raycollect.ray_bridge import ray_internals
 
         ray_internals.on_last_ref = lambda ref, callback: False
         participant.STORE_LIMIT_WITHOUT_TOKENS = 3

@@ -12,7 +12,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.core import ray_internals
+from raycollect.ray_bridge import ray_internals
 from raycollect.weights.directory import Directory
 from tests.ray.weight_actors import SHAPES, Weights, looks, replicas, spoil
 from tests.support.waiting import has_ended, stop, wait_until

@@ -18,7 +18,6 @@ from time import monotonic
 from typing import Any
 
 from raycollect import backends
-from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
 from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError, Violation, refusal
@@ -28,6 +27,7 @@ from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
 from raycollect.member.torch.work import TorchWork
 from raycollect.member.work import MemberWork
+from raycollect.ray_bridge import ray_internals
 
 _log = logging.getLogger("raycollect")
 

@@ -12,7 +12,6 @@ from raycollect.captured.step import CapturedRun
 from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Arrivals, Arrive, Ran, Run, Stuck
 from raycollect.core.model import TASK_NBYTES, UNKNOWN_TASK
-from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
@@ -21,6 +20,7 @@ from raycollect.errors import (
     PlanAbortedError,
     ProtocolError,
 )
+from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
 from tests.pure.captured.run_fleet import CAPTURE, SHORT, WAIT_S, Fleet, controller, fleet
 from tests.pure.driver.leased import said
 from tests.pure.driver.tracked_plans import asked

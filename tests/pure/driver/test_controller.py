@@ -13,7 +13,6 @@ import pytest
 from raycollect.channel.messages import Abort, Arrive, Done, Join, Joined, Meet, Met, Publish, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
-from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
 from raycollect.driver import member_discovery
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import prepare, send_plan
@@ -30,6 +29,7 @@ from raycollect.errors import (
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
+from raycollect.ray_bridge.submitted_calls import AllHeld, SubmittedCalls
 from tests.pure.driver.leased import Line, controller, crew, declared, lease, registered, registered_anew, said
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.support.waiting import interrupt_in

@@ -11,11 +11,11 @@ import pytest
 
 from raycollect.channel import Mailbox
 from raycollect.channel.messages import ArenaStatistics, Joined, StoreStatistics, Survey, Surveyed, Welcome
-from raycollect.core import call_tokens
 from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import ActorGoneError, ConnectionLostError
+from raycollect.ray_bridge import call_tokens
 from tests.pure.driver import leased
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.core.driver_handle import DriverHandle
 from raycollect.core.model import GroupSpec
 from raycollect.errors import InvalidGroupError
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import on_backend, placed
+from raycollect.ray_bridge.driver_handle import DriverHandle
 
 
 def declare(*, world_size: Any = None, **how: Any) -> Declaration:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import raycollect as col
-from raycollect.core import ray_internals
 from raycollect.core.model import Address, Key
 from raycollect.errors import (
     PublisherReplacedError,
@@ -18,6 +17,7 @@ from raycollect.errors import (
     VersionNotPutError,
     VersionTimeoutError,
 )
+from raycollect.ray_bridge import ray_internals
 from raycollect.weights import directory
 from raycollect.weights.directory import Directory, Holder, Member, sweep
 from raycollect.weights.protocol import Phase, Round, Version

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raycollect.core.submitted_calls import AllHeld, SubmittedCalls
+from raycollect.ray_bridge.submitted_calls import AllHeld, SubmittedCalls
 
 WAIT_S = 30.0
 

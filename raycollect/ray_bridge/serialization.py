@@ -18,7 +18,8 @@ from ray import _raylet
 from ray._private import serialization
 from ray._private.serialization import SerializationContext
 
-from raycollect.core import ray_internals, threads
+from raycollect.core import threads
+from raycollect.ray_bridge import ray_internals
 
 _raylet_types: Any = _raylet  # its types leave out what is used here
 

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raycollect.core import ray_internals, threads
+from raycollect.core import threads
 from raycollect.core.codec import Codec
 from raycollect.core.model import Key
-from raycollect.core.serialization import PackedRef, as_bytes, take_over
+from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.serialization import PackedRef, as_bytes, take_over
 
 __all__ = ["CallTokens", "LentToken", "let_go"]
 

@@ -9,10 +9,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from raycollect.core import call_tokens, ray_internals, threads
-from raycollect.core.call_tokens import CallTokens, LentToken
+from raycollect.core import threads
 from raycollect.core.model import Key
-from raycollect.core.serialization import PackedRef
+from raycollect.ray_bridge import call_tokens, ray_internals
+from raycollect.ray_bridge.call_tokens import CallTokens, LentToken
+from raycollect.ray_bridge.serialization import PackedRef
 
 
 class Ref:

@@ -28,9 +28,9 @@ from ray.actor import ActorHandle, ActorMethod
 from ray.experimental import get_local_object_locations, get_object_locations, internal_kv
 
 from raycollect.core import threads
-from raycollect.core.driver_handle import DriverHandle
 from raycollect.core.model import Key
 from raycollect.errors import ForkedError, RayClientError
+from raycollect.ray_bridge.driver_handle import DriverHandle
 
 _FIRST_PUT = 100_000_000
 _NO_ACTOR = b"\xff" * 12

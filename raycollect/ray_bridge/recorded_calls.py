@@ -16,11 +16,11 @@ import ray
 from ray.actor import ActorClass
 from ray.remote_function import RemoteFunction
 
-from raycollect.core import submitted_calls
 from raycollect.core.placeholder import Placeholder
-from raycollect.core.submitted_calls import Recorder, recorder, recording
 from raycollect.core.user_line import user_line
 from raycollect.errors import UnrecordableCallError
+from raycollect.ray_bridge import submitted_calls
+from raycollect.ray_bridge.submitted_calls import Recorder, recorder, recording
 
 _MARK = "__raycollect__"
 

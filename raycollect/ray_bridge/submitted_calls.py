@@ -19,9 +19,9 @@ from weakref import WeakValueDictionary
 import ray
 from ray.actor import ActorHandle
 
-from raycollect.core.call_tokens import CallTokens
 from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
+from raycollect.ray_bridge.call_tokens import CallTokens
 
 _FUNNEL = "_actor_method_call"
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
