@@ -9,7 +9,6 @@ installed are named as skipped.
 `report`        what a measurement is: rows, peaks of memory, skips; kept as JSON
 `targets`       what the library has to reach, as a table, and whether it does
 `tables`        the terminal
-`plots`         latency and bandwidth, as pictures
 `machine`       what the numbers were measured on
 `suites`        one module per suite: who is compared, on what
 `kernels`       the processes of suite `kernel`, and the contenders in them

@@ -15,7 +15,7 @@ from typing import cast
 import ray
 from rich.console import Console
 
-from benchmarks import machine, plots, tables
+from benchmarks import machine, tables
 from benchmarks.report import Report
 from benchmarks.suite import Choice, Suite
 from benchmarks.suites import SUITES
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=_whole, help="operations per contender and case (default: by size)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all records there, too")
-    parser.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="for JSON and plots of each suite")
+    parser.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="for the JSON of each suite")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed, or not measured")
     return parser.parse_args(arguments)
 
@@ -76,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show(console, suite, report)
             console.print(f"measured {name} in {time.monotonic() - start_s:.0f} s", highlight=False, style="dim")
             report.write(options.output / f"{name}.json")
-            for picture in plots.draw(report, options.output):
-                console.print(f"drew {picture}", highlight=False, style="dim")
     verdicts = judge(whole)
     whole.judged = [verdict.in_words() for verdict in verdicts]
     tables.show_verdicts(console, verdicts)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +157,6 @@ def rows_of(times: dict[str, list[float]], *, suite: str, op: str, ranks: int, n
         summarise(spent, suite=suite, op=op, ranks=ranks, nbytes=nbytes, contender=name)
         for name, spent in times.items()
     ]
-
-
-def ordered(items: Iterable[T]) -> list[T]:
-    """Each item once, in the order of first appearance."""
-    return list(dict.fromkeys(items))
 
 
 def size(nbytes: int) -> str:

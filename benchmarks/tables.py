@@ -72,9 +72,9 @@ def show_skipped(console: Console, skipped: Sequence[Skip]) -> None:
 def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     """Prints each target and whether it was reached."""
     for verdict in verdicts:
-        found = "NOT MEASURED" if verdict.found is None else "reached" if verdict.reached else "MISSED"
+        outcome = "NOT MEASURED" if verdict.measured is None else "reached" if verdict.reached else "MISSED"
         style = "" if verdict.reached else "bold red"
-        console.print(f"{found:>12}  {verdict.in_words().said}", highlight=False, soft_wrap=True, style=style)
+        console.print(f"{outcome:>12}  {verdict.in_words().said}", highlight=False, soft_wrap=True, style=style)
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:

@@ -30,7 +30,6 @@ OUTSIDE = "repository"
 SHOWN = (
     "ARCHITECTURE.md",
     "CHANGELOG.md",
-    "benchmarks/results/*.png",
     "examples/*.py",
     "examples/*/",
     "examples/notebooks/*.ipynb",
