@@ -17,9 +17,6 @@ WORKLOADS = {
     "torch_ddp": ({"actors": 2, "steps": 75, "batch": 51, "widths": [64]}, 5, ["torch"]),  # 26 and 25 images of a batch
     "zero1": ({"actors": 3, "steps": 20, "widths": [17]}, 3, ["torch"]),  # parts of unequal size
     "pipeline": ({"stages": 3, "batches": 5, "rows": [8]}, 7, ["torch"]),  # the gloo of ray.util.collective
-    "evaluation": ({"actors": 3, "rows": [100]}, 4, []),
-    "parameter_server": ({"workers": 3, "updates": 25, "slack": 1, "features": [64]}, 3, []),
-    "embedding": ({"actors": 4, "rows": 1003, "sizes": [64]}, 3, []),  # shards of unequal size
     "megatron": ({"tp": 2, "steps": 5, "width": 32}, 4, ["torch"]),
     "rllib": ({"runners": 2, "rounds": 3, "widths": [64]}, 4, ["torch", "gymnasium", "tree"]),
 }
@@ -28,9 +25,8 @@ WORKLOADS = {
 
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore")  # RLlib's own
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "evaluation")) for name in WORKLOADS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_the_checks_of_a_workload_hold(name):
     arguments, ways, libraries = WORKLOADS[name]
     for library in libraries:
