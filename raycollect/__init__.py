@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from raycollect.pos.tensors import full as full
     from raycollect.pos.tensors import ones as ones
     from raycollect.pos.tensors import zeros as zeros
+    from raycollect.ray_plugins import register_with_ray as register_with_ray
     from raycollect.traced.kept import keep as keep
     from raycollect.traced.step import Step as Step
     from raycollect.traced.step import step as step
@@ -172,6 +173,7 @@ _NAMES: dict[str, str] = {
     "planner.report": "Explanation",
     "pos.handle": "Handle",
     "pos.tensors": "arena_statistics array empty full ones zeros",
+    "ray_plugins": "register_with_ray",
     "traced.kept": "keep",
     "traced.step": "Step step",
     "types": "types",

@@ -24,7 +24,7 @@ from raycollect.backends import Gpu, arrays, gpus, streams
 from raycollect.channel import DataLink, Link, MailboxClient, Server
 from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
 from raycollect.core import threads
-from raycollect.core.model import Key, Segment
+from raycollect.core.model import Address, Key, Segment
 from raycollect.errors import (
     ChannelError,
     ConnectionLostError,
@@ -159,6 +159,11 @@ class Participant:
         actor = ray_internals.short_actor(ray_internals.current_class(), actor_id)
         return cls(runtime, Identity.of_ray(actor_id, actor))
 
+    @property
+    def address(self) -> Address:
+        """Where other processes reach it."""
+        return self._server.address
+
     def close(self) -> None:
         """Ends its server, and with that its lease; its threads end with what they do."""
         self._server.close()
@@ -183,7 +188,7 @@ class Participant:
         return {
             "actor_id": identity.actor_id,
             "actor": identity.actor,
-            "address": self._server.address,
+            "address": self.address,
             "machine": identity.machine,
             "node_id": identity.node_id,
             "pid": os.getpid(),
@@ -209,7 +214,7 @@ class Participant:
             key=key,
             actor_id=self.actor_id,
             actor=self.actor,
-            address=self._server.address,
+            address=self.address,
             structure=container.structure,
             infos=infos,
             incarnation=self.identity.incarnation,

@@ -1,0 +1,37 @@
+"""raycollect in Ray's own registries: a backend of `ray.util.collective`, and a transport of Ray Direct Transport."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.util import find_spec
+
+NAME = "RAYCOLLECT"
+"""The name in both registries."""
+
+
+def register_with_ray() -> None:
+    """Registers the backend ``"raycollect"`` of `ray.util.collective`, and the tensor transport ``"RAYCOLLECT"``.
+
+    Ray keeps the registry of backends per process. Each process of a group calls this function before its first
+    collective: at the top of the module that defines the actors, or by
+    ``ray.init(runtime_env={"worker_process_setup_hook": "raycollect.register_with_ray"})``. The registry of transports
+    travels with actors: only the process that creates them calls this function, before it creates them. A second call
+    has no effect.
+
+    The backend uses shared memory between processes of one host, and sockets between hosts. The transport needs torch,
+    and moves tensors in host memory.
+    """
+    from ray.util.collective.backend_registry import register_collective_backend
+
+    from raycollect.ray_plugins.collective_group import CollectiveGroup
+
+    with suppress(ValueError):  # registered before
+        register_collective_backend(NAME, CollectiveGroup)
+    if find_spec("torch") is not None:
+        import torch
+        from ray.experimental import register_tensor_transport
+
+        from raycollect.ray_plugins.tensor_transport import TensorTransport
+
+        with suppress(ValueError):
+            register_tensor_transport(NAME, ["cpu"], TensorTransport, torch.Tensor)
