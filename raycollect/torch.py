@@ -2,8 +2,6 @@
 
 ::
 
-    import raycollect.torch  # which registers it
-
     torch.distributed.init_process_group("raycollect")
 """
 
@@ -11,7 +9,8 @@ from __future__ import annotations
 
 from raycollect.member.torch.autograd import all_gather, all_reduce, all_to_all, reduce_scatter
 from raycollect.member.torch.gradients import allreduce_hook
-from raycollect.member.torch.process_group import TorchProcessGroup, register
+from raycollect.member.torch.process_group import TorchProcessGroup
+from raycollect.torch_autoload import register
 
 __all__ = [
     "TorchProcessGroup",

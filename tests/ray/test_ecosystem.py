@@ -80,6 +80,41 @@ def test_workers_of_ray_train_make_a_group_of_their_own(cluster, tmp_path):
     assert said == [{"sum": 6.0, "ranks": [0, 1]}] * 2  # (1 + 2) * 2
 
 
+def train_with_torch(config):
+    """What each worker of a training run of torch does; it names no package but torch."""
+    import torch
+    from ray.train.torch import prepare_model
+
+    torch.manual_seed(0)
+    model = prepare_model(torch.nn.Linear(4, 1))
+    rank = torch.distributed.get_rank()
+    model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    said = [torch.distributed.get_backend(), model.module.weight.grad.tolist()]
+    Path(config["folder"], f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:`use_.*` is deprecated:DeprecationWarning")
+def test_a_torch_trainer_selects_the_backend_by_name(cluster, tmp_path):
+    pytest.importorskip("torch")
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    trainer = TorchTrainer(
+        train_with_torch,
+        train_loop_config={"folder": str(tmp_path)},
+        torch_config=TorchConfig(backend="raycollect"),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name="torch", storage_path=str(tmp_path / "results")),
+    )
+
+    result = trainer.fit()
+
+    assert result.error is None
+    said = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    assert said == [["raycollect", [[3.0] * 4]]] * 2  # the mean of 2 and 4
+
+
 # ---------------------------------------------------------------------------------------------- Ray Tune
 
 

@@ -43,12 +43,6 @@ Tensors = Sequence[Any]
 """Tensors of torch."""
 
 
-def register() -> None:
-    """Makes the name ``"raycollect"`` known to `torch.distributed.init_process_group`; may be called again."""
-    if NAME.upper() not in distributed.Backend._plugins:
-        distributed.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-
-
 def create(given: Any, options: Any) -> TorchProcessGroup:
     """Joins a group, as torch asks for it.
 
