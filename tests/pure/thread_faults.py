@@ -22,8 +22,8 @@ def fault_in(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def apart(before: Collection[threading.Thread] = ()) -> list[threading.Thread]:
-    """The calls of `threads.apart` under way, but for those that were before the test."""
-    return [one for one in threading.enumerate() if one.name == "raycollect-apart" and one not in before]
+    """The calls of `threads.call_in_helper` under way, but for those that were before the test."""
+    return [one for one in threading.enumerate() if one.name == "raycollect-helper" and one not in before]
 
 
 def threads_tested(*modules: ModuleType) -> set[str]:

@@ -85,7 +85,7 @@ def test_tensors_are_spread_behind_what_is_under_way_on_both_gpus(fake, size, so
         (ReduceOp.SUM, "float32", 4, None),
         (ReduceOp.AVG, "int32", 1, "AVG of int32"),
         (ReduceOp.SUM, "bfloat16", 1, None),
-        (ReduceOp.SUM, "bfloat16", 2, "cupy has no such type"),
+        (ReduceOp.SUM, "bfloat16", 2, "cupy lacks this type"),
     ],
 )
 def test_what_can_not_be_folded(op, dtype, count, words):

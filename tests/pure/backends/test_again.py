@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.shm.staged import Staged
+from raycollect.backends.shm.staged import StagedKernels
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -195,9 +195,9 @@ def test_after_a_refusal_it_goes_to_the_same_check(
     other = pair.start(1, lambda one: (one.agree(launch, b"as ever", kernels[1], expected), one.end(launch, False)))
     communicator: Any = pair.communicators[0]
     with monkeypatch.context() as patch:
-        stage_again = Staged.stage_again
-        patch.setattr(Staged, "stage_again", lambda self, *args: self._rank and stage_again(self, *args))
-        patch.setattr(Staged, "stage", _refused)
+        stage_again = StagedKernels.stage_again
+        patch.setattr(StagedKernels, "stage_again", lambda self, *args: self._rank and stage_again(self, *args))
+        patch.setattr(StagedKernels, "stage", _refused)
         with pytest.raises(UnsupportedError):
             communicator.agree(launch, b"as ever", kernels[0], expected)
     brought = [b"why", b"as ever"]

@@ -17,7 +17,7 @@ from raycollect import backends
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import run as _tcp_run
-from raycollect.backends.tcp.link import Link
+from raycollect.backends.tcp.link import TcpMesh
 from raycollect.core.model import RANK_ORDER, GroupSpec, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
 from raycollect.errors import InvalidGroupError
@@ -163,7 +163,7 @@ MINIMUM = {
 def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, hosts, ranks):
     team, places = team_of(place, backend=backend), PLACES[place]
     sent, inside, lock = Counter[int](), 0, threading.Lock()
-    send = Link.send
+    send = TcpMesh.send
 
     def counted(link, rank, array, batch):
         nonlocal inside
@@ -174,7 +174,7 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, ho
                 inside += array.nbytes
         send(link, rank, array, batch)
 
-    monkeypatch.setattr(Link, "send", counted)
+    monkeypatch.setattr(TcpMesh, "send", counted)
     size = 60_000
     op = ReduceOp.SUM if kind in FOLDING else None
     check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])

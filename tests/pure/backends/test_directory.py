@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends.arrays import Array
-from raycollect.backends.shm.directory import GIVES, Directory, Listing, Places, directory_nbytes
+from raycollect.backends.shm.directory import GIVES, ArrayDirectory, Listing, Places, directory_nbytes
 from raycollect.core import threads
 from raycollect.core.model import BufferRef, Segment
 
@@ -37,7 +37,7 @@ class Ranks:
         memory = memoryview(bytearray(directory_nbytes(world_size)))
         self.sources = [Source() for _ in range(world_size)]
         self.all = [
-            Directory(memory, rank, world_size, source)  # type: ignore[arg-type]
+            ArrayDirectory(memory, rank, world_size, source)  # type: ignore[arg-type]
             for rank, source in enumerate(self.sources)
         ]
 
@@ -48,7 +48,7 @@ class Ranks:
 
     def read(self, ranks: Sequence[int]) -> list[list[Listing]]:
         barrier = threading.Barrier(len(ranks))
-        reading = [threads.apart(self.all[rank].read, ranks, partial(met, barrier)) for rank in ranks]
+        reading = [threads.call_in_helper(self.all[rank].read, ranks, partial(met, barrier)) for rank in ranks]
         return [one.result(WAIT_S) for one in reading]
 
 

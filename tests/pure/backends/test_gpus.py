@@ -50,7 +50,7 @@ NEW, B_NEW, UNWILLING = gpu("a", 23000), gpu("b", 23000), gpu("a", 23000, may_sh
             [A, B, B],
             (),
             "tcp",
-            "each has a GPU, but ranks [1, 2] share the GPU n/b, which NCCL takes from 2.30 on",
+            "each has a GPU, but ranks [1, 2] share the GPU n/b, which needs NCCL 2.30",
         ),
         ("mmm", [NEW, UNWILLING, B_NEW], (), "shm", "share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE forbids it"),
         ("mm", [A, gpu("b", 22901)], (), "shm", "but the ranks have different releases of NCCL"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends.nccl import ipc_driver
-from raycollect.backends.nccl.ipc_memory import Exports, Listing, Shown
+from raycollect.backends.nccl.ipc_memory import ExportedSpans, Exports, IpcListing
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from tests.fake_cupy import Fake
@@ -30,10 +30,10 @@ def fake() -> Iterator[Fake]:
         yield made
 
 
-def shown(fake: Fake, array: Any, process: int = 1) -> Listing:
+def shown(fake: Fake, array: Any, process: int = 1) -> IpcListing:
     """What a process lists that shows an array to be read."""
     with fake.as_process(process):
-        return Exports(0).listing([Shown(((array.data.ptr, array.nbytes),), ())])
+        return Exports(0).listing([ExportedSpans(((array.data.ptr, array.nbytes),), ())])
 
 
 # ------------------------------------------------------------------------------- what is opened

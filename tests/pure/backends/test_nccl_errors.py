@@ -52,7 +52,7 @@ def check_broken(fake: Fake, team: GpuTeam, ranks: tuple[int, ...], told: str) -
         communicator = team.communicators[rank]
         assert not fake.pending(stream_of(communicator))
         assert isinstance(communicator, NcclCommunicator)
-        assert communicator._kept is None
+        assert communicator._workspace is None
         for attempt in (communicator.agree, body_sum):
             arguments = (team.launch(), b"") if attempt == communicator.agree else (communicator, team.launch())
             with pytest.raises(GroupBrokenError, match=told):
@@ -79,7 +79,7 @@ def test_a_deadline_while_another_rank_does_not_get_there(
     check_broken(fake, team, (0, 2), "allreduce of launch .* failed in mid-kernel")
     kept = team.communicators[1]
     assert isinstance(kept, NcclCommunicator)
-    assert kept._kept is not None, "its GPU may still use that memory"
+    assert kept._workspace is not None, "its GPU may still use that memory"
     fake.release(stuck)
     assert wait_until(lambda: not fake.pending(stuck))
 

@@ -38,7 +38,7 @@ def test_what_is_run_again_becomes_a_graph_and_sums_the_same(crew: MakeCrew, wor
     one = crew(world, seed=seed)
     for _ in range(RUNS):
         one.sum()
-    assert one.graphs == [GraphCounts(kept=1, recorded=1, launched=RUNS - 2)] * world
+    assert one.graphs == [GraphCounts(current=1, recorded=1, launched=RUNS - 2)] * world
     assert one.fake.counts["graphLaunch"] == world * (RUNS - 2)
     assert one.fake.counts["nccl.allReduce"] == world * (1 + 2 + 1)  # that of the join, two plain ones, the recording
 
@@ -62,7 +62,7 @@ def test_every_kind(kind: OpKind, inplace: bool, how: str) -> None:
         assert [wrong for wrong, _ in found] == [[""] * RUNS] * len(ranks)
         counts = [one for _, one in found]
         may = how == "plain" and not (inplace and kind in PLAIN_IN_PLACE)
-        assert counts == [GraphCounts(kept=may, recorded=may, launched=may * (RUNS - 2))] * len(ranks)
+        assert counts == [GraphCounts(current=may, recorded=may, launched=may * (RUNS - 2))] * len(ranks)
         assert not fake.graphs, "a graph goes with its kernel"
 
 
@@ -98,7 +98,7 @@ def test_a_rank_that_comes_the_long_way_is_met_plain_and_the_graphs_are_kept(cre
     one.sum(long_way=(1,))
     assert one.launched == [2, 2]
     one.sum()
-    assert one.graphs == [GraphCounts(kept=1, recorded=1, launched=3)] * 2
+    assert one.graphs == [GraphCounts(current=1, recorded=1, launched=3)] * 2
 
 
 def test_a_rank_with_another_kernel_lets_all_record_anew(crew: MakeCrew) -> None:
@@ -112,7 +112,7 @@ def test_a_rank_with_another_kernel_lets_all_record_anew(crew: MakeCrew) -> None
     assert one.fake.graphs == 0, "nobody can launch the other's"
     for _ in range(3):
         one.sum()
-    assert [(each.kept, each.recorded) for each in one.graphs] == [(1, 2)] * 2
+    assert [(each.current, each.recorded) for each in one.graphs] == [(1, 2)] * 2
     assert one.launched == [2 + 2] * 2
 
 
@@ -128,8 +128,8 @@ def test_a_recording_that_fails_leaves_all_plain(
             one.sum()
     said = sorted(record.getMessage().partition(":")[0] for record in caplog.records)
     assert said == [
+        *["allreduce of group 'team' could not become a CUDA graph"] * len(who),
         *["allreduce of group 'team' is a CUDA graph from now on"] * (3 - len(who)),
-        *["allreduce of group 'team' is no CUDA graph"] * len(who),
     ]
     assert "cudaErrorStreamCaptureInvalidated" in caplog.text
     for rank, found in enumerate(one.graphs):
@@ -149,14 +149,14 @@ def test_no_more_graphs_than_are_kept(crew: MakeCrew, monkeypatch: pytest.Monkey
         arrays.append(list(one.arrays))
         for _ in range(4):
             one.sum()
-    assert [each.kept for each in one.graphs] == [2, 2]
+    assert [each.current for each in one.graphs] == [2, 2]
     assert one.fake.graphs == 4
     kernels[0] = arrays[0] = []
     gc.collect()
-    assert [each.kept for each in one.graphs] == [1, 1]
+    assert [each.current for each in one.graphs] == [1, 1]
     one.sum()  # now the third is recorded
     one.sum()
-    assert [each.kept for each in one.graphs] == [2, 2]
+    assert [each.current for each in one.graphs] == [2, 2]
 
 
 # ---------------------------------------------------------------------------------------------- options
@@ -228,7 +228,7 @@ def test_nothing_of_a_kernel_is_left_when_it_is_gone(crew: MakeCrew) -> None:
     gc.collect()
     assert one.fake.allocated(0) == before - nbytes
     assert one.fake.graphs == 1
-    assert [each.kept for each in one.graphs] == [0, 1]
+    assert [each.current for each in one.graphs] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------- calls and steps
@@ -257,7 +257,7 @@ def test_a_captured_step_runs_as_graphs(seed: int) -> None:
                 for (value,) in values:
                     assert set(value.get().tolist()) == {turn * 11}
             counts = [one.graphs for one in group.communicators]  # type: ignore[attr-defined]
-            assert counts == [GraphCounts(kept=1, recorded=1, launched=sum(team.repeated(0)) - 2)] * 2
+            assert counts == [GraphCounts(current=1, recorded=1, launched=sum(team.repeated(0)) - 2)] * 2
             assert counts[0].launched >= 3
         finally:
             for replay in team.replays:

@@ -133,7 +133,7 @@ def test_ranks_of_which_some_share_a_gpu_are_refused_before_2_30() -> None:
         assert not fake.counts["nccl.communicators"]
     said = str(caught.value)
     assert "ranks [0, 2] share the GPU 127.0.0.1/0000:10:00.0" in said
-    assert "from 2.30 on, and this is 22907" in said
+    assert "needs NCCL 2.30, and this is 22907" in said
     assert "Give each member a GPU of its own, or use 'shm' or 'tcp'" in said
     assert SHARING not in os.environ
 
@@ -171,8 +171,8 @@ def test_members_with_different_releases_are_refused(theirs: int) -> None:
     """NCCL compares the last digit as well."""
     with gpus(1) as fake:
         rendezvous = MemoryRendezvous()
-        place = _nccl_group._Place(gpu="10.0.0.2/0000:10:00.0", version=theirs, may_share=True, capability=90)
-        rendezvous.put("nccl.place.1", _nccl_group._PLACES.encode(place))
+        place = _nccl_group._RankGpu(gpu="10.0.0.2/0000:10:00.0", version=theirs, may_share=True, capability=90)
+        rendezvous.put("nccl.place.1", _nccl_group._RANK_GPUS.encode(place))
         told = f"different releases of NCCL: rank 0 has 22803, rank 1 has {theirs}"
         with pytest.raises(BackendUnavailableError, match=told):
             create(0, 2, rendezvous)
@@ -189,9 +189,9 @@ def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.Monke
     before = apart()
     with gpus(2, seed=seed) as fake:
         rendezvous = MemoryRendezvous()
-        place = _nccl_group._Place(gpu="127.0.0.1/0000:11:00.0", version=22803, may_share=True, capability=90)
-        rendezvous.put("nccl.place.1", _nccl_group._PLACES.encode(place))
-        with pytest.raises(CollectiveTimeoutError, match="did not bring all 2 ranks together within 0") as caught:
+        place = _nccl_group._RankGpu(gpu="127.0.0.1/0000:11:00.0", version=22803, may_share=True, capability=90)
+        rendezvous.put("nccl.place.1", _nccl_group._RANK_GPUS.encode(place))
+        with pytest.raises(CollectiveTimeoutError, match="did not connect all 2 ranks within 0") as caught:
             create(0, 2, rendezvous)
         assert "NCCL_DEBUG=INFO" in str(caught.value)
         assert "team" in str(caught.value)

@@ -215,7 +215,7 @@ def test_pieces_larger_than_agreed_are_our_bug_and_no_hang() -> None:
     communicator = alone("torch:gloo")
     launch = Launch(seq=1, ranks=(0,), timeout_s=5)
     side = (on_device(np.ones(3), gaps=False),)
-    with pytest.raises(InternalError, match="more than the 2 elements"):
+    with pytest.raises(InternalError, match="more than the agreed 2 elements"):
         communicator.launch(launch, (Kernel(kind=OpKind.ALLTOALL, src=side, dst=side, most=2),))
     communicator.close()
 

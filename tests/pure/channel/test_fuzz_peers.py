@@ -298,7 +298,7 @@ def test_a_holder_outlives_any_client(participant: Participant, seed: int) -> No
             pass
         client.close()
     client = DataClient(participant._server.address, LIMIT_S)
-    payload = encode(Fetched(found=b"", blob_nbytes=rng.choice((1, 2**40, 2**63))))  # nobody asked
+    payload = encode(Fetched(description=b"", blob_nbytes=rng.choice((1, 2**40, 2**63))))  # nobody asked
     stream = client._stream
     stream.sock.sendall(len(payload).to_bytes(4, "big") + stream.connection._outward.tag(payload) + payload)
     with pytest.raises(ConnectionLostError):

@@ -107,7 +107,7 @@ def test_threads_of_many_connections_are_forgotten(clock: Clocked, monkeypatch: 
     monkeypatch.setattr(threads, "_MOST_PLACES", 8)
     for number in range(100):
         threads.survives(boom, place=f"connection {number}")
-    assert len(threads._told) <= 8
+    assert len(threads._log_entries) <= 8
 
 
 def test_a_socket_whose_callback_fails_is_left_alone_for_a_while(
@@ -216,7 +216,7 @@ def test_what_a_failed_call_apart_was_given_goes_with_its_future() -> None:
     gc.disable()
     try:
         given = Given()
-        kept, future = weakref.ref(given), threads.apart(Given.fail, given, name="a test")
+        kept, future = weakref.ref(given), threads.call_in_helper(Given.fail, given, name="a test")
         del given
         with pytest.raises(ValueError, match="the cause"):
             future.result(WAIT_S)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.backends.arrays import is_tensor, told
+from raycollect.backends.arrays import describe_value, is_tensor
 from raycollect.core.model import Structure
 from raycollect.pos import Container, obstacle, unkept
 from raycollect.pos.container import DEEPEST
@@ -70,7 +70,7 @@ UNKEPT: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("value", "text"), UNKEPT, ids=[text for _, text in UNKEPT])
 def test_what_is_not_kept_is_told_with_the_cure_where_it_is_a_number(value: Any, text: str) -> None:
-    assert unkept(value, is_tensor, told) == text
+    assert unkept(value, is_tensor, describe_value) == text
 
 
 _TREES: st.SearchStrategy[Any] = st.recursive(
@@ -138,10 +138,10 @@ def _changed(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     ("change", "words"),
     [
         (_changed("a", np.ones(4)), r"\['a'\] is float64\[4\].*, and was float64\[3\].* when it was returned"),
-        (_changed("c", np.ones(1)), r"\['c'\] is float64\[1\].*, and was not there when it was returned"),
-        (lambda given: given.pop("b"), r"\['b'\]\[0\] is gone, and was float64\[2\]"),
-        (lambda given: given.update(a=given.pop("a")), "its names are in another order"),
-        (_changed("b", (np.zeros(2),)), "or its lists are tuples"),
+        (_changed("c", np.ones(1)), r"\['c'\] is float64\[1\].*, and was missing when it was returned"),
+        (lambda given: given.pop("b"), r"\['b'\]\[0\] is missing, and was float64\[2\]"),
+        (lambda given: given.update(a=given.pop("a")), "the order of its names"),
+        (_changed("b", (np.zeros(2),)), "or the type of its lists"),
         (_changed("a", 3), r"\['a'\] is an int"),
     ],
 )

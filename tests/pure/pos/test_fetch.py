@@ -224,7 +224,7 @@ def test_bytes_that_are_not_those_of_the_description_are_a_protocol_error() -> N
     wire.blob = bytes(8)
     found = msgpack.packb(_float(shape=[2]))
     with pytest.raises(ProtocolError):
-        _read_value(wire, Fetched(found=found, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+        _read_value(wire, Fetched(description=found, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
 
 
 def test_a_description_of_one_tensor_is_read() -> None:
@@ -342,7 +342,7 @@ def test_a_client_that_was_lent_something_says_that_it_has_copied_it_and_nothing
 
     store, wire = Store(), Strange(Fetch(key=KEY, domain=memory_domain()))
     store.put(KEY, contain(tensors.zeros(100_000)))
-    with pytest.raises(ProtocolError, match="Fetch where Copied was due"):
+    with pytest.raises(ProtocolError, match="unexpected message Fetch, expected Copied"):
         serve(wire, store)  # type: ignore[arg-type]
 
 
@@ -356,7 +356,7 @@ def test_what_was_read_too_late_is_not_believed() -> None:
 def test_memory_that_is_not_there_any_more_is_out_of_reach() -> None:
     wire, _ = lent(tensors.zeros(100_000))
     answer = wire.answers[0]
-    (pid, fd, _, nbytes), *rest = msgpack.unpackb(answer.found)
+    (pid, fd, _, nbytes), *rest = msgpack.unpackb(answer.description)
     gone = msgpack.packb([[pid, fd, bytes(32), nbytes], *rest])
     with pytest.raises(_OutOfReach):
-        _read_value(wire, Fetched(found=gone), time.monotonic())  # type: ignore[arg-type]
+        _read_value(wire, Fetched(description=gone), time.monotonic())  # type: ignore[arg-type]

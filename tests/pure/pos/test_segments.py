@@ -234,7 +234,7 @@ def test_an_arena_that_is_switched_off_is_none(
     segments: Segments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAYCOLLECT_ARENA_LIMIT", "0")
-    with pytest.raises(OSError, match="switched off"):
+    with pytest.raises(OSError, match="disabled"):
         segments.allocate(10)
     assert not caplog.records, "somebody wanted it so"
 
@@ -253,7 +253,7 @@ def test_where_there_can_be_no_arena_one_warning_says_why(
         monkeypatch.setattr(os, "memfd_create", refuse)
     else:
         monkeypatch.delattr(os, "memfd_create")
-    reason = {"limit": "'much'", "memfd": "not here", "system": "no memfd_create"}[cause]
+    reason = {"limit": "'much'", "memfd": "not here", "system": "lacks memfd_create"}[cause]
     with caplog.at_level(logging.WARNING, "raycollect"):
         for _ in range(3):
             with pytest.raises(OSError, match=reason):
