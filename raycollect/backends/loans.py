@@ -11,7 +11,7 @@ from raycollect.core.model import Launch
 _Loan = tuple[Any, dict[int, int], Meeting]
 _Loans = dict[int, _Loan]  # By their ids: each is added and removed atomically
 
-forsaken: _Loans = {}
+abandoned: _Loans = {}
 """Loans of closed communicators of this process."""
 
 
@@ -26,15 +26,15 @@ class Loans:
         loan = lent, meeting.closing(launch), meeting
         self.lent[id(loan)] = loan
 
-    def recall(self) -> None:
+    def release_unused(self) -> None:
         """Releases memory that no rank uses any more, also that of closed communicators."""
-        for loans in (self.lent, forsaken):
+        for loans in (self.lent, abandoned):
             for key, (_, words, meeting) in tuple(loans.items()):
                 if not meeting.owing(words):
                     loans.pop(key, None)
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         """Hands the loans to the other communicators of this process, which release them."""
-        forsaken.update(self.lent)
+        abandoned.update(self.lent)
         self.lent.clear()
-        self.recall()
+        self.release_unused()

@@ -86,5 +86,5 @@ _TORCH: tuple[tuple[Callable[[Any, Any], bool], str], ...] = (
         lambda torch, x: x.is_conj() or x.is_neg(),
         " that is a view still to be conjugated or negated (give x.resolve_conj().resolve_neg(), which is a copy)",
     ),
-    (lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(), " whose storage was given back"),
+    (lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(), " whose storage was freed"),
 )

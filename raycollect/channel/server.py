@@ -179,7 +179,7 @@ class Server:
             return
         except OSError as exc:
             self.trouble = f"no connection can be accepted for now: {exc}"
-            self._refusals.add("somebody", self.trouble)
+            self._refusals.add("an unknown peer", self.trouble)
             self._pause()  # most likely out of descriptors: retrying at once would spin
             return
         connection = Connection("server", self._secret, nonce=secrets.token_bytes(NONCE_NBYTES))
@@ -249,7 +249,7 @@ class Server:
                 serving = threads.start(f"raycollect-data-{stream.peer}", self._serve_data, stream, handler)
                 self._data[stream] = serving
         except RuntimeError as exc:  # no thread can be started
-            self._refusals.add(stream.peer, f"there is no thread for it: {exc}")
+            self._refusals.add(stream.peer, f"no thread can be started for it: {exc}")
             self._forget(stream)
 
     def _serve_data(self, stream: SocketStream, handler: ServerHandler) -> None:

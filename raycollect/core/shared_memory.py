@@ -1,6 +1,6 @@
 """Anonymous memory that processes share: a sealed memfd.
 
-Its size can never change: a file that shrinks kills those who map it by SIGBUS.
+Its size can never change: a shrinking file kills processes that map it by SIGBUS.
 """
 
 from __future__ import annotations

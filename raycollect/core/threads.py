@@ -205,7 +205,7 @@ def failed(place: str, exc: BaseException) -> Failure:
         _log_entries.clear()
     entry, now_s = _log_entries.setdefault((thread, place, type(exc)), _LogEntry()), time.monotonic()
     if now_s >= entry.again_s:
-        more = f" ({entry.count} times more since that was told last)" if entry.count else ""
+        more = f" ({entry.count} times more since the last entry)" if entry.count else ""
         entry.again_s, entry.count = now_s + EVERY_S, 0
         _log.error("%s: %s failed%s; the thread goes on", thread, place, more, exc_info=exc)
     else:

@@ -125,9 +125,9 @@ class Store:
         """Records that a task raised: it has no return values."""
         self._note(task, "fail", detail)
 
-    def pass_by(self, whose: bytes, detail: str) -> None:
+    def pass_by(self, name: bytes, detail: str) -> None:
         """Records that a task's return values, or the one with this key, go by value; `detail`: such as ``"int"``."""
-        self._note(whose, "pass", detail)
+        self._note(name, "pass", detail)
 
     def free(self, keys: Sequence[Key]) -> int:
         """Drops values, and returns how many were held; a running plan keeps the memory of its values alive."""
@@ -191,11 +191,11 @@ class Store:
         absence = self._absent.get(key) or self._absent.get(key[:TASK_NBYTES])
         return absence.state if absence else State.ABSENT
 
-    def _note(self, whose: bytes, event: str, detail: str) -> None:
+    def _note(self, name: bytes, event: str, detail: str) -> None:
         with self._changed:
-            state = self._state(whose)
+            state = self._state(name)
             if _NEXT[state, event] is not state or _EVENTS[event] is state:
-                self._remember(whose, Absence(_NEXT[state, event], detail))
+                self._remember(name, Absence(_NEXT[state, event], detail))
             self._changed.notify_all()
 
     def _remember(self, name: bytes, absence: Absence) -> None:

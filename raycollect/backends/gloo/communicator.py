@@ -39,7 +39,7 @@ from raycollect.errors import BackendUnavailableError, InvalidGroupError, Raycol
 from raycollect.errors.text import listed
 
 CHUNK_NBYTES = 4 << 20  # The bytes that one call of the library moves while it holds the GIL
-JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report the missing ranks
 LIBRARY = "raycollect.backends.gloo.library"
 _NAME = Codec[str](str, "name of a library")
 # The dtypes that gloo reduces as numpy does. float16 is left out: gloo rounds at each step of the ring (seen at 8

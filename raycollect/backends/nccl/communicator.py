@@ -47,12 +47,12 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, RaycollectError
 
-JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report the missing ranks
 LOOK_S = 0.01  # How often a wait asks NCCL for errors
 FLOAT8_FROM = 90  # The first compute capability on which NCCL reduces 8-bit floats
 _ABORT_S = 1.0  # How long to wait until NCCL has ended a communicator; a helper thread continues
 _DRAIN_S = 5.0  # How long kernels may take to end on the GPU after their communicator was aborted
-ENTER_S = 0.1  # How long a rank may go on enqueueing after an abort before its communicator is aborted under it
+ENTER_S = 0.1  # How long a rank may keep enqueueing after an abort before its communicator is aborted under it
 GUARD_S = 0.25  # How often the guard checks for ranks that block while they enqueue
 
 _log = logging.getLogger("raycollect")
@@ -310,7 +310,7 @@ class NcclCommunicator(OnGpu):
 
     def _drain(self) -> None:
         # Waits, with a limit, until the GPU no longer uses the arrays.
-        with suppress(Exception):  # a device that has failed writes no more
+        with suppress(Exception):  # a failed device no longer writes
             if not has_drained(self._stream.has_ended, _DRAIN_S):
                 return  # and hold the memory
         self._workspace = None

@@ -175,7 +175,7 @@ def _kernel_named(dtype: np.dtype[Any], world: int, name: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _module(dtype: np.dtype[Any], world: int) -> Any:
-    return import_module("cupy").RawModule(code=source_of(dtype, world))  # cupy keeps what it has compiled on the disk
+    return import_module("cupy").RawModule(code=source_of(dtype, world))  # cupy caches compiled code on disk
 
 
 @lru_cache(maxsize=64)

@@ -38,7 +38,7 @@ from raycollect.backends.nccl.scripts import Script
 from raycollect.core.model import Kernel, OpKind
 
 GRAPHS = 64  # The most graphs that a communicator keeps; NCCL holds GPU memory for each
-RECORDED = frozenset(OpKind) - {OpKind.BARRIER}  # The kinds that may become graphs; a barrier reduces a byte of its own
+RECORDED = frozenset(OpKind) - {OpKind.BARRIER}  # The kinds that may become graphs; a barrier reduces a temporary byte
 _NAME = "nccl.again"
 _FORMAT = struct.Struct("<BIQ")
 _NOT, _COULD, _HAS = range(3)

@@ -148,7 +148,7 @@ class IpcCommunicator(OnGpu):
             self._check_kernel(launch, kernel)
         until_s, self._is_at_others = time.monotonic() + launch.timeout_s, False
         with self._inside() as meeting, self._failing(meeting, launch, kernels):
-            self._loans.recall()
+            self._loans.release_unused()
             self._exports.restart()
             parts = [IpcKernel(kernel, self.rank, launch.ranks, self._exports, self._folder) for kernel in kernels]
             with self._stream.entered():
@@ -217,7 +217,7 @@ class IpcCommunicator(OnGpu):
             cause = f"{type(exc).__name__}: {exc}"
             if not self._drain() or (has_failed and not isinstance(exc, MemoryError)):
                 self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {cause}"
-            self._loans.add((*kernels, *self._exports.forsake_rooms()), meeting, launch)
+            self._loans.add((*kernels, *self._exports.abandon_rooms()), meeting, launch)
             self._check_aborted(launch)  # the cause, if the failure is its consequence
             if self._is_closed:
                 raise GroupBrokenError(group_name=self.group_name, detail=self._broken) from exc
@@ -242,13 +242,13 @@ class IpcCommunicator(OnGpu):
             if not self._is_closed or self._is_inside or self._is_releasing or self._is_released:
                 return
             self._is_releasing = True
-        self._loans.forsake()
+        self._loans.abandon()
         has_ended, is_closed = True, False
         with suppress(Exception), on_device(self.number):  # fails if the device has failed, or the process ends
             has_ended = self._stream.has_ended()  # else its GPU may still use the memory
             if has_ended:
                 self._imports.close()
-                self._exports.forsake_rooms()
+                self._exports.abandon_rooms()
                 is_closed = True
         with self._lock:
             self._is_releasing, self._is_released = False, has_ended

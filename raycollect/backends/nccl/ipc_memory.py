@@ -63,7 +63,7 @@ class Exports:
         self._used = [0] * len(self._rooms)
         self._now = {}
 
-    def forsake_rooms(self) -> Sequence[Any]:
+    def abandon_rooms(self) -> Sequence[Any]:
         """Returns the rooms and forgets them; the caller holds them as long as others may use them."""
         rooms, self._rooms, self._used = self._rooms, [], []
         return rooms

@@ -5,7 +5,7 @@ writes it to all targets: together w reads and w writes of n bytes in an allredu
 byte, made by the receiver straight from the sender's memory.
 
 =============  =====================================  ==============================
-kernel         exported                               who copies or folds
+kernel         exported                               copied or folded by
 =============  =====================================  ==============================
 ALLREDUCE      all src, and all dst to be written     each rank its slice
 REDUCE         all src, and the root's dst            each rank its slice
@@ -13,7 +13,7 @@ REDUCESCATTER  all pieces of src                      each rank its piece
 BROADCAST      the root's src                         the others
 SCATTER        the root's pieces                      each rank its piece
 SEND           the sender's src                       the receiver
-others         all src                                each rank what it takes
+others         all src                                each rank its outputs
 =============  =====================================  ==============================
 
 Exported memory has no gaps, and its own rank does not write to it while others read: an in-place ALLTOALL exports

@@ -60,12 +60,12 @@ class InPlaceKernels:
     def restart(self) -> None:
         """Begins a launch: the next listing is for its first kernel."""
         self._directory.turn = 0
-        if self._loans.lent or loans.forsaken:
-            self._loans.recall()
+        if self._loans.lent or loans.abandoned:
+            self._loans.release_unused()
 
     def close(self) -> None:
         """Ends it; other communicators of this process hold arrays that may still be written."""
-        self._loans.forsake()
+        self._loans.abandon()
 
     def show(self, launch: Launch, kernels: Sequence[Kernel], flags: int = 0) -> None:
         """Lists this rank's arrays for the kernels that run next, together; a barrier has to follow."""

@@ -6,7 +6,7 @@ rank, the minimum of memory traffic. Everything else is one copy per byte, made 
 sender's array ("pull"); or, where only the receiver's array is in shared memory, by the sender ("push").
 
 =============  ===========================================  =========================================
-kernel         works in place where                         who copies or folds
+kernel         works in place if                            copied or folded by
 =============  ===========================================  =========================================
 ALLREDUCE      all src and all dst are shown                each rank its slice, into all dst
 REDUCE         all src and the root's dst are shown         each rank its slice, into the root's dst
@@ -16,7 +16,7 @@ SEND           the sender's src is shown                    the receiver
                the receiver's dst is shown                  the sender
 GATHER         the root's dst is shown                      the others, each its piece
                all src are shown                            the root
-others         all src are shown                            each rank what it takes
+others         all src are shown                            each rank its outputs
 =============  ===========================================  =========================================
 
 The bits equal those of staged kernels (P7): the same fold in the same order.

@@ -204,7 +204,7 @@ class Meeting:
             words[self.rank * _WORD_STRIDE + _ASLEEP] = 0
         outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
         words[self.rank * _WORD_STRIDE] = closed
-        self._ring(launch.ranks, whoever=not ok)
+        self._ring(launch.ranks, all_sleepers=not ok)
         at, ended, arrived = seq % OUTCOMES, [], seq << _PHASE_BITS | 1
         for rank in launch.ranks:
             # A rank that has not arrived by now sees that this rank has left, and never reads its data: no debt.
@@ -235,7 +235,7 @@ class Meeting:
     def leave(self) -> None:
         """Leaves all launches, also future ones; called after `close`, when no thread of this rank is in a launch."""
         self._words[self.rank * _WORD_STRIDE] = _SEQ_LIMIT - 1 << _PHASE_BITS | CLOSED
-        self._ring(range(len(self._words) // _WORD_STRIDE), whoever=True)
+        self._ring(range(len(self._words) // _WORD_STRIDE), all_sleepers=True)
 
     def enter(self, launch: Launch, until_s: float) -> None:
         """Begins a launch unless it has begun: waits for readers of this rank's earlier data."""
@@ -327,13 +327,13 @@ class Meeting:
                 raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=detail)
         return True
 
-    def _ring(self, ranks: Iterable[int], *, whoever: bool = False) -> None:
-        # Wakes ranks that sleep for this rank; `whoever`: for any rank.
+    def _ring(self, ranks: Iterable[int], *, all_sleepers: bool = False) -> None:
+        # Wakes ranks that sleep for this rank; `all_sleepers`: for any rank.
         self._semaphore.take()  # a barrier
         words, mine = self._words, self.rank + 1
         for rank in ranks:
             sleeps_for = words[rank * _WORD_STRIDE + _ASLEEP]
-            if sleeps_for and (sleeps_for == mine or whoever) and rank != self.rank:
+            if sleeps_for and (sleeps_for == mine or all_sleepers) and rank != self.rank:
                 self._semaphores[rank].ring()
 
     def _area(self, rank: int, parity: int) -> int:

@@ -19,7 +19,7 @@ from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendUnavailableError
 from raycollect.errors.text import listed
 
-JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report the missing ranks
 HEAD_NBYTES = mmap.PAGESIZE  # For the token of the segment; the group's memory begins on a page
 _NAME = "raycollect-group"
 _OFFER, _ANSWER = "shm.segment", "shm.mapped"

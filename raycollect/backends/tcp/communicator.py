@@ -4,7 +4,7 @@ Theory, for w ranks and arrays of n bytes. A small array is sent whole to each r
 one is cut into a slice for each rank: every rank sends slice j to rank j, which folds the slices in rank order and
 sends the result to all. That is a reduce-scatter and an allgather by direct exchange (Thakur, Rabenseifner, Gropp:
 "Optimization of Collective Communication Operations in MPICH", 2005): as many bytes as a ring, in two rounds instead of
-2 (w - 1), and each element is the left fold in rank order, whatever the size, the chunks or the algorithm (P7).
+2 (w - 1), and each element is the left fold in rank order, for any size, chunks and algorithm (P7).
 
 ==============  =======================  ============================================================================
 kernel          small: sent              large: sent, per rank
@@ -52,7 +52,7 @@ from raycollect.errors.text import listed, shown
 _BESIDE = (
     5  # The descriptors of a joining rank, in addition to one per rank: two listeners, a poller and its wake-up pair
 )
-JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report the missing ranks
 
 
 def create(joining: Joining) -> TcpCommunicator:

@@ -4,7 +4,7 @@ Theory, for w ranks and n bytes. In CPU memory the library reduces and broadcast
 reduces as numpy does (`is_native`: no other dtypes, no 16-bit floats, no MIN and MAX of floats because of NaN, no
 bitwise ops), by gloo's ring with 2 (w - 1) / w x n, and BROADCAST. Everything else, and small arrays, travel on the
 mesh (`meshed`), by the kernels of backend `tcp`. In device memory each operation is the library's own, on chunks of
-`CHUNK_NBYTES` of bytes, which every library moves; it reduces whatever the dtype.
+`CHUNK_NBYTES` of bytes, which every library moves; it reduces any dtype.
 
 gloo works in the user's arrays: copying in and out takes half as long as an allreduce. A kernel that timed out may
 still run in a thread of the library, and must not write to a tensor that the user has back. So the library's

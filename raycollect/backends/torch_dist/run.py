@@ -137,7 +137,7 @@ class _HostRun(_Run):
 class DeviceRow:
     """A tensor in device memory as a row of elements; a tensor with gaps is copied.
 
-    Chunks are tensors of bytes, which every library moves, whatever the dtype. The device's library reduces.
+    Chunks are tensors of bytes, which every library moves for any dtype. The device's library reduces.
     """
 
     def __init__(self, array: DeviceArray) -> None:

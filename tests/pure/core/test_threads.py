@@ -59,7 +59,7 @@ def test_what_fails_again_and_again_is_told_once_a_minute(clock: Clocked, caplog
     assert "in boom" in caplog.text, "the traceback"
     clock.now_s += threads.EVERY_S
     threads.survives(functools.partial(boom))
-    assert told(caplog)[1:] == ["MainThread: boom failed (99 times more since that was told last); the thread goes on"]
+    assert told(caplog)[1:] == ["MainThread: boom failed (99 times more since the last entry); the thread goes on"]
 
 
 def test_a_step_that_fails_at_once_each_time_takes_no_core_and_no_log(
