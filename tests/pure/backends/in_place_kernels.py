@@ -19,9 +19,9 @@ from tests.pure.watched import WAIT_S
 
 @pytest.fixture
 def trio() -> Iterator[ThreadTeam]:
-    made = ThreadTeam("shm", 3)
-    yield made
-    made.close()
+    started = ThreadTeam("shm", 3)
+    yield started
+    started.close()
 
 
 def one_of_each(size: int = 200_001) -> list[Case]:

@@ -121,13 +121,13 @@ class Blind(SegmentSource):
     """A process whose memory others can see, and which can't see theirs."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.attempts = 0
 
     def locate(self, address: int, nbytes: int) -> BufferRef | None:
         return Segments.current().locate(address, nbytes)
 
     def open(self, segment: Segment) -> Any:
-        self.asked += 1
+        self.attempts += 1
         raise OSError(13, "Permission denied")
 
 
@@ -137,7 +137,7 @@ def test_where_one_rank_can_not_map_all_stage_and_it_is_not_asked_again(staged: 
     team = ThreadTeam("shm", 3, lambda rank: blind if rank == 2 else Segments.current())
     for _ in range(2):
         check_cases(team, [case for case in one_of_each() if case.kind is not OpKind.SEND], staged=staged)
-    assert blind.asked == 1
+    assert blind.attempts == 1
     team.close()
 
 

@@ -33,9 +33,9 @@ WHOLE, SLICED = ((1 << 30, 1 << 62),), ((1 << 30, -1),)
 @pytest.fixture(scope="module")
 def processes(workers: Workers) -> Iterator[ProcessTeam]:
     """Three ranks that all tests of this file share."""
-    made = ProcessTeam("tcp", 3, workers(3))
-    yield made
-    made.close()
+    started = ProcessTeam("tcp", 3, workers(3))
+    yield started
+    started.close()
 
 
 # ------------------------------------------------------------------------------- bits, chunks, memory
@@ -144,6 +144,6 @@ def test_both_ends_may_leave_in_the_middle_of_frames(team: ThreadTeam) -> None:
     assert wait_until(lambda: all(link._step == _IN_KERNEL for link in links))
     for communicator in team.communicators:
         communicator.abort(launch.seq)
-    assert all(isinstance(one.result(10), PlanAbortedError) for one in running)
+    assert all(isinstance(future.result(10), PlanAbortedError) for future in running)
     for _ in range(3):
         check_allreduce(team, ReduceOp.SUM, "int64", 300_001, "plain", True)

@@ -42,13 +42,13 @@ def test_nothing_is_made_up_about_what_is_a_tensor_or_does_not_look_like_one() -
 
 
 def test_a_tensor_that_has_become_another_kind_is_told(fleet: MakeFleet) -> None:
-    one = fleet(2)
+    started = fleet(2)
     tensor = torch.ones(3, dtype=torch.complex64)
-    keys = [one.keep(0, tensor), one.keep(1, np.ones(3, "complex64"))]
+    keys = [started.keep(0, tensor), started.keep(1, np.ones(3, "complex64"))]
     tensor.data = tensor.conj()
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
+    for outcome in started.run(OpKind.ALLREDUCE, keys):
         assert "resolve_conj()" in str(outcome.error)
-    one.works_on()
+    started.works_on()
 
 
 @pytest.mark.parametrize("lazy", [lambda x: x.conj(), lambda x: x.conj().imag, lambda x: torch._neg_view(x.conj())])

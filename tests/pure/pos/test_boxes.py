@@ -36,18 +36,18 @@ def _read(values: list[Any], boxes: list[Box], domain: str) -> tuple[Any, dict[i
     store.put(KEY, contain(values))
     serve(wire, store)  # type: ignore[arg-type]
     (answer,) = wire.answers
-    found: dict[int, Any] = {}
-    _take(wire, answer, boxes, lambda at, box: found.update({at: np.array(box)}))  # type: ignore[arg-type]
-    return answer, found, wire
+    taken: dict[int, Any] = {}
+    _take(wire, answer, boxes, lambda at, box: taken.update({at: np.array(box)}))  # type: ignore[arg-type]
+    return answer, taken, wire
 
 
 @pytest.mark.parametrize("is_near", [False, True])
 @pytest.mark.parametrize("make", [np.asarray, tensors.array], ids=["ordinary", "arena"])
 def test_boxes_arrive_as_they_were(make: Any, is_near: bool) -> None:
     whole, line = np.arange(ROWS * 12, dtype=np.float32).reshape(ROWS, 12), np.arange(6.0)
-    answer, found, wire = _read([make(whole), make(line)], WANTED, memory_domain() if is_near else "")
-    np.testing.assert_array_equal(found[0], whole[1:-1, 2:10])
-    np.testing.assert_array_equal(found[1], line[3:5])
+    answer, taken, wire = _read([make(whole), make(line)], WANTED, memory_domain() if is_near else "")
+    np.testing.assert_array_equal(taken[0], whole[1:-1, 2:10])
+    np.testing.assert_array_equal(taken[1], line[3:5])
     is_lent = is_near and make is tensors.array
     assert (_LENT.decode(answer.description) is not None) is is_lent
     assert (Copied() in wire.answers) is is_lent  # so that the holder may write again

@@ -33,11 +33,11 @@ _held: dict[str, Any] = {}
 def processes(tmp_path: Path) -> Iterator[list[Process]]:
     """Two processes, and a folder for temporary files that is to stay empty."""
     both = [Process(), Process()]
-    for one in both:
-        one.call(use_temporary, str(tmp_path))
+    for process in both:
+        process.call(use_temporary, str(tmp_path))
     yield both
-    for one in both:
-        one.close()
+    for process in both:
+        process.close()
     assert not list(tmp_path.iterdir())
     assert not [file for file in Path("/dev/shm").iterdir() if module.NAME in file.name]
 
@@ -286,7 +286,7 @@ def fork_and_look() -> list[str]:
         wrong = answers.read().split("\n")
     os.waitpid(child, 0)
     checks = {"data changed": (block == 7).all(), "statistics changed": segments.statistics() == before}
-    return [one for one in wrong if one] + [name for name, is_right in checks.items() if not is_right]
+    return [fault for fault in wrong if fault] + [name for name, is_right in checks.items() if not is_right]
 
 
 def look_in_child(segments: Segments, arena: Arena, block: np.ndarray) -> list[str]:
