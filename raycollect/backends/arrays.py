@@ -149,10 +149,7 @@ def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, 
 
 def box_of(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
     """A box of an array, as a view."""
-    place: Any = (
-        *(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)),
-        ...,
-    )  # the ellipsis: a view without dimensions, too
+    place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # ...: a view of scalars, too
     box: Array = array[place]
     return box
 

@@ -16,9 +16,7 @@ class KernelProgress:
     __slots__ = ("base", "part", "span")
 
     def __init__(self) -> None:
-        self.part: float = (
-            0.0  # the number of finished kernels, by bytes: half a kernel is 0.5; `LENT`: other ranks do them
-        )
+        self.part: float = 0.0  # finished kernels, by bytes: half a kernel is 0.5; `LENT`: other ranks do them
         self.base: float = 0.0  # the progress before the current chunks
         self.span: float = 1.0  # the number of kernels that these chunks make up
 

@@ -231,9 +231,7 @@ def shortage(needed: int) -> str:
     if limit == resource.RLIM_INFINITY:
         return ""
     try:
-        free = (
-            limit - sum(int(entry.name) < limit for entry in Path("/proc/self/fd").iterdir()) + 1
-        )  # of `iterdir` itself
+        free = limit - sum(int(fd.name) < limit for fd in Path("/proc/self/fd").iterdir()) + 1  # of `iterdir`
     except OSError as exc:
         if exc.errno not in FULL:  # this system has no such folder
             return ""

@@ -49,9 +49,7 @@ from raycollect.core.protocols import Joining
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
 
-_BESIDE = (
-    5  # The descriptors of a joining rank, in addition to one per rank: two listeners, a poller and its wake-up pair
-)
+_BESIDE = 5  # The descriptors of a joining rank besides one per rank: two listeners, a poller and its wake-up pair
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report the missing ranks
 
 
