@@ -2,8 +2,8 @@
 
 Ranks that were woken by one process often share its core, and the scheduler leaves them there for milliseconds: a small
 kernel takes three times as long as on two cores. So ranks of one machine publish their cores, and a rank that waits for
-a rank on its own core moves to a core with fewer ranks. With more ranks than cores this spreads them evenly: the
-scheduler does not migrate ranks that never sleep.
+a rank on its own core moves to a core with fewer ranks. With more ranks than cores this spreads them evenly: as
+no rank sleeps, no core becomes idle and pulls one.
 
 With more ranks than cores the scheduler also moves awake ranks unevenly: of four ranks on two cores three share one
 most of the time, and a small reduction takes 1.4 times as long as with two per core. So in a hot loop each rank stays
